@@ -1,0 +1,33 @@
+"""YOCO fast prefill for Gemma 4 E2B and E4B under SGLang.
+
+The last layers of these models read K/V that earlier layers wrote and write none themselves
+(arXiv:2405.05254 calls such a stack "You Only Cache Once"). In prefill they therefore need only
+the rows whose output somebody reads: normally one row per request. This package patches SGLang's
+``Gemma4TextModel`` at run time so that all other rows skip those layers.
+
+SGLang loads it by itself through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_YOCO=0``
+turns it off. Importing this module imports neither torch nor SGLang.
+
+A batch travels through the package in this order::
+
+    plugin.py     switch and seams -> install, or refuse with one line
+    patch.py      Gemma4TextModel.forward and ModelRunner.init_attention_backends, wrapped
+    gate.py       may this batch take the fast path? a reason, or None
+    rows.py       which rows are kept (plain integers)
+    tail.py       the batch as the tail sees it, rewritten and restored
+    attention.py  the tail's own attention backend and its metadata
+    cut.py        one forward: gather before the first shared layer, scatter after the last
+    seams.py      everything that depends on the installed SGLang's version
+    report.py     log lines and counters
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("sglang-gemma4-yoco")
+except PackageNotFoundError:  # a source tree on sys.path that was never installed
+    __version__ = "0+unknown"
+
+__all__ = ["__version__"]

@@ -1,0 +1,236 @@
+"""May this batch take the fast path? One reason for every refusal.
+
+A wrong yes corrupts answers silently, a wrong no costs time. So everything is refused that is not
+known to read only the kept rows, and a batch whose host-side lengths are not plain lists is
+refused too. Only host fields that are the same on every rank are looked at.
+
+Fields that the installed SGLang does not have cannot ask for anything: those that must exist are
+checked once at load (``seams``), all others count as unset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco.rows import KeptRows
+
+OFF = f"{switch.VARIABLE}=0"
+NO_SHARED_LAYERS = "the model has no KV-shared tail"
+CAPTURING = "a CUDA graph is being captured"
+PIPELINE = "pipeline parallelism"
+CAPTURE_IN_TAIL = "hidden states of a KV-shared layer are captured"
+UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
+NOTHING_TO_SKIP = "every row of the batch is read"
+INPUT_LOGPROBS = "input logprobs"
+HIDDEN_STATES = "hidden states are returned"
+SPECULATIVE = "speculative decoding"
+LORA = "LoRA"
+NO_MODE = "the batch has no forward mode"
+
+#: Attention backends whose decode step over a donor's cache equals their extend step, by test.
+#: The name of a base class admits its subclasses.
+PROVEN_BACKENDS = frozenset({"TritonAttnBackend", "TorchNativeAttnBackend"})
+
+# A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
+_REFUSING_FIELDS = {
+    "spec_info": SPECULATIVE,
+    "return_hidden_states_before_norm": HIDDEN_STATES,
+    "return_pooled_hidden_states": "pooled hidden states",
+    "dimensions": "embeddings",
+    "token_indices_to_pool": "setwise pooling",
+    "decision_layouts": "setwise pooling",
+    "multi_item_delimiter_indices": "multi-item scoring",
+    "is_prefill_only": "a batch that generates nothing",
+    "token_type_ids": "token type ids",
+    "input_embeds": "input embeddings",
+    "replace_embeds": "replaced embeddings",
+    "encoder_lens": "an encoder-decoder batch",
+    "global_num_tokens_cpu": "data-parallel attention",
+    "_original_forward_mode": "data-parallel attention",
+    "attn_tp_sequence_sharded": "sequence parallelism",
+    "attn_cp_metadata": "context parallelism",
+    "attn_dcp_metadata": "context parallelism",
+    "dcp_kv_mask": "context parallelism",
+    "tbo_split_seq_index": "two-batch overlap",
+    "tbo_parent_token_range": "two-batch overlap",
+    "tbo_children": "two-batch overlap",
+    "full_prefill_cuda_graph_capture": CAPTURING,
+    "encoder_swa_replay": "sliding-window replay",
+    "engram_history": "n-gram embeddings",
+    "ngram_embedding_info": "n-gram embeddings",
+}
+
+# A server argument that is set -> the reason.
+_REFUSING_ARGUMENTS = {
+    "enable_deterministic_inference": "deterministic inference",
+    "enable_dp_attention": "data-parallel attention",
+    "enable_two_batch_overlap": "two-batch overlap",
+    "enable_pdmux": "PD multiplexing",
+    "enable_lora": LORA,
+    "speculative_algorithm": SPECULATIVE,
+}
+# A server argument above one -> the reason.
+_REFUSING_SIZES = {
+    "tp_size": "tensor parallelism",
+    "pp_size": PIPELINE,
+    "attn_cp_size": "context parallelism",
+    "dcp_size": "context parallelism",
+}
+
+
+def first_shared_layer(config: Any) -> int | None:
+    """Index K of the first layer that reads an earlier layer's K/V; None if there is no such tail.
+
+    A model whose layers are all shared (the multi-token-prediction assistant) has no front that
+    could write the K/V, so it has no tail either.
+    """
+    layers = config.num_hidden_layers
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    return layers - shared if 0 < shared < layers else None
+
+
+def kept_rows(forward_batch: Any) -> KeptRows:
+    """The rows of an extend batch whose logits the sampler and the logprobs read."""
+    return KeptRows.suffixes(
+        forward_batch.extend_seq_lens_cpu,
+        forward_batch.extend_prefix_lens_cpu,
+        forward_batch.extend_logprob_start_lens_cpu if forward_batch.return_logprob else None,
+    )
+
+
+def server_reason() -> str | None:
+    """Why no batch of this server may take the fast path, or None. Constant for a server."""
+    args = seams.server_args()
+    if args is None:
+        return None
+    for name, reason in _REFUSING_ARGUMENTS.items():
+        if getattr(args, name, None):
+            return reason
+    for name, reason in _REFUSING_SIZES.items():
+        if (getattr(args, name, None) or 1) > 1:
+            return reason
+    return None
+
+
+def _mode(model: Any, forward_batch: Any) -> str | None:
+    mode = forward_batch.forward_mode
+    if mode is None:
+        return NO_MODE
+    known = isinstance(mode, seams.ForwardMode)
+    if known and mode not in (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED):
+        return f"forward mode {mode.name}"
+    # Whatever is not SGLang's own enum must at least answer SGLang's own question.
+    if not known and not mode.is_extend_without_speculative():
+        return "the batch is no plain extend"
+    return None
+
+
+def _switch(model: Any, forward_batch: Any) -> str | None:
+    try:
+        return None if switch.enabled() else OFF
+    except ValueError as invalid:  # changed after load: a forward must not fail over it
+        return str(invalid)
+
+
+def _model(model: Any, forward_batch: Any) -> str | None:
+    first = first_shared_layer(model.config)
+    if first is None:
+        return NO_SHARED_LAYERS
+    if not (model.pp_group.is_first_rank and model.pp_group.is_last_rank):
+        return PIPELINE
+    if any(layer >= first for layer in model.layers_to_capture):
+        return CAPTURE_IN_TAIL
+    return None
+
+
+def _server(model: Any, forward_batch: Any) -> str | None:
+    facts = model.__dict__
+    if "_yoco_server_reason" not in facts:
+        facts["_yoco_server_reason"] = server_reason()
+    reason: str | None = facts["_yoco_server_reason"]
+    return reason
+
+
+def _graph(model: Any, forward_batch: Any) -> str | None:
+    return CAPTURING if seams.is_capturing() else None
+
+
+def _fields(model: Any, forward_batch: Any) -> str | None:
+    for name, reason in _REFUSING_FIELDS.items():
+        value = getattr(forward_batch, name, None)
+        if value is not None and value is not False:
+            return reason
+    capture = getattr(forward_batch, "capture_hidden_mode", None)
+    if capture is not None and capture != seams.CaptureHiddenMode.NULL:
+        return HIDDEN_STATES
+    algorithm = getattr(forward_batch, "spec_algorithm", None)
+    if algorithm is not None and not algorithm.is_none():
+        return SPECULATIVE
+    if any(adapter is not None for adapter in getattr(forward_batch, "lora_ids", None) or ()):
+        return LORA
+    return None
+
+
+def _lengths(model: Any, forward_batch: Any) -> str | None:
+    lens = forward_batch.extend_seq_lens_cpu
+    prefixes = forward_batch.extend_prefix_lens_cpu
+    if type(lens) is not list or type(prefixes) is not list:
+        return UNKNOWN_LENGTHS
+    total = sum(lens)
+    input_ids = getattr(forward_batch, "input_ids", None)
+    if (
+        len(lens) != len(prefixes)
+        or len(lens) != len(forward_batch.seq_lens)
+        or min(lens, default=0) < 1
+        or total != forward_batch.extend_num_tokens
+        or (input_ids is not None and total != len(input_ids))
+    ):
+        return UNKNOWN_LENGTHS
+    if forward_batch.return_logprob:
+        starts = forward_batch.extend_logprob_start_lens_cpu
+        if type(starts) is not list or len(starts) != len(lens):
+            return UNKNOWN_LENGTHS
+        if not kept_rows(forward_batch).one_per_request:
+            return INPUT_LOGPROBS
+    return NOTHING_TO_SKIP if total == len(lens) else None
+
+
+def _backend(model: Any, forward_batch: Any) -> str | None:
+    backend = seams.current_attn_backend()
+    if backend is None:  # outside of a forward nothing is computed
+        return None
+    if not PROVEN_BACKENDS.isdisjoint(base.__name__ for base in type(backend).__mro__):
+        return None
+    return f"the attention backend {type(backend).__name__} is not proven"
+
+
+# The mode first: it is what refuses an ineligible forward most often.
+_CHECKS: tuple[Callable[[Any, Any], str | None], ...] = (
+    _mode,
+    _switch,
+    _model,
+    _server,
+    _graph,
+    _fields,
+    _lengths,
+    _backend,
+)
+
+
+def ineligible_reason(model: Any, forward_batch: Any) -> str | None:
+    """Why this forward must run as stock, or None when it may skip rows in the shared layers.
+
+    Args:
+        model: a ``Gemma4TextModel``.
+        forward_batch: the batch it is about to run, SGLang's ``ForwardBatch``.
+
+    Returns:
+        One line, fit for a log and as a metric's label.
+    """
+    for check in _CHECKS:
+        reason = check(model, forward_batch)
+        if reason is not None:
+            return reason
+    return None

@@ -1,0 +1,44 @@
+"""What the package tells: once-only log lines, and counters of forwards by outcome.
+
+Counters count prefill forwards of patched models (a decode step is counted nowhere). One process
+runs one forward at a time, so there is no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+logger = logging.getLogger("sglang_gemma4_yoco")
+
+ACTIVE = "active"
+
+#: Forwards by outcome: ``ACTIVE`` or the reason for stepping aside.
+forwards: Counter[str] = Counter()
+
+_said: set[str] = set()
+
+
+def once(line: str, level: int = logging.INFO) -> None:
+    """Log ``line`` the first time it is said in this process."""
+    if line not in _said:
+        _said.add(line)
+        logger.log(level, "%s", line)
+
+
+def active(description: str) -> None:
+    """Count a forward that took the fast path; say so the first time for this ``description``."""
+    forwards[ACTIVE] += 1
+    once(f"Gemma 4 fast prefill is active: {description}")
+
+
+def stepped_aside(reason: str) -> None:
+    """Count a forward that ran as stock; say why the first time for this ``reason``."""
+    forwards[reason] += 1
+    once(f"Gemma 4 fast prefill steps aside: {reason}")
+
+
+def reset() -> None:
+    """Forget counters and what was said (for tests and for a new measurement)."""
+    forwards.clear()
+    _said.clear()

@@ -1,0 +1,217 @@
+"""Everything that depends on the installed SGLang: the seams, checked at load, and their versions.
+
+Supported: SGLang 0.5.14 and later (the range itself stands in ``pyproject.toml``). Across these
+releases ``Gemma4TextModel.forward`` has had several bodies, but the layer call, the ForwardBatch
+fields and the attention backend's entry point kept their names; what differs is told apart here
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from importlib.metadata import requires, version
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor import forward_context
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.models import gemma4_causal
+
+try:  # SGLang 0.5.22 and later: layers hand a residual stream along on the batch
+    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+except ImportError:
+    residual_batch = None
+
+DISTRIBUTION = "sglang-gemma4-yoco"
+PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
+
+# Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see.
+_REQUIRED_FIELDS = (
+    "forward_mode",
+    "batch_size",
+    "input_ids",
+    "req_pool_indices",
+    "seq_lens",
+    "seq_lens_sum",
+    "out_cache_loc",
+    "positions",
+    "extend_num_tokens",
+    "extend_seq_lens",
+    "extend_prefix_lens",
+    "extend_start_loc",
+    "extend_seq_lens_cpu",
+    "extend_prefix_lens_cpu",
+    "extend_logprob_start_lens_cpu",
+    "return_logprob",
+    "capture_hidden_mode",
+    "spec_algorithm",
+    "spec_info",
+    "lora_ids",
+    "mm_input_embeds",
+    "input_embeds",
+    "global_num_tokens_cpu",
+    "attn_cp_metadata",
+    "tbo_split_seq_index",
+    "tbo_children",
+)
+_REQUIRED_MODES = ("EXTEND", "DECODE", "MIXED", "IDLE", "SPLIT_PREFILL", "DLLM_EXTEND")
+
+
+class SeamError(RuntimeError):
+    """The installed SGLang is not one that this package can patch."""
+
+
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _missing() -> Iterator[str]:
+    """Name every seam that the installed SGLang lacks."""
+    installed = version("sglang")
+    for requirement in map(Requirement, requires(DISTRIBUTION) or ()):
+        if requirement.name == "sglang" and not requirement.specifier.contains(
+            installed, prereleases=True
+        ):
+            yield f"a version in the supported range {requirement.specifier}"
+
+    model = gemma4_causal.Gemma4TextModel
+    for name in PUBLISHED_HELPERS:
+        if hasattr(model, name):
+            yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
+    if _parameters(model.forward)[:4] != ["self", "input_ids", "positions", "forward_batch"]:
+        yield "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, ...)"
+    layer_call = _parameters(gemma4_causal.Gemma4DecoderLayer.forward)
+    if layer_call[1:5] != ["positions", "hidden_states", "per_layer_input", "forward_batch"]:
+        yield (
+            "Gemma4DecoderLayer.forward("
+            "self, positions, hidden_states, per_layer_input, forward_batch, ...)"
+        )
+    fields = {field.name for field in dataclasses.fields(ForwardBatch)}
+    absent = [name for name in _REQUIRED_FIELDS if name not in fields]
+    if absent:
+        yield f"ForwardBatch.{', .'.join(absent)}"
+    absent = [name for name in _REQUIRED_MODES if name not in ForwardMode.__members__]
+    if absent:
+        yield f"ForwardMode.{', .'.join(absent)}"
+    for name in ("init_attention_backends", "_get_attention_backend"):
+        if not callable(getattr(ModelRunner, name, None)):
+            yield f"ModelRunner.{name}"
+    if _parameters(AttentionBackend.init_forward_metadata) != ["self", "forward_batch"]:
+        yield "AttentionBackend.init_forward_metadata(self, forward_batch)"
+    for name in ("forward_context", "get_forward_context", "has_forward_context"):
+        if not callable(getattr(forward_context, name, None)):
+            yield f"forward_context.{name}"
+    if "residual_stream" in fields and not callable(getattr(residual_batch, "set_written", None)):
+        yield "layer_boundary.residual.batch.set_written"
+
+
+def check() -> None:
+    """Raise one clear line unless the installed SGLang has every seam that the patch uses.
+
+    Raises:
+        SeamError: it names what is missing and the remedy.
+    """
+    missing = list(_missing())
+    if missing:
+        raise SeamError(
+            f"SGLang {version('sglang')} lacks {'; '.join(missing)}. "
+            "Install a supported SGLang, or a newer sglang-gemma4-yoco"
+        )
+
+
+def server_args() -> Any | None:
+    """The arguments of the server that runs in this process, or None outside of one."""
+    try:
+        from sglang.srt.runtime_context import get_server_args  # 0.5.15 and later
+    except ImportError:
+        from sglang.srt.server_args import get_global_server_args as get_server_args
+    try:
+        return get_server_args()
+    except (AttributeError, ValueError, RuntimeError):  # nothing published yet
+        return None
+
+
+def is_capturing() -> bool:
+    """Whether this forward is being recorded into a CUDA graph, or is replayed around one.
+
+    A recorded forward runs its Python once, for a padded batch; what the package would decide
+    for that batch would be replayed for all others.
+    """
+    if capture_mode.get_is_capture_mode():
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def current_attn_backend() -> Any | None:
+    """The attention backend that this forward uses, or None outside of a forward."""
+    # A port that lives in the model's own module looks its backend up there.
+    accessor = getattr(gemma4_causal, "get_attn_backend", None)
+    if accessor is not None:
+        return accessor()
+    if not forward_context.has_forward_context():
+        return None
+    return forward_context.get_forward_context().attn_backend
+
+
+def attn_backend_switched(backend: Any) -> AbstractContextManager[None]:
+    """Make ``backend`` the current one for the span of the returned context manager."""
+    current = forward_context.get_forward_context()
+    return forward_context.forward_context(dataclasses.replace(current, attn_backend=backend))
+
+
+def build_attn_backend(runner: Any) -> Any:
+    """A second attention backend like the runner's own, over the same memory pools."""
+    backend = runner._get_attention_backend()
+    main = runner.attn_backend
+    for name in (
+        "prefill_attention_backend_str",
+        "decode_attention_backend_str",
+        "kv_index_translator",  # 0.5.22 and later; None means "not bound yet"
+    ):
+        if getattr(backend, name, None) is None and hasattr(main, name):
+            setattr(backend, name, getattr(main, name))
+    return backend
+
+
+def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:
+    """Whether ``hidden_states`` is the whole residual: no update is owed to it."""
+    stream = getattr(forward_batch, "residual_stream", None)
+    if stream is None:
+        return True  # up to 0.5.21, and stand-ins: layers pass plain tensors
+    if stream.pending is not None:
+        return False
+    return stream.residual is None or stream.residual is hidden_states
+
+
+def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
+    """Give the batch a residual stream that holds ``hidden_states``, where it has streams."""
+    if getattr(forward_batch, "residual_stream", None) is not None:
+        residual_batch.set_written(hidden_states, forward_batch)
+
+
+__all__ = [
+    "CaptureHiddenMode",
+    "ForwardMode",
+    "ModelRunner",
+    "SeamError",
+    "attn_backend_switched",
+    "build_attn_backend",
+    "check",
+    "current_attn_backend",
+    "gemma4_causal",
+    "is_capturing",
+    "residual_is_written",
+    "server_args",
+    "write_residual",
+]

@@ -1,0 +1,387 @@
+"""Small random Gemma 4 checkpoints, complete enough to be served.
+
+``python -m sglang_gemma4_reference.checkpoint E2B_TINY /tmp/tiny`` writes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import nn
+from transformers import (
+    Gemma4AudioFeatureExtractor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
+    PreTrainedTokenizerFast,
+)
+
+# In the order of their token ids, from 0.
+_SPECIAL_TOKENS = {
+    "pad_token": "<pad>",
+    "eos_token": "<eos>",
+    "bos_token": "<bos>",
+    "unk_token": "<unk>",
+    "sot_token": "<|turn>",
+    "eot_token": "<turn|>",
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "video_token": "<|video|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+_TOKEN_ID = {name: token_id for token_id, name in enumerate(_SPECIAL_TOKENS)}
+
+# Text, bytes and these make a prompt; the rest of the vocabulary only ever comes out of the model.
+_CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}
+{{- part['text'] -}}
+{%- else -%}
+{{- '<|' + part['type'].removesuffix('_url') + '|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<turn|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|turn>model\n' -}}
+{%- endif -%}
+"""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Dimensions of a vision or audio encoder."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Gemma4Shape:
+    """Everything that decides what a checkpoint contains.
+
+    The last ``kv_shared_layers`` layers have no K/V of their own. Layers come in groups of
+    ``sliding_per_full`` sliding-window layers and one full-attention layer.
+    """
+
+    hidden_size: int
+    layers: int
+    kv_shared_layers: int
+    sliding_per_full: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Width of a head in sliding-window layers."""
+    global_head_dim: int
+    """Width of a head in full-attention layers."""
+    intermediate_size: int
+    double_wide_mlp: bool
+    """Whether the MLP of KV-shared layers is twice as wide."""
+    sliding_window: int
+    """Keys that a row of a sliding-window layer sees, its own included."""
+    ple_width: int
+    """Per-layer embedding values per token and layer; 0 for none."""
+    vocab_size: int
+    max_positions: int
+    vision: Tower
+    audio: Tower | None
+    image_tokens: int
+    """At most this many tokens per image: 70, 140, 280, 560 or 1120."""
+    dtype: str = "float32"
+    seed: int = 0
+
+    @property
+    def layer_types(self) -> list[str]:
+        """``sliding_attention`` or ``full_attention`` for each layer."""
+        group = self.sliding_per_full + 1
+        return [
+            "full_attention" if (layer + 1) % group == 0 else "sliding_attention"
+            for layer in range(self.layers)
+        ]
+
+
+E2B = Gemma4Shape(
+    hidden_size=1536,
+    layers=35,
+    kv_shared_layers=20,
+    sliding_per_full=4,
+    heads=8,
+    kv_heads=1,
+    head_dim=256,
+    global_head_dim=512,
+    intermediate_size=6144,
+    double_wide_mlp=True,
+    sliding_window=512,
+    ple_width=256,
+    vocab_size=262144,
+    max_positions=131072,
+    vision=Tower(hidden_size=768, layers=16, heads=12),
+    audio=Tower(hidden_size=1024, layers=12, heads=8),
+    image_tokens=280,
+    dtype="bfloat16",
+)
+
+E4B = dataclasses.replace(
+    E2B,
+    hidden_size=2560,
+    layers=42,
+    kv_shared_layers=18,
+    sliding_per_full=5,
+    kv_heads=2,
+    intermediate_size=10240,
+    double_wide_mlp=False,
+)
+
+_SMALL_TOWER = Tower(hidden_size=64, layers=2, heads=4)
+
+# Widths are those of the real models over 3 and 5, rounded to what kernels like.
+E2B_MINI = dataclasses.replace(
+    E2B,
+    hidden_size=512,
+    head_dim=80,
+    global_head_dim=160,
+    intermediate_size=2048,
+    ple_width=88,
+    vocab_size=4096,
+    max_positions=32768,
+    vision=_SMALL_TOWER,
+    audio=_SMALL_TOWER,
+    image_tokens=70,
+    dtype="float32",
+)
+
+E4B_MINI = dataclasses.replace(
+    E2B_MINI,
+    layers=E4B.layers,
+    kv_shared_layers=E4B.kv_shared_layers,
+    sliding_per_full=E4B.sliding_per_full,
+    kv_heads=E4B.kv_heads,
+    head_dim=48,
+    global_head_dim=96,
+    ple_width=48,
+    double_wide_mlp=False,
+)
+
+E2B_TINY = dataclasses.replace(
+    E2B_MINI,
+    hidden_size=64,
+    layers=8,
+    kv_shared_layers=4,
+    sliding_per_full=3,
+    heads=4,
+    head_dim=16,
+    global_head_dim=32,
+    intermediate_size=128,
+    sliding_window=32,
+    ple_width=16,
+    vocab_size=512,
+    max_positions=8192,
+)
+
+PRESETS = {
+    "E2B": E2B,
+    "E4B": E4B,
+    "E2B_MINI": E2B_MINI,
+    "E4B_MINI": E4B_MINI,
+    "E2B_TINY": E2B_TINY,
+}
+
+
+def config_dict(shape: Gemma4Shape) -> dict[str, Any]:
+    """Return config.json's content, in the style of the official checkpoints."""
+    text = {
+        "model_type": "gemma4_text",
+        "dtype": shape.dtype,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.layers,
+        "num_kv_shared_layers": shape.kv_shared_layers,
+        "layer_types": shape.layer_types,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "global_head_dim": shape.global_head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "use_double_wide_mlp": shape.double_wide_mlp,
+        "sliding_window": shape.sliding_window,
+        "hidden_size_per_layer_input": shape.ple_width,
+        "vocab_size_per_layer_input": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "pad_token_id": _TOKEN_ID["pad_token"],
+        "eos_token_id": _TOKEN_ID["eos_token"],
+        "bos_token_id": _TOKEN_ID["bos_token"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1_000_000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    }
+    vision = {
+        "model_type": "gemma4_vision",
+        "dtype": shape.dtype,
+        "hidden_size": shape.vision.hidden_size,
+        "intermediate_size": 4 * shape.vision.hidden_size,
+        "num_hidden_layers": shape.vision.layers,
+        "num_attention_heads": shape.vision.heads,
+        "num_key_value_heads": shape.vision.heads,
+        "head_dim": shape.vision.hidden_size // shape.vision.heads,
+        "global_head_dim": shape.vision.hidden_size // shape.vision.heads,
+    }
+    audio = shape.audio and {
+        "model_type": "gemma4_audio",
+        "dtype": shape.dtype,
+        "hidden_size": shape.audio.hidden_size,
+        "num_hidden_layers": shape.audio.layers,
+        "num_attention_heads": shape.audio.heads,
+        "output_proj_dims": 3 * shape.audio.hidden_size // 2,
+    }
+    return {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "dtype": shape.dtype,
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": audio,
+        "tie_word_embeddings": True,
+        "eos_token_id": [_TOKEN_ID["eos_token"], _TOKEN_ID["eot_token"]],
+        "image_token_id": _TOKEN_ID["image_token"],
+        "boi_token_id": _TOKEN_ID["boi_token"],
+        "eoi_token_id": _TOKEN_ID["eoi_token"],
+        "video_token_id": _TOKEN_ID["video_token"],
+        "audio_token_id": _TOKEN_ID["audio_token"],
+        "boa_token_id": _TOKEN_ID["boa_token"],
+        "eoa_token_index": _TOKEN_ID["eoa_token"],
+    }
+
+
+def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
+    """Return a model with random weights whose answers depend on all of the prompt."""
+    torch.manual_seed(shape.seed)
+    model = Gemma4ForConditionalGeneration(Gemma4Config.from_dict(config_dict(shape)))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            _randomise(name, weight)
+        for layer in model.model.language_model.layers:
+            layer.layer_scalar.uniform_(0.7, 1.0)
+    return model.to(getattr(torch, shape.dtype)).eval()
+
+
+def _randomise(name: str, weight: nn.Parameter) -> None:
+    """Fill one parameter so that values keep a scale of about 1 on their way through the model."""
+    if weight.dim() > 1:
+        fan_in = weight[0].numel()
+        weight.normal_(std=fan_in**-0.5)
+        return
+    scale = 1.0
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        # Gemma 4 does not divide by sqrt(head_dim): random heads of scale 1 would each attend
+        # to a single key, and no answer would depend on more than a few tokens.
+        scale = weight.numel() ** -0.25
+    elif name == "model.language_model.norm.weight":
+        # Logits far enough apart that rounding does not decide which is largest.
+        scale = 2.5
+    weight.normal_(mean=scale, std=0.1 * scale)
+
+
+def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer: special tokens, 256 bytes, then words nobody types."""
+    tokens = [*_SPECIAL_TOKENS.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    if vocab_size < len(tokens):
+        raise ValueError(f"vocab_size {vocab_size} is below the minimum of {len(tokens)}")
+    tokens += [f"Ġt{token_id}" for token_id in range(len(tokens), vocab_size)]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    named = ("pad_token", "eos_token", "bos_token", "unk_token")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        **{name: _SPECIAL_TOKENS[name] for name in named},
+        extra_special_tokens={
+            name: token for name, token in _SPECIAL_TOKENS.items() if name not in named
+        },
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_processor(shape: Gemma4Shape) -> Gemma4Processor:
+    """Return the processor for text, images, videos and audio."""
+    return Gemma4Processor(
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+        image_processor=Gemma4ImageProcessor(max_soft_tokens=shape.image_tokens),
+        tokenizer=build_tokenizer(shape.vocab_size),
+        video_processor=Gemma4VideoProcessor(max_soft_tokens=70, num_frames=4),
+        chat_template=_CHAT_TEMPLATE,
+        image_seq_length=shape.image_tokens,
+    )
+
+
+def write_checkpoint(path: str | Path, shape: Gemma4Shape, *, weights: bool = True) -> Path:
+    """Write a checkpoint to the directory ``path``, made if need be, and return it.
+
+    Without ``weights`` it can be served with ``--load-format dummy``.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if weights:
+        build_model(shape).save_pretrained(path)
+    build_processor(shape).save_pretrained(path)
+    # Last, over the one that transformers wrote, which SGLang's text-only path cannot read.
+    (path / "config.json").write_text(json.dumps(config_dict(shape), indent=2) + "\n")
+    return path
+
+
+def _parse_change(item: str) -> tuple[str, Any]:
+    """Split ``FIELD=VALUE``, VALUE being a Python literal or else a string."""
+    field, _, value = item.partition("=")
+    try:
+        return field, ast.literal_eval(value)
+    except ValueError:
+        return field, value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the checkpoint that the command line asks for."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--no-weights", action="store_true", help="config and processor only")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="change fields of the preset"
+    )
+    args = parser.parse_args(argv)
+    changes = dict(_parse_change(item) for item in args.set)
+    shape = dataclasses.replace(PRESETS[args.preset], **changes)
+    print(write_checkpoint(args.path, shape, weights=not args.no_weights))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""SGLang's ``ModelRunner`` in this process, without scheduler and server.
+
+One process can so run hundreds of batches, look at every layer, and at the KV cache afterwards.
+Real pieces of SGLang throughout: requests, batches, KV pools, attention backend, logits processor.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.benchmark import one_batch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import bootstrap
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models.gemma4_causal import Gemma4TextModel
+from sglang.srt.runtime_context import SpawnRanks, get_device, publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+_process_ready = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request of a batch.
+
+    Attributes:
+        cached: token ids whose K/V is in the cache already.
+        new: token ids of this forward, at least one.
+        logprob_start: absolute position from which on input logprobs are wanted; -1 for none.
+    """
+
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    logprob_start: int = -1
+
+
+class Engine:
+    """A Gemma 4 on SGLang's ModelRunner.
+
+    Several engines can live in one process, but only the one built last may run: SGLang's
+    configuration is process-wide.
+    """
+
+    def __init__(self, model_path: str | Path, **server_args: Any) -> None:
+        """Load the model. ``server_args`` are SGLang's, for example ``max_total_tokens=4096``."""
+        global _process_ready
+        args = ServerArgs(model_path=str(model_path), **server_args)
+        args.resolve_once()
+        ranks = SpawnRanks(world_rank=0, gpu_id=0)
+        publish(args, role="scheduler", ranks=ranks)
+        port = PortArgs.init_new(args).nccl_port
+        if not _process_ready:
+            one_batch._init_process_global_configs()
+            bootstrap.init_parallel_runtime(
+                server_args=args, device=get_device().device, dist_port=port
+            )
+            _process_ready = True
+        config = ModelConfig.from_server_args(args)
+        bootstrap.init_layer_runtime(model_config=config)
+        self.runner = ModelRunner(
+            model_config=config,
+            mem_fraction_static=args.mem_fraction_static,
+            gpu_id=0,
+            nccl_port=port,
+            server_args=args,
+        )
+        self.runner.alloc_memory_pool()
+        self.runner.init_attention_backends()
+        self.runner.init_cuda_graphs()
+        self.text_model = next(
+            module for module in self.runner.model.modules() if isinstance(module, Gemma4TextModel)
+        )
+        self._tree_cache = one_batch.TreeCacheNamespace(
+            page_size=1,
+            device=self.runner.device,
+            token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
+        )
+
+    def schedule(self, prompts: Sequence[Prompt]) -> ScheduleBatch:
+        """Fill the cache with the cached tokens of all prompts, then schedule their new ones.
+
+        The pools are emptied first.
+        """
+        self.runner.req_to_token_pool.clear()
+        self.runner.token_to_kv_pool_allocator.clear()
+        reqs = []
+        for rid, prompt in enumerate(prompts):
+            ids = array("q", prompt.cached or prompt.new)
+            req = Req(
+                rid=str(rid),
+                origin_input_text="",
+                origin_input_ids=ids,
+                sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+                return_logprob=any(p.logprob_start >= 0 for p in prompts),
+            )
+            req.full_untruncated_fill_ids = ids
+            req.logprob_start_len = -1
+            req.extend_end = len(ids)
+            reqs.append(req)
+        cached = [r for r, p in zip(reqs, prompts, strict=True) if p.cached]
+        if cached:
+            self.forward(self._batch(cached))
+        for req, prompt in zip(reqs, prompts, strict=True):
+            ids = array("q", prompt.cached + prompt.new)
+            req.origin_input_ids = req.full_untruncated_fill_ids = ids
+            req.prefix_len = len(prompt.cached)
+            req.extend_end = len(ids)
+            req.logprob_start_len = prompt.logprob_start
+        return self._batch(reqs)
+
+    def _batch(self, reqs: list[Req]) -> ScheduleBatch:
+        batch = ScheduleBatch.init_new(
+            reqs=reqs,
+            req_to_token_pool=self.runner.req_to_token_pool,
+            token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
+            tree_cache=self._tree_cache,
+            model_config=self.runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.prepare_for_extend()
+        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        return batch
+
+    @torch.no_grad()
+    def forward(self, batch: ScheduleBatch) -> Any:
+        """Run one forward of ``batch``, which may be run again; return SGLang's logits output."""
+        forward_batch = ForwardBatch.init_new(
+            batch, self.runner, return_hidden_states_before_norm=False
+        )
+        return self.runner.forward(forward_batch).logits_output
+
+    def kv(self, batch: ScheduleBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
+        pool = self.runner.token_to_kv_pool
+        first_shared = (
+            self.text_model.config.num_hidden_layers - self.text_model.config.num_kv_shared_layers
+        )
+        return [
+            (pool.get_key_buffer(layer).clone(), pool.get_value_buffer(layer).clone())
+            for layer in range(first_shared)
+        ]
+
+    def poison(self, batch: ScheduleBatch) -> None:
+        """Overwrite K and V at the slots that ``batch`` must write, so that a skipped write shows.
+
+        The poison is finite: masked keys of a softmax may be read.
+        """
+        pool = self.runner.token_to_kv_pool
+        first_shared = (
+            self.text_model.config.num_hidden_layers - self.text_model.config.num_kv_shared_layers
+        )
+        mapping = getattr(pool, "layers_mapping", None)
+        for layer in range(first_shared):
+            slots = batch.out_cache_loc
+            if mapping is not None and mapping[layer][1]:
+                slots = pool.translate_loc_from_full_to_swa(slots)
+            pool.get_key_buffer(layer)[slots] = 1e3
+            pool.get_value_buffer(layer)[slots] = 1e3

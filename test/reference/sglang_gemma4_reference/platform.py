@@ -1,0 +1,75 @@
+"""An out-of-tree SGLang platform that serves Gemma 4 on a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def triton_is_interpreted() -> bool:
+    """Whether Triton kernels run in its interpreter, so that they work on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """The CPU as an out-of-tree device: every fused operation takes its PyTorch path.
+
+    The attention backend named ``triton`` is ``WindowedTorchNativeBackend``, unless
+    ``TRITON_INTERPRET=1`` asks for the real one in Triton's interpreter.
+    """
+
+    _enum = PlatformEnum.OOT
+    device_name = "gemma4_cpu"
+    capabilities = PlatformCapabilities(supports_triton=triton_is_interpreted())
+
+    def get_default_attention_backend(self) -> str:
+        return "triton"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Choose what a CPU needs and what a reference wants, where nobody chose otherwise."""
+        # SGLang has put its own default for a CPU here by now, which Gemma 4 does not accept.
+        server_args.attention_backend = "triton"
+        if server_args.dtype == "auto":
+            server_args.dtype = "float32"
+        # SGLang would take most of the host's memory, and write to all of it before serving.
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = 65536
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = 32
+
+    def init_backend(self) -> None:
+        """Put PyTorch implementations where SGLang has no seam for a platform.
+
+        SGLang calls this once, at the end of the imports of ``model_runner``.
+        """
+        from sglang.srt.layers import logits_processor
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+        logits_processor.fused_softcap = softcap_inplace_logits
+        if not triton_is_interpreted():
+            # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
+            ATTENTION_BACKENDS["triton"] = create_attention_backend
+
+
+def create_attention_backend(runner: ModelRunner) -> AttentionBackend:
+    """Build the backend that serves under the name ``triton``."""
+    from sglang_gemma4_reference.attention import WindowedTorchNativeBackend
+
+    return WindowedTorchNativeBackend(runner)
+
+
+def softcap_inplace_logits(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Write ``cap * tanh(logits / cap)`` into ``logits`` (any shape) and return it."""
+    return logits.div_(cap).tanh_().mul_(cap)
