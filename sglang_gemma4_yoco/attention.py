@@ -13,11 +13,12 @@ be built, the runner's own backend is rebuilt for the tail and rebuilt again aft
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sglang_gemma4_yoco import gate, report, seams
+from sglang_gemma4_yoco.shadow import Shadows
 from sglang_gemma4_yoco.tail import Tail, rewritten
 
 
@@ -33,18 +34,19 @@ class TailAttention:
         self.main = main
         self.tail = tail
         self._model = model
-        self._plan_main = main.init_forward_metadata
+        self._shadow = Shadows()
         # One forward at a time: the batch planned last, until its tail has run.
         self._planned: tuple[Any, Tail] | None = None
 
     def attach(self) -> None:
-        """Plan the tail whenever the runner plans a forward."""
-        self.main.init_forward_metadata = self._init_forward_metadata
+        """Plan the tail whenever the runner plans a forward of the model."""
+        self._shadow.add(self.main, "init_forward_metadata", self._with_tail)
+        self._model.__dict__["_yoco_tail_attention"] = self
 
     def detach(self) -> None:
-        """Leave the runner's backend as it was."""
-        if self.main.__dict__.get("init_forward_metadata") == self._init_forward_metadata:
-            del self.main.init_forward_metadata
+        """Leave the runner's backend and the model as they were."""
+        self._shadow.close()
+        self._model.__dict__.pop("_yoco_tail_attention", None)
         self.release()
 
     def release(self) -> None:
@@ -58,10 +60,13 @@ class TailAttention:
             return self._planned[1]
         return None
 
-    def _init_forward_metadata(self, forward_batch: Any) -> None:
-        self._plan_main(forward_batch)
-        if forward_batch.forward_mode is not seams.ForwardMode.DECODE:
-            self._plan_tail(forward_batch)
+    def _with_tail(self, plan_main: Callable[[Any], None]) -> Callable[[Any], None]:
+        def init_forward_metadata(forward_batch: Any) -> None:
+            plan_main(forward_batch)
+            if forward_batch.forward_mode is not seams.ForwardMode.DECODE:
+                self._plan_tail(forward_batch)
+
+        return init_forward_metadata
 
     def _plan_tail(self, forward_batch: Any) -> None:
         self._planned = None

@@ -1,11 +1,10 @@
-"""One forward with the cut: gather before the first shared layer, scatter after the last.
+"""One forward with the cut: rows are gathered at the last donor layer, scattered after the tail.
 
-The layers are reached through their own call, not through the model's loop, whose body differs
-from release to release. For the span of one forward each tail layer's ``forward`` is shadowed on
-the instance; a decode step meets no trace of it.
-
-With K shared layers' first index, T rows and B requests the layers see
-``[T] * K + [B] * (L - K)`` rows.
+Layers are reached through their own calls, not through the model's loop, whose body differs from
+release to release. For the span of one forward the methods of a few objects are shadowed; a
+decode step meets no trace of it. With T rows, B kept ones and first shared layer K, the FFNs of
+the L layers see ``[T] * (K - 1) + [B] * (L - K + 1)`` rows, or ``[T] * K + [B] * (L - K)`` where
+layer K-1 cannot be cut (``donor``).
 """
 
 from __future__ import annotations
@@ -17,13 +16,17 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import gate, report, seams
+from sglang_gemma4_yoco import donor, gate, per_layer, report, seams
 from sglang_gemma4_yoco.attention import TailAttention, on_own_backend, on_rebuilt_backend
+from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco.shadow import Shadows
 from sglang_gemma4_yoco.tail import Tail
 
-STREAM_PENDING = "the residual stream is not written before the first shared layer"
+STREAM_PENDING = "the residual stream is not written before the tail"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 IMAGES_ON_ONE_BACKEND = "a multimodal prompt without an attention backend of the tail's own"
+
+_Layer = Callable[..., Any]
 
 
 def tail_attention(model: Any) -> TailAttention | None:
@@ -44,16 +47,35 @@ def unplanned_reason(model: Any, forward_batch: Any) -> str | None:
     return None if attention.planned(forward_batch) is not None else NOT_PLANNED
 
 
+def donor_cut(model: Any) -> DonorCut:
+    """How layer K-1 of this model is cut; decided once, and said when it is not the deepest."""
+    facts = model.__dict__
+    if "_yoco_donor_cut" not in facts:
+        cut, reason = donor.donor_cut(model, seams.current_attn_backend())
+        facts["_yoco_donor_cut"] = cut
+        if reason is not None:
+            report.once(f"Gemma 4 fast prefill: {describe(model)}, because {reason}")
+    decided: DonorCut = facts["_yoco_donor_cut"]
+    return decided
+
+
+def describe(model: Any) -> str:
+    """Where this model is cut, for the log: ``cut inside layer 14, behind K and V, of 35``."""
+    config = model.config
+    first = gate.first_shared_layer(config)
+    assert first is not None
+    where = donor_cut(model).value.format(donor=first - 1, first=first)
+    return f"{where} (of {config.num_hidden_layers})"
+
+
 def truncate_to_last_tokens(
     model: Any,
     hidden_states: torch.Tensor,
     positions: torch.Tensor,
     per_layer_inputs: torch.Tensor | None,
     forward_batch: Any,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Callable[[], None]
-]:
-    """Cut a batch down to the last row of every request.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Callable[[], None]]:
+    """Cut a batch down to the rows that somebody reads.
 
     Args:
         model: the ``Gemma4TextModel`` that runs the batch.
@@ -65,15 +87,16 @@ def truncate_to_last_tokens(
 
     Returns:
         ``(hidden_states [B, hidden], positions [B], per_layer_inputs [B, ...], last_indices [B]
-        int64, restore_fn)``. ``restore_fn()`` puts every field and the attention state back;
-        calling it again does nothing. When this function raises, all is put back already.
+        int64, restore_fn)``, B the number of kept rows: one per request, more for a request with
+        input logprobs. ``restore_fn()`` puts every field and the attention state back; calling it
+        again does nothing. When this function raises, all is put back already.
     """
     attention = tail_attention(model)
     planned = attention.planned(forward_batch) if attention is not None else None
     tail = planned or Tail.of(forward_batch)
     rows = hidden_states.index_select(0, tail.index)
     row_positions = positions.index_select(0, tail.index)
-    tail = Tail(tail.kept, tail.index, {**tail.fields, "positions": row_positions})
+    tail = tail.at(row_positions)
     span: AbstractContextManager[None]
     if attention is not None and planned is not None:
         span = on_own_backend(attention, forward_batch, tail)
@@ -90,33 +113,58 @@ def truncate_to_last_tokens(
 
 
 class Cut:
-    """A context manager around one forward of one model: shadows its tail layers, restores all.
+    """A context manager around one forward of one model, which it cuts.
 
-    After the span, ``done`` tells whether the tail ran on kept rows (it steps aside at the last
-    moment when the residual stream is not in the state that it needs).
+    Attributes:
+        tail: the tail of this batch.
+        done: whether the forward was cut. It runs as stock when, at the last moment, the
+            residual stream is not in the state that the cut needs.
     """
 
     def __init__(self, model: Any, forward_batch: Any) -> None:
         first = gate.first_shared_layer(model.config)
         assert first is not None, "the gate admits models with a tail only"
+        attention = tail_attention(model)
+        planned = attention.planned(forward_batch) if attention is not None else None
+        self.tail = planned or Tail.of(forward_batch)
+        self.done = False
         self._model = model
         self._batch = forward_batch
-        self._layers: list[Any] = [model.layers[i] for i in range(first, len(model.layers))]
-        self._shadowed: list[Any] = []
-        self._front: torch.Tensor | None = None  # [T, hidden], what the front left
-        self._index: torch.Tensor | None = None
-        self._positions: torch.Tensor | None = None
+        self._first = first
+        self._donor = self._deepest(donor_cut(model))
+        self._aside = False
+        self._front: torch.Tensor | None = None  # [T, hidden], the residual at the cut
+        self._positions: torch.Tensor | None = None  # [B], while the tail runs
         self._restore: Callable[[], None] | None = None
-        self.done = False
+        self._shadows = Shadows()
+
+    def _deepest(self, allowed: DonorCut) -> DonorCut:
+        if allowed is DonorCut.KEYS_AND_VALUES and not self.tail.kept.one_per_request:
+            # Only in decode mode does one attention call take fewer queries than keys to write.
+            return DonorCut.AFTER_ATTENTION
+        if allowed is DonorCut.AFTER_ATTENTION and self.tail.unread:
+            return DonorCut.NONE  # the whole layer is K and V then, but for its attention
+        return allowed
+
+    # -- the span ----------------------------------------------------------------------------
 
     def __enter__(self) -> Cut:
-        for layer in self._layers:
-            if "forward" in layer.__dict__:  # somebody else shadows it: leave the layer to them
-                self._unshadow()
-                report.once(f"{type(layer).__name__}.forward is replaced on an instance")
-                break
-            layer.__dict__["forward"] = self._shadow(layer.forward, layer)
-            self._shadowed.append(layer)
+        model, add = self._model, self._shadows.add
+        try:
+            first_cut = self._first
+            if self._donor is not DonorCut.NONE:
+                first_cut -= 1
+                layer = model.layers[first_cut]
+                add(layer, "forward", self._donor_layer)
+                add(layer.self_attn, "forward", self._donor_attention)
+            if per_layer.can_be_split(model):
+                add(model, "project_per_layer_inputs", self._split_projection(first_cut))
+            for i in range(self._first, len(model.layers)):
+                add(model.layers[i], "forward", self._tail_layer(i))
+            add(model.norm, "forward", self._final_norm)
+        except BaseException:
+            self._shadows.close()
+            raise
         return self
 
     def __exit__(
@@ -126,76 +174,184 @@ class Cut:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._leave()
+            self._leave_tail()
         finally:
-            self._unshadow()
+            self._shadows.close()
 
-    def _unshadow(self) -> None:
-        while self._shadowed:
-            del self._shadowed.pop().__dict__["forward"]
+    def _enter_tail(self, front: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Gather the kept rows of the front's output; the batch is the tail's from here on."""
+        self._front = front
+        rows, self._positions, _, _, self._restore = self._model._yoco_truncate_to_last_tokens(
+            front, positions, None, self._batch
+        )
+        kept: torch.Tensor = rows
+        return kept
 
-    def _shadow(self, layer_forward: Callable[..., Any], layer: Any) -> Callable[..., Any]:
-        first, last = layer is self._layers[0], layer is self._layers[-1]
+    def _leave_tail(self) -> None:
+        restore, self._restore = self._restore, None
+        self._positions = None
+        if restore is not None:
+            restore()
+
+    def _may_cut(self, hidden_states: torch.Tensor) -> bool:
+        """Asked where the first cut layer begins: is its input the whole residual, all rows?"""
+        if (
+            not seams.residual_is_written(self._batch, hidden_states)
+            or hidden_states.shape[0] != self.tail.kept.total
+        ):
+            self._aside = True
+            report.stepped_aside(STREAM_PENDING)
+        return not self._aside
+
+    def _kept(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.index_select(0, self.tail.index)
+
+    def _per_layer_input(self, given: Any) -> torch.Tensor | None:
+        """One cut layer's per-layer input, for the rows that it runs on."""
+        if given is None:
+            return None
+        if isinstance(given, per_layer.Deferred):
+            return given.all_rows() if self._aside else given.kept_rows()
+        tensor: torch.Tensor = given
+        return tensor if self._aside else self._kept(tensor)
+
+    # -- the shadows, in the order in which a forward meets them -----------------------------
+
+    def _split_projection(self, first_cut: int) -> Callable[[_Layer], _Layer]:
+        def wrap(_bound: _Layer) -> _Layer:
+            stock = type(self._model).project_per_layer_inputs
+
+            def project_per_layer_inputs(
+                inputs_embeds: torch.Tensor, per_layer_inputs: torch.Tensor | None = None
+            ) -> per_layer.SplitInputs:
+                return per_layer.SplitInputs(
+                    stock,
+                    self._model,
+                    inputs_embeds,
+                    per_layer_inputs,
+                    first_cut,
+                    self.tail.index,
+                )
+
+            return project_per_layer_inputs
+
+        return wrap
+
+    def _donor_layer(self, stock: _Layer) -> _Layer:
+        def forward(
+            positions: torch.Tensor,
+            hidden_states: torch.Tensor,
+            per_layer_input: Any,
+            forward_batch: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if self._may_cut(hidden_states) and self.tail.unread:
+                self._write_keys_and_values(hidden_states, positions)
+                return hidden_states
+            return stock(
+                positions=positions,
+                hidden_states=hidden_states,
+                per_layer_input=self._per_layer_input(per_layer_input),
+                forward_batch=forward_batch,
+                **kwargs,
+            )
+
+        return forward
+
+    def _write_keys_and_values(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> None:
+        """All that an unfinished chunk needs of layer K-1. Its output is this layer's input."""
+        layer = self._model.layers[self._first - 1]
+        attention = layer.self_attn
+        normed = layer.input_layernorm(hidden_states)
+        k, v = donor.keys_and_values(attention, normed, positions)
+        rows = self._enter_tail(hidden_states, positions)
+        # A backend writes where it attends; what these queries see is thrown away.
+        q = rows.new_zeros(rows.shape[0], attention.num_heads, attention.head_dim)
+        donor.attend(attention, q, k, v, self._batch)
+        self._leave_tail()
+        self.done = True
+
+    def _donor_attention(self, stock: _Layer) -> _Layer:
+        attention = self._model.layers[self._first - 1].self_attn
 
         def forward(
             positions: torch.Tensor,
             hidden_states: torch.Tensor,
-            per_layer_input: torch.Tensor | None,
             forward_batch: Any,
             **kwargs: Any,
         ) -> Any:
-            if first:
-                hidden_states, per_layer_input = self._enter_tail(
-                    hidden_states, positions, per_layer_input
+            whole = self._donor is DonorCut.AFTER_ATTENTION
+            if self._aside or whole:
+                output = stock(
+                    positions=positions,
+                    hidden_states=hidden_states,
+                    forward_batch=forward_batch,
+                    **kwargs,
                 )
-            elif self._index is not None and per_layer_input is not None:
-                per_layer_input = per_layer_input.index_select(0, self._index)
-            output = layer_forward(
-                positions=positions if self._positions is None else self._positions,
-                hidden_states=hidden_states,
-                per_layer_input=per_layer_input,
-                forward_batch=forward_batch,
-                **kwargs,
-            )
-            return self._scatter(output) if last else output
+                if self._aside:
+                    return output
+                self._enter_tail(seams.residual(forward_batch), positions)
+                return self._kept(output)
+            k, v = donor.keys_and_values(attention, hidden_states, positions)
+            normed_rows = self._kept(hidden_states)
+            self._enter_tail(seams.residual(forward_batch), positions)
+            assert self._positions is not None
+            q = donor.queries(attention, normed_rows, self._positions)
+            output, _ = attention.o_proj(donor.attend(attention, q, k, v, forward_batch))
+            return output
 
         return forward
 
-    def _enter_tail(
-        self,
-        hidden_states: torch.Tensor,
-        positions: torch.Tensor,
-        per_layer_input: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not seams.residual_is_written(self._batch, hidden_states):
-            report.stepped_aside(STREAM_PENDING)
-            return hidden_states, per_layer_input
-        self._front = hidden_states
-        rows, self._positions, row_input, self._index, self._restore = (
-            self._model._yoco_truncate_to_last_tokens(
-                hidden_states, positions, per_layer_input, self._batch
-            )
-        )
-        return rows, row_input
+    def _tail_layer(self, i: int) -> Callable[[_Layer], _Layer]:
+        is_first, is_last = i == self._first, i == len(self._model.layers) - 1
+
+        def wrap(stock: _Layer) -> _Layer:
+            def forward(
+                positions: torch.Tensor,
+                hidden_states: torch.Tensor,
+                per_layer_input: Any,
+                forward_batch: Any,
+                **kwargs: Any,
+            ) -> Any:
+                if is_first and self._donor is DonorCut.NONE and self._may_cut(hidden_states):
+                    if self.tail.unread:
+                        self._front, self.done = hidden_states, True
+                    else:
+                        hidden_states = self._enter_tail(hidden_states, positions)
+                if self.tail.unread and self.done:
+                    return seams.layer_output(hidden_states)
+                output = stock(
+                    positions=positions if self._positions is None else self._positions,
+                    hidden_states=hidden_states,
+                    per_layer_input=self._per_layer_input(per_layer_input),
+                    forward_batch=forward_batch,
+                    **kwargs,
+                )
+                return self._scatter(output) if is_last and not self._aside else output
+
+            return forward
+
+        return wrap
 
     def _scatter(self, output: Any) -> Any:
         """The front's own rows, the kept ones overwritten by the tail's output.
 
-        The front's tensor is what the batch's residual stream held at the cut, and what it holds
-        again now; the tail worked on copies, so the other rows are the front's finite output.
+        The front's tensor is what the batch's residual stream held at the cut, and holds again
+        now; the tail worked on copies, so the other rows are the front's finite output.
         """
-        if self._front is None or self._index is None:
-            return output
         front = self._front
-        # Up to SGLang 0.5.21 a layer returns (hidden_states, None).
-        rows, *rest = output if isinstance(output, tuple) else (output,)
-        front.index_copy_(0, self._index, rows)
-        self._leave()
+        assert front is not None, "the tail has a front"
+        front.index_copy_(0, self.tail.index, seams.layer_rows(output))
+        self._leave_tail()
         self.done = True
-        return (front, *rest) if isinstance(output, tuple) else front
+        return seams.layer_output(front)
 
-    def _leave(self) -> None:
-        restore, self._restore = self._restore, None
-        self._front = self._index = self._positions = None
-        if restore is not None:
-            restore()
+    def _final_norm(self, stock: _Layer) -> _Layer:
+        def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self.done or hidden_states is not self._front or args or kwargs:
+                return stock(hidden_states, *args, **kwargs)
+            # The other rows stay unnormed: finite, and read by nobody.
+            normed = stock(self._kept(hidden_states))
+            return hidden_states.index_copy_(0, self.tail.index, normed)
+
+        return forward

@@ -23,8 +23,8 @@ PIPELINE = "pipeline parallelism"
 CAPTURE_IN_TAIL = "hidden states of a KV-shared layer are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
-INPUT_LOGPROBS = "input logprobs"
-HIDDEN_STATES = "hidden states are returned"
+IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
+HIDDEN_STATES = "hidden states of all rows are returned"
 SPECULATIVE = "speculative decoding"
 LORA = "LoRA"
 NO_MODE = "the batch has no forward mode"
@@ -53,6 +53,7 @@ _REFUSING_FIELDS = {
     "attn_cp_metadata": "context parallelism",
     "attn_dcp_metadata": "context parallelism",
     "dcp_kv_mask": "context parallelism",
+    "kv_loc_cols": "two-batch overlap",
     "tbo_split_seq_index": "two-batch overlap",
     "tbo_parent_token_range": "two-batch overlap",
     "tbo_children": "two-batch overlap",
@@ -61,6 +62,9 @@ _REFUSING_FIELDS = {
     "engram_history": "n-gram embeddings",
     "ngram_embedding_info": "n-gram embeddings",
 }
+
+# NULL captures nothing and LAST the last row of each request; FULL reads every row.
+_LAST_ROW_CAPTURES = (seams.CaptureHiddenMode.NULL, seams.CaptureHiddenMode.LAST)
 
 # A server argument that is set -> the reason.
 _REFUSING_ARGUMENTS = {
@@ -97,6 +101,35 @@ def kept_rows(forward_batch: Any) -> KeptRows:
         forward_batch.extend_seq_lens_cpu,
         forward_batch.extend_prefix_lens_cpu,
         forward_batch.extend_logprob_start_lens_cpu if forward_batch.return_logprob else None,
+    )
+
+
+def is_unread(forward_batch: Any) -> bool:
+    """Whether nobody reads any row of an eligible batch: it only fills the cache.
+
+    SGLang throws away what it samples from an unfinished chunk. It counts running requests that
+    decode along in a mixed batch as unfinished as well, though their rows are read; those have one
+    new token each, so a batch with such a request counts as read.
+    """
+    capture = getattr(forward_batch, "capture_hidden_mode", None)
+    return (
+        not getattr(forward_batch, "contains_last_prefill_chunk", True)
+        and min(forward_batch.extend_seq_lens_cpu) > 1
+        and (capture is None or capture == seams.CaptureHiddenMode.NULL)
+        and not _wants_input_logprobs(forward_batch)
+    )
+
+
+def _wants_input_logprobs(forward_batch: Any) -> bool:
+    if not forward_batch.return_logprob:
+        return False
+    return any(
+        start < n
+        for start, n in zip(
+            forward_batch.extend_logprob_start_lens_cpu,
+            forward_batch.extend_seq_lens_cpu,
+            strict=True,
+        )
     )
 
 
@@ -163,7 +196,7 @@ def _fields(model: Any, forward_batch: Any) -> str | None:
         if value is not None and value is not False:
             return reason
     capture = getattr(forward_batch, "capture_hidden_mode", None)
-    if capture is not None and capture != seams.CaptureHiddenMode.NULL:
+    if capture is not None and capture not in _LAST_ROW_CAPTURES:
         return HIDDEN_STATES
     algorithm = getattr(forward_batch, "spec_algorithm", None)
     if algorithm is not None and not algorithm.is_none():
@@ -192,9 +225,13 @@ def _lengths(model: Any, forward_batch: Any) -> str | None:
         starts = forward_batch.extend_logprob_start_lens_cpu
         if type(starts) is not list or len(starts) != len(lens):
             return UNKNOWN_LENGTHS
-        if not kept_rows(forward_batch).one_per_request:
-            return INPUT_LOGPROBS
-    return NOTHING_TO_SKIP if total == len(lens) else None
+    kept = kept_rows(forward_batch)
+    if kept.kept == kept.total:
+        return NOTHING_TO_SKIP
+    # An image's rows attend in both directions, which the suffix's attention does not know of.
+    # The last row of a request has nothing after it, so for it that makes no difference.
+    multimodal = getattr(forward_batch, "mm_input_embeds", None) is not None
+    return IMAGE_LOGPROBS if multimodal and not kept.one_per_request else None
 
 
 def _backend(model: Any, forward_batch: Any) -> str | None:

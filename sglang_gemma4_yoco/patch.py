@@ -67,21 +67,18 @@ def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
         with cut.Cut(self, forward_batch) as fast:
             output = stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         if fast.done:
-            report.active(_description(self))
+            report.active(_description(self), tail_skipped=fast.tail.unread)
         return output
 
     return forward
 
 
 def _description(model: Any) -> str:
-    config = model.config
-    first = gate.first_shared_layer(config)
-    attention = cut.tail_attention(model)
     backend = type(seams.current_attn_backend()).__name__
+    planned = "planned ahead" if cut.tail_attention(model) is not None else "rebuilt at the cut"
     return (
-        f"{type(model).__name__} with hidden size {config.hidden_size}, "
-        f"cut before layer {first} of {config.num_hidden_layers}, attention by {backend}, "
-        + ("planned ahead" if attention is not None else "rebuilt at the cut")
+        f"{type(model).__name__} with hidden size {model.config.hidden_size}, "
+        f"{cut.describe(model)}, attention by {backend}, {planned}"
     )
 
 
@@ -108,10 +105,11 @@ def _text_models(module: torch.nn.Module) -> list[Any]:
 
 def _give_tail_attention(runner: Any, model: Any) -> None:
     """Build the tail's backend, unless this server never takes the fast path. Never raises."""
-    facts = model.__dict__
-    previous = facts.pop("_yoco_tail_attention", None)
+    previous = cut.tail_attention(model)
     if previous is not None:
         previous.detach()
+    facts = model.__dict__
+    facts.pop("_yoco_donor_cut", None)
     facts["_yoco_server_reason"] = reason = gate.server_reason()
     if reason is not None:
         report.once(f"Gemma 4 fast prefill steps aside for this server: {reason}")
@@ -126,7 +124,6 @@ def _give_tail_attention(runner: Any, model: Any) -> None:
         )
         return
     attention.attach()
-    facts["_yoco_tail_attention"] = attention
     _attached.add(attention)
 
 

@@ -12,8 +12,9 @@ from collections import Counter
 logger = logging.getLogger("sglang_gemma4_yoco")
 
 ACTIVE = "active"
+TAIL_SKIPPED = "active, tail skipped"
 
-#: Forwards by outcome: ``ACTIVE`` or the reason for stepping aside.
+#: Forwards by outcome: ``ACTIVE``, ``TAIL_SKIPPED`` or the reason for stepping aside.
 forwards: Counter[str] = Counter()
 
 _said: set[str] = set()
@@ -26,9 +27,9 @@ def once(line: str, level: int = logging.INFO) -> None:
         logger.log(level, "%s", line)
 
 
-def active(description: str) -> None:
+def active(description: str, *, tail_skipped: bool) -> None:
     """Count a forward that took the fast path; say so the first time for this ``description``."""
-    forwards[ACTIVE] += 1
+    forwards[TAIL_SKIPPED if tail_skipped else ACTIVE] += 1
     once(f"Gemma 4 fast prefill is active: {description}")
 
 

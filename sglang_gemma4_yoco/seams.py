@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -33,6 +34,7 @@ try:  # SGLang 0.5.22 and later: layers hand a residual stream along on the batc
 except ImportError:
     residual_batch = None
 
+HAS_RESIDUAL_STREAM = residual_batch is not None
 DISTRIBUTION = "sglang-gemma4-yoco"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
@@ -194,16 +196,62 @@ def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool
     return stream.residual is None or stream.residual is hidden_states
 
 
+def residual(forward_batch: Any) -> torch.Tensor:
+    """The residual that the layer now running has read: [T, hidden].
+
+    Raises:
+        SeamError: an update is still owed to it, which no supported SGLang does here.
+    """
+    stream = forward_batch.residual_stream
+    if stream is None or stream.pending is not None or stream.residual is None:
+        raise SeamError("a Gemma 4 layer computes its attention before its residual is written")
+    written: torch.Tensor = stream.residual
+    return written
+
+
 def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
     """Give the batch a residual stream that holds ``hidden_states``, where it has streams."""
     if getattr(forward_batch, "residual_stream", None) is not None:
         residual_batch.set_written(hidden_states, forward_batch)
 
 
+def layer_rows(output: Any) -> torch.Tensor:
+    """The hidden states in what a decoder layer returns."""
+    rows: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return rows
+
+
+def layer_output(hidden_states: torch.Tensor) -> Any:
+    """``hidden_states`` as a decoder layer returns them: up to 0.5.21 in a pair with None."""
+    return hidden_states if HAS_RESIDUAL_STREAM else (hidden_states, None)
+
+
+def is_plain_linear(projection: Any) -> bool:
+    """Whether a linear layer is ``x @ weight.T + bias``, so that its outputs can be sliced."""
+    weight = getattr(projection, "weight", None)
+    return (
+        type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod
+        and isinstance(weight, torch.Tensor)
+        and weight.dim() == 2
+        and weight.dtype.is_floating_point
+        and weight.dtype.itemsize >= 2
+        and not getattr(projection, "use_intel_amx_backend", False)  # packed for the CPU
+        and hasattr(projection, "bias")
+    )
+
+
+def kv_cache_dtype(backend: Any) -> torch.dtype | None:
+    """The type in which the pools behind ``backend`` store K and V, or None if it is not known."""
+    pool = getattr(backend, "token_to_kv_pool", None)
+    dtype: torch.dtype | None = getattr(pool, "dtype", None)
+    return dtype
+
+
 __all__ = [
     "CaptureHiddenMode",
     "ForwardMode",
     "ModelRunner",
+    "HAS_RESIDUAL_STREAM",
     "SeamError",
     "attn_backend_switched",
     "build_attn_backend",
@@ -211,6 +259,11 @@ __all__ = [
     "current_attn_backend",
     "gemma4_causal",
     "is_capturing",
+    "is_plain_linear",
+    "kv_cache_dtype",
+    "layer_output",
+    "layer_rows",
+    "residual",
     "residual_is_written",
     "server_args",
     "write_residual",

@@ -1,16 +1,19 @@
 """The batch as the tail sees it: fields rewritten for the kept rows, and put back.
 
-With one kept row per request the tail is a decode step: request i has s_i tokens in the cache,
-its last one is the query. So the rewritten batch says DECODE and nothing else has to change for
-the backend; the extend lengths are rewritten as well, for whoever reads them: n = [3, 4, 2] after
-p = [0, 10, 0] cached tokens becomes n = [1, 1, 1] after p = [2, 13, 1].
+With one kept row per request the tail is a decode step: request i has s_i tokens in the cache and
+its last one is the query. n = [3, 4, 2] new tokens after p = [0, 10, 0] cached ones become
+n = [1, 1, 1] after p = [2, 13, 1], in mode DECODE. A decode kernel splits a long K/V over the
+whole device; the extend kernel would walk it with a handful of thread blocks.
+
+With more rows for some request (it wants input logprobs) the tail is an extend batch of suffixes,
+with everything that is laid out by rows pruned to the same rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,28 +30,23 @@ class Tail:
         kept: the kept rows, on the host.
         index: [kept] int64 on the batch's device, positions of the kept rows among all T rows.
         fields: ForwardBatch fields of the tail, by name.
+        unread: nobody reads any row: no request of the batch finishes its prompt.
     """
 
     kept: KeptRows
     index: torch.Tensor
     fields: Mapping[str, object]
+    unread: bool
 
     @classmethod
     def of(cls, forward_batch: Any) -> Tail:
-        """The decode step that ends every request of an eligible extend batch.
+        """The tail of an eligible extend batch.
 
         No value travels from the device to the host; all tensors are new, none is a view.
         """
         kept = gate.kept_rows(forward_batch)
-        assert kept.one_per_request, "the gate admits one kept row per request"
         lens: torch.Tensor = forward_batch.extend_seq_lens
-        index = torch.cumsum(lens, dim=0) - 1  # [3, 4, 2] -> [2, 6, 8], int64
-        requests = len(kept.lens)
         fields: dict[str, object] = {
-            "forward_mode": seams.ForwardMode.DECODE,
-            "extend_seq_lens": torch.ones_like(lens),
-            "extend_prefix_lens": (forward_batch.seq_lens - 1).to(lens.dtype),
-            "extend_start_loc": torch.arange(requests, dtype=lens.dtype, device=lens.device),
             "extend_seq_lens_cpu": list(kept.lens),
             "extend_prefix_lens_cpu": list(kept.prefix_lens),
             "extend_num_tokens": kept.kept,
@@ -56,10 +54,46 @@ class Tail:
             "global_num_token_non_padded_cpu": kept.kept,
             "num_token_non_padded_cpu": kept.kept,
         }
+        if kept.one_per_request:
+            index = torch.cumsum(lens, dim=0) - 1  # [3, 4, 2] -> [2, 6, 8], int64
+            fields |= {
+                "forward_mode": seams.ForwardMode.DECODE,
+                "extend_seq_lens": torch.ones_like(lens),
+                "extend_prefix_lens": (forward_batch.seq_lens - 1).to(lens.dtype),
+                "extend_start_loc": torch.arange(
+                    len(kept.lens), dtype=lens.dtype, device=lens.device
+                ),
+                # out_cache_loc stays [T]: layer K-1 writes K and V of all rows in this mode,
+                # and the layers after it write none.
+            }
+        else:
+            index = _to_device(kept.indices(), torch.int64, lens.device)
+            kept_lens = _to_device(kept.lens, lens.dtype, lens.device)
+            fields |= {
+                "forward_mode": seams.ForwardMode.EXTEND,
+                "extend_seq_lens": kept_lens,
+                "extend_prefix_lens": _to_device(kept.prefix_lens, lens.dtype, lens.device),
+                "extend_start_loc": (kept_lens.cumsum(0) - kept_lens).to(lens.dtype),
+                # Without K and V of its own a layer reads this chunk's back from these slots,
+                # row by row with the queries.
+                "out_cache_loc": forward_batch.out_cache_loc.index_select(0, index),
+                # The same rows of the iteration's translated slots (SGLang 0.5.22 and later).
+                "kv_loc_cols": index,
+            }
         input_ids = getattr(forward_batch, "input_ids", None)
         if input_ids is not None:
             fields["input_ids"] = input_ids.index_select(0, index)
-        return cls(kept=kept, index=index, fields=fields)
+        return cls(kept, index, fields, unread=gate.is_unread(forward_batch))
+
+    def at(self, positions: torch.Tensor) -> Tail:
+        """The same tail with the kept rows' positions, which are known at the cut only."""
+        return replace(self, fields={**self.fields, "positions": positions})
+
+
+def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host integers as a tensor on ``device``, by a copy that no one waits for."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 @contextmanager

@@ -285,13 +285,19 @@ def config_dict(shape: Gemma4Shape) -> dict[str, Any]:
 def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
     """Return a model with random weights whose answers depend on all of the prompt."""
     torch.manual_seed(shape.seed)
-    model = Gemma4ForConditionalGeneration(Gemma4Config.from_dict(config_dict(shape)))
+    config = Gemma4Config.from_dict(config_dict(shape))
+    model = Gemma4ForConditionalGeneration(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             _randomise(name, weight)
         for layer in model.model.language_model.layers:
             layer.layer_scalar.uniform_(0.7, 1.0)
-    return model.to(getattr(torch, shape.dtype)).eval()
+        # Small logits for special tokens: no answer ends early, and none contains the placeholder
+        # of an image, which transformers and SGLang embed differently in an answer.
+        model.model.language_model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= 0.1
+    model.to(getattr(torch, shape.dtype))
+    model.eval()
+    return model
 
 
 def _randomise(name: str, weight: nn.Parameter) -> None:

@@ -20,6 +20,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
+from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, get_device, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -36,11 +37,13 @@ class Prompt:
         cached: token ids whose K/V is in the cache already.
         new: token ids of this forward, at least one.
         logprob_start: absolute position from which on input logprobs are wanted; -1 for none.
+        to_come: token ids of the prompt that are left for later chunks.
     """
 
     cached: tuple[int, ...]
     new: tuple[int, ...]
     logprob_start: int = -1
+    to_come: tuple[int, ...] = ()
 
 
 class Engine:
@@ -53,6 +56,7 @@ class Engine:
     def __init__(self, model_path: str | Path, **server_args: Any) -> None:
         """Load the model. ``server_args`` are SGLang's, for example ``max_total_tokens=4096``."""
         global _process_ready
+        load_plugins()  # as every process of a server does first
         args = ServerArgs(model_path=str(model_path), **server_args)
         args.resolve_once()
         ranks = SpawnRanks(world_rank=0, gpu_id=0)
@@ -103,6 +107,8 @@ class Engine:
                 return_logprob=any(p.logprob_start >= 0 for p in prompts),
             )
             req.full_untruncated_fill_ids = ids
+            req.logprob.top_logprobs_num = 3
+            req.logprob.token_ids_logprob = [5, 17]
             req.logprob_start_len = -1
             req.extend_end = len(ids)
             reqs.append(req)
@@ -110,10 +116,10 @@ class Engine:
         if cached:
             self.forward(self._batch(cached))
         for req, prompt in zip(reqs, prompts, strict=True):
-            ids = array("q", prompt.cached + prompt.new)
+            ids = array("q", prompt.cached + prompt.new + prompt.to_come)
             req.origin_input_ids = req.full_untruncated_fill_ids = ids
             req.prefix_len = len(prompt.cached)
-            req.extend_end = len(ids)
+            req.extend_end = len(ids) - len(prompt.to_come)
             req.logprob_start_len = prompt.logprob_start
         return self._batch(reqs)
 
@@ -139,7 +145,7 @@ class Engine:
         )
         return self.runner.forward(forward_batch).logits_output
 
-    def kv(self, batch: ScheduleBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
         pool = self.runner.token_to_kv_pool
         first_shared = (

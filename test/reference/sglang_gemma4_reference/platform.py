@@ -48,6 +48,8 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = 65536
         if server_args.max_running_requests is None:
             server_args.max_running_requests = 32
+        # An idle scheduler would keep a core busy, of the few that serve the requests.
+        server_args.sleep_on_idle = True
 
     def init_backend(self) -> None:
         """Put PyTorch implementations where SGLang has no seam for a platform.

@@ -1,0 +1,184 @@
+"""The last front layer, K-1: K and V for every row, everything else for kept rows only.
+
+Layer K-1 is the youngest donor: the shared layers read the K/V that it writes, for all rows. Its
+own output, though, goes only into the tail. So its queries, attention, output projection, FFN and
+per-layer input are needed for kept rows alone: one layer more than a cut before layer K saves.
+
+In decode mode an attention backend does both halves in one call: it writes k and v of all T rows
+to the cache slots ``out_cache_loc``, and attends as the last row of each request.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from sglang_gemma4_yoco import gate, seams
+
+
+class DonorCut(Enum):
+    """How much of layer K-1 runs on kept rows only."""
+
+    KEYS_AND_VALUES = "cut inside layer {donor}, behind K and V"
+    """Queries, attention and all that follows see kept rows."""
+    AFTER_ATTENTION = "cut inside layer {donor}, behind its attention"
+    """Attention sees all rows; what follows it sees kept rows."""
+    NONE = "cut before layer {first}"
+    """The layer runs as stock."""
+
+
+_ATTENTION_PARTS = (
+    "qkv_proj",
+    "o_proj",
+    "q_norm",
+    "k_norm",
+    "v_norm",
+    "rotary_emb",
+    "attn",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "q_size",
+    "kv_size",
+)
+
+
+def why_not_inside(model: Any) -> str | None:
+    """Why layer K-1 of this model cannot be cut, or None."""
+    first = gate.first_shared_layer(model.config)
+    assert first is not None, "only models with a tail are asked"
+    if not seams.HAS_RESIDUAL_STREAM:
+        return "this SGLang's layers keep the residual to themselves"
+    if first < 2:
+        # The residual of layer 0 is the caller's embedding, which must not be written to.
+        return "there is no layer before the donor"
+    layer = model.layers[first - 1]
+    if type(layer) is not seams.gemma4_causal.Gemma4DecoderLayer:
+        return f"layer {first - 1} is a {type(layer).__name__}"
+    if type(layer.self_attn) is not seams.gemma4_causal.Gemma4Attention:
+        return f"the attention of layer {first - 1} is a {type(layer.self_attn).__name__}"
+    missing = [name for name in _ATTENTION_PARTS if not hasattr(layer.self_attn, name)]
+    if missing or not hasattr(layer, "input_layernorm"):
+        return f"layer {first - 1} lacks {', '.join(missing) or 'input_layernorm'}"
+    return None
+
+
+def why_not_keys_and_values(model: Any, backend: Any) -> str | None:
+    """Why K and V of layer K-1 cannot be computed apart from its queries, or None."""
+    first = gate.first_shared_layer(model.config)
+    assert first is not None
+    projection = model.layers[first - 1].self_attn.qkv_proj
+    if not seams.is_plain_linear(projection):
+        return "its projection is quantised or packed"
+    stored = seams.kv_cache_dtype(backend)
+    if stored is not None and stored != projection.weight.dtype:
+        # Stock attends to this chunk's own K/V before rounding them to the cache's type.
+        return f"the KV cache holds {stored}"
+    return None
+
+
+def donor_cut(model: Any, backend: Any) -> tuple[DonorCut, str | None]:
+    """The deepest cut that this model and backend allow, and why it is not the deepest of all."""
+    reason = why_not_inside(model)
+    if reason is not None:
+        return DonorCut.NONE, reason
+    reason = why_not_keys_and_values(model, backend)
+    if reason is not None:
+        return DonorCut.AFTER_ATTENTION, reason
+    return DonorCut.KEYS_AND_VALUES, None
+
+
+def _headwise_norm(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """RMS norm of each head, by the kernel that the stock layer uses on this device.
+
+    Args:
+        rows: [rows, heads * head_dim]; may be overwritten.
+
+    Returns:
+        [rows, heads * head_dim].
+    """
+    if (rows.is_cuda or rows.is_xpu) and norm.scale_shift == 0.0:
+        # The fused kernel norms q, k and v alike; given one of them alone, it is called its q.
+        seams.gemma4_causal.gemma_qkv_rmsnorm(
+            rows,
+            None,
+            None,
+            norm.weight.data,
+            None,
+            num_q_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            eps=norm.eps,
+        )
+        return rows
+    normed: torch.Tensor = norm(rows.unflatten(-1, (heads, head_dim)))
+    return normed.flatten(-2)
+
+
+def keys_and_values(
+    attention: Any, normed: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of every row, as the stock layer would write them.
+
+    Args:
+        attention: a ``Gemma4Attention`` with a plain fused projection.
+        normed: [T, hidden], the layer's normed input.
+        positions: [T].
+
+    Returns:
+        ``(k, v)``, each [T, kv_heads, head_dim].
+    """
+    projection, q_size = attention.qkv_proj, attention.q_size
+    bias = None if projection.bias is None else projection.bias[q_size:]
+    k, v = functional.linear(normed, projection.weight[q_size:], bias).split(
+        [attention.kv_size, attention.kv_size], dim=-1
+    )
+    heads, head_dim = attention.num_kv_heads, attention.head_dim
+    k = _headwise_norm(attention.k_norm, k, heads, head_dim)
+    v = _headwise_norm(attention.v_norm, v, heads, head_dim)
+    # The rotary embedding wants queries beside the keys.
+    _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)
+    return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
+
+
+def queries(
+    attention: Any, normed_rows: torch.Tensor, row_positions: torch.Tensor
+) -> torch.Tensor:
+    """Queries of the kept rows.
+
+    Args:
+        normed_rows: [B, hidden].
+        row_positions: [B].
+
+    Returns:
+        [B, heads, head_dim].
+    """
+    projection, q_size = attention.qkv_proj, attention.q_size
+    bias = None if projection.bias is None else projection.bias[:q_size]
+    q = functional.linear(normed_rows, projection.weight[:q_size], bias)
+    q = _headwise_norm(attention.q_norm, q, attention.num_heads, attention.head_dim)
+    unused_keys = q.new_zeros(q.shape[0], attention.kv_size)
+    q, _ = attention.rotary_emb(row_positions, q, unused_keys)
+    return q.unflatten(-1, (attention.num_heads, attention.head_dim))
+
+
+def attend(
+    attention: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: Any
+) -> torch.Tensor:
+    """Write ``k`` and ``v`` of all rows to the cache, attend as the last row of each request.
+
+    Args:
+        q: [B, heads, head_dim].
+        k, v: [T, kv_heads, head_dim].
+        forward_batch: the batch as its tail sees it: a decode step.
+
+    Returns:
+        [B, heads * head_dim].
+    """
+    output: torch.Tensor = attention.attn(
+        q, k, v, forward_batch=forward_batch, save_kv_cache=True
+    )
+    return output.flatten(-2) if output.dim() == 3 else output

@@ -1,0 +1,127 @@
+"""An observer of prefill: how many rows each decoder layer of a Gemma 4 really computes.
+
+With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward of a
+``Gemma4TextModel`` appends one line to FILE::
+
+    {"mode": "EXTEND", "extend_lens": [50], "prefix_lens": [0], "rows": [50, 50, 1, 1]}
+
+It takes nobody's word: ``rows`` are the leading dimensions of the tensors that the layers' MLPs
+were called with, 0 for a layer that was not called. Mode and lengths are the batch's own, read
+before any layer runs. PyTorch's module hooks do it, so nothing of SGLang is replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+VARIABLE = "GEMMA4_ROW_TRACE"
+
+
+@dataclass
+class Prefill:
+    """One prefill forward.
+
+    Attributes:
+        mode: name of the batch's forward mode when the model was called.
+        extend_lens: new tokens of every request.
+        prefix_lens: tokens of every request that were in the cache before.
+        rows: rows that each layer's MLP computed.
+    """
+
+    mode: str
+    extend_lens: list[int]
+    prefix_lens: list[int]
+    rows: list[int]
+
+
+def _integers(lens: Iterable[Any] | None) -> list[int]:
+    return [] if lens is None else [int(n) for n in lens]
+
+
+def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle]:
+    """Call ``tell`` after each prefill forward of ``model``, a ``Gemma4TextModel``.
+
+    Returns:
+        Handles whose ``remove()`` ends the observation.
+    """
+    signature = inspect.signature(type(model).forward)
+    current: Prefill | None = None
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal current
+        batch = signature.bind(model, *args, **kwargs).arguments["forward_batch"]
+        current = None
+        if not batch.forward_mode.is_decode_or_idle():
+            current = Prefill(
+                mode=batch.forward_mode.name,
+                extend_lens=_integers(batch.extend_seq_lens_cpu),
+                prefix_lens=_integers(batch.extend_prefix_lens_cpu),
+                rows=[0] * len(model.layers),
+            )
+
+    def counter(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def count(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if current is not None:
+                current.rows[layer] += args[0].shape[0]
+
+        return count
+
+    def end(*_: object) -> None:
+        nonlocal current
+        if current is not None:
+            tell(current)
+        current = None
+
+    return [
+        model.register_forward_pre_hook(begin, with_kwargs=True),
+        *(
+            layer.mlp.register_forward_pre_hook(counter(index))
+            for index, layer in enumerate(model.layers)
+        ),
+        model.register_forward_hook(end),
+    ]
+
+
+def append_to(path: str | Path) -> Callable[[Prefill], None]:
+    """A receiver for ``observe`` that appends one JSON line per forward to ``path``."""
+
+    def append(prefill: Prefill) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(prefill)) + "\n")
+
+    return append
+
+
+def read(path: str | Path) -> list[Prefill]:
+    """What ``append_to(path)`` has recorded so far; nothing if it was never called."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    return [Prefill(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+def load() -> None:
+    """Observe every ``Gemma4TextModel`` that this process builds, if the variable says where to.
+
+    The entry point ``gemma4_row_trace`` of SGLang's general plugins.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def built(_: None, model: Any, *__: object, **___: object) -> None:
+        observe(model, append_to(path))
+
+    HookRegistry.register(
+        "sglang.srt.models.gemma4_causal.Gemma4TextModel.__init__", built, HookType.AFTER
+    )
