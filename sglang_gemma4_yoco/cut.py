@@ -347,11 +347,11 @@ class Cut:
         return seams.layer_output(front)
 
     def _final_norm(self, stock: _Layer) -> _Layer:
-        def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self.done or hidden_states is not self._front or args or kwargs:
+        def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            front = self._front
+            if not self.done or hidden_states is not front or front is None or args or kwargs:
                 return stock(hidden_states, *args, **kwargs)
             # The other rows stay unnormed: finite, and read by nobody.
-            normed = stock(self._kept(hidden_states))
-            return hidden_states.index_copy_(0, self.tail.index, normed)
+            return front.index_copy_(0, self.tail.index, stock(self._kept(front)))
 
         return forward

@@ -144,9 +144,7 @@ def keys_and_values(
     return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
 
 
-def queries(
-    attention: Any, normed_rows: torch.Tensor, row_positions: torch.Tensor
-) -> torch.Tensor:
+def queries(attention: Any, normed_rows: torch.Tensor, row_positions: torch.Tensor) -> torch.Tensor:
     """Queries of the kept rows.
 
     Args:
@@ -162,7 +160,8 @@ def queries(
     q = _headwise_norm(attention.q_norm, q, attention.num_heads, attention.head_dim)
     unused_keys = q.new_zeros(q.shape[0], attention.kv_size)
     q, _ = attention.rotary_emb(row_positions, q, unused_keys)
-    return q.unflatten(-1, (attention.num_heads, attention.head_dim))
+    heads: torch.Tensor = q.unflatten(-1, (attention.num_heads, attention.head_dim))
+    return heads
 
 
 def attend(
@@ -178,7 +177,5 @@ def attend(
     Returns:
         [B, heads * head_dim].
     """
-    output: torch.Tensor = attention.attn(
-        q, k, v, forward_batch=forward_batch, save_kv_cache=True
-    )
+    output: torch.Tensor = attention.attn(q, k, v, forward_batch=forward_batch, save_kv_cache=True)
     return output.flatten(-2) if output.dim() == 3 else output

@@ -135,15 +135,17 @@ def _wants_input_logprobs(forward_batch: Any) -> bool:
 
 def server_reason() -> str | None:
     """Why no batch of this server may take the fast path, or None. Constant for a server."""
-    args = seams.server_args()
-    if args is None:
+    argument = seams.server_arguments()
+    if argument is None:
         return None
     for name, reason in _REFUSING_ARGUMENTS.items():
-        if getattr(args, name, None):
+        if argument(name):
             return reason
     for name, reason in _REFUSING_SIZES.items():
-        if (getattr(args, name, None) or 1) > 1:
+        if (argument(name) or 1) > 1:
             return reason
+    if argument("disaggregation_mode") not in (None, "null"):
+        return "prefill-decode disaggregation"
     return None
 
 

@@ -53,10 +53,7 @@ def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if (
-            forward_batch.forward_mode is seams.ForwardMode.DECODE
-            or torch.compiler.is_compiling()
-        ):
+        if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch.compiler.is_compiling():
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         reason = gate.ineligible_reason(self, forward_batch) or cut.unplanned_reason(
             self, forward_batch

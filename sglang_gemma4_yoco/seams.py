@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib.metadata import requires, version
 from typing import Any
@@ -132,16 +132,27 @@ def check() -> None:
         )
 
 
-def server_args() -> Any | None:
-    """The arguments of the server that runs in this process, or None outside of one."""
+def server_arguments() -> Callable[[str], Any] | None:
+    """Look-up of the running server's arguments by name, as resolved; None outside of a server.
+
+    An argument that this SGLang does not have is None.
+    """
     try:
         from sglang.srt.runtime_context import get_server_args  # 0.5.15 and later
     except ImportError:
         from sglang.srt.server_args import get_global_server_args as get_server_args
     try:
-        return get_server_args()
+        args = get_server_args()
     except (AttributeError, ValueError, RuntimeError):  # nothing published yet
         return None
+    if args is None:
+        return None
+    try:
+        # 0.5.20 and later: the record keeps what was typed, resolution is kept beside it.
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:
+        return lambda name: getattr(args, name, None)
+    return lambda name: resolution_result(args, name) if hasattr(args, name) else None
 
 
 def is_capturing() -> bool:
@@ -152,7 +163,7 @@ def is_capturing() -> bool:
     """
     if capture_mode.get_is_capture_mode():
         return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def current_attn_backend() -> Any | None:
@@ -169,7 +180,10 @@ def current_attn_backend() -> Any | None:
 def attn_backend_switched(backend: Any) -> AbstractContextManager[None]:
     """Make ``backend`` the current one for the span of the returned context manager."""
     current = forward_context.get_forward_context()
-    return forward_context.forward_context(dataclasses.replace(current, attn_backend=backend))
+    switched: AbstractContextManager[None] = forward_context.forward_context(
+        dataclasses.replace(current, attn_backend=backend)
+    )
+    return switched
 
 
 def build_attn_backend(runner: Any) -> Any:
@@ -248,10 +262,10 @@ def kv_cache_dtype(backend: Any) -> torch.dtype | None:
 
 
 __all__ = [
+    "HAS_RESIDUAL_STREAM",
     "CaptureHiddenMode",
     "ForwardMode",
     "ModelRunner",
-    "HAS_RESIDUAL_STREAM",
     "SeamError",
     "attn_backend_switched",
     "build_attn_backend",
@@ -265,6 +279,6 @@ __all__ = [
     "layer_rows",
     "residual",
     "residual_is_written",
-    "server_args",
+    "server_arguments",
     "write_residual",
 ]

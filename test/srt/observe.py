@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from sglang_gemma4_reference.engine import Engine
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
@@ -76,17 +77,14 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
 
     hooks.append(model.register_forward_pre_hook(on_entry, with_kwargs=True))
     hooks.append(model.register_forward_hook(on_exit, with_kwargs=True))
+
+    def counting(rows: list[int]) -> Callable[[Any, Any], None]:
+        return lambda _, args: rows.append(args[0].shape[0])
+
     for layer in model.layers:
-        hooks.append(
-            layer.mlp.register_forward_pre_hook(
-                lambda _, args: seen.rows.append(args[0].shape[0])
-            )
-        )
-        hooks.append(
-            layer.self_attn.o_proj.register_forward_pre_hook(
-                lambda _, args: seen.attention_rows.append(args[0].shape[0])
-            )
-        )
+        hooks.append(layer.mlp.register_forward_pre_hook(counting(seen.rows)))
+        o_proj = layer.self_attn.o_proj
+        hooks.append(o_proj.register_forward_pre_hook(counting(seen.attention_rows)))
     try:
         yield
     finally:

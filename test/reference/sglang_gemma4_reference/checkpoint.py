@@ -291,7 +291,7 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
         for name, weight in model.named_parameters():
             _randomise(name, weight)
         for layer in model.model.language_model.layers:
-            layer.layer_scalar.uniform_(0.7, 1.0)
+            layer.layer_scalar.uniform_(0.9, 1.0)
         # Small logits for special tokens: no answer ends early, and none contains the placeholder
         # of an image, which transformers and SGLang embed differently in an answer.
         model.model.language_model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= 0.1
@@ -303,8 +303,11 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
 def _randomise(name: str, weight: nn.Parameter) -> None:
     """Fill one parameter so that values keep a scale of about 1 on their way through the model."""
     if weight.dim() > 1:
-        fan_in = weight[0].numel()
-        weight.normal_(std=fan_in**-0.5)
+        std = weight[0].numel() ** -0.5
+        if name.endswith(".embed_tokens.weight"):
+            # The output layer too. A small embedding keeps a token from answering itself.
+            std *= 0.4
+        weight.normal_(std=std)
         return
     scale = 1.0
     if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -313,7 +316,10 @@ def _randomise(name: str, weight: nn.Parameter) -> None:
         scale = weight.numel() ** -0.25
     elif name == "model.language_model.norm.weight":
         # Logits far enough apart that rounding does not decide which is largest.
-        scale = 2.5
+        scale = 6.0
+    elif ".language_model.layers." in name and ".post_" in name:
+        # A layer adds to the stream without drowning it, so rounding errors do not multiply.
+        scale = 0.5
     weight.normal_(mean=scale, std=0.1 * scale)
 
 

@@ -172,3 +172,10 @@ class Engine:
                 slots = pool.translate_loc_from_full_to_swa(slots)
             pool.get_key_buffer(layer)[slots] = 1e3
             pool.get_value_buffer(layer)[slots] = 1e3
+
+    @torch.no_grad()
+    def decode(self, batch: ScheduleBatch, tokens: Sequence[int]) -> Any:
+        """Run one decode step of ``batch``, which has run its prefill, after these tokens."""
+        batch.input_ids = torch.tensor(tokens, device=batch.device)
+        batch.prepare_for_decode()
+        return self.forward(batch)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from observe import (
     Observed,
     assert_same_answers,
@@ -75,9 +76,7 @@ def tokens(draw: random.Random, count: int) -> tuple[int, ...]:
 
 
 @st.composite
-def prompts(
-    draw: st.DrawFn, *, logprobs: bool = False, unfinished: bool = False
-) -> list[Prompt]:
+def prompts(draw: st.DrawFn, *, logprobs: bool = False, unfinished: bool = False) -> list[Prompt]:
     """1 to 8 requests with 1 to 300 new tokens after 0 to 300 cached ones."""
     content = random.Random(draw(st.integers(0, 2**32)))
     batch = []
@@ -162,9 +161,7 @@ def test_last_rows_are_those_of_the_stock_forward(engine: Engine, batch: list[Pr
 
 @random_batches
 @given(batch=prompts(logprobs=True))
-def test_input_logprobs_are_those_of_the_stock_forward(
-    engine: Engine, batch: list[Prompt]
-) -> None:
+def test_input_logprobs_are_those_of_the_stock_forward(engine: Engine, batch: list[Prompt]) -> None:
     stock, fast = both_ways(engine, batch)
     total, kept = sum(len(p.new) for p in batch), kept_rows(batch)
     if kept < total:

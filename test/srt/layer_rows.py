@@ -1,0 +1,45 @@
+"""What the rows that each layer computed say about a prefill forward.
+
+Of E2B_TINY's 8 layers the last 4 are KV-shared. The cut is inside layer 3, the last layer that
+writes K/V: its FFN already computes kept rows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.row_trace import Prefill
+
+LAYERS = E2B_TINY.layers
+FIRST_CUT = E2B_TINY.layers - E2B_TINY.kv_shared_layers - 1
+
+
+def whole(rows: int) -> list[int]:
+    """Every layer computes all rows: the stock forward."""
+    return [rows] * LAYERS
+
+
+def cut(rows: int, kept: int) -> list[int]:
+    """The layers behind the cut compute ``kept`` of ``rows`` rows; 0 for a chunk nobody reads."""
+    return [rows] * FIRST_CUT + [kept] * (LAYERS - FIRST_CUT)
+
+
+def assert_all_fast(prefills: Iterable[Prefill]) -> None:
+    """Every forward kept one row per request, or none if no request's prompt ended in it.
+
+    A forward whose requests have one new token each has nothing to skip, and may be whole. There
+    must be a forward that kept at least one row but not all.
+    """
+    ended = 0
+    for prefill in prefills:
+        total, requests = sum(prefill.extend_lens), len(prefill.extend_lens)
+        assert prefill.rows in (cut(total, requests), cut(total, 0)), prefill
+        ended += 0 < prefill.rows[-1] < total
+    assert ended, "no prompt ended on the fast path"
+
+
+def assert_all_stock(prefills: Iterable[Prefill]) -> None:
+    """No forward skipped a row."""
+    for prefill in prefills:
+        assert prefill.rows == whole(sum(prefill.extend_lens)), prefill

@@ -1,0 +1,183 @@
+"""The published contract of the two helpers on ``Gemma4TextModel``, on plain stand-ins.
+
+Stand-ins carry no more than the published cases give them, so this also shows that the helpers
+ask for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.gemma4_causal import Gemma4TextModel
+
+from sglang_gemma4_yoco import patch
+
+
+class ExtendMode:
+    def is_extend_without_speculative(self) -> bool:
+        return True
+
+
+class DecodeMode:
+    def is_extend_without_speculative(self) -> bool:
+        return False
+
+
+class RecordingBackend:
+    """An attention backend that writes down the batch it is asked to plan for."""
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[list[int], list[int], list[int]]] = []
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.planned.append(
+            (
+                forward_batch.extend_seq_lens.tolist(),
+                forward_batch.extend_prefix_lens.tolist(),
+                list(forward_batch.extend_seq_lens_cpu),
+            )
+        )
+
+
+def batch(
+    new: list[int], *, logprobs: bool = False, mode: Any = None, total: list[int] | None = None
+) -> SimpleNamespace:
+    total = total or new
+    cached = [s - n for s, n in zip(total, new, strict=True)]
+    return SimpleNamespace(
+        forward_mode=mode or ExtendMode(),
+        extend_seq_lens=torch.tensor(new, dtype=torch.int32),
+        extend_seq_lens_cpu=list(new),
+        extend_prefix_lens=torch.tensor(cached, dtype=torch.int32),
+        extend_prefix_lens_cpu=cached,
+        extend_logprob_start_lens_cpu=[0] * len(new) if logprobs else None,
+        extend_num_tokens=sum(new),
+        seq_lens=torch.tensor(total, dtype=torch.int32),
+        seq_lens_cpu=torch.tensor(total, dtype=torch.int32),
+        return_logprob=logprobs,
+    )
+
+
+class StandIn(SimpleNamespace):
+    """A text model with the two helpers of the patched class."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_yoco"):
+            return getattr(Gemma4TextModel, name).__get__(self, type(self))
+        raise AttributeError(name)
+
+
+def model(shared: int = 20, capture: list[int] | None = None) -> StandIn:
+    return StandIn(
+        config=SimpleNamespace(num_hidden_layers=35, num_kv_shared_layers=shared),
+        pp_group=SimpleNamespace(is_first_rank=True, is_last_rank=True),
+        layers_to_capture=capture or [],
+    )
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
+    ours = not patch.is_installed()
+    if ours:
+        patch.install()
+    yield
+    if ours:
+        patch.uninstall()
+
+
+def test_eligibility_default_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_GEMMA4_YOCO")
+    assert model()._yoco_eligibility(batch([10, 5, 7])) is True
+
+
+def test_eligibility_no_kv_shared_layers() -> None:
+    assert model(shared=0)._yoco_eligibility(batch([10, 5, 7])) is False
+
+
+def test_eligibility_pure_decode_batch() -> None:
+    assert model()._yoco_eligibility(batch([1, 1, 1])) is False
+
+
+def test_eligibility_decode_forward_mode() -> None:
+    assert model()._yoco_eligibility(batch([10], mode=DecodeMode())) is False
+
+
+def test_eligibility_prompt_logprobs_disable() -> None:
+    assert model()._yoco_eligibility(batch([10, 5], logprobs=True)) is False
+
+
+def test_eligibility_layer_capture_inside_kv_shared_range() -> None:
+    assert model(capture=[28])._yoco_eligibility(batch([10, 5])) is False
+
+
+def test_eligibility_layer_capture_outside_kv_shared_range_ok() -> None:
+    assert model(capture=[2, 10])._yoco_eligibility(batch([10, 5])) is True
+
+
+def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
+    assert model()._yoco_eligibility(batch([10, 5])) is False
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
+    assert model()._yoco_eligibility(batch([10, 5])) is True
+
+
+@pytest.mark.parametrize("order", ["tensors first", "batch first"])
+def test_truncate_to_last_tokens_indices_and_restore(order: str) -> None:
+    forward_batch, backend = batch([3, 4, 2], total=[3, 14, 2]), RecordingBackend()
+    before = dict(vars(forward_batch))
+    hidden = torch.arange(9.0)[:, None].repeat(1, 8)
+    positions = torch.tensor([0, 1, 2, 10, 11, 12, 13, 0, 1])
+    per_layer = torch.arange(9.0)[:, None, None].repeat(1, 35, 16)
+    tensors = (hidden, positions, per_layer)
+    arguments = (*tensors, forward_batch) if order == "tensors first" else (forward_batch, *tensors)
+
+    with forward_context(ForwardContext(attn_backend=backend)):
+        rows, row_positions, row_inputs, index, restore = model()._yoco_truncate_to_last_tokens(
+            *arguments
+        )
+        assert index.tolist() == [2, 6, 8]
+        assert rows[:, 0].tolist() == [2.0, 6.0, 8.0]
+        assert row_positions.tolist() == [2, 13, 1]
+        assert row_inputs[:, 0, 0].tolist() == [2.0, 6.0, 8.0]
+        assert row_inputs.shape == (3, 35, 16)
+        assert forward_batch.extend_seq_lens.tolist() == [1, 1, 1]
+        assert forward_batch.extend_prefix_lens.tolist() == [2, 13, 1]
+        assert forward_batch.extend_seq_lens_cpu == [1, 1, 1]
+        assert forward_batch.extend_prefix_lens_cpu == [2, 13, 1]
+        assert forward_batch.extend_num_tokens == 3
+        assert backend.planned == [([1, 1, 1], [2, 13, 1], [1, 1, 1])]
+
+        restore()
+        assert all(vars(forward_batch)[name] is value for name, value in before.items())
+        assert backend.planned[1:] == [([3, 4, 2], [0, 10, 0], [3, 4, 2])]
+        restore()
+        assert len(backend.planned) == 2
+    # The rows are copies: a layer may overwrite its input.
+    rows.zero_()
+    assert hidden[2, 0] == 2.0
+
+
+def test_truncate_that_fails_leaves_the_batch_alone() -> None:
+    class Failing(RecordingBackend):
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            if len(self.planned) == 1:
+                raise MemoryError("no room")
+
+    forward_batch, backend = batch([3, 4, 2]), Failing()
+    before = dict(vars(forward_batch))
+    with (
+        forward_context(ForwardContext(attn_backend=backend)),
+        pytest.raises(MemoryError, match="no room"),
+    ):
+        model()._yoco_truncate_to_last_tokens(
+            torch.zeros(9, 8), torch.arange(9), None, forward_batch
+        )
+    assert all(vars(forward_batch)[name] is value for name, value in before.items())
+    assert backend.planned[-1] == ([3, 4, 2], [0, 0, 0], [3, 4, 2])

@@ -1,0 +1,276 @@
+"""The gate as a table: each row changes one thing of a fully eligible batch and names the reason.
+
+Batches are SGLang's own ``ForwardBatch``; the model is a stand-in with the real class's fields.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
+    enable_breakable_cuda_graph,
+)
+from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.runtime_context import get_context
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_gemma4_yoco import gate
+
+
+def eligible_batch(**changes: Any) -> ForwardBatch:
+    """Three prompts of 3, 4 and 2 new tokens."""
+    lens = changes.get("extend_seq_lens_cpu", [3, 4, 2])
+    fields: dict[str, Any] = {
+        "forward_mode": ForwardMode.EXTEND,
+        "batch_size": 3,
+        "input_ids": torch.arange(9),
+        "req_pool_indices": torch.arange(3),
+        "seq_lens": torch.tensor([3, 14, 2]),
+        "out_cache_loc": torch.arange(9),
+        "seq_lens_sum": 19,
+        "positions": torch.arange(9),
+        "extend_num_tokens": 9,
+        "extend_seq_lens": torch.tensor([3, 4, 2], dtype=torch.int32),
+        "extend_prefix_lens": torch.tensor([0, 10, 0], dtype=torch.int32),
+        "extend_start_loc": torch.tensor([0, 3, 7], dtype=torch.int32),
+        "extend_seq_lens_cpu": lens,
+        "extend_prefix_lens_cpu": [0, 10, 0],
+        "capture_hidden_mode": CaptureHiddenMode.NULL,
+        "spec_algorithm": SpeculativeAlgorithm.NONE,
+        "lora_ids": [None, None, None],
+    }
+    return ForwardBatch(**(fields | changes))
+
+
+def model(**changes: Any) -> SimpleNamespace:
+    """A stand-in for E2B's text model."""
+    config = {"num_hidden_layers": 35, "num_kv_shared_layers": 20}
+    config |= {name: changes.pop(name) for name in list(changes) if name in config}
+    return SimpleNamespace(
+        **{
+            "config": SimpleNamespace(**config),
+            "pp_group": SimpleNamespace(is_first_rank=True, is_last_rank=True),
+            "layers_to_capture": [],
+        }
+        | changes
+    )
+
+
+def test_the_unchanged_batch_is_eligible() -> None:
+    assert gate.ineligible_reason(model(), eligible_batch()) is None
+
+
+ONES = {
+    "extend_seq_lens_cpu": [1, 1, 1],
+    "extend_num_tokens": 3,
+    "input_ids": torch.arange(3),
+}
+BATCHES: list[tuple[str, dict[str, Any], str]] = [
+    ("no mode", {"forward_mode": None}, gate.NO_MODE),
+    *(
+        (mode.name, {"forward_mode": mode}, f"forward mode {mode.name}")
+        for mode in ForwardMode
+        if mode not in (ForwardMode.EXTEND, ForwardMode.MIXED)
+    ),
+    ("nothing to skip", ONES, gate.NOTHING_TO_SKIP),
+    (
+        "all input logprobs",
+        {"return_logprob": True, "extend_logprob_start_lens_cpu": [0, 0, 0]},
+        gate.NOTHING_TO_SKIP,
+    ),
+    (
+        "logprob starts unknown",
+        {"return_logprob": True, "extend_logprob_start_lens_cpu": None},
+        gate.UNKNOWN_LENGTHS,
+    ),
+    (
+        "a logprob start missing",
+        {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 1]},
+        gate.UNKNOWN_LENGTHS,
+    ),
+    (
+        "input logprobs of an image prompt",
+        {
+            "return_logprob": True,
+            "extend_logprob_start_lens_cpu": [1, 4, 2],
+            "mm_input_embeds": torch.zeros(9, 4),
+        },
+        gate.IMAGE_LOGPROBS,
+    ),
+    ("host lengths None", {"extend_seq_lens_cpu": None}, gate.UNKNOWN_LENGTHS),
+    (
+        "host lengths a tensor",
+        {"extend_seq_lens_cpu": torch.tensor([3, 4, 2])},
+        gate.UNKNOWN_LENGTHS,
+    ),
+    ("host prefixes None", {"extend_prefix_lens_cpu": None}, gate.UNKNOWN_LENGTHS),
+    ("a prefix missing", {"extend_prefix_lens_cpu": [0, 10]}, gate.UNKNOWN_LENGTHS),
+    ("a length of zero", {"extend_seq_lens_cpu": [5, 4, 0]}, gate.UNKNOWN_LENGTHS),
+    ("sum is not the row count", {"extend_num_tokens": 10}, gate.UNKNOWN_LENGTHS),
+    ("padded input ids", {"input_ids": torch.arange(16)}, gate.UNKNOWN_LENGTHS),
+    ("padded requests", {"seq_lens": torch.tensor([3, 14, 2, 1])}, gate.UNKNOWN_LENGTHS),
+    ("FULL capture", {"capture_hidden_mode": CaptureHiddenMode.FULL}, gate.HIDDEN_STATES),
+    ("before the norm", {"return_hidden_states_before_norm": True}, gate.HIDDEN_STATES),
+    ("spec info", {"spec_info": SimpleNamespace()}, gate.SPECULATIVE),
+    ("EAGLE", {"spec_algorithm": SpeculativeAlgorithm.EAGLE}, gate.SPECULATIVE),
+    ("EAGLE3", {"spec_algorithm": SpeculativeAlgorithm.EAGLE3}, gate.SPECULATIVE),
+    ("DFLASH", {"spec_algorithm": SpeculativeAlgorithm.DFLASH}, gate.SPECULATIVE),
+    ("MTP", {"spec_algorithm": SpeculativeAlgorithm.FROZEN_KV_MTP}, gate.SPECULATIVE),
+    ("a LoRA row", {"lora_ids": [None, "adapter", None]}, gate.LORA),
+    ("pooled", {"return_pooled_hidden_states": True}, "pooled hidden states"),
+    ("matryoshka", {"dimensions": [64]}, "embeddings"),
+    ("setwise", {"token_indices_to_pool": [torch.tensor([1])]}, "setwise pooling"),
+    ("joint decision", {"decision_layouts": [[1]]}, "setwise pooling"),
+    ("multi-item", {"multi_item_delimiter_indices": [torch.tensor([1])]}, "multi-item scoring"),
+    ("prefill only", {"is_prefill_only": True}, "a batch that generates nothing"),
+    ("token types", {"token_type_ids": torch.zeros(9)}, "token type ids"),
+    ("input embeds", {"input_embeds": torch.zeros(9, 4)}, "input embeddings"),
+    ("replaced embeds", {"replace_embeds": torch.zeros(1, 4)}, "replaced embeddings"),
+    ("encoder", {"encoder_lens": torch.zeros(3)}, "an encoder-decoder batch"),
+    ("DP attention", {"global_num_tokens_cpu": [9, 9]}, "data-parallel attention"),
+    ("sequence parallel", {"attn_tp_sequence_sharded": True}, "sequence parallelism"),
+    ("context parallel", {"attn_cp_metadata": object()}, "context parallelism"),
+    ("decode context parallel", {"attn_dcp_metadata": object()}, "context parallelism"),
+    ("two-batch split", {"tbo_split_seq_index": 1}, "two-batch overlap"),
+    ("two-batch child", {"tbo_parent_token_range": (0, 4)}, "two-batch overlap"),
+    ("two-batch parent", {"tbo_children": [object(), object()]}, "two-batch overlap"),
+    ("part of a window", {"kv_loc_cols": slice(0, 4)}, "two-batch overlap"),
+    ("full graph", {"full_prefill_cuda_graph_capture": True}, gate.CAPTURING),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [row[1:] for row in BATCHES], ids=[row[0] for row in BATCHES]
+)
+def test_refused_batches(changes: dict[str, Any], reason: str) -> None:
+    assert gate.ineligible_reason(model(), eligible_batch(**changes)) == reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"forward_mode": ForwardMode.MIXED},
+        {"return_logprob": True, "extend_logprob_start_lens_cpu": [3, 4, 2]},
+        {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 4, 2]},
+        {"capture_hidden_mode": CaptureHiddenMode.LAST},
+        {"mm_input_embeds": torch.zeros(9, 4)},
+        {"contains_last_prefill_chunk": False},
+    ],
+    ids=["mixed", "output logprobs", "some input logprobs", "LAST", "image", "unfinished"],
+)
+def test_admitted_batches(changes: dict[str, Any]) -> None:
+    assert gate.ineligible_reason(model(), eligible_batch(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_kv_shared_layers": 0}, gate.NO_SHARED_LAYERS),
+        ({"num_kv_shared_layers": None}, gate.NO_SHARED_LAYERS),
+        ({"num_kv_shared_layers": 35}, gate.NO_SHARED_LAYERS),
+        ({"layers_to_capture": [15]}, gate.CAPTURE_IN_TAIL),
+        ({"layers_to_capture": [2, 35]}, gate.CAPTURE_IN_TAIL),
+        ({"layers_to_capture": [2, 14]}, None),
+        (
+            {"pp_group": SimpleNamespace(is_first_rank=False, is_last_rank=True)},
+            gate.PIPELINE,
+        ),
+        (
+            {"pp_group": SimpleNamespace(is_first_rank=True, is_last_rank=False)},
+            gate.PIPELINE,
+        ),
+    ],
+)
+def test_models(changes: dict[str, Any], reason: str | None) -> None:
+    assert gate.ineligible_reason(model(**changes), eligible_batch()) == reason
+
+
+@pytest.mark.parametrize(("value", "reason"), [("0", gate.OFF), ("1", None)])
+def test_switch_is_read_per_forward(
+    monkeypatch: pytest.MonkeyPatch, value: str, reason: str | None
+) -> None:
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
+    assert gate.ineligible_reason(model(), eligible_batch()) == reason
+
+
+def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "maybe")
+    reason = gate.ineligible_reason(model(), eligible_batch())
+    assert reason is not None
+    assert "SGLANG_GEMMA4_YOCO='maybe'" in reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"enable_deterministic_inference": True}, "deterministic inference"),
+        ({"enable_two_batch_overlap": True}, "two-batch overlap"),
+        ({"enable_lora": True}, gate.LORA),
+        ({"speculative_algorithm": "EAGLE3"}, gate.SPECULATIVE),
+        ({"tp_size": 2}, "tensor parallelism"),
+        ({"pp_size": 2}, gate.PIPELINE),
+        ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
+        ({}, None),
+    ],
+)
+def test_servers(arguments: dict[str, Any], reason: str | None) -> None:
+    with get_context().override_server_args(**arguments):
+        assert gate.ineligible_reason(model(), eligible_batch()) == reason
+
+
+@pytest.mark.parametrize(
+    "capturing",
+    [
+        pytest.param(enable_breakable_cuda_graph, id="breakable graph"),
+        pytest.param(capture_mode.model_capture_mode, id="decode or full graph"),
+    ],
+)
+def test_graph_capture(capturing: Any) -> None:
+    with capturing():
+        assert gate.ineligible_reason(model(), eligible_batch()) == gate.CAPTURING
+    assert gate.ineligible_reason(model(), eligible_batch()) is None
+
+
+class TritonAttnBackend:
+    """By name one of the proven ones."""
+
+
+class Derived(TritonAttnBackend):
+    pass
+
+
+class SomeOtherBackend:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        (TritonAttnBackend(), None),
+        (Derived(), None),
+        (SomeOtherBackend(), "the attention backend SomeOtherBackend is not proven"),
+        (None, None),
+    ],
+    ids=["proven", "derived", "unknown", "outside of a forward"],
+)
+def test_attention_backends(backend: Any, reason: str | None) -> None:
+    context: AbstractContextManager[None] = (
+        nullcontext() if backend is None else forward_context(ForwardContext(attn_backend=backend))
+    )
+    with context:
+        assert gate.ineligible_reason(model(), eligible_batch()) == reason
+
+
+@pytest.fixture(autouse=True)
+def _on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
