@@ -11,8 +11,10 @@ import pytest
 
 # SGLang chooses its platform when it is first imported, in this process as in a server's.
 os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
+# Tensors this small gain nothing from threads that wait for each other on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from server import Server, running, started
+from server import Server, started
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 
 
@@ -49,12 +51,3 @@ def on_server(servers: tuple[Server, Server]) -> Server:
 def off_server(servers: tuple[Server, Server]) -> Server:
     """The server with the fast path off."""
     return servers[1]
-
-
-@pytest.fixture(scope="session")
-def misspelt_server(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """A server whose switch has a value that means nothing."""
-    with running(tiny_checkpoint, tmp_path_factory.mktemp("misspelt"), switch="yes") as server:
-        yield server

@@ -12,16 +12,18 @@ import io
 import math
 import random
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
 from PIL import Image
 
 from layer_rows import assert_all_fast, assert_all_stock, cut, whole
-from server import CHUNK, SWITCH, Server
+from server import CHUNK, SWITCH, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
 from sglang_gemma4_reference.row_trace import Prefill
 
@@ -258,11 +260,26 @@ def test_input_logprobs_of_last_tokens(servers: tuple[Server, Server]) -> None:
     assert len(both.on[0].input_logprobs) == 9
 
 
+def test_input_logprobs_of_one_in_batch(servers: tuple[Server, Server]) -> None:
+    """Of requests that share a forward, each keeps the rows that it reads and no more."""
+    prompts = [tokens(n, seed=n) for n in (151, 40, 30)]
+    both = compare(
+        servers, lambda server: generate(server, prompts, logprob_start_len=[-1, 15, -1])
+    )
+    shared = [prefill for prefill in both.prefills if 40 in prefill.extend_lens]
+    assert [prefill.rows for prefill in shared] == [
+        cut(sum(prefill.extend_lens), 25 + len(prefill.extend_lens) - 1) for prefill in shared
+    ]
+    assert len(shared[0].extend_lens) > 1
+    assert_same_answers(both)
+    assert [len(answer.input_logprobs) for answer in both.on] == [0, 24, 0]
+
+
 def test_concurrent_requests(servers: tuple[Server, Server]) -> None:
     """Eight clients at once, with prompts of every kind: no request gets another one's rows."""
     requests: list[Callable[[Server], Answer]] = [
         *(
-            lambda server, n=n: generate(server, tokens(n, seed=n))[0]  # type: ignore[misc]
+            lambda server, n=n: generate(server, tokens(n, seed=n))[0]
             for n in (3, 45, 128, 129, 300)
         ),
         lambda server: chat(server, QUESTION),
@@ -281,22 +298,28 @@ def test_concurrent_requests(servers: tuple[Server, Server]) -> None:
 
 def test_prompt_beside_decoding(servers: tuple[Server, Server]) -> None:
     """Chunks of a prompt share forwards with a request that decodes: both keep their last row."""
-    sampling = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+
+    # SGLang mixes no request that wants log-probabilities.
+    def answer(server: Server, prompt: list[int], count: int) -> list[int]:
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        reply = server.generate(input_ids=prompt, sampling_params=sampling)
+        output: list[int] = reply["output_ids"]
+        return output
 
     def ask(server: Server) -> list[list[int]]:
+        mark = server.mark()
         with ThreadPoolExecutor(1) as client:
-            # SGLang mixes no request that wants log-probabilities.
-            reply = client.submit(
-                server.generate, input_ids=tokens(40, seed=12), sampling_params=sampling
-            )
-            other = server.generate(input_ids=tokens(1000, seed=13), sampling_params=sampling)
-            return [reply.result()["output_ids"], other["output_ids"]]
+            decoding = client.submit(answer, server, tokens(40, seed=12), 150)
+            while server.mark() == mark and not decoding.done():
+                time.sleep(0.01)
+            long = answer(server, tokens(1000, seed=13), 8)
+            return [decoding.result(), long]
 
     both = compare(servers, ask)
     assert_all_fast(both.prefills)
-    mixed = [prefill for prefill in both.prefills if prefill.mode == "MIXED"]
+    mixed = [prefill for prefill in both.prefills if prefill.extend_lens == [CHUNK - 1, 1]]
     assert mixed
-    assert all(prefill.rows[-1] == 2 for prefill in mixed)
+    assert all(prefill.rows == cut(CHUNK, 2) for prefill in mixed)
     assert both.on == both.off
 
 
@@ -318,14 +341,15 @@ def test_log_of_switched_off_server(servers: tuple[Server, Server]) -> None:
     assert "Traceback" not in off.log()
 
 
-def test_misspelt_switch(misspelt_server: Server) -> None:
+def test_misspelt_switch(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """A switch that is neither 0 nor 1 is an error that says what to write; the server serves."""
-    [answer] = generate(misspelt_server, tokens(50, seed=11))
+    with running(tiny_checkpoint, tmp_path, switch="yes") as server:
+        [answer] = generate(server, tokens(50, seed=11))
     assert len(answer.tokens) == NEW_TOKENS
-    assert_all_stock(misspelt_server.prefills())
-    lines = misspelt_server.log_lines(SWITCH)
-    # One from each process that loads plugins, the same but for the time in front of it.
-    [line] = {line[line.index("Gemma 4") :] for line in lines}
+    assert server.prefills()
+    assert_all_stock(server.prefills())
+    # One line from each process that loads plugins, the same but for the time in front of it.
+    [line] = {line[line.index("Gemma 4") :] for line in server.log_lines(SWITCH)}
     assert "NOT installed" in line
     assert f"{SWITCH}='yes'" in line
     assert re.search(r"\buse 1\b.*\b0\b", line), line

@@ -46,7 +46,8 @@ _SPECIAL_TOKENS = {
 }
 _TOKEN_ID = {name: token_id for token_id, name in enumerate(_SPECIAL_TOKENS)}
 
-# Text, bytes and these make a prompt; the rest of the vocabulary only ever comes out of the model.
+# Turns as in Gemma 4. The processor replaces the one token for an image or audio by as many as
+# the encoder returns rows.
 _CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}

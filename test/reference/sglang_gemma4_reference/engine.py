@@ -138,11 +138,16 @@ class Engine:
         return batch
 
     @torch.no_grad()
-    def forward(self, batch: ScheduleBatch) -> Any:
-        """Run one forward of ``batch``, which may be run again; return SGLang's logits output."""
+    def forward(self, batch: ScheduleBatch, *, unread: bool = False) -> Any:
+        """Run one forward of ``batch``, which may be run again; return SGLang's logits output.
+
+        With ``unread`` the batch says that no request of it finishes its prompt.
+        """
         forward_batch = ForwardBatch.init_new(
             batch, self.runner, return_hidden_states_before_norm=False
         )
+        if unread:
+            forward_batch.contains_last_prefill_chunk = False
         return self.runner.forward(forward_batch).logits_output
 
     def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

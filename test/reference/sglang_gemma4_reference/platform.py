@@ -50,6 +50,9 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_running_requests = 32
         # An idle scheduler would keep a core busy, of the few that serve the requests.
         server_args.sleep_on_idle = True
+        # The same for threads that wait for one another, in the processes started from here:
+        # while other programs compete for the cores, spinning makes decoding four times slower.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def init_backend(self) -> None:
         """Put PyTorch implementations where SGLang has no seam for a platform.

@@ -1,0 +1,399 @@
+#!/usr/bin/env python3
+"""How much faster is a prefill, and how much of what is possible is that?
+
+Runs SGLang's ModelRunner in this process (no scheduler, no HTTP), on a GPU or on the CPU platform,
+and times the same batch three ways, interleaved in one run:
+
+* **off**: the stock forward (``SGLANG_GEMMA4_YOCO=0``);
+* **on**: with fast prefill;
+* **front-only**: the tail left out altogether, the time that no implementation can beat.
+
+For each prompt length and batch size it prints medians with 20th and 80th percentiles, the ratio
+off/on, the ceiling off/front-only, and the share of the possible saving that was realised,
+(off - on) / (off - front). Beside every time it verifies that on and off give the same answer,
+and how many rows each layer computed; it refuses to report "on" where the fast path was neither
+active nor stepped aside with a reason. It also measures what the package adds to forwards that
+it leaves alone.
+
+Output contract: tables for people on stdout; the last line is one JSON document.
+
+    python scripts/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
+    python scripts/bench_prefill.py --preset E2B --weights dummy --dtype bfloat16    # a GPU
+
+Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
+one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+SWITCH = "SGLANG_GEMMA4_YOCO"
+WAYS = ("off", "on", "front")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Times of one thing, in seconds."""
+
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Sum up at least one time."""
+        import numpy
+
+        p20, median, p80 = (float(x) for x in numpy.percentile(seconds, [20, 50, 80]))
+        return cls(median, p20, p80)
+
+    def __str__(self) -> str:
+        return f"{self.median * 1e3:.1f} ({self.p20 * 1e3:.1f}-{self.p80 * 1e3:.1f})"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One prompt length and batch size.
+
+    Attributes:
+        path: ``active``, or the reason why the fast path stepped aside.
+        rows: FFN rows of the first and of the last layer with the fast path on.
+        max_logit_difference: between on and off, over the last row of every prompt.
+        same_tokens: whether the greedy next tokens are the same.
+        ratio: off / on.
+        ceiling: off / front-only.
+        realised: share of the possible saving.
+    """
+
+    length: int
+    batch_size: int
+    path: str
+    rows: tuple[int, int]
+    max_logit_difference: float
+    same_tokens: bool
+    off: Spread
+    on: Spread
+    front: Spread
+    ratio: float
+    ceiling: float
+    realised: float
+
+
+class NotActiveError(Exception):
+    """The fast path did not run, and gave no reason."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; see ``--help``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="directory of a checkpoint")
+    model.add_argument(
+        "--preset", default="E2B_MINI", help="E2B, E4B (dummy weights), E2B_MINI, E4B_MINI, E2B_TINY"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=["random", "dummy"],
+        help="of a preset: written to disk, or SGLang's dummies (default: dummy for E2B and E4B)",
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--repeats", type=int, default=7, help="times each of the three ways")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
+    parser.add_argument("--json", type=Path, help="also write the JSON document to this file")
+    args = parser.parse_args()
+    if min(args.lengths) < 1 or min(args.batch_sizes) < 1 or args.repeats < 1:
+        parser.error("--lengths, --batch-sizes and --repeats want numbers above 0")
+    if args.model is not None and not (args.model / "config.json").exists():
+        parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
+    return args
+
+
+def choose_device(wanted: str) -> str:
+    """``cpu`` or ``cuda``; selects the CPU platform, which must happen before SGLang's import."""
+    import torch
+
+    device = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"
+    return device
+
+
+def build_engine(args: argparse.Namespace, device: str, directory: Path) -> Any:
+    """The model on SGLang's ModelRunner, with room for the largest batch."""
+    from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
+    from sglang_gemma4_reference.engine import Engine
+
+    options: dict[str, Any] = {}
+    path = args.model
+    if path is None:
+        if args.preset not in PRESETS:
+            raise SystemExit(f"--preset {args.preset}: choose one of {', '.join(PRESETS)}")
+        dummy = args.weights == "dummy" or (args.weights is None and args.preset in ("E2B", "E4B"))
+        path = directory / args.preset
+        write_checkpoint(path, PRESETS[args.preset], weights=not dummy)
+        if dummy:
+            options["load_format"] = "dummy"
+    largest = max(args.lengths) * max(args.batch_sizes)
+    return Engine(
+        path,
+        device=device,
+        dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
+        max_total_tokens=largest + 1024,
+        disable_cuda_graph=True,
+        **options,
+    )
+
+
+def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
+    """Seconds and logits of one forward."""
+    import torch
+
+    os.environ[SWITCH] = "0" if way == "off" else "1"
+    synchronize: Callable[[], None] = (
+        torch.cuda.synchronize if engine.runner.device == "cuda" else lambda: None
+    )
+    synchronize()
+    began = time.perf_counter()
+    output = engine.forward(batch, unread=way == "front")
+    synchronize()
+    return time.perf_counter() - began, output.next_token_logits
+
+
+def rows_of_forward(engine: Any, batch: Any) -> list[int]:
+    """FFN rows of each layer with the fast path on, seen from outside of the package."""
+    rows: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[0]))
+        for layer in engine.text_model.layers
+    ]
+    try:
+        timed(engine, batch, "on")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return rows
+
+
+def path_taken(engine: Any, batch: Any, total: int, kept: int) -> tuple[str, list[int]]:
+    """``active`` or a reason, and the rows of each layer.
+
+    Raises:
+        NotActiveError: rows and report contradict each other, or nothing was reported.
+    """
+    from sglang_gemma4_yoco import report
+
+    report.forwards.clear()
+    rows = rows_of_forward(engine, batch)
+    ((outcome, _),) = report.forwards.items() or (("nothing reported", 0),)
+    fast = rows[0] == total and rows[-1] == kept < total
+    if fast != (outcome == report.ACTIVE) or outcome == "nothing reported":
+        raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
+    return outcome, rows
+
+
+def measure(engine: Any, length: int, batch_size: int, repeats: int, progress: Any) -> Point:
+    """Time one batch all three ways, in turns, and verify the answers."""
+    import torch
+    from sglang_gemma4_reference.engine import Prompt
+
+    draw = random.Random(length * 1000 + batch_size)
+    vocabulary = engine.text_model.config.vocab_size
+    batch = engine.schedule(
+        [
+            Prompt((), tuple(draw.randrange(300, vocabulary) for _ in range(length)))
+            for _ in range(batch_size)
+        ]
+    )
+    path, rows = path_taken(engine, batch, length * batch_size, batch_size)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    logits: dict[str, torch.Tensor] = {}
+    for way in WAYS:  # a first time is always slower
+        _, logits[way] = timed(engine, batch, way)
+    for repeat in range(repeats):
+        for i in range(len(WAYS)):
+            way = WAYS[(i + repeat) % len(WAYS)]
+            spent, _ = timed(engine, batch, way)
+            seconds[way].append(spent)
+            progress.update()
+    off, on, front = (Spread.of(seconds[way]) for way in WAYS)
+    possible = off.median - front.median
+    return Point(
+        length=length,
+        batch_size=batch_size,
+        path=path,
+        rows=(rows[0], rows[-1]),
+        max_logit_difference=float((logits["on"] - logits["off"]).abs().max()),
+        same_tokens=bool((logits["on"].argmax(-1) == logits["off"].argmax(-1)).all()),
+        off=off,
+        on=on,
+        front=front,
+        ratio=off.median / on.median,
+        ceiling=off.median / front.median,
+        realised=(off.median - on.median) / possible if possible > 0 else float("nan"),
+    )
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Time of one call, the best of several runs: the rest is other work on the machine."""
+    timer = timeit.Timer(call)
+    number, _ = timer.autorange()
+    return min(timer.repeat(5, number)) / number * 1e6
+
+
+def measure_gate(engine: Any) -> dict[str, float]:
+    """What the package adds to forwards that it leaves alone, in microseconds.
+
+    The wrapped calls get a stock function that does nothing, called through the same arguments
+    without the wrapper for comparison.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang_gemma4_reference.engine import Prompt
+    from sglang_gemma4_yoco import patch
+    from sglang_gemma4_yoco.attention import TailAttention
+
+    class Backend:
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            pass
+
+    def stock(self: Any, input_ids: Any, positions: Any, forward_batch: Any) -> None:
+        pass
+
+    os.environ[SWITCH] = "1"
+    backend, model = Backend(), engine.text_model
+    plain_plan = backend.init_forward_metadata
+    attached = model.__dict__.get("_yoco_tail_attention")
+    attention = TailAttention(model, backend, Backend())
+    attention.attach()
+    wrapped = patch._with_fast_prefill(stock)
+    # Every row is read, which is found out last but one.
+    batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
+    prefill = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
+    decode = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
+    decode.forward_mode = ForwardMode.DECODE
+
+    def added(forward_batch: Any) -> float:
+        arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
+        forward = microseconds(lambda: wrapped(*arguments)) - microseconds(
+            lambda: stock(*arguments)
+        )
+        plan = microseconds(lambda: backend.init_forward_metadata(forward_batch)) - microseconds(
+            lambda: plain_plan(forward_batch)
+        )
+        return forward + plan
+
+    try:
+        return {
+            "ineligible_prefill_us": round(added(prefill), 2),
+            "decode_us": round(added(decode), 3),
+        }
+    finally:
+        attention.detach()
+        if attached is not None:
+            model.__dict__["_yoco_tail_attention"] = attached
+
+
+def show(points: Sequence[Point], gate: dict[str, float]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Prefill, milliseconds: median (20th-80th percentile)")
+    for heading in (
+        "tokens", "batch", "off", "on", "front only", "off/on", "ceiling", "realised",
+        "rows", "max |dlogit|", "path",
+    ):  # fmt: skip
+        table.add_column(heading, justify="left" if heading == "path" else "right")
+    for p in points:
+        table.add_row(
+            f"{p.length}", f"{p.batch_size}", str(p.off), str(p.on), str(p.front),
+            f"{p.ratio:.2f}", f"{p.ceiling:.2f}", f"{p.realised:.0%}", f"{p.rows[0]}->{p.rows[1]}",
+            f"{p.max_logit_difference:.1e}", p.path,
+        )  # fmt: skip
+    console = Console(width=150)
+    console.print(table)
+    console.print(
+        f"Added to an ineligible prefill: {gate['ineligible_prefill_us']:.1f} us; "
+        f"to a decode step: {gate['decode_us']:.2f} us"
+    )
+
+
+def commit() -> str:
+    """The checkout's commit, with a mark if it has changes."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    """Measure, print, and return the exit status: 1 when an answer differs in float32."""
+    args = parse_arguments()
+    device = choose_device(args.device)
+    import torch
+    from tqdm import tqdm
+
+    with tempfile.TemporaryDirectory() as directory:
+        engine = build_engine(args, device, Path(directory))
+        points = []
+        grid = [(length, size) for size in args.batch_sizes for length in args.lengths]
+        with tqdm(total=len(grid) * args.repeats * len(WAYS), unit="forward") as progress:
+            for length, size in grid:
+                points.append(measure(engine, length, size, args.repeats, progress))
+        gate = measure_gate(engine)
+    show(points, gate)
+    exact = next(engine.text_model.parameters()).dtype == torch.float32
+    document = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "model": str(args.model or args.preset),
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu ({os.cpu_count()})",
+        "machine": platform.machine(),
+        "torch_threads": torch.get_num_threads(),
+        "dtype": str(next(engine.text_model.parameters()).dtype),
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "attention_backend": type(engine.runner.attn_backend).__name__,
+        "points": [asdict(point) for point in points],
+        "gate": gate,
+    }
+    line = json.dumps(document)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(line + "\n")
+    print(line)
+    wrong = [p for p in points if not p.same_tokens or p.max_logit_difference > 1e-3]
+    if exact and wrong:
+        print(f"answers differ at {[(p.length, p.batch_size) for p in wrong]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except NotActiveError as reason:
+        raise SystemExit(f"nothing is reported as on: {reason}") from None
