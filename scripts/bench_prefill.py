@@ -107,7 +107,9 @@ def parse_arguments() -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="directory of a checkpoint")
     model.add_argument(
-        "--preset", default="E2B_MINI", help="E2B, E4B (dummy weights), E2B_MINI, E4B_MINI, E2B_TINY"
+        "--preset",
+        default="E2B_MINI",
+        help="E2B, E4B (dummy weights), E2B_MINI, E4B_MINI, E2B_TINY",
     )
     parser.add_argument(
         "--weights",
@@ -214,6 +216,7 @@ def path_taken(engine: Any, batch: Any, total: int, kept: int) -> tuple[str, lis
 def measure(engine: Any, length: int, batch_size: int, repeats: int, progress: Any) -> Point:
     """Time one batch all three ways, in turns, and verify the answers."""
     import torch
+
     from sglang_gemma4_reference.engine import Prompt
 
     draw = random.Random(length * 1000 + batch_size)
@@ -267,6 +270,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     without the wrapper for comparison.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
     from sglang_gemma4_reference.engine import Prompt
     from sglang_gemma4_yoco import patch
     from sglang_gemma4_yoco.attention import TailAttention

@@ -57,15 +57,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-REPO = Path(__file__).resolve().parent.parent
-REFERENCE = REPO / "test" / "reference"
+from environment import (
+    REFERENCE,
+    REPO,
+    SGLANG_VERSION,
+    SetupError,
+    gpu_name,
+    heading,
+    prepare_environment,
+    probe,
+    run_logged,
+    say,
+    tail,
+)
+
 SWITCH = "SGLANG_GEMMA4_YOCO"
 LOG_MARK = "Gemma 4 fast prefill"
 ACTIVE_MARK = f"{LOG_MARK} is active: "
-SGLANG_VERSION = "0.5.23"
 LOGPROB_TOLERANCE = 1e-3
 ANSWER_TOKENS = 12
-INSTALL_BYTES = 12e9
 QUESTIONS = (
     "What is the capital of France?",
     "Name three prime numbers and say why they are prime.",
@@ -73,205 +83,7 @@ QUESTIONS = (
     "Then it waits for half an hour and returns at 120 km/h. When is it back?",
 )
 
-# Isolated (-I), so that a package counts as installed only if it is, whatever the directory.
-_PROBE = """
-import importlib.util, json
-from importlib.metadata import PackageNotFoundError, version
-def installed(name):
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-spec = importlib.util.find_spec("sglang_gemma4_yoco")
-print(json.dumps({
-    "sglang": installed("sglang"),
-    "plugin": installed("sglang-gemma4-yoco"),
-    "plugin_path": spec and spec.origin,
-    "reference": installed("sglang-gemma4-reference"),
-}))
-"""
-_PROBE_GPU = """
-import torch
-print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
-"""
-
-
-class DemoError(Exception):
-    """The demo cannot run; the message says why and what to do about it.
-
-    ``log`` names a file whose end is worth seeing.
-    """
-
-    def __init__(self, message: str, log: Path | None = None) -> None:
-        super().__init__(message)
-        self.log = log
-
-
-def say(text: str = "") -> None:
-    """Print a line at once, also into a pipe."""
-    print(text, flush=True)
-
-
-def heading(text: str) -> None:
-    """Begin a new part of the output."""
-    say(f"\n== {text}")
-
-
-def tail(log: Path, lines: int = 25) -> str:
-    """The end of a log file, for an error message."""
-    content = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join([f"The end of {log}:", *(f"  | {line}" for line in content[-lines:])])
-
-
 # ---------------------------------------------------------------- the environment
-
-
-def run_logged(command: Sequence[str | Path], log: Path, env: dict[str, str] | None = None) -> bool:
-    """Run ``command``, its output appended to ``log``; tell that it lives; whether it succeeded."""
-    began = told = time.monotonic()
-    with log.open("a") as output:
-        output.write(f"$ {shlex.join(map(str, command))}\n")
-        output.flush()
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-        try:
-            while process.poll() is None:
-                time.sleep(0.2)
-                if time.monotonic() - told > 30:
-                    told = time.monotonic()
-                    say(f"   still running after {told - began:.0f} s")
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-    return process.returncode == 0
-
-
-def probe(python: str | Path) -> dict[str, str | None]:
-    """What of the demo's needs is installed for the interpreter ``python``."""
-    command = [python, "-I", "-c", _PROBE]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as failure:
-        raise DemoError(
-            f"{python} does not work ({failure}): delete its environment, or choose another "
-            "directory with --venv."
-        ) from failure
-    found: dict[str, str | None] = json.loads(output)
-    return found
-
-
-def gpu_name(python: str | Path) -> str | None:
-    """The name of the GPU that PyTorch can use, or None."""
-    command = [python, "-I", "-c", _PROBE_GPU]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise DemoError(
-            f"PyTorch cannot be imported by {python}:\n{done.stderr}\n"
-            "Delete that environment and run the demo again."
-        )
-    return done.stdout.strip() or None
-
-
-def create_venv(venv: Path, log: Path) -> None:
-    """Create a virtual environment at ``venv`` with what this machine has."""
-    if venv.exists() and any(venv.iterdir()):
-        raise DemoError(
-            f"{venv} exists and is not a virtual environment: choose another with --venv."
-        )
-    say(f"Creating a virtual environment in {venv}")
-    uv = shutil.which("uv")
-    if run_logged([sys.executable, "-m", "venv", venv], log):
-        return
-    shutil.rmtree(venv, ignore_errors=True)
-    if uv and run_logged([uv, "venv", "--python", sys.executable, venv], log):
-        return
-    # Debian's python3 lacks ensurepip unless python3-venv is installed; its pip may be there.
-    if run_logged([sys.executable, "-m", "venv", "--without-pip", venv], log):
-        return
-    raise DemoError(
-        "no virtual environment could be created. Install Python's venv module (Debian and "
-        "Ubuntu: apt install python3-venv) or uv, or, inside an environment that has everything "
-        "already, use --no-venv.",
-        log,
-    )
-
-
-def find_uv(venv: Path, log: Path) -> Path:
-    """The uv to install with: the environment's own, put there if need be."""
-    own = venv / "bin" / "uv"
-    python = venv / "bin" / "python"
-    if own.exists():
-        return own
-    say("Installing uv into it")
-    if run_logged([python, "-m", "pip", "install", "uv"], log):
-        return own
-    on_path = shutil.which("uv")
-    if on_path:
-        return Path(on_path)
-    if run_logged([sys.executable, "-m", "pip", "--python", python, "install", "uv"], log):
-        return own
-    raise DemoError(
-        "uv could not be installed. If the log says that pip is missing, install python3-venv or "
-        "uv; if the package index was not reached, check network and proxy.",
-        log,
-    )
-
-
-def install(uv: Path, python: Path, packages: Sequence[str], log: Path) -> None:
-    """Install ``packages`` into the environment of ``python``."""
-    command: list[str | Path] = [uv, "pip", "install", "--python", python, *packages]
-    began = time.monotonic()
-    earlier = log.stat().st_size if log.exists() else 0
-    done = run_logged(command, log)
-    if not done and "cuda-tile" in log.read_text(errors="replace")[earlier:]:
-        # SGLang 0.5.18 to 0.5.22 ask for a release candidate that is not built everywhere.
-        say("   its cuda-tile cannot be installed here, trying again with cuda-tile 1.6.0")
-        override = log.with_name("override.txt")
-        override.write_text("cuda-tile==1.6.0\n")
-        done = run_logged([*command, "--override", override], log)
-    if not done:
-        raise DemoError(
-            f"installing {' '.join(packages)} failed. If the package index was not reached, check "
-            "network and proxy; if no version fits, try another Python (3.10 to 3.13) or another "
-            "--sglang-version. What was installed is kept for the next run.",
-            log,
-        )
-    say(f"   done in {time.monotonic() - began:.0f} s")
-
-
-def prepare_environment(args: argparse.Namespace, log: Path) -> tuple[Path, str]:
-    """Complete the virtual environment; return its interpreter and the device to serve on."""
-    venv: Path = args.venv
-    python = venv / "bin" / "python"
-    if not (venv / "pyvenv.cfg").exists():
-        create_venv(venv, log)
-    found = probe(python)
-    wanted = f"sglang=={args.sglang_version}"
-    if found["sglang"] != args.sglang_version:
-        free = shutil.disk_usage(venv).free
-        if free < INSTALL_BYTES:
-            raise DemoError(
-                f"{venv} has {free / 1e9:.1f} GB of free disk and SGLang needs about "
-                f"{INSTALL_BYTES / 1e9:.0f}: free some, or choose another disk with --venv."
-            )
-        uv = find_uv(venv, log)
-        say(f"Installing {wanted} (about 10 GB; the log is {log})")
-        install(uv, python, [wanted], log)
-    device = args.device if args.device != "auto" else "cuda" if gpu_name(python) else "cpu"
-    # Editable, so that an environment from last week measures the checkout of today.
-    local = [] if _is_from_here(found) else ["-e", str(REPO)]
-    if device == "cpu" and not found["reference"]:
-        local += ["-e", str(REFERENCE)]
-    if local:
-        uv = find_uv(venv, log)
-        say(f"Installing this package{' and its CPU platform' if device == 'cpu' else ''}")
-        install(uv, python, [wanted, *local], log)
-    return python, device
-
-
-def _is_from_here(found: dict[str, str | None]) -> bool:
-    path = found["plugin_path"]
-    return bool(found["plugin"] and path and Path(path).resolve().parent.parent == REPO)
 
 
 def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
@@ -279,7 +91,9 @@ def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
     heading("Virtual environment")
     log: Path = args.work_dir / "install.log"
     log.write_text("")
-    python, device = prepare_environment(args, log)
+    python, device = prepare_environment(
+        args.venv, log, sglang_version=args.sglang_version, device=args.device
+    )
     say(f"Complete: {python.parent.parent}")
     command = [str(python), str(Path(__file__).resolve()), *argv, "--no-venv", "--device", device]
     os.execv(command[0], command)
@@ -293,11 +107,11 @@ def check_environment(args: argparse.Namespace) -> tuple[str, str]:
         missing.append(f"this package (pip install {REPO})")
     name = None if args.device == "cpu" else gpu_name(sys.executable) if found["sglang"] else None
     if args.device == "cuda" and name is None and found["sglang"]:
-        raise DemoError("PyTorch sees no GPU: check the driver with nvidia-smi, or --device cpu.")
+        raise SetupError("PyTorch sees no GPU: check the driver with nvidia-smi, or --device cpu.")
     if name is None and not found["reference"]:
         missing.append(f"the CPU platform (pip install {REFERENCE})")
     if missing:
-        raise DemoError(
+        raise SetupError(
             f"{sys.executable} lacks {', '.join(missing)}. Install that, or run without --no-venv."
         )
     say(f"SGLang {found['sglang']}, device {name or 'cpu'}, plugin {found['plugin_path']}")
@@ -322,7 +136,7 @@ def make_checkpoint(preset: str, work_dir: Path, log: Path) -> Path:
     command = [sys.executable, "-m", "sglang_gemma4_reference.checkpoint", preset]
     try:
         if not run_logged([*command, partial], log, env):
-            raise DemoError("the checkpoint could not be made; its log says why.", log)
+            raise SetupError("the checkpoint could not be made; its log says why.", log)
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -334,10 +148,10 @@ def find_model(model: str) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
-            raise DemoError(f"--model {model} has no config.json: name a checkpoint's directory.")
+            raise SetupError(f"--model {model} has no config.json: name a checkpoint's directory.")
         return str(path.resolve())
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise DemoError(
+        raise SetupError(
             f"--model {model}: there is no such directory. Name a directory with a checkpoint or "
             "a model on the Hugging Face hub (google/gemma-4-E2B-it), or leave --model out."
         )
@@ -360,7 +174,7 @@ class Prompts:
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as failure:
-            raise DemoError(
+            raise SetupError(
                 f"--model {model}: no tokenizer could be loaded ({failure}). For a gated model "
                 "accept its terms on its page, then `hf auth login` or set HF_TOKEN."
             ) from failure
@@ -476,7 +290,7 @@ class Server:
                 time.sleep(0.5)
             now = time.monotonic()
             if now - began > timeout:
-                raise DemoError(
+                raise SetupError(
                     f"{self.name} was not ready after {timeout:.0f} s: give it longer with "
                     "--start-timeout.",
                     self.log,
@@ -487,7 +301,7 @@ class Server:
 
     def _check_alive(self) -> None:
         if self._process is not None and self._process.poll() is not None:
-            raise DemoError(
+            raise SetupError(
                 f"{self.name} ended with status {self._process.returncode}. Its log says why: out "
                 "of memory asks for a smaller model or --servers in-turn, an unknown model for "
                 "another --model, a gated one for `hf auth login`.",
@@ -518,16 +332,16 @@ class Server:
                     if text and text != "[DONE]":
                         reply = json.loads(text)
                         if "error" in reply:
-                            raise DemoError(f"{self.name} refused a request: {reply['error']}")
+                            raise SetupError(f"{self.name} refused a request: {reply['error']}")
                         yield reply
         except urllib.error.HTTPError as refusal:
-            raise DemoError(
+            raise SetupError(
                 f"{self.name} refused a prompt of {len(ids)} tokens: "
                 f"{refusal.read().decode(errors='replace')}\n"
                 "If it is too long, ask for fewer with --prompt-tokens."
             ) from refusal
         except (OSError, http.client.HTTPException) as failure:
-            raise DemoError(
+            raise SetupError(
                 f"{self.name} broke off a request ({failure!r}); its log says why.", self.log
             ) from failure
 
@@ -548,7 +362,7 @@ class Server:
             pass
         cached = reply["meta_info"]["cached_tokens"]
         if cached:
-            raise DemoError(
+            raise SetupError(
                 f"{self.name} took {cached} of {len(ids)} tokens from a prefix cache, so its time "
                 "says nothing: leave the cache off in --server-args."
             )
@@ -571,7 +385,7 @@ def choose_ports(first: int | None) -> tuple[int, int]:
             try:
                 listener.bind(("127.0.0.1", port))
             except (OSError, OverflowError) as failure:
-                raise DemoError(
+                raise SetupError(
                     f"port {port} cannot be used ({failure}): choose another with --port, or leave "
                     "it out to take any two that are free."
                 ) from failure
@@ -951,12 +765,12 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
         if not sys.platform.startswith("linux") or sys.version_info < (3, 10):
-            raise DemoError("SGLang runs on Linux, with Python 3.10 or later.")
+            raise SetupError("SGLang runs on Linux, with Python 3.10 or later.")
         make_work_dir(args.work_dir)
         if not args.no_venv:
             bootstrap(args, argv)
         return demo(args)
-    except DemoError as failure:
+    except SetupError as failure:
         if failure.log is not None:
             print(tail(failure.log), file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
@@ -972,7 +786,7 @@ def make_work_dir(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / ".gitignore").write_text("*\n")
     except OSError as failure:
-        raise DemoError(f"{path} cannot be written ({failure}): choose --work-dir.") from failure
+        raise SetupError(f"{path} cannot be written ({failure}): choose --work-dir.") from failure
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class TailAttention:
         try:
             tail = Tail.of(forward_batch)
             with rewritten(forward_batch, tail.fields):
-                self.tail.init_forward_metadata(forward_batch)
+                seams.plan(self.tail, forward_batch)
         except Exception as failure:  # noqa: BLE001 - the stock forward can still serve the batch
             self.release()
             report.once(f"Planning the tail's attention failed: {failure!r}", logging.WARNING)
@@ -101,7 +101,7 @@ def on_rebuilt_backend(main: Any, forward_batch: Any, tail: Tail) -> Iterator[No
     """The tail's batch on the runner's own backend, planned anew here and again on the way out."""
     try:
         with rewritten(forward_batch, tail.fields):
-            main.init_forward_metadata(forward_batch)
+            seams.plan(main, forward_batch)
             yield
     finally:
         main.init_forward_metadata(forward_batch)

@@ -139,9 +139,9 @@ class Cut:
         self._shadows = Shadows()
 
     def _deepest(self, allowed: DonorCut) -> DonorCut:
-        if allowed is DonorCut.KEYS_AND_VALUES and not self.tail.kept.one_per_request:
+        if allowed is DonorCut.KEYS_AND_VALUES and not self.tail.decodes:
             # Only in decode mode does one attention call take fewer queries than keys to write.
-            return DonorCut.AFTER_ATTENTION
+            allowed = DonorCut.AFTER_ATTENTION
         if allowed is DonorCut.AFTER_ATTENTION and self.tail.unread:
             return DonorCut.NONE  # the whole layer is K and V then, but for its attention
         return allowed

@@ -72,6 +72,7 @@ _REFUSING_ARGUMENTS = {
     "enable_dp_attention": "data-parallel attention",
     "enable_two_batch_overlap": "two-batch overlap",
     "enable_pdmux": "PD multiplexing",
+    "forward_hooks": "forward hooks, which may read any row",
     "enable_lora": LORA,
     "speculative_algorithm": SPECULATIVE,
 }

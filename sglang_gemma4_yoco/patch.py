@@ -26,6 +26,10 @@ _installed: dict[tuple[type, str], tuple[Any, Any]] = {}
 _attached: weakref.WeakSet[TailAttention] = weakref.WeakSet()
 
 
+class AlreadyInstalledError(RuntimeError):
+    """This process's SGLang is patched by this package already."""
+
+
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """Whether this forward may skip, in the KV-shared layers, the rows that nobody reads."""
     return gate.ineligible_reason(self, forward_batch) is None
@@ -133,11 +137,13 @@ def install() -> None:
     """Patch SGLang's classes in this process.
 
     Raises:
-        RuntimeError: it is installed already; nothing is changed.
+        AlreadyInstalledError: nothing is changed.
         seams.SeamError: the installed SGLang is not supported; nothing is changed.
     """
     if _installed:
-        raise RuntimeError("it is installed already in this process; call uninstall() first")
+        raise AlreadyInstalledError(
+            "it is installed already in this process; call uninstall() first"
+        )
     seams.check()
     wrappers = {
         (_Model, "forward"): _with_fast_prefill(_Model.forward),

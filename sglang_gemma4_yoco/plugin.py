@@ -21,6 +21,12 @@ def load() -> None:
         # Imported late: with the switch off nothing of SGLang is touched.
         from sglang_gemma4_yoco import patch
 
+        if patch.is_installed():
+            logger.warning(
+                "Gemma 4 fast prefill %s is loaded a second time; the first stays installed",
+                __version__,
+            )
+            return
         patch.install()
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down
         logger.error(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
+from packaging.version import Version
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor import forward_context
@@ -35,6 +36,7 @@ except ImportError:
     residual_batch = None
 
 HAS_RESIDUAL_STREAM = residual_batch is not None
+_LAST_TESTED = Version("0.5.23")
 DISTRIBUTION = "sglang-gemma4-yoco"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
@@ -200,6 +202,42 @@ def build_attn_backend(runner: Any) -> Any:
     return backend
 
 
+def _counts_the_window_short(backend: Any) -> bool:
+    """Whether a decode step of ``backend`` sees one key fewer in its window than an extend row.
+
+    Triton's planner takes min(length, W - 1) keys for a window of W. In extend these are the cached
+    keys before the row, which itself is the W-th; in decode the row's own key is among them. With
+    W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
+    """
+    window = getattr(backend, "sliding_window_size", None)
+    names = {base.__name__ for base in type(backend).__mro__}
+    return "TritonAttnBackend" in names and window is not None and window > 0
+
+
+def decodes_like_extend(backend: Any) -> bool:
+    """Whether ``plan`` makes a decode step of ``backend`` see what an extend row sees.
+
+    In a release newer than the last one that was tested the planner may count otherwise.
+    """
+    if not _counts_the_window_short(backend):
+        return True
+    return Version(version("sglang")) <= _LAST_TESTED
+
+
+def plan(backend: Any, forward_batch: Any) -> None:
+    """Build ``backend``'s attention metadata for the tail's batch, over the whole window."""
+    decode = forward_batch.forward_mode is ForwardMode.DECODE
+    if not (decode and _counts_the_window_short(backend)):
+        backend.init_forward_metadata(forward_batch)
+        return
+    window = backend.sliding_window_size
+    backend.sliding_window_size = window + 1
+    try:
+        backend.init_forward_metadata(forward_batch)
+    finally:
+        backend.sliding_window_size = window
+
+
 def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:
     """Whether ``hidden_states`` is the whole residual: no update is owed to it."""
     stream = getattr(forward_batch, "residual_stream", None)
@@ -271,12 +309,14 @@ __all__ = [
     "build_attn_backend",
     "check",
     "current_attn_backend",
+    "decodes_like_extend",
     "gemma4_causal",
     "is_capturing",
     "is_plain_linear",
     "kv_cache_dtype",
     "layer_output",
     "layer_rows",
+    "plan",
     "residual",
     "residual_is_written",
     "server_arguments",

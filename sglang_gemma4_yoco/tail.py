@@ -30,12 +30,14 @@ class Tail:
         kept: the kept rows, on the host.
         index: [kept] int64 on the batch's device, positions of the kept rows among all T rows.
         fields: ForwardBatch fields of the tail, by name.
+        decodes: it runs as a decode step, not as an extend of suffixes.
         unread: nobody reads any row: no request of the batch finishes its prompt.
     """
 
     kept: KeptRows
     index: torch.Tensor
     fields: Mapping[str, object]
+    decodes: bool
     unread: bool
 
     @classmethod
@@ -54,7 +56,8 @@ class Tail:
             "global_num_token_non_padded_cpu": kept.kept,
             "num_token_non_padded_cpu": kept.kept,
         }
-        if kept.one_per_request:
+        decodes = kept.one_per_request and seams.decodes_like_extend(seams.current_attn_backend())
+        if decodes:
             index = torch.cumsum(lens, dim=0) - 1  # [3, 4, 2] -> [2, 6, 8], int64
             fields |= {
                 "forward_mode": seams.ForwardMode.DECODE,
@@ -83,7 +86,7 @@ class Tail:
         input_ids = getattr(forward_batch, "input_ids", None)
         if input_ids is not None:
             fields["input_ids"] = input_ids.index_select(0, index)
-        return cls(kept, index, fields, unread=gate.is_unread(forward_batch))
+        return cls(kept, index, fields, decodes, unread=gate.is_unread(forward_batch))
 
     def at(self, positions: torch.Tensor) -> Tail:
         """The same tail with the kept rows' positions, which are known at the cut only."""

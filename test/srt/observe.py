@@ -79,7 +79,10 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     hooks.append(model.register_forward_hook(on_exit, with_kwargs=True))
 
     def counting(rows: list[int]) -> Callable[[Any, Any], None]:
-        return lambda _, args: rows.append(args[0].shape[0])
+        def count(_: Any, args: Any) -> None:
+            rows.append(args[0].shape[0])
+
+        return count
 
     for layer in model.layers:
         hooks.append(layer.mlp.register_forward_pre_hook(counting(seen.rows)))

@@ -3,7 +3,15 @@
 ``SGLANG_PLATFORM=gemma4_cpu`` selects the platform; see ``platform`` for what it replaces.
 """
 
+import os
 
-def activate() -> str:
-    """Name the platform class; SGLang imports it only in the processes that need it."""
+
+def activate() -> str | None:
+    """Name the platform class; SGLang imports it only in the processes that need it.
+
+    None unless it was asked for by name: SGLang activates every installed platform otherwise, and
+    this one would then take over a machine with a GPU.
+    """
+    if os.environ.get("SGLANG_PLATFORM") != "gemma4_cpu":
+        return None
     return "sglang_gemma4_reference.platform.Gemma4CpuPlatform"

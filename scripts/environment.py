@@ -1,0 +1,236 @@
+"""The virtual environment of the scripts: made once, completed when it lacks something.
+
+Standard library only: this runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+REFERENCE = REPO / "test" / "reference"
+SGLANG_VERSION = "0.5.23"
+INSTALL_BYTES = 12e9
+
+# Isolated (-I), so that a package counts as installed only if it is, whatever the directory.
+_PROBE = """
+import importlib.util, json
+from importlib.metadata import PackageNotFoundError, version
+def installed(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+spec = importlib.util.find_spec("sglang_gemma4_yoco")
+print(json.dumps({
+    "sglang": installed("sglang"),
+    "plugin": installed("sglang-gemma4-yoco"),
+    "plugin_path": spec and spec.origin,
+    "reference": installed("sglang-gemma4-reference"),
+}))
+"""
+_PROBE_GPU = """
+import torch
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+"""
+
+
+class SetupError(Exception):
+    """A script cannot go on; the message says why and what to do about it.
+
+    ``log`` names a file whose end is worth seeing.
+    """
+
+    def __init__(self, message: str, log: Path | None = None) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+def say(text: str = "") -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+def heading(text: str) -> None:
+    """Begin a new part of the output."""
+    say(f"\n== {text}")
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    """The end of a log file, for an error message."""
+    content = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join([f"The end of {log}:", *(f"  | {line}" for line in content[-lines:])])
+
+
+def run_logged(command: Sequence[str | Path], log: Path, env: dict[str, str] | None = None) -> bool:
+    """Run ``command``, its output appended to ``log``; tell that it lives; whether it succeeded."""
+    began = told = time.monotonic()
+    with log.open("a") as output:
+        output.write(f"$ {shlex.join(map(str, command))}\n")
+        output.flush()
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                if time.monotonic() - told > 30:
+                    told = time.monotonic()
+                    say(f"   still running after {told - began:.0f} s")
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return process.returncode == 0
+
+
+def probe(python: str | Path) -> dict[str, str | None]:
+    """What of the demo's needs is installed for the interpreter ``python``."""
+    command = [python, "-I", "-c", _PROBE]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as failure:
+        raise SetupError(
+            f"{python} does not work ({failure}): delete its environment, or choose another "
+            "directory with --venv."
+        ) from failure
+    found: dict[str, str | None] = json.loads(output)
+    return found
+
+
+def gpu_name(python: str | Path) -> str | None:
+    """The name of the GPU that PyTorch can use, or None."""
+    command = [python, "-I", "-c", _PROBE_GPU]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SetupError(
+            f"PyTorch cannot be imported by {python}:\n{done.stderr}\n"
+            "Delete that environment and run the demo again."
+        )
+    return done.stdout.strip() or None
+
+
+def create_venv(venv: Path, log: Path) -> None:
+    """Create a virtual environment at ``venv`` with what this machine has."""
+    if venv.exists() and any(venv.iterdir()):
+        raise SetupError(
+            f"{venv} exists and is not a virtual environment: choose another with --venv."
+        )
+    say(f"Creating a virtual environment in {venv}")
+    uv = shutil.which("uv")
+    if run_logged([sys.executable, "-m", "venv", venv], log):
+        return
+    shutil.rmtree(venv, ignore_errors=True)
+    if uv and run_logged([uv, "venv", "--python", sys.executable, venv], log):
+        return
+    # Debian's python3 lacks ensurepip unless python3-venv is installed; its pip may be there.
+    if run_logged([sys.executable, "-m", "venv", "--without-pip", venv], log):
+        return
+    raise SetupError(
+        "no virtual environment could be created. Install Python's venv module (Debian and "
+        "Ubuntu: apt install python3-venv) or uv, or, inside an environment that has everything "
+        "already, use --no-venv.",
+        log,
+    )
+
+
+def find_uv(venv: Path, log: Path) -> Path:
+    """The uv to install with: the environment's own, put there if need be."""
+    own = venv / "bin" / "uv"
+    python = venv / "bin" / "python"
+    if own.exists():
+        return own
+    say("Installing uv into it")
+    if run_logged([python, "-m", "pip", "install", "uv"], log):
+        return own
+    on_path = shutil.which("uv")
+    if on_path:
+        return Path(on_path)
+    if run_logged([sys.executable, "-m", "pip", "--python", python, "install", "uv"], log):
+        return own
+    raise SetupError(
+        "uv could not be installed. If the log says that pip is missing, install python3-venv or "
+        "uv; if the package index was not reached, check network and proxy.",
+        log,
+    )
+
+
+def install(uv: Path, python: Path, packages: Sequence[str], log: Path) -> None:
+    """Install ``packages`` into the environment of ``python``."""
+    command: list[str | Path] = [uv, "pip", "install", "--python", python, *packages]
+    began = time.monotonic()
+    earlier = log.stat().st_size if log.exists() else 0
+    done = run_logged(command, log)
+    if not done and "cuda-tile" in log.read_text(errors="replace")[earlier:]:
+        # SGLang 0.5.18 to 0.5.22 ask for a release candidate that is not built everywhere.
+        say("   its cuda-tile cannot be installed here, trying again with cuda-tile 1.6.0")
+        override = log.with_name("override.txt")
+        override.write_text("cuda-tile==1.6.0\n")
+        done = run_logged([*command, "--override", override], log)
+    if not done:
+        raise SetupError(
+            f"installing {' '.join(packages)} failed. If the package index was not reached, check "
+            "network and proxy; if no version fits, try another Python (3.10 to 3.13) or another "
+            "--sglang-version. What was installed is kept for the next run.",
+            log,
+        )
+    say(f"   done in {time.monotonic() - began:.0f} s")
+
+
+def prepare_environment(
+    venv: Path,
+    log: Path,
+    *,
+    sglang_version: str = SGLANG_VERSION,
+    device: str = "auto",
+    extras: str = "",
+) -> tuple[Path, str]:
+    """Complete the virtual environment; return its interpreter and the device to serve on.
+
+    Args:
+        venv: where it is, or where to make it.
+        log: what the installers print is appended to this file.
+        sglang_version: the SGLang to install.
+        device: ``cpu``, ``cuda``, or ``auto`` for the GPU if PyTorch sees one.
+        extras: optional dependencies of this package, as in ``test,lint``.
+
+    Raises:
+        SetupError: something could not be installed.
+    """
+    python = venv / "bin" / "python"
+    if not (venv / "pyvenv.cfg").exists():
+        create_venv(venv, log)
+    found = probe(python)
+    wanted = f"sglang=={sglang_version}"
+    if found["sglang"] != sglang_version:
+        free = shutil.disk_usage(venv).free
+        if free < INSTALL_BYTES:
+            raise SetupError(
+                f"{venv} has {free / 1e9:.1f} GB of free disk and SGLang needs about "
+                f"{INSTALL_BYTES / 1e9:.0f}: free some, or choose another disk with --venv."
+            )
+        uv = find_uv(venv, log)
+        say(f"Installing {wanted} (about 10 GB; the log is {log})")
+        install(uv, python, [wanted], log)
+    if device == "auto":
+        device = "cuda" if gpu_name(python) else "cpu"
+    # Editable, so that an environment from last week measures the checkout of today.
+    package = f"{REPO}[{extras}]" if extras else str(REPO)
+    local = [] if _is_from_here(found) and not extras else ["-e", package]
+    if device == "cpu" and not found["reference"]:
+        local += ["-e", str(REFERENCE)]
+    if local:
+        uv = find_uv(venv, log)
+        say(f"Installing this package{' and its CPU platform' if device == 'cpu' else ''}")
+        install(uv, python, [wanted, *local], log)
+    return python, device
+
+
+def _is_from_here(found: dict[str, str | None]) -> bool:
+    path = found["plugin_path"]
+    return bool(found["plugin"] and path and Path(path).resolve().parent.parent == REPO)
