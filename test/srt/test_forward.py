@@ -128,6 +128,14 @@ def test_per_layer_inputs_that_cannot_be_split(
     compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
 
 
+@pytest.mark.parametrize("name", BATCHES)
+def test_backend_whose_decode_is_not_proven(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(seams, "decodes_like_extend", lambda _: False)
+    compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
+
+
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorCut) -> None:
     engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
