@@ -113,6 +113,7 @@ def test_load_never_raises(
     def broken() -> None:
         raise RuntimeError("something else")
 
+    monkeypatch.setattr(patch, "_installed", {})
     monkeypatch.setattr(patch, "install", broken)
     monkeypatch.setenv(switch.VARIABLE, "1")
     with caplog.at_level(logging.INFO):
@@ -120,3 +121,13 @@ def test_load_never_raises(
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "something else" in record.getMessage()
+
+
+def test_loading_twice_is_one_warning_and_keeps_the_first() -> None:
+    twice = CODE.replace(
+        "load_plugins()\n", "load_plugins()\nimport sglang_gemma4_yoco.plugin as p; p.load()\n", 1
+    )
+    output = load_in_new_process(twice, SGLANG_GEMMA4_YOCO="1")
+    assert "helpers True" in output
+    assert [line.split()[0] for line in our_lines(output)] == ["INFO", "WARNING"]
+    assert "a second time" in our_lines(output)[1]
