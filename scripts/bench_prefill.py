@@ -297,13 +297,16 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
     def added(forward_batch: Any) -> float:
         arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
-        forward = microseconds(lambda: wrapped(*arguments)) - microseconds(
-            lambda: stock(*arguments)
-        )
-        plan = microseconds(lambda: backend.init_forward_metadata(forward_batch)) - microseconds(
-            lambda: plain_plan(forward_batch)
-        )
-        return forward + plan
+
+        def with_package() -> None:
+            backend.init_forward_metadata(forward_batch)
+            wrapped(*arguments)
+
+        def without() -> None:
+            plain_plan(forward_batch)
+            stock(*arguments)
+
+        return microseconds(with_package) - microseconds(without)
 
     try:
         return {

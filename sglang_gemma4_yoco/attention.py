@@ -37,6 +37,7 @@ class TailAttention:
         self._shadow = Shadows()
         # One forward at a time: the batch planned last, until its tail has run.
         self._planned: tuple[Any, Tail] | None = None
+        self._refused: tuple[Any, str] | None = None
 
     def attach(self) -> None:
         """Plan the tail whenever the runner plans a forward of the model."""
@@ -51,7 +52,7 @@ class TailAttention:
 
     def release(self) -> None:
         """Forget the planned batch and its metadata, which hold device memory."""
-        self._planned = None
+        self._planned = self._refused = None
         self.tail.forward_metadata = None
 
     def planned(self, forward_batch: Any) -> Tail | None:
@@ -59,6 +60,14 @@ class TailAttention:
         if self._planned is not None and self._planned[0] is forward_batch:
             return self._planned[1]
         return None
+
+    def refusal(self, forward_batch: Any) -> str | None:
+        """The reason for which this very batch was refused when it was planned; told once.
+
+        What has changed since then can only make a refusal needless, never wrong.
+        """
+        refused, self._refused = self._refused, None
+        return refused[1] if refused is not None and refused[0] is forward_batch else None
 
     def _with_tail(self, plan_main: Callable[[Any], None]) -> Callable[[Any], None]:
         def init_forward_metadata(forward_batch: Any) -> None:
@@ -69,8 +78,10 @@ class TailAttention:
         return init_forward_metadata
 
     def _plan_tail(self, forward_batch: Any) -> None:
-        self._planned = None
-        if gate.ineligible_reason(self._model, forward_batch) is not None:
+        self._planned = self._refused = None
+        reason = gate.ineligible_reason(self._model, forward_batch)
+        if reason is not None:
+            self._refused = (forward_batch, reason)
             return
         try:
             tail = Tail.of(forward_batch)

@@ -35,9 +35,18 @@ def tail_attention(model: Any) -> TailAttention | None:
     return attention
 
 
-def unplanned_reason(model: Any, forward_batch: Any) -> str | None:
-    """Why an eligible batch has no attention metadata for its tail, or None."""
+def refusal(model: Any, forward_batch: Any) -> str | None:
+    """Why this forward runs as stock: what the gate says, or that its tail was not planned."""
     attention = tail_attention(model)
+    if attention is not None:
+        reason = attention.refusal(forward_batch)
+        if reason is not None:
+            return reason
+    return gate.ineligible_reason(model, forward_batch) or _unplanned(attention, forward_batch)
+
+
+def _unplanned(attention: TailAttention | None, forward_batch: Any) -> str | None:
+    """Why an eligible batch has no attention metadata for its tail, or None."""
     if attention is None:
         # Rebuilding would drop the image masks that the model wrote into the metadata.
         multimodal = getattr(forward_batch, "mm_input_embeds", None) is not None

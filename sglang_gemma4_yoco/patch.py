@@ -59,9 +59,7 @@ def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch.compiler.is_compiling():
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
-        reason = gate.ineligible_reason(self, forward_batch) or cut.unplanned_reason(
-            self, forward_batch
-        )
+        reason = cut.refusal(self, forward_batch)
         if reason is not None:
             report.stepped_aside(reason)
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
