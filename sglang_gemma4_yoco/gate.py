@@ -20,7 +20,7 @@ OFF = f"{switch.VARIABLE}=0"
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
 CAPTURING = "a CUDA graph is being captured"
 PIPELINE = "pipeline parallelism"
-CAPTURE_IN_TAIL = "hidden states of a KV-shared layer are captured"
+CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
 IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
@@ -176,7 +176,9 @@ def _model(model: Any, forward_batch: Any) -> str | None:
         return NO_SHARED_LAYERS
     if not (model.pp_group.is_first_rank and model.pp_group.is_last_rank):
         return PIPELINE
-    if any(layer >= first for layer in model.layers_to_capture):
+    # Index i captures the input of layer i. Layer K-1 takes its own when it runs, which it does
+    # not as a whole when nobody reads the batch.
+    if any(layer >= first - 1 for layer in model.layers_to_capture):
         return CAPTURE_IN_TAIL
     return None
 

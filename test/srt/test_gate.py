@@ -180,7 +180,8 @@ def test_admitted_batches(changes: dict[str, Any]) -> None:
         ({"num_kv_shared_layers": 35}, gate.NO_SHARED_LAYERS),
         ({"layers_to_capture": [15]}, gate.CAPTURE_IN_TAIL),
         ({"layers_to_capture": [2, 35]}, gate.CAPTURE_IN_TAIL),
-        ({"layers_to_capture": [2, 14]}, None),
+        ({"layers_to_capture": [14]}, gate.CAPTURE_IN_TAIL),
+        ({"layers_to_capture": [2, 13]}, None),
         (
             {"pp_group": SimpleNamespace(is_first_rank=False, is_last_rank=True)},
             gate.PIPELINE,
