@@ -16,7 +16,10 @@ A batch travels through the package in this order::
     rows.py       which rows are kept (plain integers)
     tail.py       the batch as the tail sees it, rewritten and restored
     attention.py  the tail's own attention backend and its metadata
-    cut.py        one forward: gather before the first shared layer, scatter after the last
+    cut.py        one forward: gather at the last donor layer, scatter after the tail
+    donor.py      the last donor layer: K and V for all rows, the rest for kept ones
+    per_layer.py  per-layer inputs, projected for the rows that each layer runs on
+    shadow.py     methods replaced on single objects, and put back
     seams.py      everything that depends on the installed SGLang's version
     report.py     log lines and counters
 """
