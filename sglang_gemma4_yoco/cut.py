@@ -35,6 +35,12 @@ def tail_attention(model: Any) -> TailAttention | None:
     return attention
 
 
+def _planned(model: Any, forward_batch: Any) -> Tail | None:
+    """The tail planned ahead for this very batch, if there is one."""
+    attention = tail_attention(model)
+    return attention.planned(forward_batch) if attention is not None else None
+
+
 def refusal(model: Any, forward_batch: Any) -> str | None:
     """Why this forward runs as stock: what the gate says, or that its tail was not planned."""
     attention = tail_attention(model)
@@ -69,7 +75,7 @@ def donor_cut(model: Any) -> DonorCut:
 
 
 def describe(model: Any) -> str:
-    """Where this model is cut, for the log: ``cut inside layer 14, behind K and V, of 35``."""
+    """Where this model is cut, for the log: ``cut inside layer 14, behind K and V (of 35)``."""
     config = model.config
     first = gate.first_shared_layer(config)
     assert first is not None
@@ -101,7 +107,7 @@ def truncate_to_last_tokens(
         again does nothing. When this function raises, all is put back already.
     """
     attention = tail_attention(model)
-    planned = attention.planned(forward_batch) if attention is not None else None
+    planned = _planned(model, forward_batch)
     tail = planned or Tail.of(forward_batch)
     rows = hidden_states.index_select(0, tail.index)
     row_positions = positions.index_select(0, tail.index)
@@ -133,9 +139,7 @@ class Cut:
     def __init__(self, model: Any, forward_batch: Any) -> None:
         first = gate.first_shared_layer(model.config)
         assert first is not None, "the gate admits models with a tail only"
-        attention = tail_attention(model)
-        planned = attention.planned(forward_batch) if attention is not None else None
-        self.tail = planned or Tail.of(forward_batch)
+        self.tail = _planned(model, forward_batch) or Tail.of(forward_batch)
         self.done = False
         self._model = model
         self._batch = forward_batch

@@ -150,15 +150,17 @@ class Engine:
             forward_batch.contains_last_prefill_chunk = False
         return self.runner.forward(forward_batch).logits_output
 
+    @property
+    def _layers_with_kv(self) -> range:
+        config = self.text_model.config
+        return range(config.num_hidden_layers - config.num_kv_shared_layers)
+
     def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
         pool = self.runner.token_to_kv_pool
-        first_shared = (
-            self.text_model.config.num_hidden_layers - self.text_model.config.num_kv_shared_layers
-        )
         return [
             (pool.get_key_buffer(layer).clone(), pool.get_value_buffer(layer).clone())
-            for layer in range(first_shared)
+            for layer in self._layers_with_kv
         ]
 
     def poison(self, batch: ScheduleBatch) -> None:
@@ -167,11 +169,8 @@ class Engine:
         The poison is finite: masked keys of a softmax may be read.
         """
         pool = self.runner.token_to_kv_pool
-        first_shared = (
-            self.text_model.config.num_hidden_layers - self.text_model.config.num_kv_shared_layers
-        )
         mapping = getattr(pool, "layers_mapping", None)
-        for layer in range(first_shared):
+        for layer in self._layers_with_kv:
             slots = batch.out_cache_loc
             if mapping is not None and mapping[layer][1]:
                 slots = pool.translate_loc_from_full_to_swa(slots)
