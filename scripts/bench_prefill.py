@@ -8,8 +8,9 @@ and times the same batch three ways, interleaved in one run:
 * **on**: with fast prefill;
 * **front-only**: the tail left out altogether, the time that no implementation can beat.
 
-For each prompt length and batch size it prints medians with 20th and 80th percentiles, the ratio
-off/on, the ceiling off/front-only, and the share of the possible saving that was realised,
+For each batch (prompt length, number of prompts, requests that decode along, share of the prompt
+whose logprobs are wanted) it prints medians with 20th and 80th percentiles, the ratio off/on, the
+ceiling off/front-only, and the share of the possible saving that was realised,
 (off - on) / (off - front). Beside every time it verifies that on and off give the same answer,
 and how many rows each layer computed; it refuses to report "on" where the fast path was neither
 active nor stepped aside with a reason. It also measures what the package adds to forwards that
@@ -18,6 +19,7 @@ it leaves alone.
 Output contract: tables for people on stdout; the last line is one JSON document.
 
     python scripts/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
+    python scripts/bench_prefill.py --lengths 4 64 --batch-sizes 1 --decoding 0 31 --read 0 0.9
     python scripts/bench_prefill.py --preset E2B --weights dummy --dtype bfloat16    # a GPU
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
@@ -38,13 +40,17 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 WAYS = ("off", "on", "front")
+CONTEXT = 64  # cached tokens of a request that decodes along
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,40 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class Load:
+    """One batch to measure.
+
+    Attributes:
+        length: new tokens of each prompt.
+        batch_size: prompts.
+        decoding: further requests with one new token, as a mixed batch has them.
+        read: share of each prompt's rows whose input logprobs are wanted; 0 is the last row only.
+    """
+
+    length: int
+    batch_size: int
+    decoding: int = 0
+    read: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Rows of the batch."""
+        return self.length * self.batch_size + self.decoding
+
+    @property
+    def suffix(self) -> int:
+        """Rows of each prompt that are read, at least its last."""
+        return max(round(self.length * self.read), 1)
+
+    @property
+    def kept(self) -> int:
+        """Rows of the batch that are read."""
+        return self.suffix * self.batch_size + self.decoding
+
+
+@dataclass(frozen=True)
 class Point:
-    """One prompt length and batch size.
+    """What was measured of one batch.
 
     Attributes:
         path: ``active``, or the reason why the fast path stepped aside.
@@ -81,8 +119,7 @@ class Point:
         realised: share of the possible saving.
     """
 
-    length: int
-    batch_size: int
+    load: Load
     path: str
     rows: tuple[int, int]
     max_logit_difference: float
@@ -118,6 +155,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument(
+        "--decoding", type=int, nargs="+", default=[0], help="requests that decode along"
+    )
+    parser.add_argument(
+        "--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="times each of the three ways")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
@@ -125,6 +168,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if min(args.lengths) < 1 or min(args.batch_sizes) < 1 or args.repeats < 1:
         parser.error("--lengths, --batch-sizes and --repeats want numbers above 0")
+    if min(args.decoding) < 0 or min(args.read) < 0 or max(args.read) > 1:
+        parser.error("--decoding wants numbers from 0, --read shares from 0 to 1")
     if args.model is not None and not (args.model / "config.json").exists():
         parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
     return args
@@ -155,7 +200,7 @@ def build_engine(args: argparse.Namespace, device: str, directory: Path) -> Any:
         write_checkpoint(path, PRESETS[args.preset], weights=not dummy)
         if dummy:
             options["load_format"] = "dummy"
-    largest = max(args.lengths) * max(args.batch_sizes)
+    largest = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
     return Engine(
         path,
         device=device,
@@ -170,15 +215,20 @@ def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
     import torch
 
+    from sglang_gemma4_yoco import gate
+
     os.environ[SWITCH] = "0" if way == "off" else "1"
     synchronize: Callable[[], None] = (
         torch.cuda.synchronize if engine.runner.device == "cuda" else lambda: None
     )
-    synchronize()
-    began = time.perf_counter()
-    output = engine.forward(batch, unread=way == "front")
-    synchronize()
-    return time.perf_counter() - began, output.next_token_logits
+    # Front-only answers nothing, so no gate would ever admit it.
+    pretended = mock.patch.object(gate, "is_unread", return_value=True)
+    with pretended if way == "front" else nullcontext():
+        synchronize()
+        began = time.perf_counter()
+        output = engine.forward(batch)
+        synchronize()
+        return time.perf_counter() - began, output.next_token_logits
 
 
 def rows_of_forward(engine: Any, batch: Any) -> list[int]:
@@ -196,7 +246,7 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
     return rows
 
 
-def path_taken(engine: Any, batch: Any, total: int, kept: int) -> tuple[str, list[int]]:
+def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
     """``active`` or a reason, and the rows of each layer.
 
     Raises:
@@ -207,27 +257,34 @@ def path_taken(engine: Any, batch: Any, total: int, kept: int) -> tuple[str, lis
     report.forwards.clear()
     rows = rows_of_forward(engine, batch)
     ((outcome, _),) = report.forwards.items() or (("nothing reported", 0),)
-    fast = rows[0] == total and rows[-1] == kept < total
+    fast = rows[0] == load.total and rows[-1] == load.kept < load.total
     if fast != (outcome == report.ACTIVE) or outcome == "nothing reported":
         raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
     return outcome, rows
 
 
-def measure(engine: Any, length: int, batch_size: int, repeats: int, progress: Any) -> Point:
+def prompts(load: Load, vocabulary: int) -> list[Any]:
+    """The requests of a batch, with random tokens, always the same."""
+    from sglang_gemma4_reference.engine import Prompt
+
+    draw = random.Random(load.length * 1000 + load.batch_size)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(300, vocabulary) for _ in range(count))
+
+    start = -1 if load.read == 0 else load.length - load.suffix
+    return [
+        *(Prompt((), tokens(load.length), logprob_start=start) for _ in range(load.batch_size)),
+        *(Prompt(tokens(CONTEXT), tokens(1)) for _ in range(load.decoding)),
+    ]
+
+
+def measure(engine: Any, load: Load, repeats: int, progress: Any) -> Point:
     """Time one batch all three ways, in turns, and verify the answers."""
     import torch
 
-    from sglang_gemma4_reference.engine import Prompt
-
-    draw = random.Random(length * 1000 + batch_size)
-    vocabulary = engine.text_model.config.vocab_size
-    batch = engine.schedule(
-        [
-            Prompt((), tuple(draw.randrange(300, vocabulary) for _ in range(length)))
-            for _ in range(batch_size)
-        ]
-    )
-    path, rows = path_taken(engine, batch, length * batch_size, batch_size)
+    batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size))
+    path, rows = path_taken(engine, batch, load)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     logits: dict[str, torch.Tensor] = {}
     for way in WAYS:  # a first time is always slower
@@ -241,8 +298,7 @@ def measure(engine: Any, length: int, batch_size: int, repeats: int, progress: A
     off, on, front = (Spread.of(seconds[way]) for way in WAYS)
     possible = off.median - front.median
     return Point(
-        length=length,
-        batch_size=batch_size,
+        load=load,
         path=path,
         rows=(rows[0], rows[-1]),
         max_logit_difference=float((logits["on"] - logits["off"]).abs().max()),
@@ -326,13 +382,14 @@ def show(points: Sequence[Point], gate: dict[str, float]) -> None:
 
     table = Table(title="Prefill, milliseconds: median (20th-80th percentile)")
     for heading in (
-        "tokens", "batch", "off", "on", "front only", "off/on", "ceiling", "realised",
-        "rows", "max |dlogit|", "path",
+        "tokens", "batch", "decoding", "read", "off", "on", "front only", "off/on", "ceiling",
+        "realised", "rows", "max |dlogit|", "path",
     ):  # fmt: skip
         table.add_column(heading, justify="left" if heading == "path" else "right")
     for p in points:
         table.add_row(
-            f"{p.length}", f"{p.batch_size}", str(p.off), str(p.on), str(p.front),
+            f"{p.load.length}", f"{p.load.batch_size}", f"{p.load.decoding}", f"{p.load.read:g}",
+            str(p.off), str(p.on), str(p.front),
             f"{p.ratio:.2f}", f"{p.ceiling:.2f}", f"{p.realised:.0%}", f"{p.rows[0]}->{p.rows[1]}",
             f"{p.max_logit_difference:.1e}", p.path,
         )  # fmt: skip
@@ -366,10 +423,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         engine = build_engine(args, device, Path(directory))
         points = []
-        grid = [(length, size) for size in args.batch_sizes for length in args.lengths]
+        grid = list(
+            starmap(Load, product(args.lengths, args.batch_sizes, args.decoding, args.read))
+        )
         with tqdm(total=len(grid) * args.repeats * len(WAYS), unit="forward") as progress:
-            for length, size in grid:
-                points.append(measure(engine, length, size, args.repeats, progress))
+            for load in grid:
+                points.append(measure(engine, load, args.repeats, progress))
         gate = measure_gate(engine)
     show(points, gate)
     exact = next(engine.text_model.parameters()).dtype == torch.float32
@@ -394,7 +453,7 @@ def main() -> int:
     print(line)
     wrong = [p for p in points if not p.same_tokens or p.max_logit_difference > 1e-3]
     if exact and wrong:
-        print(f"answers differ at {[(p.length, p.batch_size) for p in wrong]}", file=sys.stderr)
+        print(f"answers differ at {[p.load for p in wrong]}", file=sys.stderr)
         return 1
     return 0
 
