@@ -30,7 +30,6 @@ from layer_rows import assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, SWITCH, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
-
 QUESTION = "How many rows does the last layer of this model have to compute, and who reads them?"
 
 
