@@ -38,8 +38,16 @@ _TAIL = 40  # log lines worth showing
 class Server:
     """One running server: its HTTP API, its log, and what its layers computed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, trace: Path) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        checkpoint: Path,
+        port: int,
+        log: Path,
+        trace: Path,
+    ) -> None:
         self.process = process
+        self.checkpoint = checkpoint
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._trace = trace
@@ -166,7 +174,7 @@ def started(
             start_new_session=True,
         )
     try:
-        yield Server(process, port, log, trace)
+        yield Server(process, checkpoint, port, log, trace)
     finally:
         _kill_tree(process.pid)
         process.wait()
