@@ -97,8 +97,7 @@ def _missing() -> Iterator[str]:
         *("self", "input_ids", "positions", "forward_batch", "input_embeds")
     ]:
         yield (
-            "Gemma4TextModel.forward("
-            "self, input_ids, positions, forward_batch, input_embeds, ...)"
+            "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds, ...)"
         )
     layer_call = _parameters(gemma4_causal.Gemma4DecoderLayer.forward)
     if layer_call[1:5] != ["positions", "hidden_states", "per_layer_input", "forward_batch"]:

@@ -464,9 +464,7 @@ def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_no_failure_propagates_at_once(
-    engine: Engine, error: type[BaseException]
-) -> None:
+def test_what_is_no_failure_propagates_at_once(engine: Engine, error: type[BaseException]) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     with (
         switched("1"),
