@@ -70,7 +70,8 @@ class Pass:
         reasons: why the fast path stepped aside, by this server's log so far.
         eligible_share: of those with rows to skip, the share that skipped some.
         injected: failures injected into the tail.
-        used_tokens: slots that tokens held when all was answered.
+        alive: whether the server answered, and was idle, after all.
+        used_tokens: slots that tokens held then.
         memory_half, memory_end: resident bytes of all processes of the server, at half of the
             time and at the end.
         problems: what must not be.
@@ -82,6 +83,7 @@ class Pass:
     reasons: list[str] = field(default_factory=list)
     eligible_share: float = 0.0
     injected: int = 0
+    alive: bool = False
     used_tokens: int = 0
     memory_half: float = 0.0
     memory_end: float = 0.0
@@ -159,8 +161,9 @@ def run_pass(
     try:
         result.used_tokens = held_tokens(client)
         client.post("/flush_cache", {}).raise_for_status()
+        result.alive = True
     except (TimeoutError, OSError) as failure:
-        result.problems.append(f"the server is not idle after all answers: {failure!r}")
+        result.problems.append(f"the server is dead, or not idle after all answers: {failure!r}")
     if result.used_tokens:
         result.problems.append(f"{result.used_tokens} slots are held by no request")
     forwards = outcomes(row_trace.read(trace)[mark:])
@@ -259,6 +262,8 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
                 result.problems += comparison.differences
             if interval and not result.injected:
                 result.problems.append("no failure was injected (is test/reference up to date?)")
+            if not result.alive:
+                break
     return passes, comparisons
 
 

@@ -179,9 +179,9 @@ def _random_request(
     body["sampling_params"] = sampling
     kind = draw.random()
     if kind < 0.04:
-        return Request(body | {"rid": rid}, aborted_after=draw.uniform(0, 0.6))
+        return Request(body | {"rid": rid}, aborted_after=draw.uniform(0, 0.3))
     if kind < 0.08:
-        return Request(body, leaves_after=draw.uniform(0.02, 0.6))
+        return Request(body, leaves_after=draw.uniform(0.02, 0.3))
     if kind < 0.14:
         sampling["n"] = draw.randint(2, 3)
     return Request(body)
