@@ -47,7 +47,7 @@ from bench_prefill import commit
 from demo import Server, choose_ports, make_checkpoint, make_work_dir
 from environment import REPO, SetupError, say
 
-FLAT_BYTES = 64e6
+FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""
 ASIDE = "steps aside: "
 _ARGUMENTS = (
