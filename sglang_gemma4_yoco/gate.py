@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_gemma4_yoco import seams, switch, threshold
+from sglang_gemma4_yoco import fallback, seams, switch, threshold
 from sglang_gemma4_yoco.rows import KeptRows
 
 OFF = f"{switch.VARIABLE}=0"
@@ -174,6 +174,10 @@ def _switch(model: Any, forward_batch: Any) -> str | None:
     return None
 
 
+def _failures(model: Any, forward_batch: Any) -> str | None:
+    return fallback.GIVEN_UP if fallback.given_up() else None
+
+
 def _model(model: Any, forward_batch: Any) -> str | None:
     first = first_shared_layer(model.config)
     if first is None:
@@ -259,6 +263,7 @@ def _backend(model: Any, forward_batch: Any) -> str | None:
 _CHECKS: tuple[Callable[[Any, Any], str | None], ...] = (
     _mode,
     _switch,
+    _failures,
     _model,
     _server,
     _graph,

@@ -84,8 +84,12 @@ def _missing() -> Iterator[str]:
     for name in PUBLISHED_HELPERS:
         if hasattr(model, name):
             yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
-    if _parameters(model.forward)[:4] != ["self", "input_ids", "positions", "forward_batch"]:
-        yield "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, ...)"
+    if _parameters(model.forward)[:5] != [
+        *("self", "input_ids", "positions", "forward_batch", "input_embeds")
+    ]:
+        yield (
+            "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds, ...)"
+        )
     layer_call = _parameters(gemma4_causal.Gemma4DecoderLayer.forward)
     if layer_call[1:5] != ["positions", "hidden_states", "per_layer_input", "forward_batch"]:
         yield (
