@@ -26,7 +26,7 @@ from ask import (
     picture,
     tokens,
 )
-from layer_rows import assert_all_fast, assert_all_stock, cut, whole
+from layer_rows import UNREAD, assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, SWITCH, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
@@ -89,7 +89,7 @@ def test_next_turn(servers: tuple[Server, Server]) -> None:
 def test_chunked_prompt(servers: tuple[Server, Server]) -> None:
     """A prompt of 8 chunks: nobody reads a row of the first 7, the last one's last row is read."""
     both = compare(servers, lambda server: generate(server, tokens(1000, seed=7)))
-    assert both.rows == [cut(CHUNK, 0)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
+    assert both.rows == [cut(CHUNK, UNREAD)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
     assert_same_answers(both)
 
 
