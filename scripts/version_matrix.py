@@ -13,9 +13,9 @@ triton  the same on SGLang's Triton attention backend, in Triton's interpreter
 server  two real servers, fast and stock, and Hugging Face's Gemma 4 beside them
 
 After each release the results go to ``benchmark/results/version_matrix.json`` and, as a Markdown
-table, to ``version_matrix.md`` beside it; the table is also the output. A release that passed, or
-was refused, is not tried again while package, tests and scripts are the same commit (``--force``
-tries it anyway).
+table, to ``version_matrix.md`` beside it; the table is also the output. What passed, or was
+refused, is not tried again while package, tests and scripts are the same commit (``--force`` tries
+it anyway), so a run that was cut short goes on where it was.
 
 uv keeps what it has downloaded in its cache, about 10 GB for each PyTorch: ``uv cache clean``
 removes it.
@@ -53,7 +53,13 @@ from environment import (
 
 VERSIONS = ("0.5.14", "0.5.16", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 RESULTS = REPO / "benchmark" / "results" / "version_matrix.json"
-TESTED_PATHS = ("sglang_gemma4_yoco", "test", "scripts", "pyproject.toml")
+TESTED_PATHS = (
+    "sglang_gemma4_yoco",
+    "test",
+    "pyproject.toml",
+    "scripts/environment.py",
+    "scripts/version_matrix.py",
+)
 EQUIVALENCE = "test/srt/models/test_gemma4_equivalence.py"
 PARTS = {
     "units": (
@@ -90,6 +96,7 @@ print(json.dumps({
 """
 
 PASSED, FAILED, REFUSED, NOT_INSTALLED = "passed", "failed", "refused", "not installed"
+INCOMPLETE = "incomplete"
 
 
 @dataclass
@@ -118,7 +125,8 @@ class Release:
 
     Attributes:
         sglang: its version.
-        status: ``passed``, ``failed``, ``refused`` or ``not installed``.
+        status: ``passed``, ``failed``, ``refused``, ``not installed``, or ``incomplete`` when
+            nothing failed and not all parts were asked for.
         reason: why it did not pass.
         commit: the last commit of what was tested, with ``-dirty`` if there were changes.
         packages: versions of what it brought along, and of Python.
@@ -139,10 +147,15 @@ class Release:
         parts = {name: Part(**part) for name, part in record.get("parts", {}).items()}
         return cls(**{k: v for k, v in record.items() if k in known} | {"parts": parts})
 
-    @property
-    def settled(self) -> bool:
-        """Whether trying again would tell nothing new."""
-        return self.status in (PASSED, REFUSED) and not self.commit.endswith("-dirty")
+    def still_good(self, commit: str) -> dict[str, Part]:
+        """The parts that need not run again at ``commit``."""
+        if self.commit != commit or commit.endswith("-dirty"):
+            return {}
+        return {name: part for name, part in self.parts.items() if part.good}
+
+    def refused_at(self, commit: str) -> bool:
+        """Whether the seam check of ``commit`` refuses it."""
+        return self.status == REFUSED and self.commit == commit and not commit.endswith("-dirty")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -267,12 +280,13 @@ def seam_check(python: Path) -> tuple[str | None, dict[str, str]]:
     return answer["refusal"], answer["packages"]
 
 
-def try_release(
-    version: str, commit: str, work_dir: Path, parts: Sequence[str], timeout: float
-) -> Release:
-    """Install one release and test it. Never raises over what is wrong with the release."""
+def try_release(release: Release, work_dir: Path, parts: Sequence[str], timeout: float) -> None:
+    """Install one release, test it, and note it all in ``release``.
+
+    Never raises over what is wrong with the release. Parts that it has already are not run.
+    """
+    version = release.sglang
     venv, log = work_dir / version, work_dir / f"{version}-install.log"
-    release = Release(version, FAILED, None, commit)
     try:
         log.write_text("")
         python, _ = prepare_environment(
@@ -281,16 +295,18 @@ def try_release(
     except (SetupError, OSError) as failure:
         say(tail(log, 8))
         release.status, release.reason = NOT_INSTALLED, str(failure)
-        return release
+        return
     try:
         refusal, release.packages = seam_check(python)
     except SetupError as failure:
-        release.reason = str(failure)
-        return release
+        release.status, release.reason = FAILED, str(failure)
+        return
     if refusal is not None:
-        release.status, release.reason = REFUSED, refusal
-        return release
+        release.status, release.reason, release.parts = REFUSED, refusal, {}
+        return
     for name in parts:
+        if name in release.parts:
+            continue
         log = work_dir / f"{version}-{name}.log"
         say(f"   {name} (the log is {log})")
         part = release.parts[name] = run_tests(python, PARTS[name], log, timeout)
@@ -298,9 +314,9 @@ def try_release(
         if not part.good:
             say(tail(log))
     bad = [name for name, part in release.parts.items() if not part.good]
-    release.status = FAILED if bad else PASSED
+    left = [name for name in PARTS if name not in release.parts]
+    release.status = FAILED if bad else INCOMPLETE if left else PASSED
     release.reason = f"tests fail: {', '.join(bad)}" if bad else None
-    return release
 
 
 # ---------------------------------------------------------------- the results
@@ -374,29 +390,29 @@ def main() -> int:
     tried = []
     for version in versions:
         heading(f"SGLang {version}")
+        release = Release(version, FAILED, None, commit)
         earlier = results.get(version)
-        if (
-            earlier is not None
-            and not args.force
-            and earlier.settled
-            and earlier.commit == commit
-            and (earlier.status == REFUSED or set(args.parts) <= set(earlier.parts))
-        ):
-            say(f"   {earlier.status} before, at this commit")
-            tried.append(earlier)
-            continue
-        try:
-            release = try_release(version, commit, work_dir, args.parts, args.timeout)
-        finally:
-            if not args.keep:
-                shutil.rmtree(work_dir / version, ignore_errors=True)
-        say(f"   {release.status}" + (f": {release.reason}" if release.reason else ""))
-        results[version] = release
-        store_results(args.results, results)
+        if earlier is not None and not args.force:
+            if earlier.refused_at(commit):
+                release = earlier
+            release.parts = earlier.still_good(commit)
+            if release.parts:
+                release.status, release.packages = earlier.status, earlier.packages
+        if release.status == REFUSED or set(args.parts) <= set(release.parts):
+            say(f"   {release.status} before, at this commit")
+        else:
+            try:
+                try_release(release, work_dir, args.parts, args.timeout)
+            finally:
+                if not args.keep:
+                    shutil.rmtree(work_dir / version, ignore_errors=True)
+            say(f"   {release.status}" + (f": {release.reason}" if release.reason else ""))
+            results[version] = release
+            store_results(args.results, results)
         tried.append(release)
     heading("Results")
     say(table(in_order({release.sglang: release for release in tried})))
-    return 0 if all(release.status in (PASSED, REFUSED) for release in tried) else 1
+    return 0 if all(release.status in (PASSED, INCOMPLETE, REFUSED) for release in tried) else 1
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ class Engine:
             ids = array("q", prompt.cached + prompt.new + prompt.to_come)
             req.origin_input_ids = req.full_untruncated_fill_ids = ids
             req.logprob_start_len = prompt.logprob_start
-            releases.extend(
-                req, self.runner, len(prompt.cached), len(ids) - len(prompt.to_come)
-            )
+            releases.extend(req, self.runner, len(prompt.cached), len(ids) - len(prompt.to_come))
         return self._batch(reqs)
 
     def _batch(self, reqs: list[Req]) -> ScheduleBatch:

@@ -13,8 +13,6 @@ from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
