@@ -3,7 +3,7 @@
 
 ``python3 scripts/version_matrix.py`` needs Python 3.10 or later and 25 GB of disk, nothing else.
 For each release it makes a virtual environment with that SGLang, this package, the CPU platform and
-the test tools, asks the seam check, runs tests in four parts, and deletes the environment again
+the test tools, sees whether the plugin accepts it, runs tests in four parts, and deletes it again
 (``--keep`` keeps it). No GPU is needed. A release that cannot be installed, or that fails, does not
 stop the others.
 
@@ -20,7 +20,7 @@ it anyway), so a run that was cut short goes on where it was.
 uv keeps what it has downloaded in its cache, about 10 GB for each PyTorch: ``uv cache clean``
 removes it.
 
-The exit status is 0 if every release passed or was refused by the seam check, 1 if one did not, 2
+The exit status is 0 if every release passed or was refused by the plugin, 1 if one did not, 2
 if the command could not run.
 """
 
@@ -52,6 +52,7 @@ from environment import (
 )
 
 VERSIONS = ("0.5.14", "0.5.16", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+SWITCH = "SGLANG_GEMMA4_YOCO"
 RESULTS = REPO / "benchmark" / "results" / "version_matrix.json"
 TESTED_PATHS = (
     "sglang_gemma4_yoco",
@@ -77,17 +78,23 @@ PARTS = {
     "server": ("test/srt/test_server.py", "test/srt/test_oracle.py"),
 }
 
+# SGLang's own loader loads the plugin, which refuses in one line of its log.
 _PROBE = """
-import json, platform
+import json, logging, platform
 from importlib.metadata import version
-from sglang_gemma4_yoco import seams
-try:
-    seams.check()
-    refusal = None
-except seams.SeamError as error:
-    refusal = str(error)
+refusals = []
+class Listener(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.ERROR:
+            refusals.append(record.getMessage().partition("unpatched: ")[2])
+logging.getLogger("sglang_gemma4_yoco").addHandler(Listener())
+from sglang.srt.plugins import load_plugins
+load_plugins()
+if not refusals:
+    from sglang.srt.models.gemma4_causal import Gemma4TextModel
+    assert hasattr(Gemma4TextModel, "_yoco_eligibility"), "the plugin was not loaded"
 print(json.dumps({
-    "refusal": refusal,
+    "refusal": "; ".join(refusals) or None,
     "packages": {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "triton", "transformers")},
@@ -154,7 +161,7 @@ class Release:
         return {name: part for name, part in self.parts.items() if part.good}
 
     def refused_at(self, commit: str) -> bool:
-        """Whether the seam check of ``commit`` refuses it."""
+        """Whether the plugin at ``commit`` refuses it."""
         return self.status == REFUSED and self.commit == commit and not commit.endswith("-dirty")
 
 
@@ -233,7 +240,7 @@ def run_tests(python: Path, arguments: Sequence[str], log: Path, timeout: float)
     report = log.with_suffix(".xml")
     report.unlink(missing_ok=True)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     began = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -267,15 +274,16 @@ def run_tests(python: Path, arguments: Sequence[str], log: Path, timeout: float)
     return Part(passed, failed, skipped, seconds)
 
 
-def seam_check(python: Path) -> tuple[str | None, dict[str, str]]:
-    """The seam check's refusal, or None; and versions of what SGLang brought along."""
-    env = os.environ | {"SGLANG_PLATFORM": "gemma4_cpu"}
+def refusal_of(python: Path) -> tuple[str | None, dict[str, str]]:
+    """Why the plugin stays out of this SGLang, or None; and versions of what SGLang brought."""
+    env = {name: value for name, value in os.environ.items() if name != SWITCH}
+    env["SGLANG_PLATFORM"] = "gemma4_cpu"
     done = subprocess.run(
         [python, "-c", _PROBE], env=env, capture_output=True, text=True, check=False
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise SetupError(f"the seam check could not run: {lines[-1]}")
+        raise SetupError(f"the plugin could not be loaded: {lines[-1]}")
     answer = json.loads(done.stdout.splitlines()[-1])
     return answer["refusal"], answer["packages"]
 
@@ -297,7 +305,7 @@ def try_release(release: Release, work_dir: Path, parts: Sequence[str], timeout:
         release.status, release.reason = NOT_INSTALLED, str(failure)
         return
     try:
-        refusal, release.packages = seam_check(python)
+        refusal, release.packages = refusal_of(python)
     except SetupError as failure:
         release.status, release.reason = FAILED, str(failure)
         return

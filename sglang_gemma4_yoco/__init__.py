@@ -14,6 +14,7 @@ A batch travels through the package in this order::
     patch.py      Gemma4TextModel.forward and ModelRunner.init_attention_backends, wrapped
     gate.py       may this batch take the fast path? a reason, or None
     rows.py       which rows are kept (plain integers)
+    threshold.py  whether skipping the others pays
     tail.py       the batch as the tail sees it, rewritten and restored
     attention.py  the tail's own attention backend and its metadata
     cut.py        one forward: gather at the last donor layer, scatter after the tail

@@ -325,7 +325,7 @@ class Cut:
             hidden_states: torch.Tensor, residual: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             # The layer adds its own input, which has all rows, to the attention of kept ones.
-            if residual is self._front and not self._aside:
+            if residual is not None and residual is self._front and not self._aside:
                 residual = self._kept(residual)
             return stock(hidden_states, residual, *args, **kwargs)
 

@@ -66,7 +66,7 @@ def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
         with cut.Cut(self, forward_batch) as fast:
             output = stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         if fast.done:
-            report.active(_description(self), tail_skipped=fast.tail.unread)
+            report.active(self, lambda: _description(self), tail_skipped=fast.tail.unread)
         return output
 
     return forward

@@ -7,7 +7,9 @@ runs one forward at a time, so there is no lock.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
+from collections.abc import Callable
 
 logger = logging.getLogger("sglang_gemma4_yoco")
 
@@ -18,6 +20,7 @@ TAIL_SKIPPED = "active, tail skipped"
 forwards: Counter[str] = Counter()
 
 _said: set[str] = set()
+_told_active: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def once(line: str, level: int = logging.INFO) -> None:
@@ -27,10 +30,15 @@ def once(line: str, level: int = logging.INFO) -> None:
         logger.log(level, "%s", line)
 
 
-def active(description: str, *, tail_skipped: bool) -> None:
-    """Count a forward that took the fast path; say so the first time for this ``description``."""
+def active(model: object, describe: Callable[[], str], *, tail_skipped: bool) -> None:
+    """Count a forward that took the fast path; say so the first time for this ``model``.
+
+    ``describe()`` says what was cut, and how; it is not called again for the same model.
+    """
     forwards[TAIL_SKIPPED if tail_skipped else ACTIVE] += 1
-    once(f"Gemma 4 fast prefill is active: {description}")
+    if model not in _told_active:
+        _told_active.add(model)
+        once(f"Gemma 4 fast prefill is active: {describe()}")
 
 
 def stepped_aside(reason: str) -> None:
@@ -43,3 +51,4 @@ def reset() -> None:
     """Forget counters and what was said (for tests and for a new measurement)."""
     forwards.clear()
     _said.clear()
+    _told_active.clear()

@@ -1,9 +1,9 @@
 """Everything that depends on the installed SGLang: the seams, checked at load, and their versions.
 
-Supported: SGLang 0.5.14 and later (the range itself stands in ``pyproject.toml``). Across these
-releases ``Gemma4TextModel.forward`` has had several bodies, but the layer call, the ForwardBatch
-fields and the attention backend's entry point kept their names; what differs is told apart here
-and nowhere else.
+Supported: SGLang 0.5.14 and later (the range itself stands in ``pyproject.toml`` and is checked
+before this module is imported). Across these releases ``Gemma4TextModel.forward`` has had several
+bodies, but the layer call, the ForwardBatch fields and the attention backend's entry point kept
+their names; what differs is told apart here and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from importlib.metadata import requires, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from packaging.version import Version
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -32,11 +31,10 @@ from sglang.srt.models import gemma4_causal
 
 # From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. 0.5.21 has such streams
 # as well, for other models: hence Gemma 4's own module is asked.
-residual_batch = getattr(gemma4_causal, "residual_batch", None)
+residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
 _FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
-_LAST_TESTED = Version("0.5.23")
-DISTRIBUTION = "sglang-gemma4-yoco"
+LAST_TESTED = Version("0.5.23")
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 # Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see.
@@ -81,13 +79,6 @@ def _parameters(function: Any) -> list[str]:
 
 def _missing() -> Iterator[str]:
     """Name every seam that the installed SGLang lacks."""
-    installed = version("sglang")
-    for requirement in map(Requirement, requires(DISTRIBUTION) or ()):
-        if requirement.name == "sglang" and not requirement.specifier.contains(
-            installed, prereleases=True
-        ):
-            yield f"a version in the supported range {requirement.specifier}"
-
     model = gemma4_causal.Gemma4TextModel
     for name in PUBLISHED_HELPERS:
         if hasattr(model, name):
@@ -120,7 +111,7 @@ def _missing() -> Iterator[str]:
             yield "ForwardBatch.residual_stream"
         if not callable(getattr(residual_batch, "set_written", None)):
             yield "layer_boundary.residual.batch.set_written"
-    elif Version(installed) >= _FIRST_WITH_RESIDUAL_STREAM:
+    elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:
         yield "gemma4_causal.residual_batch"
 
 
@@ -136,6 +127,11 @@ def check() -> None:
             f"SGLang {version('sglang')} lacks {'; '.join(missing)}. "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )
+
+
+def is_newer_than_tested() -> bool:
+    """Whether the installed SGLang came out after the last release that was tested."""
+    return Version(version("sglang")) > LAST_TESTED
 
 
 def server_arguments() -> Callable[[str], Any] | None:
@@ -225,7 +221,7 @@ def decodes_like_extend(backend: Any) -> bool:
     """
     if not _counts_the_window_short(backend):
         return True
-    return Version(version("sglang")) <= _LAST_TESTED
+    return not is_newer_than_tested()
 
 
 def plan(backend: Any, forward_batch: Any) -> None:
@@ -319,6 +315,7 @@ def kv_cache_dtype(backend: Any) -> torch.dtype | None:
 
 __all__ = [
     "HAS_RESIDUAL_STREAM",
+    "LAST_TESTED",
     "CaptureHiddenMode",
     "ForwardMode",
     "ModelRunner",
@@ -330,6 +327,7 @@ __all__ = [
     "decodes_like_extend",
     "gemma4_causal",
     "is_capturing",
+    "is_newer_than_tested",
     "is_plain_linear",
     "kv_cache_dtype",
     "layer_output",

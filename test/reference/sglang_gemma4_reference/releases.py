@@ -46,7 +46,7 @@ def take_in_tree_paths(*, supports_triton: bool) -> None:
 
     if hasattr(interface, "PlatformCapabilities"):
         return
-    pools = _first_of(
+    pools: Any = _first_of(
         "sglang.srt.mem_cache.kv_cache_configurator",  # 0.5.16
         "sglang.srt.model_executor.model_runner_kv_cache_mixin",
     )
