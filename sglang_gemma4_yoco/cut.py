@@ -182,6 +182,9 @@ class Cut:
                 layer = model.layers[first_cut]
                 add(layer, "forward", self._donor_layer)
                 add(layer.self_attn, "forward", self._donor_attention)
+                reader = seams.residual_reader(layer)
+                if reader is not None:
+                    add(reader, "forward", self._donor_residual)
             if per_layer.can_be_split(model):
                 add(model, "project_per_layer_inputs", self._split_projection(first_cut))
             for i in range(self._first, len(model.layers)):
@@ -268,10 +271,11 @@ class Cut:
             forward_batch: Any,
             **kwargs: Any,
         ) -> Any:
+            self._front = hidden_states
             self._must_be_whole(hidden_states)
             if self.tail.unread:
                 self._write_keys_and_values(hidden_states, positions)
-                return hidden_states
+                return seams.layer_output(hidden_states)
             return stock(
                 positions=positions,
                 hidden_states=hidden_states,
@@ -304,6 +308,7 @@ class Cut:
             forward_batch: Any,
             **kwargs: Any,
         ) -> Any:
+            assert self._front is not None, "the layer has begun"
             if self._donor is DonorCut.AFTER_ATTENTION:
                 output = stock(
                     positions=positions,
@@ -311,15 +316,26 @@ class Cut:
                     forward_batch=forward_batch,
                     **kwargs,
                 )
-                self._enter_tail(seams.residual(forward_batch), positions)
+                self._enter_tail(seams.residual(forward_batch, self._front), positions)
                 return self._kept(output)
             k, v = donor.keys_and_values(attention, hidden_states, positions)
             normed_rows = self._kept(hidden_states)
-            self._enter_tail(seams.residual(forward_batch), positions)
+            self._enter_tail(seams.residual(forward_batch, self._front), positions)
             assert self._positions is not None
             q = donor.queries(attention, normed_rows, self._positions)
             output, _ = attention.o_proj(donor.attend(attention, q, k, v, forward_batch))
             return output
+
+        return forward
+
+    def _donor_residual(self, stock: _Layer) -> _Layer:
+        def forward(
+            hidden_states: torch.Tensor, residual: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            # The layer adds its own input, which has all rows, to the attention of kept ones.
+            if residual is not None and residual is self._front:
+                residual = self._kept(residual)
+            return stock(hidden_states, residual, *args, **kwargs)
 
         return forward
 

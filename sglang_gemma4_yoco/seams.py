@@ -29,12 +29,11 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
 
-try:  # SGLang 0.5.22 and later: layers hand a residual stream along on the batch
-    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
-except ImportError:
-    residual_batch = None
-
+# From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. 0.5.21 has such streams
+# as well, for other models: hence Gemma 4's own module is asked.
+residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
+_FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
 LAST_TESTED = Version("0.5.23")
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
@@ -111,8 +110,13 @@ def _missing() -> Iterator[str]:
     for name in ("forward_context", "get_forward_context", "has_forward_context"):
         if not callable(getattr(forward_context, name, None)):
             yield f"forward_context.{name}"
-    if "residual_stream" in fields and not callable(getattr(residual_batch, "set_written", None)):
-        yield "layer_boundary.residual.batch.set_written"
+    if HAS_RESIDUAL_STREAM:
+        if "residual_stream" not in fields:
+            yield "ForwardBatch.residual_stream"
+        if not callable(getattr(residual_batch, "set_written", None)):
+            yield "layer_boundary.residual.batch.set_written"
+    elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:
+        yield "gemma4_causal.residual_batch"
 
 
 def check() -> None:
@@ -248,17 +252,31 @@ def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool
     return stream.residual is None or stream.residual is hidden_states
 
 
-def residual(forward_batch: Any) -> torch.Tensor:
+def residual(forward_batch: Any, layer_input: torch.Tensor) -> torch.Tensor:
     """The residual that the layer now running has read: [T, hidden].
+
+    Args:
+        layer_input: [T, hidden], the hidden states that the layer was called with.
 
     Raises:
         SeamError: an update is still owed to it, which no supported SGLang does here.
     """
+    if not HAS_RESIDUAL_STREAM:
+        return layer_input
     stream = forward_batch.residual_stream
     if stream is None or stream.pending is not None or stream.residual is None:
         raise SeamError("a Gemma 4 layer computes its attention before its residual is written")
     written: torch.Tensor = stream.residual
     return written
+
+
+def residual_reader(layer: Any) -> Any | None:
+    """The part of ``layer`` that is handed the layer's own input to add its attention to.
+
+    Up to 0.5.21 a decoder layer keeps its input for this norm; since then the batch carries it, and
+    there is no such part.
+    """
+    return None if HAS_RESIDUAL_STREAM else getattr(layer, "pre_feedforward_layernorm", None)
 
 
 def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
@@ -321,6 +339,7 @@ __all__ = [
     "plan",
     "residual",
     "residual_is_written",
+    "residual_reader",
     "server_arguments",
     "write_residual",
 ]

@@ -76,6 +76,7 @@ def untouched(engine: Engine) -> None:
     """Nothing of the fast path is left on the model or in the attention state."""
     model = engine.text_model
     owners = [model, model.norm, *model.layers, *(layer.self_attn for layer in model.layers)]
+    owners += [layer.pre_feedforward_layernorm for layer in model.layers]
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
     assert not forward_context.has_forward_context()
     attention = cut.tail_attention(model)

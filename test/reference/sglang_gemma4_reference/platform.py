@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
+
+from sglang_gemma4_reference import releases
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -29,7 +31,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
     device_name = "gemma4_cpu"
-    capabilities = PlatformCapabilities(supports_triton=triton_is_interpreted())
+    capabilities = releases.capabilities(supports_triton=triton_is_interpreted())
 
     def get_default_attention_backend(self) -> str:
         return "triton"
@@ -62,6 +64,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers import logits_processor
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
+        releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
         logits_processor.fused_softcap = softcap_inplace_logits
         if not triton_is_interpreted():
             # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
