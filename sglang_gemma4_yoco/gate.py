@@ -71,7 +71,11 @@ _LAST_ROW_CAPTURES = (seams.CaptureHiddenMode.NULL, seams.CaptureHiddenMode.LAST
 _LAST_ROW_DRAFTS = ("FROZEN_KV_MTP",)
 
 # With one of these set, a FULL capture may be a request's wish to see every row.
-_HIDDEN_STATE_ARGUMENTS = ("enable_return_hidden_states", "enable_return_aux_hidden_states")
+_HIDDEN_STATE_ARGUMENTS = (
+    "enable_return_hidden_states",
+    "enable_return_aux_hidden_states",
+    "return_hidden_states_mode",
+)
 
 # A server argument that is set -> the reason.
 _REFUSING_ARGUMENTS = {
@@ -155,7 +159,8 @@ def server_reason() -> str | None:
     for name, reason in _REFUSING_SIZES.items():
         if (argument(name) or 1) > 1:
             return reason
-    if argument("disaggregation_mode") not in (None, "null"):
+    role = argument("disaggregation_mode")
+    if role not in (None, "null") and (role != "prefill" or argument("speculative_algorithm")):
         return "prefill-decode disaggregation"
     return None
 
