@@ -6,7 +6,6 @@ their own.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Modes in which the fast path steps aside: SGLang's own ModelRunner, the stock forward bit for bit.
+"""Modes in which the fast path steps aside, on SGLang's ModelRunner: stock, bit for bit.
 
 ``test_gate.py`` has the whole table of refusals. Here those that change what a forward does run
 through SGLang, each followed by an ordinary forward that is cut again.

@@ -31,7 +31,7 @@ def write_slots(
     start_offset: torch.Tensor,
     end_offset: torch.Tensor,
     out_cache_loc: torch.Tensor,
-    batch_size: int,
+    _batch_size: int,
 ) -> None:
     """Write newly allocated slots into the requests' rows of ``req_to_token``, [start, end)."""
     first = 0
@@ -43,8 +43,8 @@ def write_slots(
 
 
 def move_nothing(
-    data_ptrs: torch.Tensor,
-    strides: torch.Tensor,
+    _data_ptrs: torch.Tensor,
+    _strides: torch.Tensor,
     target_slots: torch.Tensor,
     source_slots: torch.Tensor,
     *_: Any,
@@ -75,18 +75,18 @@ def draft_slots(
 
 
 def build_chain(
-    parent_list: torch.Tensor,
-    top_scores_index: torch.Tensor,
+    _parent_list: torch.Tensor,
+    _top_scores_index: torch.Tensor,
     seq_lens: torch.Tensor,
-    tree_mask: torch.Tensor,
+    _tree_mask: torch.Tensor,
     positions: torch.Tensor,
     retrieve_index: torch.Tensor,
     retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
+    _retrieve_next_sibling: torch.Tensor,
     topk: int,
-    spec_steps: int,
+    _spec_steps: int,
     num_verify_tokens: int,
-    tree_mask_mode: int,
+    _tree_mask_mode: int,
 ) -> None:
     """Fill ``positions`` [requests * D] and the ``retrieve_*`` [requests, D] of a chain.
 
