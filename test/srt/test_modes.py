@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ask import TOLERANCE, Compared, assert_same_answers, compare, generate, tokens
 from layer_rows import assert_all_fast, cut, whole
 from server import CHUNK, Server, started
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import gate
-from test_server import TOLERANCE, Compared, assert_same_answers, compare, generate, tokens
 
 STEPS_ASIDE = "Gemma 4 fast prefill steps aside"
 LABELS = [40, 300, 511]

@@ -60,7 +60,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return speculation.draft_slots
 
-    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:  # noqa: ARG002 - SGLang's
         """Keep SGLang's own worker; asked before it is built, so what it needs is put in here."""
         from sglang_gemma4_reference import speculation
 
