@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco import fallback, seams, switch, threshold
 from sglang_gemma4_yoco.rows import KeptRows
 
 OFF = f"{switch.VARIABLE}=0"
@@ -23,6 +23,7 @@ PIPELINE = "pipeline parallelism"
 CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
+TOO_LITTLE = "too few rows could be skipped"
 IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
 HIDDEN_STATES = "hidden states of all rows are returned"
 SPECULATIVE = "speculative decoding"
@@ -180,9 +181,16 @@ def _mode(model: Any, forward_batch: Any) -> str | None:
 
 def _switch(model: Any, forward_batch: Any) -> str | None:
     try:
-        return None if switch.enabled() else OFF
+        if not switch.enabled():
+            return OFF
+        threshold.min_skipped_rows()
     except ValueError as invalid:  # changed after load: a forward must not fail over it
         return str(invalid)
+    return None
+
+
+def _failures(model: Any, forward_batch: Any) -> str | None:
+    return fallback.GIVEN_UP if fallback.given_up() else None
 
 
 def _model(model: Any, forward_batch: Any) -> str | None:
@@ -249,6 +257,9 @@ def _lengths(model: Any, forward_batch: Any) -> str | None:
     kept = kept_rows(forward_batch)
     if kept.kept == kept.total:
         return NOTHING_TO_SKIP
+    read = 0 if is_unread(forward_batch) else kept.kept
+    if not threshold.pays(kept.total, read, threshold.min_skipped_rows()):
+        return TOO_LITTLE
     # An image's rows attend in both directions, which the suffix's attention does not know of.
     # The last row of a request has nothing after it, so for it that makes no difference.
     multimodal = getattr(forward_batch, "mm_input_embeds", None) is not None
@@ -268,6 +279,7 @@ def _backend(model: Any, forward_batch: Any) -> str | None:
 _CHECKS: tuple[Callable[[Any, Any], str | None], ...] = (
     _mode,
     _switch,
+    _failures,
     _model,
     _server,
     _graph,

@@ -1,9 +1,9 @@
 """Everything that depends on the installed SGLang: the seams, checked at load, and their versions.
 
-Supported: SGLang 0.5.14 and later (the range itself stands in ``pyproject.toml``). Across these
-releases ``Gemma4TextModel.forward`` has had several bodies, but the layer call, the ForwardBatch
-fields and the attention backend's entry point kept their names; what differs is told apart here
-and nowhere else.
+Supported: SGLang 0.5.14 and later (the range itself stands in ``pyproject.toml`` and is checked
+before this module is imported). Across these releases ``Gemma4TextModel.forward`` has had several
+bodies, but the layer call, the ForwardBatch fields and the attention backend's entry point kept
+their names; what differs is told apart here and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from importlib.metadata import requires, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from packaging.version import Version
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -39,8 +38,7 @@ except ImportError:
     residual_batch = None
 
 HAS_RESIDUAL_STREAM = residual_batch is not None
-_LAST_TESTED = Version("0.5.23")
-DISTRIBUTION = "sglang-gemma4-yoco"
+LAST_TESTED = Version("0.5.23")
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 # Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see.
@@ -85,19 +83,16 @@ def _parameters(function: Any) -> list[str]:
 
 def _missing() -> Iterator[str]:
     """Name every seam that the installed SGLang lacks."""
-    installed = version("sglang")
-    for requirement in map(Requirement, requires(DISTRIBUTION) or ()):
-        if requirement.name == "sglang" and not requirement.specifier.contains(
-            installed, prereleases=True
-        ):
-            yield f"a version in the supported range {requirement.specifier}"
-
     model = gemma4_causal.Gemma4TextModel
     for name in PUBLISHED_HELPERS:
         if hasattr(model, name):
             yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
-    if _parameters(model.forward)[:4] != ["self", "input_ids", "positions", "forward_batch"]:
-        yield "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, ...)"
+    if _parameters(model.forward)[:5] != [
+        *("self", "input_ids", "positions", "forward_batch", "input_embeds")
+    ]:
+        yield (
+            "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds, ...)"
+        )
     layer_call = _parameters(gemma4_causal.Gemma4DecoderLayer.forward)
     if layer_call[1:5] != ["positions", "hidden_states", "per_layer_input", "forward_batch"]:
         yield (
@@ -135,6 +130,11 @@ def check() -> None:
             f"SGLang {version('sglang')} lacks {'; '.join(missing)}. "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )
+
+
+def is_newer_than_tested() -> bool:
+    """Whether the installed SGLang came out after the last release that was tested."""
+    return Version(version("sglang")) > LAST_TESTED
 
 
 def server_arguments() -> Callable[[str], Any] | None:
@@ -232,7 +232,7 @@ def decodes_like_extend(backend: Any) -> bool:
     """
     if not _counts_the_window_short(backend):
         return True
-    return Version(version("sglang")) <= _LAST_TESTED
+    return not is_newer_than_tested()
 
 
 def plan(backend: Any, forward_batch: Any) -> None:
@@ -312,6 +312,7 @@ def kv_cache_dtype(backend: Any) -> torch.dtype | None:
 
 __all__ = [
     "HAS_RESIDUAL_STREAM",
+    "LAST_TESTED",
     "CaptureHiddenMode",
     "ForwardMode",
     "ModelRunner",
@@ -323,6 +324,7 @@ __all__ = [
     "decodes_like_extend",
     "gemma4_causal",
     "is_capturing",
+    "is_newer_than_tested",
     "is_plain_linear",
     "kv_cache_dtype",
     "layer_output",
