@@ -138,10 +138,19 @@ def _give_tail_attention(runner: Any, model: Any) -> None:
         previous.detach()
     facts = model.__dict__
     facts.pop("_yoco_donor_cut", None)
-    facts["_yoco_server_reason"] = reason = gate.server_reason()
+    reason = gate.server_reason() if runner.is_generation else gate.EMBEDDINGS
+    facts["_yoco_server_reason"] = reason
     if reason is not None:
         report.once(f"Gemma 4 fast prefill steps aside for this server: {reason}")
         return
+    graph = seams.prefill_graph()
+    if graph is not None:
+        # A replay runs no Python, so nothing could be said when it happens.
+        report.once(
+            f"Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
+            f"(backend {graph!r}); --cuda-graph-backend-prefill=disabled runs them through it",
+            logging.WARNING,
+        )
     try:
         attention = TailAttention(model, runner.attn_backend, seams.build_attn_backend(runner))
     except Exception as failure:  # noqa: BLE001 - the rebuilt backend serves as well, only slower

@@ -26,6 +26,9 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+    is_in_tc_piecewise_cuda_graph,
+)
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
 
@@ -161,13 +164,21 @@ def server_arguments() -> Callable[[str], Any] | None:
     return lambda name: resolution_result(args, name) if hasattr(args, name) else None
 
 
+def prefill_graph() -> str | None:
+    """The CUDA graph backend that this server replays prefill forwards with, or None."""
+    argument = server_arguments()
+    config = None if argument is None else argument("cuda_graph_config")
+    name: str = getattr(getattr(config, "prefill", None), "backend", "disabled")
+    return None if name == "disabled" else name
+
+
 def is_capturing() -> bool:
     """Whether this forward is being recorded into a CUDA graph, or is replayed around one.
 
     A recorded forward runs its Python once, for a padded batch; what the package would decide
     for that batch would be replayed for all others.
     """
-    if capture_mode.get_is_capture_mode():
+    if capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph():
         return True
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
@@ -337,6 +348,7 @@ __all__ = [
     "layer_output",
     "layer_rows",
     "plan",
+    "prefill_graph",
     "residual",
     "residual_is_written",
     "residual_reader",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,18 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The same for threads that wait for one another, in the processes started from here:
         # while other programs compete for the cores, spinning makes decoding four times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        from sglang_gemma4_reference import speculation
+
+        return speculation.draft_slots
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:  # noqa: ARG002 - SGLang's
+        """Keep SGLang's own worker; asked before it is built, so what it needs is put in here."""
+        from sglang_gemma4_reference import speculation
+
+        speculation.install()
+        return None
 
     def init_backend(self) -> None:
         """Put PyTorch implementations where SGLang has no seam for a platform.
