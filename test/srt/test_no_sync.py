@@ -5,7 +5,10 @@ have run; every launch after it is then paid in full. No GPU is needed to see su
 through one of a few PyTorch operations, which ``HostReads`` records with the code that asked.
 
 What a CPU shows: no read inside the package's own spans at all, and none in a whole forward that
-the stock forward does not do as well. Where there is a GPU, CUDA itself is asked too.
+the stock forward does not do as well. Planning is different on SGLang's Triton backend: there the
+size of a window's index buffer is read from the device whenever a batch is planned, so with the
+tail's plan it is read once more: right after the stock plan's own read, which has drained the queue
+already, and before the first layer. Where there is a GPU, CUDA itself is asked too.
 """
 
 from __future__ import annotations
@@ -456,6 +459,61 @@ def test_a_read_in_the_package_is_found(
         assert_no_more_reads(fast, stock)
 
 
+# ---------------------------------------------------------------- on Triton
+
+
+def check_on_triton(checkpoint: Path) -> None:
+    """On SGLang's Triton backend only the plan reads more than stock, and only that one size."""
+    engine = Engine(checkpoint, device="cpu", dtype="float32", max_total_tokens=2048)
+    scheduled = engine.schedule(text((6, 10), (0, 4)))
+    planned: list[Counter[tuple[str, str]]] = []
+    whole: list[Counter[tuple[str, str]]] = []
+    for switch in ("0", "1"):
+        reads = HostReads()
+        hook = engine.text_model.register_forward_pre_hook(
+            lambda *_, reads=reads: planned.append(in_sglang(reads))
+        )
+        report.reset()
+        with spans(reads), switched(switch), reads:
+            engine.forward(scheduled)
+        hook.remove()
+        assert (report.forwards[report.ACTIVE] == 1) == (switch == "1")
+        assert [read for read in reads.seen if read.span is not None] == []
+        whole.append(in_sglang(reads))
+    stock_plan, fast_plan = planned
+    ((_, site),) = fast_plan - stock_plan
+    assert site.endswith("triton_backend.py:update_sliding_window_buffer")
+    assert fast_plan == stock_plan + stock_plan
+    assert (whole[1] - fast_plan) - (whole[0] - stock_plan) == Counter()
+
+
+def in_sglang(reads: HostReads) -> Counter[tuple[str, str]]:
+    """Reads by SGLang and by the package; the interpreter of the kernels reads all the time."""
+    return Counter(
+        {
+            (kind, site): count
+            for (kind, site), count in reads.counted().items()
+            if "/sglang/" in site or site.startswith(PACKAGE)
+        }
+    )
+
+
+def test_on_triton_only_the_plan_reads_a_size_more(tiny_checkpoint: Path) -> None:
+    # Triton decides when it is imported whether it interprets, hence a process of its own.
+    check_in_new_process("triton", tiny_checkpoint, {**os.environ, "TRITON_INTERPRET": "1"})
+
+
+def check_in_new_process(check: str, checkpoint: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, check, checkpoint],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
 # ---------------------------------------------------------------- on a GPU
 
 
@@ -503,15 +561,8 @@ def check_on_gpu(checkpoint: Path) -> None:
 def test_no_wait_on_a_gpu(tiny_checkpoint: Path) -> None:
     # A process of its own: this one has chosen the CPU platform.
     environment = {name: value for name, value in os.environ.items() if name != "SGLANG_PLATFORM"}
-    done = subprocess.run(
-        [sys.executable, __file__, tiny_checkpoint],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    check_in_new_process("gpu", tiny_checkpoint, environment)
 
 
 if __name__ == "__main__":
-    check_on_gpu(Path(sys.argv[1]))
+    {"triton": check_on_triton, "gpu": check_on_gpu}[sys.argv[1]](Path(sys.argv[2]))
