@@ -333,8 +333,8 @@ class Cut:
             hidden_states: torch.Tensor, residual: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             # The layer adds its own input, which has all rows, to the attention of kept ones.
-            if residual is not None and residual is self._front:
-                residual = self._kept(residual)
+            if self._front is not None and residual is self._front:
+                residual = self._kept(self._front)
             return stock(hidden_states, residual, *args, **kwargs)
 
         return forward
