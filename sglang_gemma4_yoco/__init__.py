@@ -13,6 +13,7 @@ A batch travels through the package in this order::
     plugin.py     switch and seams -> install, or refuse with one line
     patch.py      Gemma4TextModel.forward and ModelRunner.init_attention_backends, wrapped
     gate.py       may this batch take the fast path? a reason, or None
+    ranks.py      may all tensor-parallel ranks? compared once, at start
     rows.py       which rows are kept (plain integers)
     tail.py       the batch as the tail sees it, rewritten and restored
     attention.py  the tail's own attention backend and its metadata

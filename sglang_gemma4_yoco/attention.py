@@ -87,8 +87,11 @@ class TailAttention:
             tail = Tail.of(forward_batch)
             with rewritten(forward_batch, tail.fields):
                 seams.plan(self.tail, forward_batch)
-        except Exception as failure:  # noqa: BLE001 - the stock forward can still serve the batch
+        except Exception as failure:
             self.release()
+            if seams.tensor_parallel_group() is not None:
+                raise  # the other ranks cut this batch (``ranks``)
+            # The stock forward can still serve it.
             report.once(f"Planning the tail's attention failed: {failure!r}", logging.WARNING)
         else:
             self._planned = (forward_batch, tail)

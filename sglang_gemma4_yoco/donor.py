@@ -52,8 +52,8 @@ def why_not_inside(model: Any) -> str | None:
     assert first is not None, "only models with a tail are asked"
     if not seams.HAS_RESIDUAL_STREAM:
         return "this SGLang's layers keep the residual to themselves"
-    if first < 2:
-        # The residual of layer 0 is the caller's embedding, which must not be written to.
+    if first - getattr(model, "start_layer", 0) < 2:
+        # The residual of a stage's first layer is its caller's, and must not be written to.
         return "there is no layer before the donor"
     layer = model.layers[first - 1]
     if type(layer) is not seams.gemma4_causal.Gemma4DecoderLayer:

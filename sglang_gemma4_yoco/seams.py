@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor import forward_context
@@ -29,6 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
+from torch.distributed import distributed_c10d
 
 try:  # SGLang 0.5.22 and later: layers hand a residual stream along on the batch
     from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
@@ -155,6 +157,19 @@ def server_arguments() -> Callable[[str], Any] | None:
     except ImportError:
         return lambda name: getattr(args, name, None)
     return lambda name: resolution_result(args, name) if hasattr(args, name) else None
+
+
+def tensor_parallel_group() -> Any | None:
+    """SGLang's coordinator of the ranks that share this rank's layers; None for a rank alone."""
+    argument = server_arguments()
+    if argument is None or (argument("tp_size") or 1) == 1:
+        return None
+    return parallel_state.get_tp_group()
+
+
+def rendezvous_store() -> Any:
+    """The key-value store through which this server's ranks found each other."""
+    return distributed_c10d._get_default_store()
 
 
 def is_capturing() -> bool:
@@ -317,8 +332,10 @@ __all__ = [
     "layer_output",
     "layer_rows",
     "plan",
+    "rendezvous_store",
     "residual",
     "residual_is_written",
     "server_arguments",
+    "tensor_parallel_group",
     "write_residual",
 ]

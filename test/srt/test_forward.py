@@ -259,6 +259,25 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
 
 
+def test_an_exception_while_planning_is_raised_where_other_ranks_go_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = cut.tail_attention(engine.text_model)
+    assert attention is not None
+    scheduled = engine.schedule(BATCHES["one prompt"])
+
+    def out_of_memory(_: Any) -> None:
+        raise MemoryError("planning")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(attention.tail, "init_forward_metadata", out_of_memory)
+        broken.setattr(seams, "tensor_parallel_group", object)
+        with switched("1"), pytest.raises(MemoryError, match="planning"):
+            engine.forward(scheduled)
+    untouched(engine)
+    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+
+
 def test_decode_goes_straight_through(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
     with switched("1"):

@@ -53,13 +53,20 @@ class Engine:
     configuration is process-wide.
     """
 
-    def __init__(self, model_path: str | Path, **server_args: Any) -> None:
-        """Load the model. ``server_args`` are SGLang's, for example ``max_total_tokens=4096``."""
+    def __init__(self, model_path: str | Path, *, rank: int = 0, **server_args: Any) -> None:
+        """Load the model.
+
+        Args:
+            model_path: the checkpoint.
+            rank: of this process, where ``tp_size`` makes several run one model together; all
+                call the same methods with the same arguments, ``nccl_port`` among them.
+            server_args: SGLang's, for example ``max_total_tokens=4096``.
+        """
         global _process_ready
         load_plugins()  # as every process of a server does first
         args = ServerArgs(model_path=str(model_path), **server_args)
         args.resolve_once()
-        ranks = SpawnRanks(world_rank=0, gpu_id=0)
+        ranks = SpawnRanks(world_rank=rank, gpu_id=rank)
         publish(args, role="scheduler", ranks=ranks)
         port = PortArgs.init_new(args).nccl_port
         if not _process_ready:
@@ -73,7 +80,7 @@ class Engine:
         self.runner = ModelRunner(
             model_config=config,
             mem_fraction_static=args.mem_fraction_static,
-            gpu_id=0,
+            gpu_id=rank,
             nccl_port=port,
             server_args=args,
         )
