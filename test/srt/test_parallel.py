@@ -153,8 +153,13 @@ def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: tuple[Serve
     image = picture("red")[0]["image_url"]["url"]
 
     def ask(server: Server) -> list[Answer]:
-        body = {"text": "<|image|>What is this?", "image_data": image, "logprob_start_len": 4}
-        return [generate(server, None, **body) for _ in range(1 + mode.has_replicas)][0]
+        return generate(
+            server,
+            None,
+            text="<|image|>What is this?",
+            image_data=image,
+            logprob_start_len=4,
+        )
 
     both = compare(both_servers, ask)
     assert both.prefills
