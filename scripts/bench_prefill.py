@@ -43,7 +43,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from itertools import product, starmap
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -206,6 +206,7 @@ def build_engine(args: argparse.Namespace, device: str, directory: Path) -> Any:
         device=device,
         dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
         max_total_tokens=largest + 1024,
+        swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
         disable_cuda_graph=True,
         **options,
     )
@@ -413,6 +414,25 @@ def commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
+def describe(args: argparse.Namespace, engine: Any) -> dict[str, Any]:
+    """Where the figures come from: command, commit, model, machine and versions."""
+    import torch
+
+    cuda = engine.runner.device == "cuda"
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "model": str(args.model or args.preset),
+        "device": torch.cuda.get_device_name() if cuda else f"cpu ({os.cpu_count()} cores)",
+        "machine": platform.machine(),
+        "torch_threads": torch.get_num_threads(),
+        "dtype": str(next(engine.text_model.parameters()).dtype),
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "attention_backend": type(engine.runner.attn_backend).__name__,
+    }
+
+
 def main() -> int:
     """Measure, print, and return the exit status: 1 when an answer differs in float32."""
     args = parse_arguments()
@@ -420,37 +440,24 @@ def main() -> int:
     import torch
     from tqdm import tqdm
 
+    points: list[Point] = []
     with tempfile.TemporaryDirectory() as directory:
         engine = build_engine(args, device, Path(directory))
-        points = []
-        grid = list(
-            starmap(Load, product(args.lengths, args.batch_sizes, args.decoding, args.read))
-        )
-        with tqdm(total=len(grid) * args.repeats * len(WAYS), unit="forward") as progress:
-            for load in grid:
-                points.append(measure(engine, load, args.repeats, progress))
         gate = measure_gate(engine)
+        grid = product(args.batch_sizes, args.decoding, args.read, args.lengths)
+        loads = [Load(length, size, decoding, read) for size, decoding, read, length in grid]
+        with tqdm(total=len(loads) * args.repeats * len(WAYS), unit="forward") as progress:
+            for load in loads:
+                points.append(measure(engine, load, args.repeats, progress))
+                line = json.dumps(
+                    describe(args, engine) | {"points": points, "gate": gate}, default=asdict
+                )
+                if args.json is not None:  # after each point, so that nothing is lost
+                    args.json.parent.mkdir(parents=True, exist_ok=True)
+                    args.json.write_text(line + "\n")
     show(points, gate)
-    exact = next(engine.text_model.parameters()).dtype == torch.float32
-    document = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "model": str(args.model or args.preset),
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu ({os.cpu_count()})",
-        "machine": platform.machine(),
-        "torch_threads": torch.get_num_threads(),
-        "dtype": str(next(engine.text_model.parameters()).dtype),
-        "sglang": version("sglang"),
-        "torch": torch.__version__,
-        "attention_backend": type(engine.runner.attn_backend).__name__,
-        "points": [asdict(point) for point in points],
-        "gate": gate,
-    }
-    line = json.dumps(document)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(line + "\n")
     print(line)
+    exact = next(engine.text_model.parameters()).dtype == torch.float32
     wrong = [p for p in points if not p.same_tokens or p.max_logit_difference > 1e-3]
     if exact and wrong:
         print(f"answers differ at {[p.load for p in wrong]}", file=sys.stderr)

@@ -237,6 +237,12 @@ class Server:
         return f"{SWITCH}=1 (fast prefill)" if self.fast else f"{SWITCH}=0 (stock)"
 
     @property
+    def pid(self) -> int:
+        """Of its first process, while it runs."""
+        assert self._process is not None, "it was not started"
+        return self._process.pid
+
+    @property
     def log_lines(self) -> list[str]:
         """What the plugin said in this server's log."""
         lines = self.log.read_text(errors="replace").splitlines()

@@ -222,7 +222,8 @@ def prepare_environment(
     # Editable, so that an environment from last week measures the checkout of today.
     package = f"{REPO}[{extras}]" if extras else str(REPO)
     local = [] if _is_from_here(found) and not extras else ["-e", package]
-    if device == "cpu" and not found["reference"]:
+    # With extras, always: an older installation lacks the plugins that were added since.
+    if device == "cpu" and (extras or not found["reference"]):
         local += ["-e", str(REFERENCE)]
     if local:
         uv = find_uv(venv, log)

@@ -12,8 +12,10 @@ A batch travels through the package in this order::
 
     plugin.py     switch and seams -> install, or refuse with one line
     patch.py      Gemma4TextModel.forward and ModelRunner.init_attention_backends, wrapped
+    fallback.py   when the fast path fails, stock serves the batch
     gate.py       may this batch take the fast path? a reason, or None
     rows.py       which rows are kept (plain integers)
+    threshold.py  whether skipping the others pays
     tail.py       the batch as the tail sees it, rewritten and restored
     attention.py  the tail's own attention backend and its metadata
     cut.py        one forward: gather at the last donor layer, scatter after the tail

@@ -12,12 +12,11 @@ be built, the runner's own backend is rebuilt for the tail and rebuilt again aft
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_gemma4_yoco import gate, report, seams
+from sglang_gemma4_yoco import fallback, gate, report, seams
 from sglang_gemma4_yoco.shadow import Shadows
 from sglang_gemma4_yoco.tail import Tail, rewritten
 
@@ -79,17 +78,19 @@ class TailAttention:
 
     def _plan_tail(self, forward_batch: Any) -> None:
         self._planned = self._refused = None
-        reason = gate.ineligible_reason(self._model, forward_batch)
-        if reason is not None:
-            self._refused = (forward_batch, reason)
-            return
         try:
+            reason = gate.ineligible_reason(self._model, forward_batch)
+            if reason is not None:
+                self._refused = (forward_batch, reason)
+                return
             tail = Tail.of(forward_batch)
             with rewritten(forward_batch, tail.fields):
                 seams.plan(self.tail, forward_batch)
-        except Exception as failure:  # noqa: BLE001 - the stock forward can still serve the batch
+        except Exception as failure:
             self.release()
-            report.once(f"Planning the tail's attention failed: {failure!r}", logging.WARNING)
+            if not fallback.is_alone():
+                raise  # the other ranks go on with a tail
+            report.failure("Planning the tail's attention failed", failure)
         else:
             self._planned = (forward_batch, tail)
 

@@ -29,6 +29,13 @@ IMAGES_ON_ONE_BACKEND = "a multimodal prompt without an attention backend of the
 _Layer = Callable[..., Any]
 
 
+class LateRefusalError(Exception):
+    """A forward turned out, when it had come to the cut, to be none that can be cut.
+
+    Nothing is lost but time: run from its beginning, the stock forward serves the batch.
+    """
+
+
 def tail_attention(model: Any) -> TailAttention | None:
     """The tail's own attention backend, where the runner could build one."""
     attention: TailAttention | None = model.__dict__.get("_yoco_tail_attention")
@@ -60,6 +67,13 @@ def _unplanned(attention: TailAttention | None, forward_batch: Any) -> str | Non
     if seams.current_attn_backend() is not attention.main:
         return NOT_PLANNED
     return None if attention.planned(forward_batch) is not None else NOT_PLANNED
+
+
+def plan_as_stock(forward_batch: Any) -> None:
+    """Build the runner's own attention metadata for the whole batch once more."""
+    backend = seams.current_attn_backend()
+    assert backend is not None, "a forward has an attention backend"
+    backend.init_forward_metadata(forward_batch)
 
 
 def donor_cut(model: Any) -> DonorCut:
@@ -132,8 +146,7 @@ class Cut:
 
     Attributes:
         tail: the tail of this batch.
-        done: whether the forward was cut. It runs as stock when, at the last moment, the
-            residual stream is not in the state that the cut needs.
+        done: whether the forward was cut.
     """
 
     def __init__(self, model: Any, forward_batch: Any) -> None:
@@ -145,7 +158,6 @@ class Cut:
         self._batch = forward_batch
         self._first = first
         self._donor = self._deepest(donor_cut(model))
-        self._aside = False
         self._front: torch.Tensor | None = None  # [T, hidden], the residual at the cut
         self._positions: torch.Tensor | None = None  # [B], while the tail runs
         self._restore: Callable[[], None] | None = None
@@ -170,6 +182,9 @@ class Cut:
                 layer = model.layers[first_cut]
                 add(layer, "forward", self._donor_layer)
                 add(layer.self_attn, "forward", self._donor_attention)
+                reader = seams.residual_reader(layer)
+                if reader is not None:
+                    add(reader, "forward", self._donor_residual)
             if per_layer.can_be_split(model):
                 add(model, "project_per_layer_inputs", self._split_projection(first_cut))
             for i in range(self._first, len(model.layers)):
@@ -190,6 +205,9 @@ class Cut:
             self._leave_tail()
         finally:
             self._shadows.close()
+            attention = tail_attention(self._model)
+            if attention is not None:
+                attention.release()
 
     def _enter_tail(self, front: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Gather the kept rows of the front's output; the batch is the tail's from here on."""
@@ -206,15 +224,13 @@ class Cut:
         if restore is not None:
             restore()
 
-    def _may_cut(self, hidden_states: torch.Tensor) -> bool:
+    def _must_be_whole(self, hidden_states: torch.Tensor) -> None:
         """Asked where the first cut layer begins: is its input the whole residual, all rows?"""
         if (
             not seams.residual_is_written(self._batch, hidden_states)
             or hidden_states.shape[0] != self.tail.kept.total
         ):
-            self._aside = True
-            report.stepped_aside(STREAM_PENDING)
-        return not self._aside
+            raise LateRefusalError(STREAM_PENDING)
 
     def _kept(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.index_select(0, self.tail.index)
@@ -223,10 +239,7 @@ class Cut:
         """One cut layer's per-layer input, for the rows that it runs on."""
         if given is None:
             return None
-        if isinstance(given, per_layer.Deferred):
-            return given.all_rows() if self._aside else given.kept_rows()
-        tensor: torch.Tensor = given
-        return tensor if self._aside else self._kept(tensor)
+        return given.rows() if isinstance(given, per_layer.KeptInput) else self._kept(given)
 
     # -- the shadows, in the order in which a forward meets them -----------------------------
 
@@ -258,9 +271,11 @@ class Cut:
             forward_batch: Any,
             **kwargs: Any,
         ) -> Any:
-            if self._may_cut(hidden_states) and self.tail.unread:
+            self._front = hidden_states
+            self._must_be_whole(hidden_states)
+            if self.tail.unread:
                 self._write_keys_and_values(hidden_states, positions)
-                return hidden_states
+                return seams.layer_output(hidden_states)
             return stock(
                 positions=positions,
                 hidden_states=hidden_states,
@@ -293,25 +308,34 @@ class Cut:
             forward_batch: Any,
             **kwargs: Any,
         ) -> Any:
-            whole = self._donor is DonorCut.AFTER_ATTENTION
-            if self._aside or whole:
+            assert self._front is not None, "the layer has begun"
+            if self._donor is DonorCut.AFTER_ATTENTION:
                 output = stock(
                     positions=positions,
                     hidden_states=hidden_states,
                     forward_batch=forward_batch,
                     **kwargs,
                 )
-                if self._aside:
-                    return output
-                self._enter_tail(seams.residual(forward_batch), positions)
+                self._enter_tail(seams.residual(forward_batch, self._front), positions)
                 return self._kept(output)
             k, v = donor.keys_and_values(attention, hidden_states, positions)
             normed_rows = self._kept(hidden_states)
-            self._enter_tail(seams.residual(forward_batch), positions)
+            self._enter_tail(seams.residual(forward_batch, self._front), positions)
             assert self._positions is not None
             q = donor.queries(attention, normed_rows, self._positions)
             output, _ = attention.o_proj(donor.attend(attention, q, k, v, forward_batch))
             return output
+
+        return forward
+
+    def _donor_residual(self, stock: _Layer) -> _Layer:
+        def forward(
+            hidden_states: torch.Tensor, residual: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            # The layer adds its own input, which has all rows, to the attention of kept ones.
+            if residual is not None and residual is self._front:
+                residual = self._kept(residual)
+            return stock(hidden_states, residual, *args, **kwargs)
 
         return forward
 
@@ -326,7 +350,8 @@ class Cut:
                 forward_batch: Any,
                 **kwargs: Any,
             ) -> Any:
-                if is_first and self._donor is DonorCut.NONE and self._may_cut(hidden_states):
+                if is_first and self._donor is DonorCut.NONE:
+                    self._must_be_whole(hidden_states)
                     if self.tail.unread:
                         self._front, self.done = hidden_states, True
                     else:
@@ -340,7 +365,7 @@ class Cut:
                     forward_batch=forward_batch,
                     **kwargs,
                 )
-                return self._scatter(output) if is_last and not self._aside else output
+                return self._scatter(output) if is_last else output
 
             return forward
 

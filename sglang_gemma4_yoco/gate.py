@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco import fallback, seams, switch, threshold
 from sglang_gemma4_yoco.rows import KeptRows
 
 OFF = f"{switch.VARIABLE}=0"
@@ -23,10 +23,12 @@ PIPELINE = "pipeline parallelism"
 CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
+TOO_LITTLE = "too few rows could be skipped"
 IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
 HIDDEN_STATES = "hidden states of all rows are returned"
 SPECULATIVE = "speculative decoding"
 LORA = "LoRA"
+EMBEDDINGS = "embeddings"
 NO_MODE = "the batch has no forward mode"
 
 #: Attention backends whose decode step over a donor's cache equals their extend step, by test.
@@ -38,11 +40,10 @@ _REFUSING_FIELDS = {
     "spec_info": SPECULATIVE,
     "return_hidden_states_before_norm": HIDDEN_STATES,
     "return_pooled_hidden_states": "pooled hidden states",
-    "dimensions": "embeddings",
+    "dimensions": EMBEDDINGS,
     "token_indices_to_pool": "setwise pooling",
     "decision_layouts": "setwise pooling",
     "multi_item_delimiter_indices": "multi-item scoring",
-    "is_prefill_only": "a batch that generates nothing",
     "token_type_ids": "token type ids",
     "input_embeds": "input embeddings",
     "replace_embeds": "replaced embeddings",
@@ -66,6 +67,17 @@ _REFUSING_FIELDS = {
 # NULL captures nothing and LAST the last row of each request; FULL reads every row.
 _LAST_ROW_CAPTURES = (seams.CaptureHiddenMode.NULL, seams.CaptureHiddenMode.LAST)
 
+# Frozen-KV MTP captures FULL, and of it reads the last row of each prompt: its draft model has no
+# K/V of its own that prompt rows would have to fill, and attends to the target's.
+_LAST_ROW_DRAFTS = ("FROZEN_KV_MTP",)
+
+# With one of these set, a FULL capture may be a request's wish to see every row.
+_HIDDEN_STATE_ARGUMENTS = (
+    "enable_return_hidden_states",
+    "enable_return_aux_hidden_states",
+    "return_hidden_states_mode",
+)
+
 # A server argument that is set -> the reason.
 _REFUSING_ARGUMENTS = {
     "enable_deterministic_inference": "deterministic inference",
@@ -74,7 +86,6 @@ _REFUSING_ARGUMENTS = {
     "enable_pdmux": "PD multiplexing",
     "forward_hooks": "forward hooks, which may read any row",
     "enable_lora": LORA,
-    "speculative_algorithm": SPECULATIVE,
 }
 # A server argument above one -> the reason.
 _REFUSING_SIZES = {
@@ -139,13 +150,18 @@ def server_reason() -> str | None:
     argument = seams.server_arguments()
     if argument is None:
         return None
+    if argument("speculative_algorithm") not in (None, *_LAST_ROW_DRAFTS):
+        return SPECULATIVE
+    if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
+        return f"{HIDDEN_STATES}, beside speculative decoding"
     for name, reason in _REFUSING_ARGUMENTS.items():
         if argument(name):
             return reason
     for name, reason in _REFUSING_SIZES.items():
         if (argument(name) or 1) > 1:
             return reason
-    if argument("disaggregation_mode") not in (None, "null"):
+    role = argument("disaggregation_mode")
+    if role not in (None, "null") and (role != "prefill" or argument("speculative_algorithm")):
         return "prefill-decode disaggregation"
     return None
 
@@ -165,9 +181,16 @@ def _mode(model: Any, forward_batch: Any) -> str | None:
 
 def _switch(model: Any, forward_batch: Any) -> str | None:
     try:
-        return None if switch.enabled() else OFF
+        if not switch.enabled():
+            return OFF
+        threshold.min_skipped_rows()
     except ValueError as invalid:  # changed after load: a forward must not fail over it
         return str(invalid)
+    return None
+
+
+def _failures(model: Any, forward_batch: Any) -> str | None:
+    return fallback.GIVEN_UP if fallback.given_up() else None
 
 
 def _model(model: Any, forward_batch: Any) -> str | None:
@@ -200,12 +223,13 @@ def _fields(model: Any, forward_batch: Any) -> str | None:
         value = getattr(forward_batch, name, None)
         if value is not None and value is not False:
             return reason
-    capture = getattr(forward_batch, "capture_hidden_mode", None)
-    if capture is not None and capture not in _LAST_ROW_CAPTURES:
-        return HIDDEN_STATES
     algorithm = getattr(forward_batch, "spec_algorithm", None)
-    if algorithm is not None and not algorithm.is_none():
+    speculates = algorithm is not None and not algorithm.is_none()
+    if speculates and getattr(algorithm, "name", None) not in _LAST_ROW_DRAFTS:
         return SPECULATIVE
+    capture = getattr(forward_batch, "capture_hidden_mode", None)
+    if capture is not None and capture not in _LAST_ROW_CAPTURES and not speculates:
+        return HIDDEN_STATES
     if any(adapter is not None for adapter in getattr(forward_batch, "lora_ids", None) or ()):
         return LORA
     return None
@@ -233,6 +257,9 @@ def _lengths(model: Any, forward_batch: Any) -> str | None:
     kept = kept_rows(forward_batch)
     if kept.kept == kept.total:
         return NOTHING_TO_SKIP
+    read = 0 if is_unread(forward_batch) else kept.kept
+    if not threshold.pays(kept.total, read, threshold.min_skipped_rows()):
+        return TOO_LITTLE
     # An image's rows attend in both directions, which the suffix's attention does not know of.
     # The last row of a request has nothing after it, so for it that makes no difference.
     multimodal = getattr(forward_batch, "mm_input_embeds", None) is not None
@@ -252,6 +279,7 @@ def _backend(model: Any, forward_batch: Any) -> str | None:
 _CHECKS: tuple[Callable[[Any, Any], str | None], ...] = (
     _mode,
     _switch,
+    _failures,
     _model,
     _server,
     _graph,

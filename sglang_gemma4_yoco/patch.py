@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import cut, gate, report, seams
+from sglang_gemma4_yoco import cut, fallback, gate, report, seams
 from sglang_gemma4_yoco.attention import TailAttention
 
 _Model = seams.gemma4_causal.Gemma4TextModel
@@ -59,17 +59,46 @@ def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch.compiler.is_compiling():
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
-        reason = cut.refusal(self, forward_batch)
-        if reason is not None:
-            report.stepped_aside(reason)
-            return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
-        with cut.Cut(self, forward_batch) as fast:
-            output = stock(self, input_ids, positions, forward_batch, *args, **kwargs)
-        if fast.done:
-            report.active(_description(self), tail_skipped=fast.tail.unread)
-        return output
+        run = functools.partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
+        embeds = kwargs.get("input_embeds", args[0] if args else None)
+        return _fast_or_stock(self, forward_batch, embeds, run)
 
     return forward
+
+
+def _fast_or_stock(
+    model: Any, forward_batch: Any, embeds: torch.Tensor | None, run: Callable[[], Any]
+) -> Any:
+    """One prefill forward. ``run`` is the stock one, which the cut makes fast.
+
+    See ``fallback`` for what happens when that fails.
+    """
+    copy = fast = None
+    try:
+        reason = cut.refusal(model, forward_batch)
+        if reason is None:
+            copy = fallback.copy_of(embeds)
+            fast = cut.Cut(model, forward_batch)
+            with fast:
+                output = run()
+            if fast.done:
+                report.active(model, lambda: _description(model), tail_skipped=fast.tail.unread)
+                fallback.succeeded()
+            return output
+    except cut.LateRefusalError as late:
+        reason = str(late)  # on all ranks alike, as any refusal
+    except Exception as failure:
+        if not fallback.is_alone():
+            raise
+        fallback.failed(failure)
+        fallback.put_back(embeds, copy)
+        if fast is not None and cut.tail_attention(model) is None:
+            # The runner's own metadata was the tail's for a while, and this may be why it failed.
+            cut.plan_as_stock(forward_batch)
+        return run()
+    report.stepped_aside(reason)
+    fallback.put_back(embeds, copy)
+    return run()
 
 
 def _description(model: Any) -> str:
@@ -109,10 +138,19 @@ def _give_tail_attention(runner: Any, model: Any) -> None:
         previous.detach()
     facts = model.__dict__
     facts.pop("_yoco_donor_cut", None)
-    facts["_yoco_server_reason"] = reason = gate.server_reason()
+    reason = gate.server_reason() if runner.is_generation else gate.EMBEDDINGS
+    facts["_yoco_server_reason"] = reason
     if reason is not None:
         report.once(f"Gemma 4 fast prefill steps aside for this server: {reason}")
         return
+    graph = seams.prefill_graph()
+    if graph is not None:
+        # A replay runs no Python, so nothing could be said when it happens.
+        report.once(
+            f"Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
+            f"(backend {graph!r}); --cuda-graph-backend-prefill=disabled runs them through it",
+            logging.WARNING,
+        )
     try:
         attention = TailAttention(model, runner.attn_backend, seams.build_attn_backend(runner))
     except Exception as failure:  # noqa: BLE001 - the rebuilt backend serves as well, only slower
@@ -143,6 +181,7 @@ def install() -> None:
             "it is installed already in this process; call uninstall() first"
         )
     seams.check()
+    fallback.reset()
     wrappers = {
         (_Model, "forward"): _with_fast_prefill(_Model.forward),
         (_Runner, "init_attention_backends"): _with_tail_attention(_Runner.init_attention_backends),

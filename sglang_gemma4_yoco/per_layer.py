@@ -46,8 +46,8 @@ class _SomeLayers:
 class SplitInputs:
     """Stands in for the [T, L, width] tensor: the model takes ``inputs[:, layer, :]`` from it.
 
-    A front layer gets its [T, width]. A layer from ``first_cut`` on gets a ``Deferred``, which
-    computes what its reader needs.
+    A front layer gets its [T, width]. A layer from ``first_cut`` on gets a ``KeptInput``, which is
+    computed when it is asked for, so that a chunk that nobody reads never pays for it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SplitInputs:
         first_cut: int,
         index: torch.Tensor,
     ) -> None:
-        """Project the front's part.
+        """Project the front's part, and keep what the rest needs.
 
         Args:
             project: the stock ``project_per_layer_inputs``, unbound.
@@ -70,13 +70,14 @@ class SplitInputs:
         """
         self._project = project
         self._model = model
-        self._embeds = embeds
-        self._embedded = embedded
         self._first_cut = first_cut
-        self._index = index
         self._layers: int = model.config.num_hidden_layers
         self._front = self._part(embeds, embedded, 0, first_cut)
-        self._rest: dict[bool, torch.Tensor] = {}
+        # Copies made now: the embeddings are layer 0's residual, which its fused add-norm
+        # overwrites.
+        self._embeds = embeds.index_select(0, index)
+        self._embedded = None if embedded is None else embedded.index_select(0, index)
+        self._rest: torch.Tensor | None = None
 
     def _part(
         self, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
@@ -84,35 +85,26 @@ class SplitInputs:
         part = None if embedded is None else embedded[:, start:stop]
         return self._project(_SomeLayers(self._model, start, stop), embeds, part)
 
-    def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor | Deferred:
+    def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor | KeptInput:
         rows, layer, columns = key
         if rows != slice(None) or columns != slice(None):
             raise IndexError(f"per-layer inputs are read one layer at a time, not as {key}")
-        return self._front[:, layer] if layer < self._first_cut else Deferred(self, layer)
+        return self._front[:, layer] if layer < self._first_cut else KeptInput(self, layer)
 
-    def rest(self, layer: int, *, kept_only: bool) -> torch.Tensor:
-        """[B or T, width] of one layer from ``first_cut`` on; the first call projects them all."""
-        if kept_only not in self._rest:
-            embeds, embedded = self._embeds, self._embedded
-            if kept_only:
-                embeds = embeds.index_select(0, self._index)
-                if embedded is not None:
-                    embedded = embedded.index_select(0, self._index)
-            self._rest[kept_only] = self._part(embeds, embedded, self._first_cut, self._layers)
-        return self._rest[kept_only][:, layer - self._first_cut]
+    def kept(self, layer: int) -> torch.Tensor:
+        """[B, width] of one layer from ``first_cut`` on; the first call projects them all."""
+        if self._rest is None:
+            self._rest = self._part(self._embeds, self._embedded, self._first_cut, self._layers)
+        return self._rest[:, layer - self._first_cut]
 
 
-class Deferred:
-    """The per-layer input of one layer behind the cut, not computed yet."""
+class KeptInput:
+    """The per-layer input of one layer behind the cut, for kept rows only, not computed yet."""
 
     def __init__(self, inputs: SplitInputs, layer: int) -> None:
         self._inputs = inputs
         self._layer = layer
 
-    def kept_rows(self) -> torch.Tensor:
+    def rows(self) -> torch.Tensor:
         """[B, width]."""
-        return self._inputs.rest(self._layer, kept_only=True)
-
-    def all_rows(self) -> torch.Tensor:
-        """[T, width]."""
-        return self._inputs.rest(self._layer, kept_only=False)
+        return self._inputs.kept(self._layer)

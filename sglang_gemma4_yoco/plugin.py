@@ -8,8 +8,39 @@ would drop an INFO line.
 
 from __future__ import annotations
 
-from sglang_gemma4_yoco import __version__, switch
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+from sglang_gemma4_yoco import __version__, switch, threshold
 from sglang_gemma4_yoco.report import logger
+
+DISTRIBUTION = "sglang-gemma4-yoco"
+
+
+class UnsupportedError(RuntimeError):
+    """The installed SGLang cannot be patched; the message names what it lacks and the remedy."""
+
+
+def check_version() -> None:
+    """Compare the installed SGLang with the range that this package's metadata asks for.
+
+    Nothing of SGLang is imported: a release out of range may lack the very modules.
+
+    Raises:
+        UnsupportedError: SGLang is missing, or out of the range.
+    """
+    try:
+        installed = version("sglang")
+    except PackageNotFoundError:
+        raise UnsupportedError("no SGLang is installed in this environment") from None
+    for requirement in map(Requirement, requires(DISTRIBUTION) or ()):
+        in_range = requirement.specifier.contains(installed, prereleases=True)
+        if requirement.name == "sglang" and not in_range:
+            raise UnsupportedError(
+                f"SGLang {installed} is not in the supported range {requirement.specifier}. "
+                "Install a supported SGLang, or another sglang-gemma4-yoco"
+            )
 
 
 def load() -> None:
@@ -18,8 +49,16 @@ def load() -> None:
         if not switch.enabled():
             logger.info("Gemma 4 fast prefill %s is off: %s=0", __version__, switch.VARIABLE)
             return
+        threshold.min_skipped_rows()
+        check_version()
         # Imported late: with the switch off nothing of SGLang is touched.
-        from sglang_gemma4_yoco import patch
+        try:
+            from sglang_gemma4_yoco import patch
+        except ImportError as missing:
+            raise UnsupportedError(
+                f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
+                "Install a supported SGLang, or a newer sglang-gemma4-yoco"
+            ) from missing
 
         if patch.is_installed():
             logger.warning(
@@ -35,4 +74,15 @@ def load() -> None:
             refusal or repr(refusal),
         )
     else:
-        logger.info("Gemma 4 fast prefill %s is installed", __version__)
+        from sglang_gemma4_yoco import seams
+
+        if seams.is_newer_than_tested():
+            logger.warning(
+                "Gemma 4 fast prefill %s is installed; SGLang %s is newer than %s, the last "
+                "release that it was tested with",
+                __version__,
+                version("sglang"),
+                seams.LAST_TESTED,
+            )
+        else:
+            logger.info("Gemma 4 fast prefill %s is installed", __version__)

@@ -7,30 +7,59 @@ runs one forward at a time, so there is no lock.
 from __future__ import annotations
 
 import logging
+import traceback
+import weakref
 from collections import Counter
+from collections.abc import Callable, Hashable
 
 logger = logging.getLogger("sglang_gemma4_yoco")
 
 ACTIVE = "active"
 TAIL_SKIPPED = "active, tail skipped"
+FAILED = "failed, served by stock"
 
-#: Forwards by outcome: ``ACTIVE``, ``TAIL_SKIPPED`` or the reason for stepping aside.
+#: Forwards by outcome: ``ACTIVE``, ``TAIL_SKIPPED``, ``FAILED`` or the reason for stepping aside.
 forwards: Counter[str] = Counter()
 
-_said: set[str] = set()
+_said: set[Hashable] = set()
+_told_active: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def _first(said: Hashable) -> bool:
+    """Whether this has not been said before in this process."""
+    if said in _said:
+        return False
+    _said.add(said)
+    return True
 
 
 def once(line: str, level: int = logging.INFO) -> None:
     """Log ``line`` the first time it is said in this process."""
-    if line not in _said:
-        _said.add(line)
+    if _first(line):
         logger.log(level, "%s", line)
 
 
-def active(description: str, *, tail_skipped: bool) -> None:
-    """Count a forward that took the fast path; say so the first time for this ``description``."""
+def failure(line: str, error: Exception) -> None:
+    """Log ``line`` and the error with its traceback, the first time for this kind of error.
+
+    The kind is the error's type and the place that raised it: messages of one kind can all differ,
+    as those of a device out of memory do.
+    """
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))
+    if _first(kind):
+        logger.error("%s: %r", line, error, exc_info=error)
+
+
+def active(model: object, describe: Callable[[], str], *, tail_skipped: bool) -> None:
+    """Count a forward that took the fast path; say so the first time for this ``model``.
+
+    ``describe()`` says what was cut, and how; it is not called again for the same model.
+    """
     forwards[TAIL_SKIPPED if tail_skipped else ACTIVE] += 1
-    once(f"Gemma 4 fast prefill is active: {description}")
+    if model not in _told_active:
+        _told_active.add(model)
+        once(f"Gemma 4 fast prefill is active: {describe()}")
 
 
 def stepped_aside(reason: str) -> None:
@@ -39,7 +68,14 @@ def stepped_aside(reason: str) -> None:
     once(f"Gemma 4 fast prefill steps aside: {reason}")
 
 
+def failed(error: Exception) -> None:
+    """Count a forward that failed on the fast path, to be served by stock; say how."""
+    forwards[FAILED] += 1
+    failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
+
+
 def reset() -> None:
     """Forget counters and what was said (for tests and for a new measurement)."""
     forwards.clear()
     _said.clear()
+    _told_active.clear()

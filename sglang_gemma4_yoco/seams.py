@@ -1,9 +1,9 @@
 """Everything that depends on the installed SGLang: the seams, checked at load, and their versions.
 
-Supported: SGLang 0.5.14 and later (the range itself stands in ``pyproject.toml``). Across these
-releases ``Gemma4TextModel.forward`` has had several bodies, but the layer call, the ForwardBatch
-fields and the attention backend's entry point kept their names; what differs is told apart here
-and nowhere else.
+Supported: SGLang 0.5.14 and later (the range itself stands in ``pyproject.toml`` and is checked
+before this module is imported). Across these releases ``Gemma4TextModel.forward`` has had several
+bodies, but the layer call, the ForwardBatch fields and the attention backend's entry point kept
+their names; what differs is told apart here and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from importlib.metadata import requires, version
+from importlib.metadata import version
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from packaging.version import Version
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -27,17 +26,18 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+    is_in_tc_piecewise_cuda_graph,
+)
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
 
-try:  # SGLang 0.5.22 and later: layers hand a residual stream along on the batch
-    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
-except ImportError:
-    residual_batch = None
-
+# From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. 0.5.21 has such streams
+# as well, for other models: hence Gemma 4's own module is asked.
+residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
-_LAST_TESTED = Version("0.5.23")
-DISTRIBUTION = "sglang-gemma4-yoco"
+_FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
+LAST_TESTED = Version("0.5.23")
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 # Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see.
@@ -82,19 +82,16 @@ def _parameters(function: Any) -> list[str]:
 
 def _missing() -> Iterator[str]:
     """Name every seam that the installed SGLang lacks."""
-    installed = version("sglang")
-    for requirement in map(Requirement, requires(DISTRIBUTION) or ()):
-        if requirement.name == "sglang" and not requirement.specifier.contains(
-            installed, prereleases=True
-        ):
-            yield f"a version in the supported range {requirement.specifier}"
-
     model = gemma4_causal.Gemma4TextModel
     for name in PUBLISHED_HELPERS:
         if hasattr(model, name):
             yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
-    if _parameters(model.forward)[:4] != ["self", "input_ids", "positions", "forward_batch"]:
-        yield "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, ...)"
+    if _parameters(model.forward)[:5] != [
+        *("self", "input_ids", "positions", "forward_batch", "input_embeds")
+    ]:
+        yield (
+            "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds, ...)"
+        )
     layer_call = _parameters(gemma4_causal.Gemma4DecoderLayer.forward)
     if layer_call[1:5] != ["positions", "hidden_states", "per_layer_input", "forward_batch"]:
         yield (
@@ -116,8 +113,13 @@ def _missing() -> Iterator[str]:
     for name in ("forward_context", "get_forward_context", "has_forward_context"):
         if not callable(getattr(forward_context, name, None)):
             yield f"forward_context.{name}"
-    if "residual_stream" in fields and not callable(getattr(residual_batch, "set_written", None)):
-        yield "layer_boundary.residual.batch.set_written"
+    if HAS_RESIDUAL_STREAM:
+        if "residual_stream" not in fields:
+            yield "ForwardBatch.residual_stream"
+        if not callable(getattr(residual_batch, "set_written", None)):
+            yield "layer_boundary.residual.batch.set_written"
+    elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:
+        yield "gemma4_causal.residual_batch"
 
 
 def check() -> None:
@@ -132,6 +134,11 @@ def check() -> None:
             f"SGLang {version('sglang')} lacks {'; '.join(missing)}. "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )
+
+
+def is_newer_than_tested() -> bool:
+    """Whether the installed SGLang came out after the last release that was tested."""
+    return Version(version("sglang")) > LAST_TESTED
 
 
 def server_arguments() -> Callable[[str], Any] | None:
@@ -157,13 +164,21 @@ def server_arguments() -> Callable[[str], Any] | None:
     return lambda name: resolution_result(args, name) if hasattr(args, name) else None
 
 
+def prefill_graph() -> str | None:
+    """The CUDA graph backend that this server replays prefill forwards with, or None."""
+    argument = server_arguments()
+    config = None if argument is None else argument("cuda_graph_config")
+    name: str = getattr(getattr(config, "prefill", None), "backend", "disabled")
+    return None if name == "disabled" else name
+
+
 def is_capturing() -> bool:
     """Whether this forward is being recorded into a CUDA graph, or is replayed around one.
 
     A recorded forward runs its Python once, for a padded batch; what the package would decide
     for that batch would be replayed for all others.
     """
-    if capture_mode.get_is_capture_mode():
+    if capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph():
         return True
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
@@ -221,7 +236,7 @@ def decodes_like_extend(backend: Any) -> bool:
     """
     if not _counts_the_window_short(backend):
         return True
-    return Version(version("sglang")) <= _LAST_TESTED
+    return not is_newer_than_tested()
 
 
 def plan(backend: Any, forward_batch: Any) -> None:
@@ -248,17 +263,31 @@ def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool
     return stream.residual is None or stream.residual is hidden_states
 
 
-def residual(forward_batch: Any) -> torch.Tensor:
+def residual(forward_batch: Any, layer_input: torch.Tensor) -> torch.Tensor:
     """The residual that the layer now running has read: [T, hidden].
+
+    Args:
+        layer_input: [T, hidden], the hidden states that the layer was called with.
 
     Raises:
         SeamError: an update is still owed to it, which no supported SGLang does here.
     """
+    if not HAS_RESIDUAL_STREAM:
+        return layer_input
     stream = forward_batch.residual_stream
     if stream is None or stream.pending is not None or stream.residual is None:
         raise SeamError("a Gemma 4 layer computes its attention before its residual is written")
     written: torch.Tensor = stream.residual
     return written
+
+
+def residual_reader(layer: Any) -> Any | None:
+    """The part of ``layer`` that is handed the layer's own input to add its attention to.
+
+    Up to 0.5.21 a decoder layer keeps its input for this norm; since then the batch carries it, and
+    there is no such part.
+    """
+    return None if HAS_RESIDUAL_STREAM else getattr(layer, "pre_feedforward_layernorm", None)
 
 
 def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
@@ -301,6 +330,7 @@ def kv_cache_dtype(backend: Any) -> torch.dtype | None:
 
 __all__ = [
     "HAS_RESIDUAL_STREAM",
+    "LAST_TESTED",
     "CaptureHiddenMode",
     "ForwardMode",
     "ModelRunner",
@@ -312,13 +342,16 @@ __all__ = [
     "decodes_like_extend",
     "gemma4_causal",
     "is_capturing",
+    "is_newer_than_tested",
     "is_plain_linear",
     "kv_cache_dtype",
     "layer_output",
     "layer_rows",
     "plan",
+    "prefill_graph",
     "residual",
     "residual_is_written",
+    "residual_reader",
     "server_arguments",
     "write_residual",
 ]

@@ -141,10 +141,10 @@ def chat(server: Server, content: Any, *, stream: bool = False) -> Answer:
     )
 
 
-def picture(colour: str) -> list[dict[str, Any]]:
-    """The content of a user message: an image of one colour, and a question."""
+def picture(colour: str, size: int = 96) -> list[dict[str, Any]]:
+    """The content of a user message: a square image of one colour, and a question."""
     file = io.BytesIO()
-    Image.new("RGB", (96, 96), colour).save(file, format="PNG")
+    Image.new("RGB", (size, size), colour).save(file, format="PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     return [
         {"type": "image_url", "image_url": {"url": url}},

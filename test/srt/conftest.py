@@ -14,6 +14,9 @@ os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
 # Tensors this small gain nothing from threads that wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Equality must hold wherever a row can be skipped, whether that pays or not (test_threshold).
+os.environ.setdefault("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS", "1")
+
 from server import Server, started
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 

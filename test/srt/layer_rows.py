@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 
 LAYERS = E2B_TINY.layers
 FIRST_CUT = E2B_TINY.layers - E2B_TINY.kv_shared_layers - 1
+# Rows kept of a chunk that does not finish its prompt, where SGLang tells the forward so and not.
+UNREAD = 0 if releases.tells_unread_chunks() else 1
 
 
 def whole(rows: int) -> list[int]:

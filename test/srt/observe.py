@@ -73,7 +73,8 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         seen.after = _fields(batch)
-        seen.hidden = output.clone()
+        # With captured layers the model returns their states beside its own.
+        seen.hidden = (output[0] if isinstance(output, tuple) else output).clone()
 
     hooks.append(model.register_forward_pre_hook(on_entry, with_kwargs=True))
     hooks.append(model.register_forward_hook(on_exit, with_kwargs=True))

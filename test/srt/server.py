@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import requests
 
-from sglang_gemma4_reference import row_trace
+from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
@@ -36,19 +36,39 @@ _TAIL = 40  # log lines worth showing
 
 
 class Server:
-    """One running server: its HTTP API, its log, and what its layers computed."""
+    """One running server: its HTTP API, its log, and what its layers computed.
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, trace: Path) -> None:
+    Attributes:
+        checkpoint: what it serves.
+        failures: the file that says how often its tail is to fail (``tail_failures``).
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        checkpoint: Path,
+        port: int,
+        log: Path,
+        trace: Path,
+        failures: Path,
+    ) -> None:
         self.process = process
+        self.checkpoint = checkpoint
+        self.failures = failures
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._trace = trace
         self._http = requests.Session()
         self._http.trust_env = False  # no proxy stands between a machine and itself
+        self._start_up = 0  # length of the log when the server was ready
 
     def log(self) -> str:
         """Everything that all processes of the server have printed so far."""
         return self._log.read_text("utf-8", errors="replace")
+
+    def log_since_ready(self) -> str:
+        """The log without the start: some releases show there what they failed to import."""
+        return self.log()[self._start_up :]
 
     def log_lines(self, text: str) -> list[str]:
         """The log's lines that contain ``text``."""
@@ -95,6 +115,7 @@ class Server:
                 )
             try:
                 if self._http.get(f"{self.url}/health", timeout=30).ok:
+                    self._start_up = len(self.log())
                     return
             except requests.ConnectionError:
                 pass
@@ -140,11 +161,12 @@ def started(
         arguments: further ones for the command line.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    log, trace = directory / "server.log", directory / "rows.jsonl"
+    log, trace, failures = (directory / name for name in ("server.log", "rows.jsonl", "failures"))
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
     environment |= {
         "SGLANG_PLATFORM": "gemma4_cpu",
         row_trace.VARIABLE: str(trace),
+        tail_failures.VARIABLE: str(failures),
         # Its one-token requests would show up in the row trace.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "HF_HUB_OFFLINE": "1",
@@ -166,7 +188,7 @@ def started(
             start_new_session=True,
         )
     try:
-        yield Server(process, port, log, trace)
+        yield Server(process, checkpoint, port, log, trace, failures)
     finally:
         _kill_tree(process.pid)
         process.wait()

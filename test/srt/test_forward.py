@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.model_executor import forward_context
 
 from observe import (
@@ -23,8 +27,9 @@ from observe import (
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, donor, gate, patch, per_layer, report, seams
+from sglang_gemma4_yoco import cut, donor, fallback, gate, patch, per_layer, report, seams
 from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco.shadow import Shadows
 
 LAYERS, FIRST_SHARED = E2B_TINY.layers, E2B_TINY.layers - E2B_TINY.kv_shared_layers
 TOLERANCE = 5e-5
@@ -61,14 +66,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
     engine.text_model.__dict__.pop("_yoco_donor_cut", None)
     report.reset()
+    fallback.reset()
     yield
     engine.text_model.__dict__.pop("_yoco_donor_cut", None)
+    fallback.reset()
 
 
 def untouched(engine: Engine) -> None:
     """Nothing of the fast path is left on the model or in the attention state."""
     model = engine.text_model
     owners = [model, model.norm, *model.layers, *(layer.self_attn for layer in model.layers)]
+    owners += [layer.pre_feedforward_layernorm for layer in model.layers]
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
     assert not forward_context.has_forward_context()
     attention = cut.tail_attention(model)
@@ -151,17 +159,22 @@ def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorC
     untouched(engine)
 
 
-def test_stepping_aside_at_the_last_moment(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stepping_aside_at_the_last_moment(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
     monkeypatch.setattr(seams, "residual_is_written", lambda *_: False)
+    monkeypatch.setattr(fallback, "is_alone", lambda: ranks == 1)
     for cut_at in DonorCut:
         engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
         scheduled = engine.schedule(BATCHES["three, two of them cached"])
         report.reset()
         stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-        assert fast.rows == stock.rows
+        front = FIRST_SHARED - (cut_at is not DonorCut.NONE)
+        assert fast.rows == [48] * front + stock.rows
         assert_same_objects(fast)
         assert_same_cache(stock, fast)
-        assert_same_answers(stock, fast, TOLERANCE)
+        assert_same_answers(stock, fast, 0.0)
         untouched(engine)
         assert report.forwards == {gate.OFF: 1, cut.STREAM_PENDING: 1}
 
@@ -181,10 +194,10 @@ class InjectedError(Exception):
     pass
 
 
-def fail_at(engine: Engine, place: str) -> Callable[[], None]:
-    """Make one module raise; return how to mend it."""
+def module_at(engine: Engine, place: str) -> torch.nn.Module:
     model = engine.text_model
-    module = {
+    module: torch.nn.Module = {
+        "first layer": model.layers[0].mlp,
         "donor's attention": model.layers[FIRST_SHARED - 1].self_attn.attn,
         "donor's ffn": model.layers[FIRST_SHARED - 1].mlp,
         "first tail layer": model.layers[FIRST_SHARED].mlp,
@@ -192,15 +205,11 @@ def fail_at(engine: Engine, place: str) -> Callable[[], None]:
         "last tail layer": model.layers[-1].mlp,
         "final norm": model.norm,
     }[place]
-
-    def raising(*_: Any) -> None:
-        raise InjectedError(place)
-
-    mend: Callable[[], None] = module.register_forward_pre_hook(raising).remove
-    return mend
+    return module
 
 
 PLACES = [
+    "first layer",
     "donor's attention",
     "donor's ffn",
     "first tail layer",
@@ -210,13 +219,39 @@ PLACES = [
 ]
 
 
+@contextmanager
+def failing(
+    engine: Engine,
+    place: str,
+    *,
+    calls: Container[int] = (0,),
+    error: type[BaseException] = InjectedError,
+) -> Iterator[list[int]]:
+    """Make one module raise, at these of its calls; yields the numbers of the calls so far."""
+    seen: list[int] = []
+
+    def hook(*_: Any) -> None:
+        seen.append(len(seen))
+        if seen[-1] in calls:
+            raise error(place)
+
+    handle = module_at(engine, place).register_forward_pre_hook(hook)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+EVERY_CALL = range(10**9)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["three, two of them cached", "input logprobs"])
-def test_an_exception_leaves_all_ready_for_the_next_batch(
-    engine: Engine, place: str, name: str
+def test_with_other_ranks_a_failure_propagates_and_leaves_all_ready(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, place: str, name: str
 ) -> None:
     scheduled = engine.schedule(BATCHES[name])
-    mend, seen = fail_at(engine, place), Observed()
+    seen = Observed()
     model, inside = engine.text_model, []
 
     def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -224,11 +259,18 @@ def test_an_exception_leaves_all_ready_for_the_next_batch(
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with switched("1"), watching(engine, seen), pytest.raises(InjectedError, match=place):
-            engine.forward(scheduled)
+        with (
+            monkeypatch.context() as ranks,
+            switched("1"),
+            watching(engine, seen),
+            failing(engine, place) as calls,
+        ):
+            ranks.setattr(torch.distributed, "get_world_size", lambda: 2)
+            with pytest.raises(InjectedError, match=place):
+                engine.forward(scheduled)
     finally:
-        mend()
         hook.remove()
+    assert calls == [0]
     (batch,) = inside
     after = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     changed = [n for n, value in seen.before.items() if after[n] is not value]
@@ -238,8 +280,250 @@ def test_an_exception_leaves_all_ready_for_the_next_batch(
     compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
 
 
+def with_image(engine: Engine, scheduled: Any, first: int, length: int) -> Any:
+    """The scheduled batch with an image in its first request, as the vision tower returns it."""
+    image = MultimodalDataItem(
+        modality=Modality.IMAGE,
+        offsets=[(first, first + length - 1)],
+        precomputed_embeddings=torch.randn(
+            length, engine.text_model.config.hidden_size, generator=torch.manual_seed(0)
+        ),
+    )
+    image.set_hash(12345)
+    scheduled.input_ids[first : first + length] = torch.tensor(image.padding_sequence(length))
+    scheduled.multimodal_inputs = [
+        MultimodalInputs(mm_items=[image]),
+        *[None] * (len(scheduled.reqs) - 1),
+    ]
+    return scheduled
+
+
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def norms(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
+    """How the norm before each FFN adds: into new tensors, or, as its CUDA kernel, in place."""
+
+    def in_place(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> Any:
+            normed, written = stock(x, residual, *rest)
+            return x.copy_(normed), residual.copy_(written)
+
+        return forward
+
+    shadows = Shadows()
+    if request.param == "as on a GPU":
+        for layer in engine.text_model.layers:
+            shadows.add(layer.pre_feedforward_layernorm, "forward", in_place)
+    yield request.param
+    shadows.close()
+
+
+@pytest.mark.parametrize("name", [*BATCHES, "image"])
+def test_norms_that_add_in_place(engine: Engine, norms: str, name: str) -> None:
+    """The fast path reads nothing of the embeddings after layer 0 has overwritten them."""
+    scheduled = engine.schedule(BATCHES["one prompt" if name == "image" else name])
+    if name == "image":
+        with_image(engine, scheduled, first=20, length=30)
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert fast.rows[-1] < stock.rows[-1]
+    assert (fast.before["mm_input_embeds"] is not None) == (name == "image")
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, TOLERANCE)
+
+
+def assert_served_by_stock(stock: Observed, seen: Observed) -> None:
+    """Bit for bit what the stock forward gives, from a second run of all rows."""
+    assert seen.rows[-LAYERS:] == stock.rows
+    assert_same_objects(seen)
+    assert_same_cache(stock, seen)
+    assert stock.hidden is not None
+    assert seen.hidden is not None
+    assert torch.equal(stock.hidden, seen.hidden)
+    assert_same_answers(stock, seen, 0.0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["three, two of them cached", "input logprobs", "image"])
+def test_a_failure_is_served_by_stock(
+    engine: Engine,
+    norms: str,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+    name: str,
+) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt" if name == "image" else name])
+    if name == "image":
+        with_image(engine, scheduled, first=20, length=30)
+    stock = run(engine, scheduled, "0")
+    report.reset()
+    with failing(engine, place) as calls, caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        seen = run(engine, scheduled, "1")
+    assert calls == [0, 1]
+    assert len(seen.rows) > LAYERS or place == "first layer"
+    assert_served_by_stock(stock, seen)
+    untouched(engine)
+    assert report.forwards == {report.FAILED: 1}
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "InjectedError" in record.getMessage()
+    assert record.exc_info
+    fast = run(engine, scheduled, "1")
+    assert fast.rows[-1] < stock.rows[-1]
+    assert_same_answers(stock, fast, TOLERANCE)
+
+
+@pytest.mark.parametrize("cut_at", list(DonorCut))
+@pytest.mark.parametrize("place", ["first layer", "donor's attention", "donor's ffn"])
+def test_a_failing_unread_chunk_is_served_by_stock(
+    engine: Engine, place: str, cut_at: DonorCut
+) -> None:
+    engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
+    scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
+    stock = run(engine, scheduled, "0")
+    report.reset()
+    with failing(engine, place) as calls:
+        seen = run(engine, scheduled, "1")
+    if place == "donor's ffn" and cut_at is DonorCut.KEYS_AND_VALUES:
+        assert calls == []  # it does not run
+        assert report.forwards == {report.TAIL_SKIPPED: 1}
+        return
+    assert_served_by_stock(stock, seen)
+    assert report.forwards == {report.FAILED: 1}
+
+
+def test_each_kind_of_failure_is_told_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    numbers = count()
+
+    class VaryingError(Exception):
+        def __str__(self) -> str:
+            return f"{next(numbers)} bytes are missing"
+
+    with caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+        for error in (VaryingError, VaryingError, InjectedError, VaryingError):
+            with failing(engine, "first tail layer", error=error):
+                run(engine, scheduled, "1")
+    assert [type(r.exc_info[1]) for r in caplog.records if r.exc_info] == [
+        VaryingError,
+        InjectedError,
+    ]
+    assert len(caplog.records) == 2
+    assert report.forwards == {report.FAILED: 4}
+
+
+def test_failures_in_a_row_turn_the_fast_path_off(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    stock = run(engine, scheduled, "0")
+    report.reset()
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        for _ in range(fallback.LIMIT):
+            assert report.forwards[fallback.GIVEN_UP] == 0
+            with failing(engine, "last tail layer"):
+                assert_served_by_stock(stock, run(engine, scheduled, "1"))
+        for _ in range(3):
+            after = run(engine, scheduled, "1")
+            assert after.rows == stock.rows
+            assert_same_answers(stock, after, 0.0)
+    assert report.forwards == {report.FAILED: fallback.LIMIT, fallback.GIVEN_UP: 3}
+    first, off = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert first.exc_info
+    assert fallback.GIVEN_UP in off.getMessage()
+    # A new installation begins anew.
+    patch.uninstall()
+    patch.install()
+    engine.runner.init_attention_backends()
+    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+
+
+def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    for _ in range(3):
+        for _ in range(fallback.LIMIT - 1):
+            with failing(engine, "last tail layer"):
+                run(engine, scheduled, "1")
+        assert run(engine, scheduled, "1").rows == rows(70, 1, FIRST_SHARED - 1)
+    assert report.forwards == {report.FAILED: 3 * (fallback.LIMIT - 1), report.ACTIVE: 3}
+
+
+def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    with (
+        switched("1"),
+        failing(engine, "last tail layer", calls=EVERY_CALL) as calls,
+        pytest.raises(InjectedError) as caught,
+    ):
+        engine.forward(scheduled)
+    assert calls == [0, 1]
+    assert isinstance(caught.value.__context__, InjectedError)
+    assert caught.value.__context__ is not caught.value
+    untouched(engine)
+    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_no_failure_propagates_at_once(engine: Engine, error: type[BaseException]) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    with (
+        switched("1"),
+        failing(engine, "last tail layer", error=error) as calls,
+        pytest.raises(error),
+    ):
+        engine.forward(scheduled)
+    assert calls == [0]
+    assert not report.forwards
+    untouched(engine)
+    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+
+
+def test_a_failing_gate_is_served_by_stock(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    stock = run(engine, scheduled, "0")
+    report.reset()
+
+    def surprised(*_: Any) -> str | None:
+        raise AttributeError("a batch without lengths")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(gate, "ineligible_reason", surprised)
+        seen = run(engine, scheduled, "1")
+        assert seen.rows == stock.rows
+        assert_served_by_stock(stock, seen)
+        broken.setattr(fallback, "is_alone", lambda: False)
+        with pytest.raises(AttributeError, match="without lengths"):
+            run(engine, scheduled, "1")
+    assert report.forwards == {report.FAILED: 1}
+    assert [r.levelname for r in caplog.records if r.name == "sglang_gemma4_yoco"] == ["ERROR"] * 2
+    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+
+
+def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def hook(*_: Any) -> None:
+        alive.extend(reference() is not None for reference in held)
+        if not held:
+            big = torch.zeros(1000)
+            held.append(weakref.ref(big))
+            raise InjectedError(big.shape)
+
+    handle = module_at(engine, "last tail layer").register_forward_pre_hook(hook)
+    try:
+        run(engine, scheduled, "1")
+    finally:
+        handle.remove()
+    assert alive == [False]
+
+
 def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     attention = cut.tail_attention(engine.text_model)
     assert attention is not None
@@ -256,6 +540,8 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     assert_same_objects(fast)
     assert_same_answers(stock, fast, 0.0)
     assert report.forwards[cut.NOT_PLANNED] == 1
+    (record,) = [r for r in caplog.records if "Planning" in r.getMessage()]
+    assert record.exc_info
     compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
 
 
@@ -305,6 +591,44 @@ def test_without_a_backend_of_its_own_the_tail_rebuilds_the_runners(
     new = [len(p.new) for p in BATCHES[name]]
     assert [lens for _, lens in planned[-3:]] == [new, planned[-2][1], new]
     assert sum(planned[-2][1]) == KEPT[name]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failure_on_a_rebuilt_backend_is_served_by_stock(
+    without_own_backend: Engine, place: str
+) -> None:
+    engine = without_own_backend
+    scheduled = engine.schedule(BATCHES["three, two of them cached"])
+    stock = run(engine, scheduled, "0")
+    with failing(engine, place):
+        assert_served_by_stock(stock, run(engine, scheduled, "1"))
+    assert report.forwards[report.FAILED] == 1
+
+
+@pytest.mark.parametrize("fails", ["the tail's", "the front's"])
+def test_metadata_that_cannot_be_rebuilt_is_planned_anew_for_stock(
+    without_own_backend: Engine, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    engine = without_own_backend
+    scheduled = engine.schedule(BATCHES["three, two of them cached"])
+    stock = run(engine, scheduled, "0")
+    backend = engine.runner.attn_backend
+    plan = backend.init_forward_metadata
+    planned: list[list[int]] = []
+
+    def sometimes(batch: Any) -> None:
+        planned.append(list(batch.extend_seq_lens_cpu))
+        # The runner's own planning is the first, the tail's the second, the front's the third.
+        if len(planned) == {"the tail's": 2, "the front's": 3}[fails]:
+            raise InjectedError(fails)
+        plan(batch)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(backend, "init_forward_metadata", sometimes)
+        seen = run(engine, scheduled, "1")
+    assert planned == [[40, 7, 1], [1, 1, 1], [40, 7, 1], [40, 7, 1]]
+    assert_served_by_stock(stock, seen)
+    assert report.forwards[report.FAILED] == 1
 
 
 def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
@@ -384,11 +708,6 @@ class TestInstallation:
         monkeypatch.setattr(patch, "_installed", {})
         with pytest.raises(seams.SeamError, match="is it patched already"):
             patch.install()
-
-    def test_an_unsupported_version_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(seams, "version", lambda _: "0.5.9")
-        with pytest.raises(seams.SeamError, match=r"SGLang 0\.5\.9 lacks .*>=0\.5\.14"):
-            seams.check()
 
 
 def test_the_fast_path_says_once_that_it_is_active(

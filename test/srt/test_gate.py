@@ -20,6 +20,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
     enable_breakable_cuda_graph,
 )
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+    enable_tc_piecewise_cuda_graph,
+)
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -125,14 +128,12 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("EAGLE", {"spec_algorithm": SpeculativeAlgorithm.EAGLE}, gate.SPECULATIVE),
     ("EAGLE3", {"spec_algorithm": SpeculativeAlgorithm.EAGLE3}, gate.SPECULATIVE),
     ("DFLASH", {"spec_algorithm": SpeculativeAlgorithm.DFLASH}, gate.SPECULATIVE),
-    ("MTP", {"spec_algorithm": SpeculativeAlgorithm.FROZEN_KV_MTP}, gate.SPECULATIVE),
     ("a LoRA row", {"lora_ids": [None, "adapter", None]}, gate.LORA),
     ("pooled", {"return_pooled_hidden_states": True}, "pooled hidden states"),
     ("matryoshka", {"dimensions": [64]}, "embeddings"),
     ("setwise", {"token_indices_to_pool": [torch.tensor([1])]}, "setwise pooling"),
     ("joint decision", {"decision_layouts": [[1]]}, "setwise pooling"),
     ("multi-item", {"multi_item_delimiter_indices": [torch.tensor([1])]}, "multi-item scoring"),
-    ("prefill only", {"is_prefill_only": True}, "a batch that generates nothing"),
     ("token types", {"token_type_ids": torch.zeros(9)}, "token type ids"),
     ("input embeds", {"input_embeds": torch.zeros(9, 4)}, "input embeddings"),
     ("replaced embeds", {"replace_embeds": torch.zeros(1, 4)}, "replaced embeddings"),
@@ -165,8 +166,22 @@ def test_refused_batches(changes: dict[str, Any], reason: str) -> None:
         {"capture_hidden_mode": CaptureHiddenMode.LAST},
         {"mm_input_embeds": torch.zeros(9, 4)},
         {"contains_last_prefill_chunk": False},
+        {"is_prefill_only": True},
+        {
+            "spec_algorithm": SpeculativeAlgorithm.FROZEN_KV_MTP,
+            "capture_hidden_mode": CaptureHiddenMode.FULL,
+        },
     ],
-    ids=["mixed", "output logprobs", "some input logprobs", "LAST", "image", "unfinished"],
+    ids=[
+        "mixed",
+        "output logprobs",
+        "some input logprobs",
+        "LAST",
+        "image",
+        "unfinished",
+        "prefill only",
+        "frozen-KV MTP",
+    ],
 )
 def test_admitted_batches(changes: dict[str, Any]) -> None:
     assert gate.ineligible_reason(model(), eligible_batch(**changes)) is None
@@ -220,7 +235,9 @@ def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) ->
         ({"speculative_algorithm": "EAGLE3"}, gate.SPECULATIVE),
         ({"tp_size": 2}, "tensor parallelism"),
         ({"pp_size": 2}, gate.PIPELINE),
-        ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
+        ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
+        ({"disaggregation_mode": "prefill"}, None),
+        ({"speculative_algorithm": "FROZEN_KV_MTP"}, None),
         ({}, None),
     ],
 )
@@ -234,6 +251,7 @@ def test_servers(arguments: dict[str, Any], reason: str | None) -> None:
     [
         pytest.param(enable_breakable_cuda_graph, id="breakable graph"),
         pytest.param(capture_mode.model_capture_mode, id="decode or full graph"),
+        pytest.param(enable_tc_piecewise_cuda_graph, id="piecewise graph"),
     ],
 )
 def test_graph_capture(capturing: Any) -> None:

@@ -47,9 +47,18 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend as the last ``extend_seq_lens[i]`` rows of each request; see ``_forward``."""
-        query_lens = forward_batch.extend_seq_lens.tolist()
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, query_lens)
+        """Attend as the last ``extend_seq_lens[i]`` rows of each request; see ``_forward``.
+
+        When drafts are verified, their rows come after the ``seq_lens[i]`` tokens of request i.
+        """
+        kv_lens = forward_batch.seq_lens.tolist()
+        if forward_batch.forward_mode.is_target_verify():
+            drafts = forward_batch.spec_info.draft_token_num
+            query_lens = [drafts] * len(kv_lens)
+            kv_lens = [kv_len + drafts for kv_len in kv_lens]
+        else:
+            query_lens = forward_batch.extend_seq_lens.tolist()
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, query_lens, kv_lens)
 
     def forward_decode(
         self,
@@ -62,8 +71,9 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         **_: Any,
     ) -> torch.Tensor:
         """Attend as the last row of each request; see ``_forward``."""
-        query_lens = [1] * len(forward_batch.seq_lens)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, query_lens)
+        kv_lens = forward_batch.seq_lens.tolist()
+        query_lens = [1] * len(kv_lens)
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, query_lens, kv_lens)
 
     def _forward(
         self,
@@ -74,6 +84,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
         query_lens: Iterable[int],
+        kv_lens: Iterable[int],
     ) -> torch.Tensor:
         """Write ``k`` and ``v`` to the cache, then attend to the cache.
 
@@ -81,6 +92,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
             q: [sum(query_lens), heads, head_dim], or flattened to two dimensions.
             k, v: [len(out_cache_loc), kv_heads, head_dim], or None to write nothing.
             query_lens: rows of ``q`` per request.
+            kv_lens: keys per request, the last of which belong to the rows of ``q``.
 
         Returns:
             [sum(query_lens), heads * head_dim].
@@ -89,7 +101,9 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
             raise NotImplementedError(f"layer {layer.layer_id}: only causal self-attention")
         pool = self.token_to_kv_pool
         window = layer.sliding_window_size if layer.sliding_window_size > 0 else None
-        in_window_pool = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
+        # Asked of the pool at hand: a draft model's backend is lent the target's pool.
+        mapping = getattr(pool, "layers_mapping", None)
+        in_window_pool = mapping is not None and mapping[layer.layer_id][1]
         if save_kv_cache and k is not None:
             loc = forward_batch.out_cache_loc
             window_loc = pool.translate_loc_from_full_to_swa(loc) if in_window_pool else None
@@ -102,7 +116,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         start = 0
         for request, kv_len, query_len in zip(
             forward_batch.req_pool_indices.tolist(),
-            forward_batch.seq_lens.tolist(),
+            kv_lens,
             query_lens,
             strict=True,
         ):

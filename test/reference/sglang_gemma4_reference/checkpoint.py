@@ -19,6 +19,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import nn
 from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
     Gemma4AudioFeatureExtractor,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
@@ -369,6 +371,59 @@ def write_checkpoint(path: str | Path, shape: Gemma4Shape, *, weights: bool = Tr
     build_processor(shape).save_pretrained(path)
     # Last, over the one that transformers wrote, which SGLang's text-only path cannot read.
     (path / "config.json").write_text(json.dumps(config_dict(shape), indent=2) + "\n")
+    return path
+
+
+def assistant_config_dict(target: Gemma4Shape) -> dict[str, Any]:
+    """Return config.json's content of a multi-token-prediction assistant of ``target``.
+
+    Two layers, one of each kind; all of their K/V is the target's.
+    """
+    text = config_dict(target)["text_config"]
+    text |= {
+        "num_hidden_layers": 2,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+    }
+    return {
+        "model_type": "gemma4_assistant",
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "dtype": target.dtype,
+        "text_config": text,
+        "backbone_hidden_size": target.hidden_size,
+        "use_ordered_embeddings": False,
+        "tie_word_embeddings": True,
+    }
+
+
+def write_assistant(path: str | Path, target: Gemma4Shape) -> Path:
+    """Write a random assistant for drafting beside ``target``, and return its directory.
+
+    Its output layer is the target's own, so that its drafts hit now and then.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    embeddings = build_model(target).model.language_model.embed_tokens.weight
+    torch.manual_seed(target.seed + 1)
+    assistant = Gemma4AssistantForCausalLM(
+        Gemma4AssistantConfig.from_dict(assistant_config_dict(target))
+    )
+    with torch.no_grad():
+        for name, weight in assistant.named_parameters():
+            _randomise(name, weight)
+        assistant.lm_head.weight.copy_(embeddings)
+        half = target.hidden_size
+        # The target's hidden state, passed through: the next token from it is the best guess.
+        assistant.pre_projection.weight[:, :half] *= 0.1
+        assistant.pre_projection.weight[:, half:] = torch.eye(half)
+        assistant.post_projection.weight.copy_(torch.eye(half))
+    assistant.to(getattr(torch, target.dtype)).save_pretrained(path)
+    build_tokenizer(target.vocab_size).save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(assistant_config_dict(target), indent=2) + "\n")
     return path
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
+
+from sglang_gemma4_reference import releases
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -29,7 +32,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
     device_name = "gemma4_cpu"
-    capabilities = PlatformCapabilities(supports_triton=triton_is_interpreted())
+    capabilities = releases.capabilities(supports_triton=triton_is_interpreted())
 
     def get_default_attention_backend(self) -> str:
         return "triton"
@@ -54,6 +57,18 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # while other programs compete for the cores, spinning makes decoding four times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        from sglang_gemma4_reference import speculation
+
+        return speculation.draft_slots
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:  # noqa: ARG002 - SGLang's
+        """Keep SGLang's own worker; asked before it is built, so what it needs is put in here."""
+        from sglang_gemma4_reference import speculation
+
+        speculation.install()
+        return None
+
     def init_backend(self) -> None:
         """Put PyTorch implementations where SGLang has no seam for a platform.
 
@@ -62,6 +77,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers import logits_processor
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
+        releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
         logits_processor.fused_softcap = softcap_inplace_logits
         if not triton_is_interpreted():
             # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.

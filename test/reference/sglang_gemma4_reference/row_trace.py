@@ -12,7 +12,6 @@ before any layer runs. PyTorch's module hooks do it, so nothing of SGLang is rep
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -53,12 +52,12 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
     Returns:
         Handles whose ``remove()`` ends the observation.
     """
-    signature = inspect.signature(type(model).forward)
     current: Prefill | None = None
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal current
-        batch = signature.bind(model, *args, **kwargs).arguments["forward_batch"]
+        # Whoever wraps the forward may hide its signature.
+        batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
         current = None
         if not batch.forward_mode.is_decode_or_idle():
             current = Prefill(

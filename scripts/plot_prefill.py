@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""What do the files of ``bench_prefill.py`` say? A picture, and the tables of benchmark/README.md.
+
+The picture shows the ratio off/on against the prompt length, with the 20th to 80th percentile as a
+bar, and the ceiling off/front-only as a dashed line of the same colour. The tables go to stdout as
+Markdown, one per file, each below the command that made it.
+
+    python scripts/plot_prefill.py benchmark/results/prefill_*.json --output benchmark/prefill.svg
+
+Only batches of prompts that want no logprobs are drawn; the tables have all batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+
+mpl.use("Agg")
+# The same file from the same data.
+mpl.rcParams["svg.hashsalt"] = "prefill"
+
+COLUMNS = {
+    "length": "tokens",
+    "batch_size": "prompts",
+    "decoding": "decoding",
+    "read": "read",
+    "off": "off, ms",
+    "on": "on, ms",
+    "front": "front only, ms",
+    "ratio": "off/on",
+    "ceiling": "ceiling",
+    "realised": "realised",
+    "max_logit_difference": "max. logit difference",
+}
+
+
+def load(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+    """The document of one file, and its points as a table with one row per batch.
+
+    Raises:
+        SystemExit: the file is not one of ``bench_prefill.py``.
+    """
+    try:
+        document = json.loads(path.read_text())
+        points = pd.json_normalize(document["points"])
+    except (OSError, ValueError, KeyError) as failure:
+        raise SystemExit(f"{path} is no result of bench_prefill.py: {failure!r}") from failure
+    points.columns = [name.removeprefix("load.") for name in points.columns]
+    return document, points
+
+
+def spread(points: pd.DataFrame, way: str) -> pd.Series[str]:
+    """``median (p20-p80)`` in milliseconds."""
+    return points.apply(
+        lambda p: "{:.0f} ({:.0f}-{:.0f})".format(
+            *(p[f"{way}.{quantile}"] * 1e3 for quantile in ("median", "p20", "p80"))
+        ),
+        axis=1,
+    )
+
+
+def markdown(document: dict[str, Any], points: pd.DataFrame) -> str:
+    """One file's table, below the words that say where it comes from."""
+    active = points["path"] == "active"
+    table = points.assign(
+        off=spread(points, "off"),
+        on=spread(points, "on"),
+        front=spread(points, "front"),
+        ratio=points["ratio"].map("{:.2f}".format),
+        ceiling=points["ceiling"].map("{:.2f}".format),
+        realised=points["realised"].map("{:.0%}".format).where(active, "stock: " + points["path"]),
+        max_logit_difference=points["max_logit_difference"].map("{:.0e}".format),
+    )
+    shown = [name for name in COLUMNS if name not in ("decoding", "read") or points[name].any()]
+    gate = document["gate"]
+    return "\n".join(
+        [
+            f"SGLang {document['sglang']}, torch {document['torch']}, {document['device']}, "
+            f"{document['dtype'].removeprefix('torch.')}, commit `{document['commit']}`, attention "
+            f"by `{document['attention_backend']}`.",
+            "",
+            f"```bash\n{document['command']}\n```",
+            "",
+            table[shown].rename(columns=COLUMNS).to_markdown(index=False, disable_numparse=True),
+            "",
+            f"Added to a prefill that steps aside: {gate['ineligible_prefill_us']:.1f} us; "
+            f"to an eager decode step: {gate['decode_us']:.2f} us.",
+        ]
+    )
+
+
+def draw(files: Sequence[tuple[dict[str, Any], pd.DataFrame]], output: Path) -> None:
+    """Ratio and ceiling against prompt length, one colour for each model and batch size."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    lines = pd.concat([points.assign(model=document["model"]) for document, points in files])
+    lines = lines[(lines["decoding"] == 0) & (lines["read"] == 0)]
+    for (model, prompts), line in lines.groupby(["model", "batch_size"]):
+        line = line.sort_values("length")
+        # The slowest fifth of off against the fastest fifth of on, and the other way round.
+        bounds = [
+            line["ratio"] - line["off.p20"] / line["on.p80"],
+            line["off.p80"] / line["on.p20"] - line["ratio"],
+        ]
+        label = f"{model}, {prompts} prompt{'s' if prompts > 1 else ''}"
+        drawn = axes.errorbar(
+            line["length"], line["ratio"], bounds, marker="o", capsize=3, label=label
+        )
+        colour = drawn.lines[0].get_color()
+        axes.plot(line["length"], line["ceiling"], "--", color=colour, label=f"{label}: ceiling")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("prompt length, tokens")
+    axes.set_ylabel("time of prefill, off / on")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.legend(fontsize="small", ncols=2)
+    axes.set_title(", ".join(sorted({f"{d['device']}, {d['dtype']}" for d, _ in files})))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
+
+
+def main() -> None:
+    """Draw, and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of bench_prefill.py")
+    parser.add_argument("--output", type=Path, default=Path("benchmark/prefill.svg"))
+    args = parser.parse_args()
+    files = [load(path) for path in args.results]
+    for path, (document, points) in zip(args.results, files, strict=True):
+        print(f"<!-- {path.name} -->\n{markdown(document, points)}\n")
+    draw(files, args.output)
+
+
+if __name__ == "__main__":
+    main()

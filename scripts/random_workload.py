@@ -1,0 +1,378 @@
+#!/usr/bin/env python3
+"""Does a server with fast prefill answer random traffic as a stock one does, and stay healthy?
+
+Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
+and puts the same random requests to both (``sglang_gemma4_reference.workload`` says which, and
+what of an answer is compared). With ``--failures-every N`` the second server gets them once more,
+while every Nth forward that takes the fast path fails inside the tail: stock must serve those.
+
+A run passes if
+
+* every request is answered, and every answer is that of the stock server;
+* the fast path was active, by the rows that the layers computed, on the one server, and not on
+  the other; and as many forwards were served by stock as failures were injected;
+* nothing leaks: once all is answered no token and no request holds a slot, SGLang's own checks of
+  its pools, after every step and when idle, have said nothing, and the memory of all of the
+  server's processes has stayed the same from half of the time on;
+* the server is alive.
+
+Output contract: tables for people on stdout; the last line is one JSON document. Exit status: 0 if
+the run passed, 1 if not, 2 if it could not be made.
+
+    python scripts/random_workload.py --requests 200
+    python scripts/random_workload.py --requests 2000 --failures-every 100
+
+Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
+one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench_prefill import commit
+from demo import Server, choose_ports, make_checkpoint, make_work_dir
+from environment import REPO, SetupError, say
+
+FLAT_BYTES = 32e6
+"""Memory may grow by this much in the second half."""
+ASIDE = "steps aside: "
+_ARGUMENTS = (
+    *("--device", "cpu", "--dtype", "float32"),
+    *("--max-total-tokens", "32768"),
+    *("--chunked-prefill-size", "1024"),
+    "--enable-mixed-chunk",
+    "--sleep-on-idle",
+)
+
+
+@dataclass
+class Pass:
+    """One run of all requests against one server.
+
+    Attributes:
+        name: ``off``, ``on`` or ``on, with failures``.
+        seconds: from the first request to the last answer.
+        forwards: prefill forwards by outcome, told from the rows that the layers computed.
+        reasons: why the fast path stepped aside, by this server's log so far.
+        eligible_share: of those with rows to skip, the share that skipped some.
+        injected: failures injected into the tail.
+        alive: whether the server answered, and was idle, after all.
+        used_tokens: slots that tokens held then.
+        memory_half, memory_end: resident bytes of all processes of the server, at half of the
+            time and at the end.
+        problems: what must not be.
+    """
+
+    name: str
+    seconds: float = 0.0
+    forwards: dict[str, int] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    eligible_share: float = 0.0
+    injected: int = 0
+    alive: bool = False
+    used_tokens: int = 0
+    memory_half: float = 0.0
+    memory_end: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Memory:
+    """Resident bytes of a server's processes over time."""
+
+    pid: int
+    samples: list[int] = field(default_factory=list)
+
+    def sample(self) -> None:
+        """Take one more."""
+        import psutil
+
+        root = psutil.Process(self.pid)
+        total = 0
+        for process in [root, *root.children(recursive=True)]:
+            try:
+                total += process.memory_info().rss
+            except psutil.NoSuchProcess:
+                continue
+        self.samples.append(total)
+
+    def around(self, share: float) -> float:
+        """Bytes when this share of the requests was answered: the median of a tenth of them."""
+        tenth = max(len(self.samples) // 10, 1)
+        start = min(round(share * len(self.samples)), len(self.samples) - tenth)
+        return statistics.median(self.samples[start : start + tenth])
+
+
+def run_pass(
+    name: str, server: Server, workload: Sequence[Any], concurrency: int, failures: Path
+) -> tuple[Pass, list[Any]]:
+    """Put all requests to one server, and look at what it did; returns the answers too."""
+    from tqdm import tqdm
+
+    from sglang_gemma4_reference import row_trace, tail_failures
+    from sglang_gemma4_reference.workload import (
+        ACTIVE,
+        NOTHING_TO_SKIP,
+        SERVED_BY_STOCK,
+        SKIPPED,
+        STOCK,
+        Client,
+        ask_all,
+        held_tokens,
+        outcomes,
+    )
+
+    result, client, memory = (
+        Pass(name),
+        Client(f"http://127.0.0.1:{server.port}"),
+        Memory(server.pid),
+    )
+    trace = trace_of(server)
+    mark, injected = len(row_trace.read(trace)), len(tail_failures.told(failures))
+    client.post("/flush_cache", {}).raise_for_status()
+    every = max(len(workload) // 100, 1)
+    with tqdm(total=len(workload), desc=name, unit="request") as progress:
+
+        def answered() -> None:
+            progress.update()
+            if progress.n % every == 0:
+                memory.sample()
+
+        began = time.monotonic()
+        answers = ask_all(client, workload, concurrency=concurrency, answered=answered)
+        result.seconds = time.monotonic() - began
+    result.memory_half, result.memory_end = memory.around(0.5), memory.around(1.0)
+    if result.memory_end - result.memory_half > FLAT_BYTES:
+        result.problems.append("memory grows")
+    try:
+        result.used_tokens = held_tokens(client)
+        client.post("/flush_cache", {}).raise_for_status()
+        result.alive = True
+    except (TimeoutError, OSError) as failure:
+        result.problems.append(f"the server is dead, or not idle after all answers: {failure!r}")
+    if result.used_tokens:
+        result.problems.append(f"{result.used_tokens} slots are held by no request")
+    forwards = outcomes(row_trace.read(trace)[mark:])
+    result.forwards = dict(forwards.most_common())
+    result.reasons = [line.split(ASIDE)[1] for line in server.log_lines if ASIDE in line]
+    result.injected = len(tail_failures.told(failures)) - injected
+    shortened = forwards[ACTIVE] + forwards[SKIPPED] + forwards[SERVED_BY_STOCK]
+    result.eligible_share = shortened / max(forwards.total() - forwards[NOTHING_TO_SKIP], 1)
+    if server.fast and not forwards[ACTIVE]:
+        result.problems.append("the fast path was not active")
+    if not server.fast and forwards.keys() - {STOCK, NOTHING_TO_SKIP}:
+        result.problems.append("the stock server skipped rows")
+    if forwards[SERVED_BY_STOCK] != result.injected:
+        result.problems.append(
+            f"{result.injected} failures, {forwards[SERVED_BY_STOCK]} forwards served by stock"
+        )
+    if "leak detected" in server.log.read_text(errors="replace").lower():
+        result.problems.append("SGLang has found a leak; see its log")
+    return result, answers
+
+
+def trace_of(server: Server) -> Path:
+    """The row trace beside a server's log."""
+    return server.log.with_suffix(".rows.jsonl")
+
+
+def failures_of(server: Server) -> Path:
+    """The file that says how often this server's tail is to fail."""
+    return server.log.with_suffix(".failures")
+
+
+def environment_of(server: Server) -> dict[str, str]:
+    """The environment of one server."""
+    from sglang_gemma4_reference import row_trace, tail_failures
+
+    return dict(os.environ) | {
+        "SGLANG_PLATFORM": "gemma4_cpu",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # its requests would be in the trace
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        row_trace.VARIABLE: str(trace_of(server)),
+        tail_failures.VARIABLE: str(failures_of(server)),
+    }
+
+
+def build_servers(checkpoint: Path, logs: Path) -> tuple[Server, Server]:
+    """The stock server and the fast one, not started."""
+    off, on = (
+        Server(
+            fast=fast,
+            command=[
+                *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)),
+                *_ARGUMENTS,
+                *("--host", "127.0.0.1", "--port", str(port)),
+            ],
+            port=port,
+            log=logs / f"server-{'on' if fast else 'off'}.log",
+        )
+        for fast, port in zip((False, True), choose_ports(None), strict=True)
+    )
+    return off, on
+
+
+def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
+    """All passes, and for each after the first what its answers are against the first one's."""
+    from sglang_gemma4_reference.checkpoint import PRESETS
+    from sglang_gemma4_reference.workload import Client, compare, random_requests
+
+    checkpoint = make_checkpoint(args.preset, args.work_dir, logs / "checkpoint.log")
+    workload = random_requests(
+        args.requests,
+        seed=args.seed,
+        vocabulary=PRESETS[args.preset].vocab_size,
+        longest=args.longest,
+    )
+    off, on = build_servers(checkpoint, logs)
+    turns = [("off", off, 0), ("on", on, 0)]
+    if args.failures_every:
+        turns.append(("on, with failures", on, args.failures_every))
+    passes, comparisons, reference = [], [], None
+    with ExitStack() as stack:
+        for server in (off, on):
+            stack.enter_context(server.started(environment_of(server)))
+        for server in (off, on):
+            server.wait_until_ready(args.start_timeout)
+        stock = Client(f"http://127.0.0.1:{off.port}")
+        for name, server, interval in turns:
+            failures_of(server).write_text(str(interval))
+            result, answers = run_pass(
+                name, server, workload, args.concurrency, failures_of(server)
+            )
+            passes.append(result)
+            reference = reference or answers
+            if server.fast:
+                comparison = compare(workload, reference, answers, stock.likeliest)
+                comparisons.append(comparison)
+                result.problems += comparison.differences
+            if interval and not result.injected:
+                result.problems.append("no failure was injected (is test/reference up to date?)")
+            if not result.alive:
+                break
+    return passes, comparisons
+
+
+def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Random workload")
+    table.add_column("")
+    for one in passes:
+        table.add_column(one.name, justify="right")
+    compared = [None, *comparisons]
+    rows: list[tuple[str, list[str]]] = [
+        ("seconds", [f"{p.seconds:.0f}" for p in passes]),
+        *(
+            (
+                label,
+                ["" if c is None else f"{getattr(c, label.replace(' ', '_'))}" for c in compared],
+            )
+            for label in ("answered", "aborted", "compared tokens", "compared logprobs")
+        ),
+        (
+            "largest difference",
+            ["" if c is None else f"{c.largest_difference:.1e}" for c in compared],
+        ),
+        ("close calls", ["" if c is None else f"{c.close_calls}" for c in compared]),
+        ("differences", ["" if c is None else f"{len(c.differences)}" for c in compared]),
+        *(
+            (f"forwards: {outcome}", [f"{p.forwards.get(outcome, 0)}" for p in passes])
+            for outcome in dict.fromkeys(outcome for p in passes for outcome in p.forwards)
+        ),
+        ("share shortened of those with rows to skip", [f"{p.eligible_share:.1%}" for p in passes]),
+        ("failures injected", [f"{p.injected}" for p in passes]),
+        ("slots held after all", [f"{p.used_tokens}" for p in passes]),
+        (
+            "memory at half and end, MB",
+            [f"{p.memory_half / 1e6:.0f} {p.memory_end / 1e6:.0f}" for p in passes],
+        ),
+    ]
+    for label, cells in rows:
+        table.add_row(label, *cells)
+    console = Console(width=120)
+    console.print(table)
+    for one in passes:
+        for reason in one.reasons:
+            console.print(f"{one.name}: stepped aside: {reason}", highlight=False, markup=False)
+        for problem in one.problems[:20]:
+            console.print(f"{one.name}: {problem}", style="red", highlight=False, markup=False)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; see ``--help``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--preset", default="E2B_TINY", help="which random checkpoint (default: %(default)s)")
+    add("--requests", type=int, default=200, help="default: %(default)s")
+    add("--longest", type=int, default=4000, help="tokens of a prompt (default: %(default)s)")
+    add("--concurrency", type=int, default=16, help="clients at once (default: %(default)s)")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add(
+        "--failures-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ask once more, with every Nth shortened forward failing (default: do not)",
+    )
+    add("--work-dir", type=Path, default=REPO / ".demo", help="default: %(default)s")
+    add("--start-timeout", type=int, default=600, metavar="SECONDS", help="default: %(default)s")
+    add("--json", type=Path, help="write the JSON document to this file too")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run, print, and return the exit status."""
+    args = parse_arguments()
+    args.work_dir = args.work_dir.expanduser().absolute()
+    try:
+        make_work_dir(args.work_dir)
+        logs: Path = args.work_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
+        logs.mkdir(parents=True)
+        say(f"Logs: {logs}")
+        passes, comparisons = run(args, logs)
+    except (SetupError, OSError, ImportError) as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 2
+    show(passes, comparisons)
+    passed = not any(one.problems for one in passes)
+    document = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "model": args.preset,
+        "device": f"cpu ({os.cpu_count()})",
+        "machine": platform.machine(),
+        "dtype": "float32",
+        "sglang": version("sglang"),
+        "passed": passed,
+        "passes": [asdict(one) for one in passes],
+        "comparisons": [asdict(one) for one in comparisons],
+    }
+    line = json.dumps(document)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(line + "\n")
+    print(line)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

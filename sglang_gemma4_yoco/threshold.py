@@ -1,0 +1,61 @@
+"""Does the fast path pay for this batch? A rule on two row counts, or the operator's own.
+
+The setting is the environment variable ``SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS``.
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"
+_FEWEST = 3  # rows
+_LEAST = 16  # of so many rows one must be skipped
+
+
+def min_skipped_rows() -> int | None:
+    """How many rows a batch must be able to skip, if the operator says so. Unset means the rule.
+
+    Raises:
+        ValueError: the variable is no whole number from 1 up; the message names both the variable
+            and the accepted values.
+    """
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return None
+    if value.isascii() and value.isdecimal() and int(value) >= 1:
+        return int(value)
+    raise ValueError(
+        f"{VARIABLE}={value!r} is not a valid value: use a whole number from 1 up (1: the fast "
+        "path runs whenever it can skip a row), or leave it unset for the measured rule"
+    )
+
+
+def pays(total: int, kept: int, minimum: int | None = None) -> bool:
+    """Whether skipping ``total - kept`` rows saves more than the cut itself costs.
+
+    The saving grows with the skipped rows: of a stock forward's time the tail takes a share f
+    (0.7 in E2B, 0.43 in E4B), and skipping s of T rows saves f * s / T of it. Two costs stand
+    against that.
+
+    * Small batches: a layer reads all its weights for one row as for three, so few skipped rows
+      save nothing, and the fixed work of the cut remains. Measured off/on with E2B proportions
+      (T rows, k kept): 0.84 (4, 3), 0.96 (4, 2), 0.95 (16, 14), but 1.01 (16, 12), 1.06 (64, 58),
+      1.45 (4, 1). Hence at least 3 skipped rows.
+    * Large batches with nearly all rows kept: 1.00 (35, 34), 1.00 (35, 32), 1.02 (95, 79). Where
+      f * s / T is within the scatter of a run nothing is won, and every batch that runs as stock
+      is one that cannot go wrong. Hence at least 1/16 of the rows: 2.7 % of the time in E4B.
+
+    Figures: ``benchmark/results/threshold_e2b-mini_cpu_sglang-0.5.23.json``, a CPU, fp32.
+
+    Args:
+        total: rows of the batch, T.
+        kept: rows that somebody reads; 0 for a batch that only fills the cache.
+        minimum: the operator's own number of rows to skip, which replaces the rule.
+
+    >>> pays(total=2048, kept=1), pays(total=16, kept=14), pays(total=100, kept=95)
+    (True, False, False)
+    """
+    skipped = total - kept
+    if minimum is not None:
+        return skipped >= minimum
+    return skipped >= _FEWEST and skipped * _LEAST >= total

@@ -1,0 +1,93 @@
+"""Failures on demand, inside the KV-shared tail of a Gemma 4 and nowhere else.
+
+With ``GEMMA4_TAIL_FAILURES=FILE`` in a server's environment and a number N in FILE, every Nth
+prefill forward that computes only some of its rows in the tail raises ``InjectedError`` before the
+MLP of one of the tail's layers, each time of another one. FILE is read at every prefill, so the
+failures can be turned on and off while the server runs; without FILE, or with 0 in it, there are
+none. Each failure is first written down, as one line of JSON, in ``FILE.jsonl``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+VARIABLE = "GEMMA4_TAIL_FAILURES"
+
+
+class InjectedError(Exception):
+    """Raised on purpose, to see what becomes of the forward."""
+
+
+def told(file: Path) -> list[dict[str, int]]:
+    """The failures so far, by the number of the forward and the layer that raised."""
+    record = file.with_name(f"{file.name}.jsonl")
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def _interval(file: Path) -> int:
+    return int(file.read_text() or 0) if file.exists() else 0
+
+
+def inject(model: Any, file: Path) -> None:
+    """Make prefill forwards of ``model``, a ``Gemma4TextModel`` with a tail, fail as FILE says."""
+    signature = inspect.signature(type(model).forward)
+    layers = len(model.layers)
+    first = layers - model.config.num_kv_shared_layers
+    total = forwards = 0
+    fails_at: int | None = None
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal total
+        batch = signature.bind(model, *args, **kwargs).arguments["forward_batch"]
+        total = 0 if batch.forward_mode.is_decode_or_idle() else len(batch.input_ids)
+
+    def enter_tail(rows: int) -> None:
+        nonlocal forwards, fails_at
+        fails_at = None
+        if rows < total:
+            forwards += 1
+            interval = _interval(file)
+            if interval and forwards % interval == 0:
+                fails_at = first + forwards // interval % (layers - first)
+
+    def before(layer: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            nonlocal fails_at
+            if layer == first:
+                enter_tail(args[0].shape[0])
+            if layer == fails_at:
+                fails_at = None
+                with open(f"{file}.jsonl", "a", encoding="utf-8") as record:
+                    record.write(json.dumps({"forward": forwards, "layer": layer}) + "\n")
+                raise InjectedError(f"forward {forwards}, layer {layer}")
+
+        return hook
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    for layer in range(first, layers):
+        model.layers[layer].mlp.register_forward_pre_hook(before(layer))
+
+
+def load() -> None:
+    """Prepare every ``Gemma4TextModel`` that this process builds, if the variable names a file.
+
+    The entry point ``gemma4_tail_failures`` of SGLang's general plugins.
+    """
+    file = os.environ.get(VARIABLE)
+    if not file:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def built(_: None, model: Any, *__: object, **___: object) -> None:
+        if model.config.num_kv_shared_layers:
+            inject(model, Path(file))
+
+    HookRegistry.register(
+        "sglang.srt.models.gemma4_causal.Gemma4TextModel.__init__", built, HookType.AFTER
+    )

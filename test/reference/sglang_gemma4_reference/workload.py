@@ -1,0 +1,487 @@
+"""Random requests to a server, always the same for a seed, and the comparison of two answers.
+
+The traffic is what an operator's users send all at once: short and long prompts, shared prefixes,
+images, input and output log-probabilities, greedy and sampled answers, several answers to one
+prompt, stop strings, streams; some users leave in the middle, some requests are aborted.
+
+Of every answer that part is compared which is the same on every run: all tokens and
+log-probabilities of greedy answers; the log-probabilities of the prompt and of the two likeliest
+first tokens where the answer is sampled (SGLang takes the seed of a request only with deterministic
+inference, for which the fast path steps aside); of an aborted answer as much as both servers gave.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+from PIL import Image
+
+from sglang_gemma4_reference.row_trace import Prefill
+
+LOGPROB_TOLERANCE = 1e-4
+CLOSE_CALL = 1e-3
+"""Greedy answers may part where the two likeliest tokens' log-probabilities are this close: which
+requests share a forward differs from run to run, and with it the last bits of every sum."""
+
+FIRST_TEXT_TOKEN = 20  # the tokens before it are special ones
+_TIMEOUT = 300.0
+_LENGTHS = {(1, 64): 70, (65, 500): 20, (501, 1500): 8, (1501, 4000): 2}  # in percent
+_PREFIXES = 12
+_COLOURS = ("red", "green", "blue", "yellow", "black", "white")
+_STOPS = (" ", "a", "e", "1", ".")
+_SAMPLINGS = (
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 1.0, "min_p": 0.05},
+)
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request to /generate.
+
+    Attributes:
+        body: its JSON.
+        leaves_after: seconds after which the client hangs up; None: it waits.
+        aborted_after: seconds after which another client aborts the request; None: nobody does.
+    """
+
+    body: dict[str, Any]
+    leaves_after: float | None = None
+    aborted_after: float | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all of its answer is the same on every run."""
+        return bool(self.body["sampling_params"]["temperature"] == 0)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it may end before its answer does."""
+        return self.leaves_after is not None or self.aborted_after is not None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One generated text.
+
+    Attributes:
+        tokens: the generated ones.
+        logprobs: of ``tokens``, or empty if the request did not ask for them.
+        likeliest: log-probabilities of the two likeliest tokens at each position, or empty.
+        finish: why it ended: ``length``, ``stop`` or ``abort``; None if the client saw no end.
+    """
+
+    tokens: Tokens = ()
+    logprobs: tuple[float, ...] = ()
+    likeliest: tuple[tuple[float, float], ...] = ()
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request got back.
+
+    Attributes:
+        outputs: as many as asked for; none if there was an error, or the request was interrupted
+            before the first token.
+        input_logprobs: of the prompt's tokens from the asked one on, or empty.
+        error: what the server or the connection said instead of an answer.
+    """
+
+    outputs: tuple[Output, ...] = ()
+    input_logprobs: tuple[float, ...] = ()
+    error: str | None = None
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it was cut short."""
+        return not self.outputs or any(o.finish in (None, "abort") for o in self.outputs)
+
+
+# -- the requests --------------------------------------------------------------------------------
+
+
+def _random_length(draw: random.Random, longest: int) -> int:
+    [(low, high)] = draw.choices(list(_LENGTHS), list(_LENGTHS.values()))
+    return draw.randint(min(low, longest), min(high, longest))
+
+
+def _tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
+    return [draw.randrange(FIRST_TEXT_TOKEN, vocabulary) for _ in range(count)]
+
+
+def _picture(draw: random.Random) -> str:
+    """A one-coloured image as a data URL."""
+    file = io.BytesIO()
+    Image.new("RGB", (48, 48), draw.choice(_COLOURS)).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def random_requests(count: int, *, seed: int, vocabulary: int, longest: int) -> list[Request]:
+    """``count`` requests with prompts of 1 to ``longest`` tokens, most of them short.
+
+    Args:
+        seed: the same requests for the same seed.
+        vocabulary: token ids from ``FIRST_TEXT_TOKEN`` to below this are text.
+    """
+    draw = random.Random(seed)
+    prefixes = [
+        _tokens(draw, draw.randint(10, min(600, longest)), vocabulary) for _ in range(_PREFIXES)
+    ]
+    return [
+        _random_request(draw, f"{seed}-{i}", prefixes, vocabulary, longest) for i in range(count)
+    ]
+
+
+def _random_request(
+    draw: random.Random, rid: str, prefixes: list[list[int]], vocabulary: int, longest: int
+) -> Request:
+    body: dict[str, Any] = {"stream": draw.random() < 0.3}
+    sampling: dict[str, Any] = {"max_new_tokens": draw.randint(1, 12), "ignore_eos": True}
+    is_image = draw.random() < 0.06
+    if is_image:
+        question = "".join(draw.choices("abcdefgh ", k=draw.randint(1, 60)))
+        body["text"] = f"<bos><|turn>user\n<|image|>{question}<turn|>\n<|turn>model\n"
+        body["image_data"] = _picture(draw)
+    else:
+        prompt = _tokens(draw, _random_length(draw, longest), vocabulary)
+        if draw.random() < 0.4:
+            prefix = draw.choice(prefixes)
+            prompt = [*prefix[: draw.randint(1, len(prefix))], *prompt][:longest]
+        body["input_ids"] = prompt
+    if is_image or draw.random() < 0.35:
+        body |= {"return_logprob": True, "top_logprobs_num": 2}
+        if not is_image and draw.random() < 0.5:
+            body["logprob_start_len"] = draw.randrange(len(prompt))
+    if draw.random() < 0.75:
+        sampling["temperature"] = 0
+        if draw.random() < 0.15:
+            sampling["stop"] = draw.sample(_STOPS, 2)
+    else:
+        sampling |= draw.choice(_SAMPLINGS)
+    body["sampling_params"] = sampling
+    kind = draw.random()
+    if kind < 0.04:
+        return Request(body | {"rid": rid}, aborted_after=draw.uniform(0, 0.3))
+    if kind < 0.08:
+        return Request(body, leaves_after=draw.uniform(0.02, 0.3))
+    if kind < 0.14:
+        sampling["n"] = draw.randint(2, 3)
+    return Request(body)
+
+
+# -- asking --------------------------------------------------------------------------------------
+
+
+class Client:
+    """Clients of one server."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._of_thread = threading.local()
+
+    @property
+    def _http(self) -> requests.Session:
+        if not hasattr(self._of_thread, "session"):
+            self._of_thread.session = requests.Session()
+            self._of_thread.session.trust_env = False  # no proxy stands on the way to this machine
+        session: requests.Session = self._of_thread.session
+        return session
+
+    def post(self, path: str, body: dict[str, Any]) -> requests.Response:
+        """POST ``body`` as JSON, and wait for the whole answer."""
+        return self._http.post(self.url + path, json=body, timeout=_TIMEOUT)
+
+    def get(self, path: str) -> Any:
+        """GET a JSON document."""
+        response = self._http.get(self.url + path, timeout=_TIMEOUT)
+        response.raise_for_status()
+        return response.json()
+
+    def ask(self, request: Request) -> Answer:
+        """Put one request; errors are part of the answer."""
+        abort = None
+        if request.aborted_after is not None:
+            rid = {"rid": request.body["rid"]}
+            abort = threading.Timer(request.aborted_after, self.post, ("/abort_request", rid))
+            abort.start()
+        try:
+            return self._answer(request)
+        except (requests.RequestException, ValueError) as failure:
+            left = request.leaves_after is not None and "timed out" in str(failure)
+            return Answer() if left else Answer(error=repr(failure))
+        finally:
+            if abort is not None:
+                abort.cancel()
+
+    def _answer(self, request: Request) -> Answer:
+        patience = request.leaves_after or _TIMEOUT
+        leaves_at = time.monotonic() + patience
+        with self._http.post(
+            f"{self.url}/generate", json=request.body, timeout=(_TIMEOUT, patience), stream=True
+        ) as response:
+            if not response.ok:
+                if request.aborted_after is not None and "abort" in response.text.lower():
+                    return Answer()
+                return Answer(error=f"{response.status_code} {response.text}")
+            if not request.body["stream"]:
+                replies = response.json()
+                return _read(replies if isinstance(replies, list) else [replies])
+            latest: dict[int, Any] = {}
+            for line in response.iter_lines():
+                text = line.decode().removeprefix("data: ")
+                if text == "[DONE]" or time.monotonic() > leaves_at:
+                    break
+                if text:
+                    reply = json.loads(text)
+                    if "error" in reply:
+                        return Answer(error=str(reply["error"]))
+                    latest[reply.get("index", 0)] = reply
+            return _read([latest[i] for i in sorted(latest)])
+
+    def likeliest(self, prompt: Sequence[int]) -> tuple[float, float]:
+        """Log-probabilities of the two likeliest tokens after ``prompt``."""
+        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": False}
+        answer = self.ask(Request(body | {"return_logprob": True, "top_logprobs_num": 2}))
+        return answer.outputs[0].likeliest[0]
+
+
+def _read(replies: Sequence[dict[str, Any]]) -> Answer:
+    metas = [reply["meta_info"] for reply in replies]
+    first = metas[0] if metas else {}
+    return Answer(
+        outputs=tuple(
+            Output(
+                tokens=tuple(reply["output_ids"]),
+                logprobs=tuple(_number(p) for p, *_ in meta.get("output_token_logprobs") or ()),
+                likeliest=tuple(
+                    (_number(top[0][0]), _number(top[1][0]))
+                    for top in meta.get("output_top_logprobs") or ()
+                ),
+                finish=(meta["finish_reason"] or {}).get("type"),
+            )
+            for reply, meta in zip(replies, metas, strict=True)
+        ),
+        # Nothing precedes the first token of a prompt, so it has none.
+        input_logprobs=tuple(
+            _number(p)
+            for i, (p, *_) in enumerate(first.get("input_token_logprobs") or ())
+            if i > 0 or p is not None
+        ),
+    )
+
+
+def _number(value: float | None) -> float:
+    """JSON has no NaN: it arrives as null."""
+    return math.nan if value is None else value
+
+
+def ask_all(
+    client: Client,
+    workload: Sequence[Request],
+    *,
+    concurrency: int,
+    answered: Callable[[], object] = lambda: None,
+) -> list[Answer]:
+    """The answers to all requests, ``concurrency`` of them under way at any time.
+
+    ``answered`` is called after each answer, by one thread at a time.
+    """
+    lock = threading.Lock()
+
+    def ask(request: Request) -> Answer:
+        answer = client.ask(request)
+        with lock:
+            answered()
+        return answer
+
+    with ThreadPoolExecutor(concurrency) as clients:
+        return list(clients.map(ask, workload))
+
+
+# -- what the server did ---------------------------------------------------------------------------
+
+ACTIVE = "active"
+SKIPPED = "active, tail skipped"
+SERVED_BY_STOCK = "failed, served by stock"
+STOCK = "stock"
+NOTHING_TO_SKIP = "one new token each"
+
+
+def outcome(prefill: Prefill) -> str:
+    """What became of one prefill forward, by the rows that its layers computed."""
+    total = sum(prefill.extend_lens)
+    if prefill.rows[0] == 2 * total:
+        return SERVED_BY_STOCK
+    if prefill.rows[-1] == 0:
+        return SKIPPED
+    if prefill.rows[-1] < total:
+        return ACTIVE
+    return NOTHING_TO_SKIP if total == len(prefill.extend_lens) else STOCK
+
+
+def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
+    """How many prefill forwards came to which outcome."""
+    return Counter(map(outcome, prefills))
+
+
+def held_tokens(client: Client, *, patience: float = 60.0) -> int:
+    """Slots of the token pools that are neither free nor the prefix cache's, once all has ended.
+
+    Raises:
+        TimeoutError: there are still requests under way.
+    """
+    ends = time.monotonic() + patience
+    while True:
+        [load] = client.get("/v1/loads")["loads"]
+        under_way = load["num_running_reqs"] + load["num_waiting_reqs"]
+        held: int = load["num_used_tokens"]
+        if time.monotonic() > ends and under_way:
+            raise TimeoutError(f"{under_way} requests are still under way")
+        if not under_way and (held == 0 or time.monotonic() > ends):
+            return held
+        time.sleep(0.2)
+
+
+# -- comparing -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Comparison:
+    """What two servers' answers to the same requests have to say.
+
+    Attributes:
+        answered: requests that got whole answers from the server under test.
+        aborted: those of the interrupted requests that it cut short.
+        compared_tokens: tokens found equal.
+        compared_logprobs: log-probabilities found within the tolerance.
+        largest_difference: of two log-probabilities.
+        close_calls: answers that part at two tokens of nearly the same log-probability.
+        differences: what must not be, in words, with the request's number.
+    """
+
+    answered: int = 0
+    aborted: int = 0
+    compared_tokens: int = 0
+    compared_logprobs: int = 0
+    largest_difference: float = 0.0
+    close_calls: int = 0
+    differences: list[str] = field(default_factory=list)
+
+
+def compare(
+    workload: Sequence[Request],
+    stock: Sequence[Answer],
+    tested: Sequence[Answer],
+    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+) -> Comparison:
+    """Compare the answers of a server under test with those of a stock one.
+
+    Args:
+        likeliest: the log-probabilities of the two likeliest tokens after a prompt, by the stock
+            server; asked where greedy answers part.
+    """
+    result = Comparison()
+    for number, (request, one, other) in enumerate(zip(workload, stock, tested, strict=True)):
+        try:
+            _compare(request, one, other, likeliest, result)
+        except _DifferentError as difference:
+            result.differences.append(f"request {number}: {difference}")
+    return result
+
+
+class _DifferentError(Exception):
+    pass
+
+
+def _compare(
+    request: Request,
+    stock: Answer,
+    tested: Answer,
+    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+    result: Comparison,
+) -> None:
+    for answer, server in ((stock, "stock"), (tested, "tested")):
+        if answer.error is not None or (answer.aborted and not request.interrupted):
+            raise _DifferentError(f"no answer from the {server} server: {answer.error}")
+    result.answered += not tested.aborted
+    result.aborted += tested.aborted
+    if stock.input_logprobs and tested.input_logprobs:
+        _compare_logprobs(stock.input_logprobs, tested.input_logprobs, "input", result)
+    if not request.interrupted and len(stock.outputs) != len(tested.outputs):
+        raise _DifferentError(f"{len(stock.outputs)} and {len(tested.outputs)} outputs")
+    for one, other in zip(stock.outputs, tested.outputs, strict=False):
+        if request.greedy:
+            _compare_greedy(request, one, other, likeliest, result)
+        else:
+            _compare_sampled(request, one, other, result)
+
+
+def _compare_greedy(
+    request: Request,
+    stock: Output,
+    tested: Output,
+    likeliest: Callable[[Sequence[int]], tuple[float, float]],
+    result: Comparison,
+) -> None:
+    pairs = zip(stock.tokens, tested.tokens, strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    parted = same < min(len(stock.tokens), len(tested.tokens))
+    if parted:
+        if stock.likeliest:
+            best, second = stock.likeliest[same]
+        else:
+            best, second = likeliest([*request.body["input_ids"], *stock.tokens[:same]])
+        if best - second > CLOSE_CALL:
+            raise _DifferentError(
+                f"token {same} of {stock.tokens} and {tested.tokens}, {best - second:.2g} apart"
+            )
+        result.close_calls += 1
+    elif not request.interrupted and (len(stock.tokens), stock.finish) != (
+        len(tested.tokens),
+        tested.finish,
+    ):
+        raise _DifferentError(f"{stock} and {tested} end differently")
+    result.compared_tokens += same
+    _compare_logprobs(stock.logprobs[:same], tested.logprobs[:same], "output", result)
+
+
+def _compare_sampled(request: Request, stock: Output, tested: Output, result: Comparison) -> None:
+    wanted = request.body["sampling_params"]["max_new_tokens"]
+    if not request.interrupted and len(tested.tokens) != wanted:
+        raise _DifferentError(f"{len(tested.tokens)} of {wanted} sampled tokens")
+    if not all(map(math.isfinite, tested.logprobs)):
+        raise _DifferentError(f"sampled tokens with log-probabilities {tested.logprobs}")
+    for one, other in zip(stock.likeliest[:1], tested.likeliest[:1], strict=False):
+        _compare_logprobs(one, other, "likeliest", result)
+
+
+def _compare_logprobs(
+    stock: Sequence[float], tested: Sequence[float], of: str, result: Comparison
+) -> None:
+    if len(stock) != len(tested):
+        raise _DifferentError(f"{len(stock)} and {len(tested)} {of} log-probabilities")
+    for i, (one, other) in enumerate(zip(stock, tested, strict=True)):
+        apart = abs(one - other)
+        if not apart <= LOGPROB_TOLERANCE:  # nor if one of them is NaN
+            raise _DifferentError(f"{of} log-probability {i} of {len(stock)}: {one} and {other}")
+        result.compared_logprobs += 1
+        result.largest_difference = max(result.largest_difference, apart)

@@ -1,0 +1,280 @@
+"""What users combine over HTTP: each feature on the fast server and on the stock one.
+
+As in ``test_server``: first the rows per layer prove that the fast path was active, then the
+answers are compared.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy
+import pytest
+import soundfile
+
+from ask import (
+    NEW_TOKENS,
+    TOLERANCE,
+    Answer,
+    assert_same_answers,
+    chat,
+    compare,
+    generate,
+    picture,
+    tokens,
+)
+from layer_rows import UNREAD, assert_all_fast, cut
+from server import CHUNK, Server, started
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+
+GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+
+
+def outputs(server: Server, prompt: list[int], **sampling: Any) -> list[list[int]]:
+    """Token ids of every answer to one prompt."""
+    replies = server.generate(input_ids=prompt, sampling_params=GREEDY | sampling)
+    return [r["output_ids"] for r in (replies if isinstance(replies, list) else [replies])]
+
+
+def texts(server: Server, prompt: list[int], **sampling: Any) -> list[str]:
+    """The text of the answer to one prompt."""
+    reply = server.generate(input_ids=prompt, sampling_params=GREEDY | sampling)
+    return [reply["text"]]
+
+
+def test_prompt_that_ends_with_a_chunk(servers: tuple[Server, Server]) -> None:
+    """Two full chunks: the first is read by nobody, of the second the last row."""
+    both = compare(servers, lambda server: generate(server, tokens(2 * CHUNK, seed=20)))
+    assert both.rows == [cut(CHUNK, UNREAD), cut(CHUNK, 1)]
+    assert_same_answers(both)
+
+
+def test_parallel_sampling(servers: tuple[Server, Server]) -> None:
+    """n = 3: three answers to one prompt."""
+    both = compare(servers, lambda server: outputs(server, tokens(90, seed=21), n=3))
+    assert_all_fast(both.prefills)
+    assert both.on == both.off
+    assert len(both.on) == 3
+
+
+def test_stop_string(servers: tuple[Server, Server]) -> None:
+    """An answer ends at a stop string that stands in its middle."""
+    prompt = tokens(64, seed=22)
+    [whole_text] = texts(servers[1], prompt)
+    stop = whole_text[len(whole_text) // 2 :][:3]
+    both = compare(servers, lambda server: texts(server, prompt, stop=stop))
+    assert_all_fast(both.prefills)
+    assert both.on == both.off == [whole_text[: whole_text.index(stop)]]
+
+
+def test_regex(servers: tuple[Server, Server]) -> None:
+    """Constrained output: the grammar's mask meets the right row's logits."""
+    pattern = "(yes|no), [0-9]{4}"
+    both = compare(servers, lambda server: texts(server, tokens(64, seed=23), regex=pattern))
+    assert_all_fast(both.prefills)
+    assert both.on == both.off
+    assert re.match(pattern, both.on[0])
+
+
+@contextmanager
+def given_up(server: Server, body: dict[str, Any], how: str) -> Iterator[None]:
+    """A request that is sent before the span and given up after it."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/generate", json.dumps(body), headers)
+    try:
+        yield
+        if how == "abort":
+            server.post("/abort_request", {"rid": body["rid"]})
+            assert b"abort" in connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("how", ["abort", "disconnect"])
+def test_abort_of_a_running_prefill(servers: tuple[Server, Server], how: str) -> None:
+    """A request that is given up between two chunks leaves the others' answers as they are."""
+    body = {"input_ids": tokens(4000, seed=24), "sampling_params": GREEDY, "rid": how}
+    body["stream"] = how == "disconnect"  # SGLang notices at once only when a stream is left
+
+    def ask(server: Server) -> list[Answer]:
+        mark = server.mark()
+        with given_up(server, body, how):
+            while server.mark() < mark + 3:
+                time.sleep(0.005)
+        return generate(server, tokens(100, seed=25))
+
+    both = compare(servers, ask)
+    assert_all_fast(both.prefills)
+    computed = sum(sum(prefill.extend_lens) for prefill in both.prefills)
+    assert computed < 4000, "the request ran to its end before it was given up"
+    assert_same_answers(both)
+
+
+def test_abort_of_a_queued_request(servers: tuple[Server, Server]) -> None:
+    """A request that never ran is gone; those before and after it are answered."""
+
+    def ask(server: Server) -> list[Answer]:
+        mark = server.mark()
+        with ThreadPoolExecutor(2) as clients:
+            running = clients.submit(generate, server, tokens(2000, seed=26))
+            while server.mark() == mark:
+                time.sleep(0.005)
+            body = {"input_ids": tokens(50, seed=27), "sampling_params": GREEDY, "rid": "queued"}
+            queued = clients.submit(server.generate, **body)
+            time.sleep(0.03)
+            server.post("/abort_request", {"rid": "queued"})
+            assert queued.result()["meta_info"]["finish_reason"]["type"] == "abort"
+            return [*running.result(), *generate(server, tokens(60, seed=28))]
+
+    both = compare(servers, ask)
+    assert_all_fast(both.prefills)
+    assert_same_answers(both)
+
+
+def test_session(servers: tuple[Server, Server]) -> None:
+    """Three turns in a session, each appended by the server to the ones before."""
+
+    def ask(server: Server) -> list[list[int]]:
+        session = server.post("/open_session", {"capacity_of_str_len": 10000}).json()
+        answers, rid = [], None
+        for turn in range(3):
+            reply = server.generate(
+                input_ids=tokens(40 + turn, seed=29 + turn),
+                sampling_params=GREEDY,
+                session_params={"id": session, "rid": rid, "offset": -1, "replace": False},
+            )
+            rid = reply["meta_info"]["id"]
+            answers.append(reply["output_ids"])
+        server.post("/close_session", {"session_id": session})
+        return answers
+
+    both = compare(servers, ask)
+    assert_all_fast(both.prefills)
+    assert both.prefills[-1].prefix_lens[0] > 80, "the turns before are not in the cache"
+    assert both.on == both.off
+
+
+def test_weight_update(servers: tuple[Server, Server], tmp_path_factory: Any) -> None:
+    """After an update the fast path computes with the new weights, of the donor layer as well."""
+    import dataclasses
+
+    other = write_checkpoint(
+        tmp_path_factory.mktemp("other") / "weights", dataclasses.replace(E2B_TINY, seed=7)
+    )
+    first = str(servers[0].checkpoint)
+    prompt = tokens(77, seed=32)
+
+    def ask(server: Server) -> list[Answer]:
+        answers = []
+        try:
+            for weights in (first, str(other)):
+                body = {"model_path": weights, "flush_cache": True}
+                assert server.post("/update_weights_from_disk", body).json()["success"]
+                answers += generate(server, prompt)
+        finally:
+            server.post("/update_weights_from_disk", {"model_path": first, "flush_cache": True})
+        return answers
+
+    both = compare(servers, ask)
+    assert both.rows == [cut(77, 1)] * 2
+    assert_same_answers(both)
+    assert both.on[0].logprobs != pytest.approx(both.on[1].logprobs, abs=TOLERANCE, rel=0)
+
+
+def test_image_over_a_chunk_boundary(servers: tuple[Server, Server]) -> None:
+    """An image whose tokens fall into two chunks: the first chunk computes a part of it."""
+    text = "x" * (CHUNK - 20)
+    content = [{"type": "text", "text": text}, *picture("purple", size=480)]
+    both = compare(servers, lambda server: [chat(server, content)])
+    assert_all_fast(both.prefills)
+    assert sum(both.prefills[0].extend_lens) == CHUNK
+    assert len(both.prefills) == 2
+    assert_same_answers(both)
+
+
+def sound(frequency: float) -> list[dict[str, Any]]:
+    """The content of a user message: half a second of a tone, and a question."""
+    rate = 16000
+    wave = numpy.sin(2 * numpy.pi * frequency * numpy.arange(rate // 2) / rate)
+    file = io.BytesIO()
+    soundfile.write(file, wave, rate, format="WAV")
+    url = "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode()
+    return [
+        {"type": "audio_url", "audio_url": {"url": url}},
+        {"type": "text", "text": "What is this?"},
+    ]
+
+
+def test_audio(servers: tuple[Server, Server]) -> None:
+    """Audio takes the fast path too, and the answer depends on it."""
+    both = compare(servers, lambda server: [chat(server, sound(f)) for f in (220.0, 1760.0)])
+    assert_all_fast(both.prefills)
+    assert_same_answers(both)
+    low, high = both.on
+    assert low.logprobs != pytest.approx(high.logprobs, abs=TOLERANCE, rel=0)
+
+
+# -- a second pair of servers: large chunks, a small pool, no overlap of scheduling and compute --
+
+LARGE_CHUNK = 512
+_SMALL_POOL = (
+    *("--chunked-prefill-size", str(LARGE_CHUNK)),
+    *("--max-total-tokens", "4800"),
+    # Admit requests as if they ended soon, so that the pool runs full.
+    *("--schedule-conservativeness", "0.1"),
+    "--disable-overlap-schedule",
+)
+
+
+@pytest.fixture(scope="module")
+def small_servers(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Server]]:
+    """Two servers without overlap scheduling, whose pool holds 4800 tokens."""
+    directory = tmp_path_factory.mktemp("small")
+    with ExitStack() as stack:
+        on, off = (
+            stack.enter_context(
+                started(tiny_checkpoint, directory / name, switch=switch, arguments=_SMALL_POOL)
+            )
+            for name, switch in (("on", None), ("off", "0"))
+        )
+        on.wait_until_ready()
+        off.wait_until_ready()
+        yield on, off
+
+
+def test_long_prompt_runs_the_tail_once(small_servers: tuple[Server, Server]) -> None:
+    """4096 tokens in chunks of 512: eight forwards, one row through the tail."""
+    both = compare(small_servers, lambda server: generate(server, tokens(4096, seed=40)))
+    assert both.rows == [cut(LARGE_CHUNK, UNREAD)] * 7 + [cut(LARGE_CHUNK, 1)]
+    assert_same_answers(both)
+
+
+def test_retraction(small_servers: tuple[Server, Server]) -> None:
+    """Requests that lose their place in a full pool are computed again, and answer the same."""
+    # For requests that ignore the end token SGLang knows their length, and keeps room for it.
+    long = {"max_new_tokens": 260, "ignore_eos": False}
+    prompts = [tokens(400 + n, seed=50 + n) for n in range(8)]
+
+    def ask(server: Server) -> list[list[int]]:
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            return list(clients.map(lambda p: outputs(server, p, **long)[0], prompts))
+
+    both = compare(small_servers, ask)
+    for server in small_servers:
+        assert server.log_lines("Retract requests"), "the pool never ran full"
+    assert_all_fast(both.prefills)
+    assert both.on == both.off

@@ -1,0 +1,256 @@
+"""What goes wrong when SGLang loads the plugin: one clear line each, and SGLang goes on.
+
+Every case is a fresh process that does what each process of a server does first, and then builds
+the model's classes; a fault is put there by a plugin that SGLang finds before ours.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from layer_rows import assert_all_stock, cut
+from server import running
+
+LOAD = """
+import logging
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.models.gemma4_causal import Gemma4TextModel
+print("patched", hasattr(Gemma4TextModel, "_yoco_eligibility"))
+"""
+
+
+def plugin(directory: Path, name: str, code: str) -> Path:
+    """A distribution with one general plugin of SGLang; ``code`` runs when it is imported.
+
+    SGLang imports all plugins before it calls the first of them.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.py").write_text(textwrap.dedent(code) + "\ndef load():\n    pass\n")
+    information = directory / f"{name}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:load\n")
+    return directory
+
+
+def python_path(directory: Path) -> str:
+    """A PYTHONPATH with ``directory`` in front."""
+    return os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
+
+
+def output_of(code: str, **environment: str) -> str:
+    """What a fresh process prints."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        cwd="/",  # a checkout's own metadata would come before the fault's
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def ours(output: str) -> list[str]:
+    """The lines that the package logged."""
+    return [line for line in output.splitlines() if " sglang_gemma4_yoco " in line]
+
+
+def refusal(output: str) -> str:
+    """The one line that says why nothing was patched."""
+    assert "patched False" in output
+    (line,) = ours(output)
+    assert line.startswith("ERROR")
+    assert "NOT installed, the server runs unpatched" in line
+    return line
+
+
+def test_without_sglang() -> None:
+    code = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+import importlib.metadata as metadata
+real = metadata.version
+def version(name):
+    if name == "sglang":
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.version = version
+sys.modules["sglang"] = None
+from sglang_gemma4_yoco import plugin
+plugin.load()
+print("patched False")
+"""
+    assert "no SGLang is installed" in refusal(output_of(code))
+
+
+@pytest.mark.parametrize(
+    ("installed", "loads"), [("0.5.13", False), ("0.4.0", False), ("0.9.1", True)]
+)
+def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
+    """Too old is refused by its number; newer than the last tested one is told, and patched."""
+    code = f"""
+        import importlib.metadata as metadata
+        real = metadata.version
+        metadata.version = lambda name: {installed!r} if name == "sglang" else real(name)
+    """
+    output = output_of(LOAD, PYTHONPATH=python_path(plugin(tmp_path, "a_version", code)))
+    if loads:
+        assert "patched True" in output
+        (line,) = ours(output)
+        assert line.startswith("WARNING")
+        assert f"SGLang {installed} is newer than" in line
+    else:
+        assert f"SGLang {installed} is not in the supported range >=0.5.14" in refusal(output)
+
+
+def test_a_module_that_moved(tmp_path: Path) -> None:
+    """A future SGLang without one of the modules that the patch imports."""
+    code = """
+        import sys
+        sys.modules["sglang.srt.model_executor.forward_context"] = None
+        import sglang_gemma4_yoco.plugin as ours
+        ours.load()
+        del sys.modules["sglang.srt.model_executor.forward_context"]
+        ours.load = lambda: None
+    """
+    line = refusal(output_of(LOAD, PYTHONPATH=python_path(plugin(tmp_path, "a_move", code))))
+    assert "forward_context" in line
+    assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in line
+
+
+def test_renamed_seams(tmp_path: Path) -> None:
+    code = """
+        from sglang.srt.model_executor.model_runner import ModelRunner
+        ModelRunner.prepare_attention = ModelRunner.init_attention_backends
+        del ModelRunner.init_attention_backends
+    """
+    line = refusal(output_of(LOAD, PYTHONPATH=python_path(plugin(tmp_path, "a_rename", code))))
+    assert "lacks ModelRunner.init_attention_backends" in line
+
+
+def test_excluded_by_the_operator() -> None:
+    """``SGLANG_PLUGINS`` without our name: SGLang says that it skips us, and nothing is touched."""
+    output = output_of(LOAD, SGLANG_PLUGINS="gemma4_row_trace")
+    assert "patched False" in output
+    assert ours(output) == []
+    assert "Skipping plugin gemma4_yoco (not in SGLANG_PLUGINS)" in output
+
+
+def test_nothing_is_written() -> None:
+    """Loading writes no file, so a read-only disk is no fault."""
+    watch = """
+import sys
+written = []
+def hook(event, args):
+    if event == "open" and isinstance(args[0], str):
+        path, mode, flags = args
+        if isinstance(mode, str) and set(mode) & set("wax+"):
+            written.append(path)
+import sglang.srt.models.gemma4_causal
+sys.addaudithook(hook)
+"""
+    output = output_of(
+        watch + LOAD + 'print("written", [p for p in written if p != "/dev/null"])',
+        PYTHONDONTWRITEBYTECODE="1",
+    )
+    assert "patched True" in output
+    assert "written []" in output
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_child_processes(tmp_path: Path, method: str) -> None:
+    """A forked child has its parent's patch, a spawned one its own; each is said once."""
+    script = tmp_path / "parent.py"
+    script.write_text(f"""
+import logging, multiprocessing, os
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+def child():
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    from sglang.srt.plugins import load_plugins
+    load_plugins()
+    from sglang.srt.models.gemma4_causal import Gemma4TextModel
+    print("child patched", hasattr(Gemma4TextModel, "_yoco_eligibility"), flush=True)
+if __name__ == "__main__":
+    from sglang.srt.plugins import load_plugins
+    load_plugins()
+    process = multiprocessing.get_context({method!r}).Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+""")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    assert "child patched True" in done.stdout
+    lines = ours(done.stdout)
+    assert all("is installed" in line and line.startswith("INFO") for line in lines)
+    assert len(lines) == (2 if method == "spawn" else 1)
+
+
+AROUND = """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    def around(forward, *args, **kwargs):
+        print("their hook saw a forward", flush=True)
+        return forward(*args, **kwargs)
+    HookRegistry.register(
+        "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward", around, HookType.AROUND
+    )
+"""
+WRAPPED_BEFORE = """
+    import functools
+    from sglang.srt.models.gemma4_causal import Gemma4TextModel
+    stock = Gemma4TextModel.forward
+    @functools.wraps(stock)
+    def forward(*args, **kwargs):
+        print("their hook saw a forward", flush=True)
+        return stock(*args, **kwargs)
+    Gemma4TextModel.forward = forward
+"""
+
+
+@pytest.mark.parametrize("code", [AROUND, WRAPPED_BEFORE], ids=["after ours", "before ours"])
+def test_another_plugin_on_the_same_method(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """Both plugins work on a real server, whichever wraps first."""
+    monkeypatch.setenv("PYTHONPATH", python_path(plugin(tmp_path / "plugin", "a_hook", code)))
+    with running(tiny_checkpoint, tmp_path / "server", switch=None) as server:
+        server.generate(
+            input_ids=list(range(20, 90)), sampling_params={"temperature": 0, "max_new_tokens": 2}
+        )
+    assert server.prefills()[-1].rows == cut(70, 1)
+    assert server.log_lines("their hook saw a forward")
+
+
+def test_server_with_a_changed_seam(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapper before ours that hides the signature: one line in the log, and stock answers."""
+    code = """
+        from sglang.srt.models.gemma4_causal import Gemma4TextModel
+        stock = Gemma4TextModel.forward
+        Gemma4TextModel.forward = lambda *args, **kwargs: stock(*args, **kwargs)
+    """
+    monkeypatch.setenv("PYTHONPATH", python_path(plugin(tmp_path / "plugin", "a_veil", code)))
+    with running(tiny_checkpoint, tmp_path / "server", switch=None) as server:
+        reply = server.generate(
+            input_ids=list(range(20, 90)), sampling_params={"temperature": 0, "max_new_tokens": 2}
+        )
+    assert len(reply["output_ids"]) == 2
+    assert_all_stock(server.prefills())
+    # One line from each process that loads plugins, the same but for the time in front of it.
+    (line,) = {line[line.index("Gemma 4") :] for line in server.log_lines("NOT installed")}
+    assert "lacks Gemma4TextModel.forward(self, input_ids, positions, forward_batch" in line

@@ -1,0 +1,117 @@
+"""When the fast path pays: the rule, and the setting that replaces it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from test_gate import eligible_batch, model
+
+from sglang_gemma4_yoco import gate, threshold
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "ten", " 3", "٣"])
+def test_invalid_values_name_the_variable_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(threshold.VARIABLE, value)
+    with pytest.raises(ValueError, match=rf"{threshold.VARIABLE}=.*whole number from 1 up.*unset"):
+        threshold.min_skipped_rows()
+    reason = gate.ineligible_reason(model(), eligible_batch())
+    assert reason is not None
+    assert threshold.VARIABLE in reason
+
+
+@pytest.mark.parametrize("value", [None, "1", "12"])
+def test_valid_values(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv(threshold.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(threshold.VARIABLE, value)
+    assert threshold.min_skipped_rows() == (None if value is None else int(value))
+
+
+def test_off_comes_before_an_invalid_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(threshold.VARIABLE, "ten")
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
+    assert gate.ineligible_reason(model(), eligible_batch()) == gate.OFF
+
+
+@pytest.mark.parametrize(
+    ("total", "kept", "expected"),
+    [
+        (4, 1, True),
+        (3, 1, False),
+        (4, 2, False),
+        (16, 14, False),
+        (16, 12, True),
+        (48, 45, True),  # three rows are a sixteenth of 48
+        (49, 46, False),
+        (2048, 1, True),
+        (2048, 2000, False),
+        (2048, 1920, True),
+        (128, 0, True),  # nobody reads the chunk
+    ],
+)
+def test_the_rule(total: int, kept: int, expected: bool) -> None:
+    assert threshold.pays(total, kept) is expected
+
+
+@given(total=st.integers(1, 10**6), skipped=st.integers(0, 10**6), more=st.integers(0, 100))
+def test_what_pays_still_pays_with_more_rows_skipped(total: int, skipped: int, more: int) -> None:
+    kept = max(total - skipped, 0)
+    if threshold.pays(total, kept):
+        assert threshold.pays(total, max(kept - more, 0))
+
+
+def test_minimum_replaces_the_rule() -> None:
+    assert threshold.pays(2048, 2047, minimum=1)
+    assert not threshold.pays(2048, 1, minimum=2048)
+    assert threshold.pays(2048, 0, minimum=2048)
+
+
+def suffix(kept: int, **changes: Any) -> ForwardBatch:
+    """One prompt of 49 rows of which the last ``kept`` are read."""
+    return eligible_batch(
+        batch_size=1,
+        input_ids=torch.arange(49),
+        seq_lens=torch.tensor([49]),
+        seq_lens_sum=49,
+        extend_num_tokens=49,
+        extend_seq_lens_cpu=[49],
+        extend_prefix_lens_cpu=[0],
+        return_logprob=True,
+        extend_logprob_start_lens_cpu=[49 - kept],
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "kept", "reason"),
+    [
+        (None, 45, None),
+        (None, 46, gate.TOO_LITTLE),
+        ("1", 48, None),
+        ("10", 39, None),
+        ("10", 40, gate.TOO_LITTLE),
+    ],
+)
+def test_the_gate_follows_rule_and_setting(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, kept: int, reason: str | None
+) -> None:
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
+    monkeypatch.delenv(threshold.VARIABLE)
+    if value is not None:
+        monkeypatch.setenv(threshold.VARIABLE, value)
+    assert gate.ineligible_reason(model(), suffix(kept)) == reason
+
+
+def test_an_unread_chunk_skips_all_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
+    monkeypatch.setenv(threshold.VARIABLE, "9")
+    assert gate.ineligible_reason(model(), eligible_batch()) == gate.TOO_LITTLE
+    unread = eligible_batch(contains_last_prefill_chunk=False)
+    assert gate.ineligible_reason(model(), unread) is None
