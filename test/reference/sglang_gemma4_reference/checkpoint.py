@@ -414,7 +414,7 @@ def write_assistant(path: str | Path, target: Gemma4Shape) -> Path:
     )
     with torch.no_grad():
         for name, weight in assistant.named_parameters():
-            _randomise(name, weight)
+            randomise(name, weight)
         assistant.lm_head.weight.copy_(embeddings)
         half = target.hidden_size
         # The target's hidden state, passed through: the next token from it is the best guess.
