@@ -660,7 +660,10 @@ def kernels(recorded: Any, device: str) -> list[Kernel]:
     return [
         (event.name, event.time_range.start, event.time_range.end)
         for event in recorded.events()
-        if event.device_type == wanted and not (device == "cpu" and event.cpu_children)
+        if event.device_type == wanted
+        and not (device == "cpu" and event.cpu_children)
+        # A named range of the host is mirrored on the device's time line, and is no work.
+        and not event.is_user_annotation
     ]
 
 
