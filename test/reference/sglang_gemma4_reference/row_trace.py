@@ -65,7 +65,8 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
         # Whoever wraps the forward may hide its signature.
         batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
         current = None
-        if not batch.forward_mode.is_decode_or_idle():
+        # Neither decode steps nor drafts that are verified.
+        if batch.forward_mode.is_extend_without_speculative():
             current = Prefill(
                 mode=batch.forward_mode.name,
                 extend_lens=_integers(batch.extend_seq_lens_cpu),
