@@ -25,6 +25,7 @@ from observe import (
     switched,
     watching,
 )
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import cut, donor, fallback, gate, patch, per_layer, report, seams
@@ -144,6 +145,9 @@ def test_backend_whose_decode_is_not_proven(
     compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
 
 
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorCut) -> None:
     engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
@@ -177,6 +181,22 @@ def test_stepping_aside_at_the_last_moment(
         assert_same_answers(stock, fast, 0.0)
         untouched(engine)
         assert report.forwards == {gate.OFF: 1, cut.STREAM_PENDING: 1}
+
+
+@pytest.mark.skipif(seams.HAS_RESIDUAL_STREAM, reason="the batch carries the residual")
+@pytest.mark.parametrize("cut_at", [DonorCut.KEYS_AND_VALUES, DonorCut.AFTER_ATTENTION])
+def test_a_donor_that_adds_to_something_else_is_not_cut(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cut_at: DonorCut
+) -> None:
+    monkeypatch.setattr(seams, "residual", lambda _, layer_input: layer_input.clone())
+    engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, 0.0)
+    untouched(engine)
+    assert report.forwards == {gate.OFF: 1, cut.FOREIGN_RESIDUAL: 1}
 
 
 def test_a_refused_batch_is_the_stock_forward_bit_for_bit(engine: Engine) -> None:
@@ -372,6 +392,9 @@ def test_a_failure_is_served_by_stock(
     assert_same_answers(stock, fast, TOLERANCE)
 
 
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 @pytest.mark.parametrize("place", ["first layer", "donor's attention", "donor's ffn"])
 def test_a_failing_unread_chunk_is_served_by_stock(
