@@ -77,8 +77,9 @@ def untouched(engine: Engine) -> None:
     """Nothing of the fast path is left on the model or in the attention state."""
     model = engine.text_model
     owners = [model, model.norm, *model.layers, *(layer.self_attn for layer in model.layers)]
-    owners += [layer.pre_feedforward_layernorm for layer in model.layers]
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
+    added = [layer.pre_feedforward_layernorm.__dict__.get("forward") for layer in model.layers]
+    assert [f for f in added if f is not None and f.__module__ == cut.__name__] == []
     assert not forward_context.has_forward_context()
     attention = cut.tail_attention(model)
     if attention is not None:
@@ -310,7 +311,7 @@ def with_image(engine: Engine, scheduled: Any, first: int, length: int) -> Any:
         ),
     )
     image.set_hash(12345)
-    scheduled.input_ids[first : first + length] = torch.tensor(image.padding_sequence(length))
+    scheduled.input_ids[first : first + length] = torch.tensor(releases.placeholders(image, length))
     scheduled.multimodal_inputs = [
         MultimodalInputs(mm_items=[image]),
         *[None] * (len(scheduled.reqs) - 1),

@@ -151,6 +151,14 @@ def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
     return ForwardBatch.init_new(batch, runner)
 
 
+def placeholders(item: Any, count: int) -> list[int]:
+    """The token ids that stand for ``count`` rows of an image or sound in a prompt."""
+    if hasattr(item, "padding_sequence"):  # 0.5.23
+        ids: list[int] = item.padding_sequence(count)
+        return ids
+    return [item.pad_value] * count
+
+
 @contextmanager
 def published(**arguments: Any) -> Iterator[None]:
     """A process whose server was started with these arguments, for the span."""
@@ -181,6 +189,7 @@ __all__ = [
     "extend",
     "forward_batch",
     "load_model",
+    "placeholders",
     "published",
     "take_in_tree_paths",
     "tells_unread_chunks",
