@@ -154,11 +154,11 @@ class Release:
         parts = {name: Part(**part) for name, part in record.get("parts", {}).items()}
         return cls(**{k: v for k, v in record.items() if k in known} | {"parts": parts})
 
-    def still_good(self, commit: str) -> dict[str, Part]:
-        """The parts that need not run again at ``commit``."""
+    def still_valid(self, commit: str, wanted: Sequence[str]) -> dict[str, Part]:
+        """The parts that need not run again at ``commit``: all but ``wanted`` ones that failed."""
         if self.commit != commit or commit.endswith("-dirty"):
             return {}
-        return {name: part for name, part in self.parts.items() if part.good}
+        return {name: part for name, part in self.parts.items() if part.good or name not in wanted}
 
     def refused_at(self, commit: str) -> bool:
         """Whether the plugin at ``commit`` refuses it."""
@@ -403,7 +403,7 @@ def main() -> int:
         if earlier is not None and not args.force:
             if earlier.refused_at(commit):
                 release = earlier
-            release.parts = earlier.still_good(commit)
+            release.parts = earlier.still_valid(commit, args.parts)
             if release.parts:
                 release.status, release.packages = earlier.status, earlier.packages
         if release.status == REFUSED or set(args.parts) <= set(release.parts):

@@ -22,6 +22,7 @@ from sglang_gemma4_yoco.donor import DonorCut
 from sglang_gemma4_yoco.shadow import Shadows
 from sglang_gemma4_yoco.tail import Tail
 
+FOREIGN_RESIDUAL = "the donor layer's attention is not added to the layer's input"
 STREAM_PENDING = "the residual stream is not written before the tail"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 IMAGES_ON_ONE_BACKEND = "a multimodal prompt without an attention backend of the tail's own"
@@ -329,12 +330,12 @@ class Cut:
 
     def _donor_residual(self, stock: _Layer) -> _Layer:
         def forward(
-            hidden_states: torch.Tensor, residual: Any = None, *args: Any, **kwargs: Any
+            hidden_states: torch.Tensor, residual: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
             # The layer adds its own input, which has all rows, to the attention of kept ones.
-            if self._front is not None and residual is self._front:
-                residual = self._kept(self._front)
-            return stock(hidden_states, residual, *args, **kwargs)
+            if residual is not self._front:
+                raise LateRefusalError(FOREIGN_RESIDUAL)
+            return stock(hidden_states, self._kept(residual), *args, **kwargs)
 
         return forward
 

@@ -27,6 +27,9 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
+    is_in_breakable_cuda_graph,
+)
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
@@ -193,7 +196,11 @@ def is_capturing() -> bool:
     A recorded forward runs its Python once, for a padded batch; what the package would decide
     for that batch would be replayed for all others.
     """
-    if capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph():
+    if (
+        capture_mode.get_is_capture_mode()
+        or is_in_breakable_cuda_graph()  # asked by the former from 0.5.15 on
+        or is_in_tc_piecewise_cuda_graph()
+    ):
         return True
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 

@@ -7,10 +7,11 @@ this distribution knows a version.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -150,6 +151,32 @@ def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
     return ForwardBatch.init_new(batch, runner)
 
 
+def placeholders(item: Any, count: int) -> list[int]:
+    """The token ids that stand for ``count`` rows of an image or sound in a prompt."""
+    if hasattr(item, "padding_sequence"):  # 0.5.23
+        ids: list[int] = item.padding_sequence(count)
+        return ids
+    return [item.pad_value] * count
+
+
+@contextmanager
+def published(**arguments: Any) -> Iterator[None]:
+    """A process whose server was started with these arguments, for the span."""
+    from sglang.srt import runtime_context, server_args
+
+    context = runtime_context.get_context()
+    if hasattr(context, "override_server_args"):  # 0.5.16
+        with context.override_server_args(**arguments):
+            yield
+        return
+    previous = server_args._global_server_args
+    server_args._global_server_args = SimpleNamespace(**arguments)
+    try:
+        yield
+    finally:
+        server_args._global_server_args = previous
+
+
 def tells_unread_chunks() -> bool:
     """Whether a forward's batch says that no request of it finishes its prompt (0.5.23)."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -162,6 +189,8 @@ __all__ = [
     "extend",
     "forward_batch",
     "load_model",
+    "placeholders",
+    "published",
     "take_in_tree_paths",
     "tells_unread_chunks",
     "tree_cache",
