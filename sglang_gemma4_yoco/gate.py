@@ -160,8 +160,7 @@ def server_reason() -> str | None:
     for name, reason in _REFUSING_SIZES.items():
         if (argument(name) or 1) > 1:
             return reason
-    role = argument("disaggregation_mode")
-    if role not in (None, "null") and (role != "prefill" or argument("speculative_algorithm")):
+    if argument("disaggregation_mode") not in (None, "null"):
         return "prefill-decode disaggregation"
     return None
 

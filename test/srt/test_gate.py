@@ -236,7 +236,7 @@ def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) ->
         ({"tp_size": 2}, "tensor parallelism"),
         ({"pp_size": 2}, gate.PIPELINE),
         ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
-        ({"disaggregation_mode": "prefill"}, None),
+        ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
         ({"speculative_algorithm": "FROZEN_KV_MTP"}, None),
         ({}, None),
     ],

@@ -270,10 +270,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
         f"{gate.HIDDEN_STATES}, beside speculative decoding",
     ),
     ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
-    (
-        {"disaggregation_mode": "prefill", "speculative_algorithm": "FROZEN_KV_MTP"},
-        "prefill-decode disaggregation",
-    ),
+    ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
 ]
 
 
