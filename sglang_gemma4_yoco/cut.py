@@ -22,6 +22,7 @@ from sglang_gemma4_yoco.donor import DonorCut
 from sglang_gemma4_yoco.shadow import Shadows
 from sglang_gemma4_yoco.tail import Tail
 
+FOREIGN_RESIDUAL = "the donor layer's attention is not added to the layer's input"
 STREAM_PENDING = "the residual stream is not written before the tail"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 IMAGES_ON_ONE_BACKEND = "a multimodal prompt without an attention backend of the tail's own"
@@ -62,8 +63,7 @@ def _unplanned(attention: TailAttention | None, forward_batch: Any) -> str | Non
     """Why an eligible batch has no attention metadata for its tail, or None."""
     if attention is None:
         # Rebuilding would drop the image masks that the model wrote into the metadata.
-        multimodal = getattr(forward_batch, "mm_input_embeds", None) is not None
-        return IMAGES_ON_ONE_BACKEND if multimodal else None
+        return IMAGES_ON_ONE_BACKEND if gate.is_multimodal(forward_batch) else None
     if seams.current_attn_backend() is not attention.main:
         return NOT_PLANNED
     return None if attention.planned(forward_batch) is not None else NOT_PLANNED
@@ -182,6 +182,9 @@ class Cut:
                 layer = model.layers[first_cut]
                 add(layer, "forward", self._donor_layer)
                 add(layer.self_attn, "forward", self._donor_attention)
+                reader = seams.residual_reader(layer)
+                if reader is not None:
+                    add(reader, "forward", self._donor_residual)
             if per_layer.can_be_split(model):
                 add(model, "project_per_layer_inputs", self._split_projection(first_cut))
             for i in range(self._first, len(model.layers)):
@@ -268,10 +271,11 @@ class Cut:
             forward_batch: Any,
             **kwargs: Any,
         ) -> Any:
+            self._front = hidden_states
             self._must_be_whole(hidden_states)
             if self.tail.unread:
                 self._write_keys_and_values(hidden_states, positions)
-                return hidden_states
+                return seams.layer_output(hidden_states)
             return stock(
                 positions=positions,
                 hidden_states=hidden_states,
@@ -304,6 +308,7 @@ class Cut:
             forward_batch: Any,
             **kwargs: Any,
         ) -> Any:
+            assert self._front is not None, "the layer has begun"
             if self._donor is DonorCut.AFTER_ATTENTION:
                 output = stock(
                     positions=positions,
@@ -311,15 +316,26 @@ class Cut:
                     forward_batch=forward_batch,
                     **kwargs,
                 )
-                self._enter_tail(seams.residual(forward_batch), positions)
+                self._enter_tail(seams.residual(forward_batch, self._front), positions)
                 return self._kept(output)
             k, v = donor.keys_and_values(attention, hidden_states, positions)
             normed_rows = self._kept(hidden_states)
-            self._enter_tail(seams.residual(forward_batch), positions)
+            self._enter_tail(seams.residual(forward_batch, self._front), positions)
             assert self._positions is not None
             q = donor.queries(attention, normed_rows, self._positions)
             output, _ = attention.o_proj(donor.attend(attention, q, k, v, forward_batch))
             return output
+
+        return forward
+
+    def _donor_residual(self, stock: _Layer) -> _Layer:
+        def forward(
+            hidden_states: torch.Tensor, residual: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            # The layer adds its own input, which has all rows, to the attention of kept ones.
+            if residual is not self._front:
+                raise LateRefusalError(FOREIGN_RESIDUAL)
+            return stock(hidden_states, self._kept(residual), *args, **kwargs)
 
         return forward
 

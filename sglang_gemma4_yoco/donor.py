@@ -30,6 +30,7 @@ class DonorCut(Enum):
     """The layer runs as stock."""
 
 
+_LAYER_PARTS = ("input_layernorm", "pre_feedforward_layernorm")
 _ATTENTION_PARTS = (
     "qkv_proj",
     "o_proj",
@@ -50,20 +51,17 @@ def why_not_inside(model: Any) -> str | None:
     """Why layer K-1 of this model cannot be cut, or None."""
     first = gate.first_shared_layer(model.config)
     assert first is not None, "only models with a tail are asked"
-    if not seams.HAS_RESIDUAL_STREAM:
-        return "this SGLang's layers keep the residual to themselves"
-    if first < 2:
-        # The residual of layer 0 is the caller's embedding, which must not be written to.
+    if first - getattr(model, "start_layer", 0) < 2:
+        # The residual of a stage's first layer is its caller's, and must not be written to.
         return "there is no layer before the donor"
     layer = model.layers[first - 1]
     if type(layer) is not seams.gemma4_causal.Gemma4DecoderLayer:
         return f"layer {first - 1} is a {type(layer).__name__}"
     if type(layer.self_attn) is not seams.gemma4_causal.Gemma4Attention:
         return f"the attention of layer {first - 1} is a {type(layer.self_attn).__name__}"
-    missing = [name for name in _ATTENTION_PARTS if not hasattr(layer.self_attn, name)]
-    if missing or not hasattr(layer, "input_layernorm"):
-        return f"layer {first - 1} lacks {', '.join(missing) or 'input_layernorm'}"
-    return None
+    missing = [name for name in _LAYER_PARTS if not hasattr(layer, name)]
+    missing += [name for name in _ATTENTION_PARTS if not hasattr(layer.self_attn, name)]
+    return f"layer {first - 1} lacks {', '.join(missing)}" if missing else None
 
 
 def why_not_keys_and_values(model: Any, backend: Any) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor import forward_context
@@ -26,18 +27,21 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
+    is_in_breakable_cuda_graph,
+)
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
+from torch.distributed import distributed_c10d
 
-try:  # SGLang 0.5.22 and later: layers hand a residual stream along on the batch
-    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
-except ImportError:
-    residual_batch = None
-
+# From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. 0.5.21 has such streams
+# as well, for other models: hence Gemma 4's own module is asked.
+residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
+_FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
 LAST_TESTED = Version("0.5.23")
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
@@ -114,8 +118,13 @@ def _missing() -> Iterator[str]:
     for name in ("forward_context", "get_forward_context", "has_forward_context"):
         if not callable(getattr(forward_context, name, None)):
             yield f"forward_context.{name}"
-    if "residual_stream" in fields and not callable(getattr(residual_batch, "set_written", None)):
-        yield "layer_boundary.residual.batch.set_written"
+    if HAS_RESIDUAL_STREAM:
+        if "residual_stream" not in fields:
+            yield "ForwardBatch.residual_stream"
+        if not callable(getattr(residual_batch, "set_written", None)):
+            yield "layer_boundary.residual.batch.set_written"
+    elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:
+        yield "gemma4_causal.residual_batch"
 
 
 def check() -> None:
@@ -160,6 +169,19 @@ def server_arguments() -> Callable[[str], Any] | None:
     return lambda name: resolution_result(args, name) if hasattr(args, name) else None
 
 
+def tensor_parallel_group() -> Any | None:
+    """SGLang's coordinator of the ranks that share this rank's layers; None for a rank alone."""
+    argument = server_arguments()
+    if argument is None or (argument("tp_size") or 1) == 1:
+        return None
+    return parallel_state.get_tp_group()
+
+
+def rendezvous_store() -> Any:
+    """The key-value store through which this server's ranks found each other."""
+    return distributed_c10d._get_default_store()
+
+
 def prefill_graph() -> str | None:
     """The CUDA graph backend that this server replays prefill forwards with, or None."""
     argument = server_arguments()
@@ -174,7 +196,11 @@ def is_capturing() -> bool:
     A recorded forward runs its Python once, for a padded batch; what the package would decide
     for that batch would be replayed for all others.
     """
-    if capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph():
+    if (
+        capture_mode.get_is_capture_mode()
+        or is_in_breakable_cuda_graph()  # asked by the former from 0.5.15 on
+        or is_in_tc_piecewise_cuda_graph()
+    ):
         return True
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
@@ -259,17 +285,31 @@ def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool
     return stream.residual is None or stream.residual is hidden_states
 
 
-def residual(forward_batch: Any) -> torch.Tensor:
+def residual(forward_batch: Any, layer_input: torch.Tensor) -> torch.Tensor:
     """The residual that the layer now running has read: [T, hidden].
+
+    Args:
+        layer_input: [T, hidden], the hidden states that the layer was called with.
 
     Raises:
         SeamError: an update is still owed to it, which no supported SGLang does here.
     """
+    if not HAS_RESIDUAL_STREAM:
+        return layer_input
     stream = forward_batch.residual_stream
     if stream is None or stream.pending is not None or stream.residual is None:
         raise SeamError("a Gemma 4 layer computes its attention before its residual is written")
     written: torch.Tensor = stream.residual
     return written
+
+
+def residual_reader(layer: Any) -> Any | None:
+    """The part of ``layer`` that is handed the layer's own input to add its attention to.
+
+    Up to 0.5.21 a decoder layer keeps its input for this norm; since then the batch carries it, and
+    there is no such part.
+    """
+    return None if HAS_RESIDUAL_STREAM else getattr(layer, "pre_feedforward_layernorm", None)
 
 
 def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
@@ -331,8 +371,11 @@ __all__ = [
     "layer_rows",
     "plan",
     "prefill_graph",
+    "rendezvous_store",
     "residual",
     "residual_is_written",
+    "residual_reader",
     "server_arguments",
+    "tensor_parallel_group",
     "write_residual",
 ]

@@ -60,10 +60,15 @@ class Server:
         self._trace = trace
         self._http = requests.Session()
         self._http.trust_env = False  # no proxy stands between a machine and itself
+        self._start_up = 0  # length of the log when the server was ready
 
     def log(self) -> str:
         """Everything that all processes of the server have printed so far."""
         return self._log.read_text("utf-8", errors="replace")
+
+    def log_since_ready(self) -> str:
+        """The log without the start: some releases show there what they failed to import."""
+        return self.log()[self._start_up :]
 
     def log_lines(self, text: str) -> list[str]:
         """The log's lines that contain ``text``."""
@@ -110,6 +115,7 @@ class Server:
                 )
             try:
                 if self._http.get(f"{self.url}/health", timeout=30).ok:
+                    self._start_up = len(self.log())
                     return
             except requests.ConnectionError:
                 pass
@@ -120,7 +126,8 @@ class Server:
         return "\n".join(self.log().splitlines()[-_TAIL:])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -167,7 +174,7 @@ def started(
     }
     if switch is not None:
         environment[SWITCH] = switch
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
     command += ["--port", str(port), *_ARGUMENTS, *arguments]
     with log.open("wb") as output:

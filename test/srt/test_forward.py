@@ -25,6 +25,7 @@ from observe import (
     switched,
     watching,
 )
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import cut, donor, fallback, gate, patch, per_layer, report, seams
@@ -77,6 +78,8 @@ def untouched(engine: Engine) -> None:
     model = engine.text_model
     owners = [model, model.norm, *model.layers, *(layer.self_attn for layer in model.layers)]
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
+    added = [layer.pre_feedforward_layernorm.__dict__.get("forward") for layer in model.layers]
+    assert [f for f in added if f is not None and f.__module__ == cut.__name__] == []
     assert not forward_context.has_forward_context()
     attention = cut.tail_attention(model)
     if attention is not None:
@@ -143,6 +146,9 @@ def test_backend_whose_decode_is_not_proven(
     compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
 
 
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorCut) -> None:
     engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
@@ -176,6 +182,22 @@ def test_stepping_aside_at_the_last_moment(
         assert_same_answers(stock, fast, 0.0)
         untouched(engine)
         assert report.forwards == {gate.OFF: 1, cut.STREAM_PENDING: 1}
+
+
+@pytest.mark.skipif(seams.HAS_RESIDUAL_STREAM, reason="the batch carries the residual")
+@pytest.mark.parametrize("cut_at", [DonorCut.KEYS_AND_VALUES, DonorCut.AFTER_ATTENTION])
+def test_a_donor_that_adds_to_something_else_is_not_cut(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cut_at: DonorCut
+) -> None:
+    monkeypatch.setattr(seams, "residual", lambda _, layer_input: layer_input.clone())
+    engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, 0.0)
+    untouched(engine)
+    assert report.forwards == {gate.OFF: 1, cut.FOREIGN_RESIDUAL: 1}
 
 
 def test_a_refused_batch_is_the_stock_forward_bit_for_bit(engine: Engine) -> None:
@@ -289,7 +311,7 @@ def with_image(engine: Engine, scheduled: Any, first: int, length: int) -> Any:
         ),
     )
     image.set_hash(12345)
-    scheduled.input_ids[first : first + length] = torch.tensor(image.padding_sequence(length))
+    scheduled.input_ids[first : first + length] = torch.tensor(releases.placeholders(image, length))
     scheduled.multimodal_inputs = [
         MultimodalInputs(mm_items=[image]),
         *[None] * (len(scheduled.reqs) - 1),
@@ -311,7 +333,7 @@ def norms(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
     shadows = Shadows()
     if request.param == "as on a GPU":
         for layer in engine.text_model.layers:
-            shadows.add(layer.pre_feedforward_layernorm, "forward", in_place)
+            shadows.add(layer.pre_feedforward_layernorm, "_forward_method", in_place)
     yield request.param
     shadows.close()
 
@@ -371,6 +393,9 @@ def test_a_failure_is_served_by_stock(
     assert_same_answers(stock, fast, TOLERANCE)
 
 
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 @pytest.mark.parametrize("place", ["first layer", "donor's attention", "donor's ffn"])
 def test_a_failing_unread_chunk_is_served_by_stock(

@@ -34,7 +34,7 @@ from ask import (
     picture,
     tokens,
 )
-from layer_rows import assert_all_fast, cut
+from layer_rows import UNREAD, assert_all_fast, cut
 from server import CHUNK, Server, started
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 
@@ -56,7 +56,7 @@ def texts(server: Server, prompt: list[int], **sampling: Any) -> list[str]:
 def test_prompt_that_ends_with_a_chunk(servers: tuple[Server, Server]) -> None:
     """Two full chunks: the first is read by nobody, of the second the last row."""
     both = compare(servers, lambda server: generate(server, tokens(2 * CHUNK, seed=20)))
-    assert both.rows == [cut(CHUNK, 0), cut(CHUNK, 1)]
+    assert both.rows == [cut(CHUNK, UNREAD), cut(CHUNK, 1)]
     assert_same_answers(both)
 
 
@@ -105,8 +105,12 @@ def given_up(server: Server, body: dict[str, Any], how: str) -> Iterator[None]:
 @pytest.mark.parametrize("how", ["abort", "disconnect"])
 def test_abort_of_a_running_prefill(servers: tuple[Server, Server], how: str) -> None:
     """A request that is given up between two chunks leaves the others' answers as they are."""
-    body = {"input_ids": tokens(4000, seed=24), "sampling_params": GREEDY, "rid": how}
-    body["stream"] = how == "disconnect"  # SGLang notices at once only when a stream is left
+    body = {
+        "input_ids": tokens(4000, seed=24),
+        "sampling_params": GREEDY,
+        "rid": how,
+        "stream": how == "disconnect",  # SGLang notices at once only when a stream is left
+    }
 
     def ask(server: Server) -> list[Answer]:
         mark = server.mark()
@@ -259,7 +263,7 @@ def small_servers(
 def test_long_prompt_runs_the_tail_once(small_servers: tuple[Server, Server]) -> None:
     """4096 tokens in chunks of 512: eight forwards, one row through the tail."""
     both = compare(small_servers, lambda server: generate(server, tokens(4096, seed=40)))
-    assert both.rows == [cut(LARGE_CHUNK, 0)] * 7 + [cut(LARGE_CHUNK, 1)]
+    assert both.rows == [cut(LARGE_CHUNK, UNREAD)] * 7 + [cut(LARGE_CHUNK, 1)]
     assert_same_answers(both)
 
 

@@ -60,7 +60,7 @@ def test_the_window_comes_back_after_an_exception() -> None:
 
 def test_an_untested_release_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seams.decodes_like_extend(TritonAttnBackend(511))
-    monkeypatch.setattr(seams, "_LAST_TESTED", Version("0.5.0"))
+    monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.0"))
     assert not seams.decodes_like_extend(TritonAttnBackend(511))
     assert not seams.decodes_like_extend(OtherBackend(511))
     assert seams.decodes_like_extend(TritonAttnBackend(None))

@@ -26,7 +26,7 @@ from ask import (
     picture,
     tokens,
 )
-from layer_rows import assert_all_fast, assert_all_stock, cut, whole
+from layer_rows import UNREAD, assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, SWITCH, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
@@ -89,7 +89,7 @@ def test_next_turn(servers: tuple[Server, Server]) -> None:
 def test_chunked_prompt(servers: tuple[Server, Server]) -> None:
     """A prompt of 8 chunks: nobody reads a row of the first 7, the last one's last row is read."""
     both = compare(servers, lambda server: generate(server, tokens(1000, seed=7)))
-    assert both.rows == [cut(CHUNK, 0)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
+    assert both.rows == [cut(CHUNK, UNREAD)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
     assert_same_answers(both)
 
 
@@ -202,7 +202,7 @@ def test_log_of_active_server(servers: tuple[Server, Server]) -> None:
     assert re.search(r"(inside layer 3|before layer 4)\b.*\bof 8\b", line), line
     # Other tests make this server's tail fail on purpose.
     injected = on.log_lines("serves the batch: InjectedError")
-    assert on.log().count("Traceback") == len(injected)
+    assert on.log_since_ready().count("Traceback") == len(injected)
 
 
 def test_log_of_switched_off_server(servers: tuple[Server, Server]) -> None:
@@ -210,7 +210,7 @@ def test_log_of_switched_off_server(servers: tuple[Server, Server]) -> None:
     _, off = servers
     generate(off, tokens(50, seed=10))
     assert off.log_lines("fast prefill is active") == []
-    assert "Traceback" not in off.log()
+    assert "Traceback" not in off.log_since_ready()
 
 
 def test_misspelt_switch(tiny_checkpoint: Path, tmp_path: Path) -> None:

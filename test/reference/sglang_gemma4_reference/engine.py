@@ -13,20 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.benchmark import one_batch
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import bootstrap
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import SpawnRanks, get_device, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-_process_ready = False
+from sglang_gemma4_reference import releases
 
 
 @dataclass(frozen=True)
@@ -53,41 +47,22 @@ class Engine:
     configuration is process-wide.
     """
 
-    def __init__(self, model_path: str | Path, **server_args: Any) -> None:
-        """Load the model. ``server_args`` are SGLang's, for example ``max_total_tokens=4096``."""
-        global _process_ready
+    def __init__(self, model_path: str | Path, *, rank: int = 0, **server_args: Any) -> None:
+        """Load the model.
+
+        Args:
+            model_path: the checkpoint.
+            rank: of this process, where ``tp_size`` makes several run one model together; all
+                call the same methods with the same arguments, ``nccl_port`` among them.
+            server_args: SGLang's, for example ``max_total_tokens=4096``.
+        """
         load_plugins()  # as every process of a server does first
         args = ServerArgs(model_path=str(model_path), **server_args)
-        args.resolve_once()
-        ranks = SpawnRanks(world_rank=0, gpu_id=0)
-        publish(args, role="scheduler", ranks=ranks)
-        port = PortArgs.init_new(args).nccl_port
-        if not _process_ready:
-            one_batch._init_process_global_configs()
-            bootstrap.init_parallel_runtime(
-                server_args=args, device=get_device().device, dist_port=port
-            )
-            _process_ready = True
-        config = ModelConfig.from_server_args(args)
-        bootstrap.init_layer_runtime(model_config=config)
-        self.runner = ModelRunner(
-            model_config=config,
-            mem_fraction_static=args.mem_fraction_static,
-            gpu_id=0,
-            nccl_port=port,
-            server_args=args,
-        )
-        self.runner.alloc_memory_pool()
-        self.runner.init_attention_backends()
-        self.runner.init_cuda_graphs()
+        self.runner = releases.load_model(args, rank)
         self.text_model = next(
             module for module in self.runner.model.modules() if isinstance(module, Gemma4TextModel)
         )
-        self._tree_cache = one_batch.TreeCacheNamespace(
-            page_size=1,
-            device=self.runner.device,
-            token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
-        )
+        self._tree_cache = releases.tree_cache(self.runner)
 
     def schedule(self, prompts: Sequence[Prompt]) -> ScheduleBatch:
         """Fill the cache with the cached tokens of all prompts, then schedule their new ones.
@@ -110,7 +85,7 @@ class Engine:
             req.logprob.top_logprobs_num = 3
             req.logprob.token_ids_logprob = [5, 17]
             req.logprob_start_len = -1
-            req.extend_end = len(ids)
+            releases.extend(req, self.runner, 0, len(ids))
             reqs.append(req)
         cached = [r for r, p in zip(reqs, prompts, strict=True) if p.cached]
         if cached:
@@ -118,9 +93,8 @@ class Engine:
         for req, prompt in zip(reqs, prompts, strict=True):
             ids = array("q", prompt.cached + prompt.new + prompt.to_come)
             req.origin_input_ids = req.full_untruncated_fill_ids = ids
-            req.prefix_len = len(prompt.cached)
-            req.extend_end = len(ids) - len(prompt.to_come)
             req.logprob_start_len = prompt.logprob_start
+            releases.extend(req, self.runner, len(prompt.cached), len(ids) - len(prompt.to_come))
         return self._batch(reqs)
 
     def _batch(self, reqs: list[Req]) -> ScheduleBatch:
@@ -143,9 +117,7 @@ class Engine:
 
         With ``unread`` the batch says that no request of it finishes its prompt.
         """
-        forward_batch = ForwardBatch.init_new(
-            batch, self.runner, return_hidden_states_before_norm=False
-        )
+        forward_batch = releases.forward_batch(batch, self.runner)
         if unread:
             forward_batch.contains_last_prefill_chunk = False
         return self.runner.forward(forward_batch).logits_output

@@ -1,0 +1,427 @@
+#!/usr/bin/env python3
+"""Which releases of SGLang does this package work with?
+
+``python3 scripts/version_matrix.py`` needs Python 3.10 or later and 25 GB of disk, nothing else.
+For each release it makes a virtual environment with that SGLang, this package, the CPU platform and
+the test tools, sees whether the plugin accepts it, runs tests in four parts, and deletes it again
+(``--keep`` keeps it). No GPU is needed. A release that cannot be installed, or that fails, does not
+stop the others.
+
+units   the gate, the seams, the switch, and forwards one by one
+model   on equals off: random models and random batches on SGLang's ModelRunner
+triton  the same on SGLang's Triton attention backend, in Triton's interpreter
+server  two real servers, fast and stock, and Hugging Face's Gemma 4 beside them
+
+After each release the results go to ``benchmark/results/version_matrix.json`` and, as a Markdown
+table, to ``version_matrix.md`` beside it; the table is also the output. What passed, or was
+refused, is not tried again while package, tests and scripts are the same commit (``--force`` tries
+it anyway), so a run that was cut short goes on where it was.
+
+uv keeps what it has downloaded in its cache, about 10 GB for each PyTorch: ``uv cache clean``
+removes it.
+
+The exit status is 0 if every release passed or was refused by the plugin, 1 if one did not, 2
+if the command could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from environment import (
+    REPO,
+    SetupError,
+    create_venv,
+    find_uv,
+    heading,
+    prepare_environment,
+    say,
+    tail,
+)
+
+VERSIONS = ("0.5.14", "0.5.16", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+SWITCH = "SGLANG_GEMMA4_YOCO"
+RESULTS = REPO / "benchmark" / "results" / "version_matrix.json"
+TESTED_PATHS = (
+    "sglang_gemma4_yoco",
+    "test",
+    "pyproject.toml",
+    "scripts/environment.py",
+    "scripts/version_matrix.py",
+)
+EQUIVALENCE = "test/srt/models/test_gemma4_equivalence.py"
+PARTS = {
+    "units": (
+        "test/srt/test_seams.py",
+        "test/srt/test_gate.py",
+        "test/srt/test_rows.py",
+        "test/srt/test_shadow.py",
+        "test/srt/test_tail.py",
+        "test/srt/test_switch_and_plugin.py",
+        "test/srt/test_forward.py",
+    ),
+    # Two models with a pool of their own for the window, one without.
+    "model": (EQUIVALENCE, "-k", "model0 or model2 or model3"),
+    "triton": ("test/srt/models/test_gemma4_equivalence_triton.py",),
+    "server": ("test/srt/test_server.py", "test/srt/test_oracle.py"),
+}
+
+# SGLang's own loader loads the plugin, which refuses in one line of its log.
+_PROBE = """
+import json, logging, platform
+from importlib.metadata import version
+refusals = []
+class Listener(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.ERROR:
+            refusals.append(record.getMessage().partition("unpatched: ")[2])
+logging.getLogger("sglang_gemma4_yoco").addHandler(Listener())
+from sglang.srt.plugins import load_plugins
+load_plugins()
+if not refusals:
+    from sglang.srt.models.gemma4_causal import Gemma4TextModel
+    assert hasattr(Gemma4TextModel, "_yoco_eligibility"), "the plugin was not loaded"
+print(json.dumps({
+    "refusal": "; ".join(refusals) or None,
+    "packages": {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "triton", "transformers")},
+    },
+}))
+"""
+
+PASSED, FAILED, REFUSED, NOT_INSTALLED = "passed", "failed", "refused", "not installed"
+INCOMPLETE = "incomplete"
+
+
+@dataclass
+class Part:
+    """What became of one part of the tests.
+
+    Attributes:
+        passed, failed, skipped: numbers of tests; an error counts as failed.
+        seconds: wall time, pytest's start included.
+    """
+
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether something ran and nothing failed."""
+        return self.passed > 0 and self.failed == 0
+
+
+@dataclass
+class Release:
+    """What became of one release.
+
+    Attributes:
+        sglang: its version.
+        status: ``passed``, ``failed``, ``refused``, ``not installed``, or ``incomplete`` when
+            nothing failed and not all parts were asked for.
+        reason: why it did not pass.
+        commit: the last commit of what was tested, with ``-dirty`` if there were changes.
+        packages: versions of what it brought along, and of Python.
+        parts: by name.
+    """
+
+    sglang: str
+    status: str
+    reason: str | None
+    commit: str
+    packages: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Release:
+        """One entry of the results file."""
+        known = {f.name for f in fields(cls)}
+        parts = {name: Part(**part) for name, part in record.get("parts", {}).items()}
+        return cls(**{k: v for k, v in record.items() if k in known} | {"parts": parts})
+
+    def still_valid(self, commit: str, wanted: Sequence[str]) -> dict[str, Part]:
+        """The parts that need not run again at ``commit``: all but ``wanted`` ones that failed."""
+        if self.commit != commit or commit.endswith("-dirty"):
+            return {}
+        return {name: part for name, part in self.parts.items() if part.good or name not in wanted}
+
+    def refused_at(self, commit: str) -> bool:
+        """Whether the plugin at ``commit`` refuses it."""
+        return self.status == REFUSED and self.commit == commit and not commit.endswith("-dirty")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; see ``--help``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--versions",
+        nargs="+",
+        metavar="VERSION",
+        help=f"default: {' '.join(VERSIONS)}, and what the package index has that is newer",
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
+    )
+    parser.add_argument(
+        "--work-dir",
+        type=Path,
+        default=REPO / ".venv-matrix",
+        help="where environments and logs go; default: %(default)s",
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--force", action="store_true", help="try again what has passed")
+    parser.add_argument(
+        "--timeout", type=float, default=1800, help="seconds for each part; default: %(default)s"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------- what to try
+
+
+def tested_commit() -> str:
+    """The last commit that changed what is tested here."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=REPO, capture_output=True, text=True)
+        if done.returncode:
+            raise SetupError(f"git {command[0]} failed in {REPO}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *TESTED_PATHS)
+    changed = git("status", "--porcelain", "--", *TESTED_PATHS)
+    return f"{commit}-dirty" if changed else commit
+
+
+def newer_versions(work_dir: Path, log: Path) -> list[str]:
+    """Releases on the package index that are newer than the newest of ``VERSIONS``."""
+    tools = work_dir / "tools"
+    if not (tools / "pyvenv.cfg").exists():
+        create_venv(tools, log)
+    uv = find_uv(tools, log)
+    found: list[str] = []
+    while True:
+        wanted = f"sglang>{VERSIONS[-1]}" + (f",<{found[0]}" if found else "")
+        done = subprocess.run(
+            [uv, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate", "-"],
+            input=wanted,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:  # nothing fits
+            return found
+        found.insert(0, done.stdout.strip().removeprefix("sglang=="))
+
+
+# ---------------------------------------------------------------- one release
+
+
+def run_tests(python: Path, arguments: Sequence[str], log: Path, timeout: float) -> Part:
+    """Run pytest in the repository; what it prints goes to ``log``."""
+    report = log.with_suffix(".xml")
+    report.unlink(missing_ok=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    began = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, *arguments], cwd=REPO, env=env, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            process.wait(timeout)
+        except BaseException as stopped:
+            # As Ctrl-C does, so that the tests take their servers down.
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+            if not isinstance(stopped, subprocess.TimeoutExpired):
+                raise
+            output.write(f"\nstopped after {timeout:.0f} s\n")
+    seconds = round(time.monotonic() - began, 1)
+    if not report.exists():
+        return Part(0, 1, 0, seconds)
+    passed = failed = skipped = 0
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed += 1
+        elif case.find("skipped") is not None:
+            skipped += 1
+        else:
+            passed += 1
+    if process.returncode and not failed:
+        failed = 1  # pytest itself did not end well
+    return Part(passed, failed, skipped, seconds)
+
+
+def refusal_of(python: Path) -> tuple[str | None, dict[str, str]]:
+    """Why the plugin stays out of this SGLang, or None; and versions of what SGLang brought."""
+    env = {name: value for name, value in os.environ.items() if name != SWITCH}
+    env["SGLANG_PLATFORM"] = "gemma4_cpu"
+    done = subprocess.run(
+        [python, "-c", _PROBE], env=env, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise SetupError(f"the plugin could not be loaded: {lines[-1]}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return answer["refusal"], answer["packages"]
+
+
+def try_release(release: Release, work_dir: Path, parts: Sequence[str], timeout: float) -> None:
+    """Install one release, test it, and note it all in ``release``.
+
+    Never raises over what is wrong with the release. Parts that it has already are not run.
+    """
+    version = release.sglang
+    venv, log = work_dir / version, work_dir / f"{version}-install.log"
+    try:
+        log.write_text("")
+        python, _ = prepare_environment(
+            venv, log, sglang_version=version, device="cpu", extras="test"
+        )
+    except (SetupError, OSError) as failure:
+        say(tail(log, 8))
+        release.status, release.reason = NOT_INSTALLED, str(failure)
+        return
+    try:
+        refusal, release.packages = refusal_of(python)
+    except SetupError as failure:
+        release.status, release.reason = FAILED, str(failure)
+        return
+    if refusal is not None:
+        release.status, release.reason, release.parts = REFUSED, refusal, {}
+        return
+    for name in parts:
+        if name in release.parts:
+            continue
+        log = work_dir / f"{version}-{name}.log"
+        say(f"   {name} (the log is {log})")
+        part = release.parts[name] = run_tests(python, PARTS[name], log, timeout)
+        say(f"   {name}: {_count(part)} in {part.seconds:.0f} s")
+        if not part.good:
+            say(tail(log))
+    bad = [name for name, part in release.parts.items() if not part.good]
+    left = [name for name in PARTS if name not in release.parts]
+    release.status = FAILED if bad else INCOMPLETE if left else PASSED
+    release.reason = f"tests fail: {', '.join(bad)}" if bad else None
+
+
+# ---------------------------------------------------------------- the results
+
+
+def load_results(path: Path) -> dict[str, Release]:
+    """What earlier runs found, by version."""
+    if not path.exists():
+        return {}
+    return {r["sglang"]: Release.from_json(r) for r in json.loads(path.read_text("utf-8"))}
+
+
+def store_results(path: Path, results: dict[str, Release]) -> None:
+    """Write the results and the table made from them."""
+    ordered = in_order(results)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(release) for release in ordered], indent=1) + "\n")
+    partial.replace(path)
+    path.with_suffix(".md").write_text(table(ordered))
+
+
+def in_order(results: dict[str, Release]) -> list[Release]:
+    """The newest release first."""
+    return sorted(results.values(), key=lambda r: _version_key(r.sglang), reverse=True)
+
+
+def _version_key(version: str) -> list[int]:
+    digits = "".join(c if c.isdigit() else " " for c in version)
+    return [int(number) for number in digits.split()]
+
+
+def _count(part: Part) -> str:
+    count = f"{part.passed} passed"
+    if part.failed:
+        count += f", {part.failed} failed"
+    return count + (f", {part.skipped} skipped" if part.skipped else "")
+
+
+def table(releases: Sequence[Release]) -> str:
+    """A Markdown table of the releases."""
+    lines = [
+        f"| SGLang | torch | transformers | {' | '.join(PARTS)} | result |",
+        "|---|---|---|" + "---|" * (len(PARTS) + 1),
+    ]
+    for release in releases:
+        cells = [release.sglang]
+        cells += [release.packages.get(name, "") for name in ("torch", "transformers")]
+        cells += [_count(release.parts[p]) if p in release.parts else "" for p in PARTS]
+        cells.append(release.status + (f": {release.reason}" if release.reason else ""))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Try every release, keep what was found, show it."""
+    args = parse_arguments()
+    work_dir = args.work_dir.expanduser().absolute()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        commit = tested_commit()
+        versions = args.versions
+        if versions is None:
+            log = work_dir / "tools-install.log"
+            log.write_text("")
+            versions = [*VERSIONS, *newer_versions(work_dir, log)]
+    except (SetupError, OSError) as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 2
+    results = load_results(args.results)
+    tried = []
+    for version in versions:
+        heading(f"SGLang {version}")
+        release = Release(version, FAILED, None, commit)
+        earlier = results.get(version)
+        if earlier is not None and not args.force:
+            if earlier.refused_at(commit):
+                release = earlier
+            release.parts = earlier.still_valid(commit, args.parts)
+            if release.parts:
+                release.status, release.packages = earlier.status, earlier.packages
+        if release.status == REFUSED or set(args.parts) <= set(release.parts):
+            say(f"   {release.status} before, at this commit")
+        else:
+            try:
+                try_release(release, work_dir, args.parts, args.timeout)
+            finally:
+                if not args.keep:
+                    shutil.rmtree(work_dir / version, ignore_errors=True)
+            say(f"   {release.status}" + (f": {release.reason}" if release.reason else ""))
+            results[version] = release
+            store_results(args.results, results)
+        tried.append(release)
+    heading("Results")
+    say(table(in_order({release.sglang: release for release in tried})))
+    return 0 if all(release.status in (PASSED, INCOMPLETE, REFUSED) for release in tried) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,197 @@
+"""What differs between the SGLang releases that the CPU platform serves: 0.5.14 and later.
+
+Each function names the first release that does it in the way that is tried first. Nothing else of
+this distribution knows a version.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from inspect import signature
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+
+def _first_of(*names: str) -> ModuleType:
+    """The first of these modules that the installed SGLang has."""
+    for name in names[:-1]:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as missing:
+            if missing.name is None or not name.startswith(missing.name):
+                raise
+    return import_module(names[-1])
+
+
+def capabilities(*, supports_triton: bool) -> Any:
+    """The platform's ``capabilities``, or None where a platform declares none (up to 0.5.21)."""
+    from sglang.srt.platforms import interface
+
+    if not hasattr(interface, "PlatformCapabilities"):
+        return None
+    return interface.PlatformCapabilities(supports_triton=supports_triton)
+
+
+def take_in_tree_paths(*, supports_triton: bool) -> None:
+    """Where a platform without capabilities has no say (up to 0.5.21), choose for it."""
+    from sglang.srt.platforms import interface
+
+    if hasattr(interface, "PlatformCapabilities"):
+        return
+    pools: Any = _first_of(
+        "sglang.srt.mem_cache.kv_cache_configurator",  # 0.5.16
+        "sglang.srt.model_executor.model_runner_kv_cache_mixin",
+    )
+    # An out-of-tree platform gets one pool for all layers there, which knows no window. Everything
+    # that is built for any other platform without kernels of its own is plain PyTorch.
+    pools.current_platform = interface.SRTPlatform()
+    if not supports_triton:
+        _replace_everywhere("sglang.srt.utils.common", "support_triton", lambda _: False)
+    processors: Any = import_module("sglang.srt.multimodal.processors.base_processor")
+    processors._is_cpu = True  # images: up to 0.5.20 whatever is no other device is a GPU
+    update_config: Any = import_module("sglang.srt.configs.update_config")
+    update_config.update_intermediate_size = _padding_what_there_is(
+        update_config.update_intermediate_size
+    )
+
+
+def _padding_what_there_is(stock: Callable[[Any, str, int], Any]) -> Callable[[Any, str, int], Any]:
+    """The CPU's padding of FFN widths, for a model that has no experts to pad."""
+
+    def update_intermediate_size(model_config: Any, name: str, multiple: int) -> Any:
+        config = model_config.hf_config
+        config = getattr(config, "text_config", config)
+        if getattr(config, name, multiple) is None:
+            return model_config
+        return stock(model_config, name, multiple)
+
+    return update_intermediate_size
+
+
+def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
+    """Replace a function in its module and in all that have imported it by name."""
+    original = getattr(import_module(owner), name)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, replacement)
+
+
+def load_model(args: ServerArgs, rank: int) -> ModelRunner:
+    """A ``ModelRunner`` that is ready to run, made as SGLang's own benchmark of one batch does it.
+
+    The process-wide configuration and process groups are those of this runner afterwards.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.server_args import PortArgs
+
+    one_batch: Any = _first_of("sglang.benchmark.one_batch", "sglang.bench_one_batch")  # 0.5.16
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if hasattr(args, "resolve_once"):  # 0.5.20; before, the constructor does it
+        args.resolve_once()
+    if hasattr(runtime_context, "SpawnRanks"):  # 0.5.21
+        ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
+        runtime_context.publish(args, role="scheduler", ranks=ranks)
+    elif hasattr(runtime_context, "publish"):  # 0.5.17; before, the runner does it
+        runtime_context.publish(args, role="scheduler")
+    if hasattr(one_batch, "_init_process_global_configs"):  # 0.5.22
+        one_batch._init_process_global_configs()
+    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), gpu_id=rank, tp_rank=rank)
+    return loaded.torch_runner
+
+
+def tree_cache(runner: ModelRunner) -> Any:
+    """A stand-in for the prefix cache that caches nothing."""
+    one_batch: Any = _first_of("sglang.benchmark.one_batch", "sglang.bench_one_batch")  # 0.5.16
+    return one_batch.TreeCacheNamespace(
+        page_size=1,
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+    )
+
+
+def extend(req: Req, runner: ModelRunner, start: int, end: int) -> None:
+    """Let the next prefill of ``req`` run its tokens [start, end); the ones before are cached."""
+    if hasattr(req, "extend_end"):  # 0.5.22
+        req.prefix_len, req.extend_end = start, end
+        return
+    if start:
+        slots = runner.req_to_token_pool.req_to_token[_row(req), :start]
+        req.prefix_indices = slots.to(req.prefix_indices.dtype)
+    if hasattr(req, "set_extend_range"):  # 0.5.16
+        req.set_extend_range(start, end)
+    else:
+        req.fill_len = end
+        req.set_extend_input_len(end - start)
+
+
+def _row(req: Req) -> int:
+    """The request's row in the table of slots."""
+    owner = req if hasattr(req, "req_pool_idx") else req.kv  # 0.5.18: on the latter
+    row: int = owner.req_pool_idx
+    return row
+
+
+def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
+    """The batch as the model sees it."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    if "return_hidden_states_before_norm" in signature(ForwardBatch.init_new).parameters:  # 0.5.16
+        return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+    return ForwardBatch.init_new(batch, runner)
+
+
+def placeholders(item: Any, count: int) -> list[int]:
+    """The token ids that stand for ``count`` rows of an image or sound in a prompt."""
+    if hasattr(item, "padding_sequence"):  # 0.5.23
+        ids: list[int] = item.padding_sequence(count)
+        return ids
+    return [item.pad_value] * count
+
+
+@contextmanager
+def published(**arguments: Any) -> Iterator[None]:
+    """A process whose server was started with these arguments, for the span."""
+    from sglang.srt import runtime_context, server_args
+
+    context = runtime_context.get_context()
+    if hasattr(context, "override_server_args"):  # 0.5.16
+        with context.override_server_args(**arguments):
+            yield
+        return
+    previous = server_args._global_server_args
+    server_args._global_server_args = SimpleNamespace(**arguments)
+    try:
+        yield
+    finally:
+        server_args._global_server_args = previous
+
+
+def tells_unread_chunks() -> bool:
+    """Whether a forward's batch says that no request of it finishes its prompt (0.5.23)."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    return "contains_last_prefill_chunk" in ForwardBatch.__dataclass_fields__
+
+
+__all__ = [
+    "capabilities",
+    "extend",
+    "forward_batch",
+    "load_model",
+    "placeholders",
+    "published",
+    "take_in_tree_paths",
+    "tells_unread_chunks",
+    "tree_cache",
+]

@@ -1,0 +1,568 @@
+"""With the fast path on, no prefill makes the host wait for the device where stock does not.
+
+On a GPU a value that travels from the device to the host stalls the host until all queued kernels
+have run; every launch after it is then paid in full. No GPU is needed to see such reads: each goes
+through one of a few PyTorch operations, which ``HostReads`` records with the code that asked.
+
+What a CPU shows: no read inside the package's own spans at all, and none in a whole forward that
+the stock forward does not do as well. Planning is different on SGLang's Triton backend: there the
+size of a window's index buffer is read from the device whenever a batch is planned, so with the
+tail's plan it is read once more: right after the stock plan's own read, which has drained the queue
+already, and before the first layer. Where there is a GPU, CUDA itself is asked too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import subprocess
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from observe import Observed, run, switched, watching
+from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import cut, donor, gate, report
+from sglang_gemma4_yoco.tail import Tail
+
+LAYERS = E2B_TINY.layers
+FIRST_CUT = LAYERS - E2B_TINY.kv_shared_layers - 1
+PACKAGE = str(Path(cut.__file__).parent)
+
+aten = torch.ops.aten
+
+# Their result, or its shape, is decided by values: the host waits for them.
+_READING_OPERATIONS = {
+    aten._local_scalar_dense,  # item(), int(), bool(), a tensor as a slice's border or as a size
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten.allclose,
+    aten._unique,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.bincount,
+}
+_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# Seen before the dispatcher: on a CPU tensor these run no operation.
+_READING_FUNCTIONS = {
+    torch.Tensor.tolist,
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+}
+# From host values, into pageable memory: CUDA copies those while the host waits.
+_COPYING_FUNCTIONS = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read of a device value on the host.
+
+    Attributes:
+        kind: the operation's name.
+        site: ``path:function`` of the innermost code outside of PyTorch.
+        span: the package's span it happened in, or None.
+    """
+
+    kind: str
+    site: str
+    span: str | None
+
+
+class HostReads:
+    """Records, while entered, every operation for which a GPU's host would have to wait."""
+
+    def __init__(self) -> None:
+        self.seen: list[Read] = []
+        self.spans: Counter[str] = Counter()
+        self._open: list[str] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> HostReads:
+        self._stack.enter_context(_Functions(self))
+        self._stack.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def note(self, kind: str) -> None:
+        """Record one read."""
+        self.seen.append(Read(kind, _caller(), self._open[-1] if self._open else None))
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Everything until the exit belongs to this span of the package."""
+        self.spans[name] += 1
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def counted(self) -> Counter[tuple[str, str]]:
+        """Reads by kind and site."""
+        return Counter((read.kind, read.site) for read in self.seen)
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)
+    torch_home = str(Path(torch.__file__).parent)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(torch_home) or frame.f_code.co_filename == __file__
+    ):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, reads: HostReads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
+        self._reads = reads
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        packet = func.overloadpacket
+        by_mask = packet in _INDEXING and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        # Without output_size the repeats are summed up on the host.
+        repeats = func is aten.repeat_interleave.Tensor and not (kwargs or {}).get("output_size")
+        if packet in _READING_OPERATIONS or by_mask or repeats:
+            self._reads.note(packet.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, reads: HostReads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READING_FUNCTIONS:
+            self._reads.note(func.__name__)
+        elif func is torch.Tensor.to and _device(args, kwargs) is not None:
+            if not kwargs.get("non_blocking"):
+                self._reads.note("to(device)")
+        elif func in _COPYING_FUNCTIONS and kwargs.get("device") is not None:
+            self._reads.note(f"{func.__name__}(device)")
+        return func(*args, **kwargs)
+
+
+def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``Tensor.to`` is told to move to, or None."""
+    given = [kwargs.get("device"), *args[1:2]]
+    return next((d for d in given if isinstance(d, (str, torch.device))), None)
+
+
+# ---------------------------------------------------------------- the detector itself
+
+
+def _mask(x: torch.Tensor) -> torch.Tensor:
+    return x > 1
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x[0].item(),
+    "int": lambda x: int(x[0]),
+    "bool": lambda x: bool(x[0] > 0),
+    "tolist": lambda x: x.tolist(),
+    "slice by a scalar": lambda x: x[: x[0]],
+    "size by a scalar": lambda x: torch.empty(x[0]),  # type: ignore[call-overload] # SGLang does
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(_mask(x)),
+    "mask": lambda x: x[_mask(x)],
+    "assignment by a mask": lambda x: x.__setitem__(_mask(x), 0),
+    "masked_select": lambda x: x.masked_select(_mask(x)),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x.float(), x.float()),
+    "unique": lambda x: x.unique(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x),
+    "cpu": lambda x: x.cpu(),
+    "numpy": lambda x: x.numpy(),
+    "to cpu": lambda x: x.to("cpu"),
+    "tensor on the device": lambda x: torch.tensor([1, 2], device=x.device),
+}
+
+NO_READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "cumsum": lambda x: torch.cumsum(x, dim=0) - 1,
+    "index_select": lambda x: x.index_select(0, x[:1] - 1),
+    "index_copy_": lambda x: x.index_copy_(0, x[:1] - 1, x[:1] + 1),
+    "slice by numbers": lambda x: x[1:2],
+    "index by a tensor": lambda x: x[x - 1],
+    "ones_like": torch.ones_like,
+    "host tensor": lambda x: torch.tensor([1, 2], dtype=x.dtype),
+    "pinned copy": lambda x: torch.tensor([1, 2]).to(x.device, non_blocking=True),
+    "cast": lambda x: x.to(torch.int32),
+    "shape": lambda x: (len(x), x.shape[0], x.numel()),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_host_read_is_seen(name: str) -> None:
+    with HostReads() as reads:
+        READS[name](torch.tensor([1, 2, 3]))
+    assert reads.seen
+
+
+@pytest.mark.parametrize("name", NO_READS)
+def test_what_stays_on_the_device_is_no_read(name: str) -> None:
+    x = torch.tensor([1, 2, 3])
+    with HostReads() as reads:
+        NO_READS[name](x)
+    assert reads.seen == []
+
+
+# ---------------------------------------------------------------- the forward
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Engine:
+    from sglang.srt.managers.mm_utils import init_mm_embedding_cache
+
+    engine = Engine(tiny_checkpoint, device="cpu", dtype="float32", max_total_tokens=4096)
+    init_mm_embedding_cache(0)  # the scheduler's task: so that both forwards encode the image
+    return engine
+
+
+def spans(reads: HostReads) -> AbstractContextManager[Any]:
+    """The package's spans, from the gate to the scatter, marked on ``reads``.
+
+    Left out are its calls of SGLang's layers and attention, in which stock may read as well.
+    """
+    patch = pytest.MonkeyPatch()
+
+    def mark(owner: Any, name: str, span: str) -> None:
+        stock = owner.__dict__[name]
+        function = stock.__func__ if isinstance(stock, classmethod) else stock
+
+        @functools.wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with reads.span(span):
+                return function(*args, **kwargs)
+
+        patch.setattr(owner, name, classmethod(marked) if function is not stock else marked)
+
+    mark(gate, "ineligible_reason", "gate")
+    mark(Tail, "of", "row indices")
+    mark(cut.Cut, "_enter_tail", "gather")
+    mark(cut.Cut, "_kept", "gather")
+    mark(cut.Cut, "_per_layer_input", "per-layer inputs")
+    mark(cut.Cut, "_scatter", "scatter")
+    mark(cut.Cut, "_leave_tail", "scatter")
+    mark(donor, "keys_and_values", "donor pass")
+    mark(donor, "queries", "donor pass")
+    stack = ExitStack()
+    stack.callback(patch.undo)
+    return stack
+
+
+def read_by(engine: Engine, scheduled: Any, switch: str, *, unread: bool) -> HostReads:
+    """What one forward reads: planning, model, logits."""
+    reads, seen = HostReads(), Observed()
+    with spans(reads), switched(switch), watching(engine, seen), reads:
+        engine.forward(scheduled, unread=unread)
+    kept = seen.rows[-1] if len(seen.rows) == LAYERS else 0
+    total = sum(scheduled.extend_lens)
+    cut_rows = [total] * FIRST_CUT + [kept] * (LAYERS - FIRST_CUT if kept else 0)
+    assert seen.rows == (cut_rows if switch == "1" else [total] * LAYERS)
+    assert switch == "0" or kept < total
+    return reads
+
+
+def assert_no_more_reads(fast: HostReads, stock: HostReads) -> None:
+    """The fast forward reads nothing in its own spans, and nowhere more often than stock."""
+    assert {"gate", "row indices", "gather"} <= fast.spans.keys()
+    assert [read for read in fast.seen if read.span is not None] == []
+    assert [read for read in fast.seen if read.site.startswith(PACKAGE)] == []
+    assert fast.counted() - stock.counted() == Counter()
+
+
+def text(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
+    """Prompts with (cached, new) random tokens."""
+    draw = random.Random(0)
+    return [
+        Prompt(
+            tuple(draw.randrange(20, 500) for _ in range(cached)),
+            tuple(draw.randrange(20, 500) for _ in range(new)),
+            **more,
+        )
+        for cached, new in lens
+    ]
+
+
+BATCHES = {
+    "one prompt": text((0, 70)),
+    "three, two of them cached": text((30, 40), (0, 7), (90, 1)),
+    "input logprobs": [*text((10, 40), logprob_start=35), *text((0, 9))],
+    "an unfinished chunk": text((20, 60), (0, 30), to_come=(21, 22)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: str) -> None:
+    scheduled = engine.schedule(BATCHES[name])
+    unread = name == "an unfinished chunk"
+    stock = read_by(engine, scheduled, "0", unread=unread)
+    fast = read_by(engine, scheduled, "1", unread=unread)
+    # The CPU's own attention reads lengths in each layer: the stock forward is not free of them.
+    assert stock.seen
+    assert_no_more_reads(fast, stock)
+    # Several rows of one request leave the donor's attention as it is.
+    assert ("donor pass" in fast.spans) == (name != "input logprobs")
+    assert "scatter" in fast.spans
+
+
+def image_batch(engine: Engine, cached: int) -> Any:
+    """A scheduled batch of one prompt: some text, which is partly in the cache, and an image."""
+    from sglang.srt.managers.mm_utils import pad_mm_tokens
+    from sglang.srt.managers.schedule_batch import (
+        Modality,
+        MultimodalDataItem,
+        MultimodalInputs,
+    )
+
+    encoded = build_processor(E2B_TINY)(
+        text="what do you see here? <|image|> and there?",
+        images=[Image.new("RGB", (96, 96), "green")],
+        return_tensors="pt",
+    )
+    token = engine.runner.model.config.image_token_id
+    ids = encoded["input_ids"][0].tolist()
+    places = [place for place, given in enumerate(ids) if given == token]
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE,
+        offsets=[(places[0], places[-1])],
+        feature=encoded["pixel_values"],
+        model_specific_data={"image_position_ids": encoded["image_position_ids"]},
+    )
+    item.set_pad_value()
+    inputs = MultimodalInputs(mm_items=[item], im_token_id=token)
+    ids = tuple(pad_mm_tokens(array("q", ids), inputs))
+    scheduled = engine.schedule([Prompt(ids[:cached], ids[cached:])])
+    scheduled.reqs[0].multimodal_inputs = inputs
+    scheduled.multimodal_inputs = [inputs]
+    return scheduled
+
+
+@pytest.mark.parametrize("cached", [0, 5])
+def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cached: int) -> None:
+    stock = read_by(engine, image_batch(engine, cached), "0", unread=False)
+    encoded = [read for read in stock.seen if "gemma4_vision" in read.site]
+    assert encoded, "the image was not encoded"
+    fast = read_by(engine, image_batch(engine, cached), "1", unread=False)
+    assert_no_more_reads(fast, stock)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -> None:
+    attention = cut.tail_attention(engine.text_model)
+    assert attention is not None
+    events: list[str] = []
+    patch = pytest.MonkeyPatch()
+
+    def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return call(*args, **kwargs)
+
+        return noted
+
+    for backend, plans in ((attention.main, "plan main"), (attention.tail, "plan tail")):
+        patch.setattr(
+            backend, "init_forward_metadata", noting(plans, backend.init_forward_metadata)
+        )
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, i=i: events.append(f"layer {i}"))
+        for i, layer in enumerate(engine.text_model.layers)
+    ]
+    try:
+        scheduled = engine.schedule(BATCHES[name])
+        events.clear()
+        with switched("1"):
+            engine.forward(scheduled, unread=name == "an unfinished chunk")
+    finally:
+        patch.undo()
+        for hook in hooks:
+            hook.remove()
+    assert report.forwards
+    assert events == ["plan main", "plan tail", *(f"layer {i}" for i in range(LAYERS))]
+
+
+# ---------------------------------------------------------------- the test's own teeth
+
+
+def _reading_gate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def ineligible_reason(model: Any, forward_batch: Any) -> Any:
+        assert int(forward_batch.seq_lens.max()) > 0
+        return stock(model, forward_batch)
+
+    return ineligible_reason
+
+
+def _reading_gather(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def kept(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(rows.shape[0], dtype=torch.bool)
+        mask[self.tail.index] = True
+        return rows[mask]
+
+    return kept
+
+
+def _reading_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(self: Any, output: Any) -> Any:
+        assert self.tail.index.tolist()
+        return stock(self, output)
+
+    return scatter
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "breaks"),
+    [
+        (gate, "ineligible_reason", _reading_gate),
+        (cut.Cut, "_kept", _reading_gather),
+        (cut.Cut, "_scatter", _reading_scatter),
+    ],
+)
+def test_a_read_in_the_package_is_found(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    breaks: Callable[..., Any],
+) -> None:
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    stock = read_by(engine, scheduled, "0", unread=False)
+    monkeypatch.setattr(owner, name, breaks(getattr(owner, name)))
+    fast = read_by(engine, scheduled, "1", unread=False)
+    with pytest.raises(AssertionError):
+        assert_no_more_reads(fast, stock)
+
+
+# ---------------------------------------------------------------- on Triton
+
+
+def check_on_triton(checkpoint: Path) -> None:
+    """On SGLang's Triton backend only the plan reads more than stock, and only that one size."""
+    engine = Engine(checkpoint, device="cpu", dtype="float32", max_total_tokens=2048)
+    scheduled = engine.schedule(text((6, 10), (0, 4)))
+    planned: list[Counter[tuple[str, str]]] = []
+    whole: list[Counter[tuple[str, str]]] = []
+    for switch in ("0", "1"):
+        reads = HostReads()
+        hook = engine.text_model.register_forward_pre_hook(
+            lambda *_, reads=reads: planned.append(in_sglang(reads))
+        )
+        report.reset()
+        with spans(reads), switched(switch), reads:
+            engine.forward(scheduled)
+        hook.remove()
+        assert (report.forwards[report.ACTIVE] == 1) == (switch == "1")
+        assert [read for read in reads.seen if read.span is not None] == []
+        whole.append(in_sglang(reads))
+    stock_plan, fast_plan = planned
+    ((_, site),) = fast_plan - stock_plan
+    assert site.endswith("triton_backend.py:update_sliding_window_buffer")
+    assert fast_plan == stock_plan + stock_plan
+    assert (whole[1] - fast_plan) - (whole[0] - stock_plan) == Counter()
+
+
+def in_sglang(reads: HostReads) -> Counter[tuple[str, str]]:
+    """Reads by SGLang and by the package; the interpreter of the kernels reads all the time."""
+    return Counter(
+        {
+            (kind, site): count
+            for (kind, site), count in reads.counted().items()
+            if "/sglang/" in site or site.startswith(PACKAGE)
+        }
+    )
+
+
+def test_on_triton_only_the_plan_reads_a_size_more(tiny_checkpoint: Path) -> None:
+    # Triton decides when it is imported whether it interprets, hence a process of its own.
+    check_in_new_process("triton", tiny_checkpoint, {**os.environ, "TRITON_INTERPRET": "1"})
+
+
+def check_in_new_process(check: str, checkpoint: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, check, checkpoint],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+def check_on_gpu(checkpoint: Path) -> None:
+    """CUDA itself refuses every host wait inside the text model: stock first, then the fast path.
+
+    A wait that stock does as well would fail the stock forward, and with it this check.
+    """
+    engine = Engine(
+        checkpoint,
+        device="cuda",
+        dtype="bfloat16",
+        max_total_tokens=4096,
+        disable_cuda_graph=True,
+    )
+    forward = engine.text_model.forward
+    waits = 0
+
+    def refusing_waits(*args: Any, **kwargs: Any) -> Any:
+        nonlocal waits
+        torch.cuda.set_sync_debug_mode("error")
+        waits += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for name, prompts in BATCHES.items():
+        scheduled = engine.schedule(prompts)
+        for switch in ("0", "1"):
+            run(engine, scheduled, switch)  # compiles its kernels first
+            engine.text_model.__dict__["forward"] = refusing_waits
+            try:
+                with switched(switch):
+                    report.reset()
+                    engine.forward(scheduled, unread=name == "an unfinished chunk")
+            finally:
+                del engine.text_model.__dict__["forward"]
+            ran = set(report.forwards) & {report.ACTIVE, report.TAIL_SKIPPED}
+            assert bool(ran) == (switch == "1"), report.forwards
+    assert waits == 2 * len(BATCHES)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_no_wait_on_a_gpu(tiny_checkpoint: Path) -> None:
+    # A process of its own: this one has chosen the CPU platform.
+    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_PLATFORM"}
+    check_in_new_process("gpu", tiny_checkpoint, environment)
+
+
+if __name__ == "__main__":
+    {"triton": check_on_triton, "gpu": check_on_gpu}[sys.argv[1]](Path(sys.argv[2]))
