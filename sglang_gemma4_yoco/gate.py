@@ -183,11 +183,8 @@ def server_reason() -> str | None:
     for name, reason in _REFUSING_SIZES.items():
         if (argument(name) or 1) > 1:
             return reason
-    role = argument("disaggregation_mode")
-    if role not in (None, "null") and (role != "prefill" or argument("speculative_algorithm")):
+    if argument("disaggregation_mode") not in (None, "null"):
         return "prefill-decode disaggregation"
-    if role == "prefill" and _processes(argument) > 1:
-        return "prefill-decode disaggregation on several ranks"  # likewise
     return None
 
 

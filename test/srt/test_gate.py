@@ -293,11 +293,7 @@ def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) ->
             "all-reduces that round prefill otherwise than decode",
         ),
         ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
-        ({"disaggregation_mode": "prefill"}, None),
-        (
-            {"disaggregation_mode": "prefill", "tp_size": 2},
-            "prefill-decode disaggregation on several ranks",
-        ),
+        ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
         (
             {"speculative_algorithm": "FROZEN_KV_MTP", "pp_size": 2},
             "speculative decoding on several ranks",

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from ask import TOLERANCE, Compared, assert_same_answers, compare, generate, tokens
+from ask import TOLERANCE, Compared, compare, generate, tokens
 from layer_rows import assert_all_fast, cut, whole
 from server import CHUNK, Server, started
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
@@ -219,106 +217,3 @@ def test_returned_hidden_states(telling: tuple[Server, Server]) -> None:
     assert on == off
     assert telling[0].log_lines(f"{STEPS_ASIDE}: {gate.HIDDEN_STATES}")
     assert "hidden_states" not in both.on[1]["meta_info"]
-
-
-# -- adapters --------------------------------------------------------------------------------
-
-
-def write_adapter(path: Path) -> Path:
-    """A random LoRA adapter of all attention projections."""
-    path.mkdir(parents=True)
-    draw = torch.Generator().manual_seed(0)
-    weights: dict[str, torch.Tensor] = {}
-    rank = 4
-    for layer, kind in enumerate(E2B_TINY.layer_types):
-        head_dim = E2B_TINY.global_head_dim if kind == "full_attention" else E2B_TINY.head_dim
-        name = f"base_model.model.model.language_model.layers.{layer}.self_attn.o_proj"
-        wide = E2B_TINY.heads * head_dim
-        weights[f"{name}.lora_A.weight"] = torch.randn(rank, wide, generator=draw) * 0.3
-        weights[f"{name}.lora_B.weight"] = (
-            torch.randn(E2B_TINY.hidden_size, rank, generator=draw) * 0.3
-        )
-    save_file(weights, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(
-        '{"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", '
-        f'"r": {rank}, "lora_alpha": {rank}, "target_modules": ["o_proj"]}}'
-    )
-    return path
-
-
-@pytest.fixture(scope="module")
-def adapted(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
-    """Servers with an adapter that requests may name."""
-    directory = tmp_path_factory.mktemp("adapted")
-    with pair(
-        tiny_checkpoint,
-        directory,
-        "--enable-lora",
-        *("--lora-paths", f"adapter={write_adapter(directory / 'adapter')}"),
-        *("--lora-backend", "torch_native"),
-    ) as servers:
-        yield servers
-
-
-def test_adapter(adapted: tuple[Server, Server]) -> None:
-    """A server with adapters computes every row, of requests without one as well."""
-    both = compare(
-        adapted,
-        lambda server: [
-            generate(server, tokens(50, seed=8), lora_path=name)[0] for name in ("adapter", None)
-        ],
-    )
-    assert both.rows == [whole(50), whole(50)]
-    assert_same_answers(both)
-    with_adapter, without = both.on
-    assert with_adapter.logprobs != pytest.approx(without.logprobs, abs=TOLERANCE, rel=0)
-    assert adapted[0].log_lines(f"{STEPS_ASIDE} for this server: {gate.LORA}")
-
-
-# -- prefill for a decode server elsewhere ---------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prefilling(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
-    """Servers that prefill only, with SGLang's transfer that hands the K/V to nobody."""
-    with pair(
-        tiny_checkpoint,
-        tmp_path_factory.mktemp("prefilling"),
-        *("--disaggregation-mode", "prefill"),
-        *("--disaggregation-transfer-backend", "fake"),
-    ) as servers:
-        yield servers
-
-
-def test_prefill_for_a_decode_server(prefilling: tuple[Server, Server]) -> None:
-    """The first token comes from the last row; of K/V every row's is handed on, chunk by chunk."""
-    lengths = (50, 9, 300)
-
-    def ask(server: Server) -> list[Any]:
-        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-        return [
-            [
-                reply["meta_info"]["output_token_logprobs"]
-                for reply in [
-                    server.generate(
-                        input_ids=tokens(n, seed=n),
-                        sampling_params=sampling,
-                        return_logprob=True,
-                        bootstrap_host="2.2.2.2",
-                        bootstrap_room=n,
-                    )
-                ]
-            ]
-            for n in lengths
-        ]
-
-    both = compare(prefilling, ask)
-    assert_all_fast(both.prefills)
-    for [on], [off] in zip(both.on, both.off, strict=True):
-        [(on_logprob, on_token, _)], [(off_logprob, off_token, _)] = on, off
-        assert on_token == off_token
-        assert on_logprob == pytest.approx(off_logprob, abs=TOLERANCE, rel=0)

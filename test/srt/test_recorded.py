@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
     enable_breakable_cuda_graph,
@@ -30,6 +29,7 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.runtime_context import get_context
 
 from observe import assert_same_answers, assert_same_cache, run, switched
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import cut, gate, report, seams
@@ -117,9 +117,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     engine, model = traceable, traceable.text_model
     attention = cut.tail_attention(model)
     assert attention is not None
-    batch = ForwardBatch.init_new(
-        scheduled(engine), engine.runner, return_hidden_states_before_norm=False
-    )
+    batch = releases.forward_batch(scheduled(engine), engine.runner)
     stock = type(model).forward.__wrapped__
     with (
         switched("1"),
