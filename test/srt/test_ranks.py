@@ -17,8 +17,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import multiprocessing
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined] # comes from C++
+from torch.multiprocessing.spawn import spawn
 
 from observe import assert_same_answers, assert_same_cache, assert_same_objects, run
 from server import free_port
@@ -113,7 +113,7 @@ def with_the_package_on_one_rank(rank: int, port: int, path: Path) -> None:
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
     """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
     arguments = (free_port(), *paths)
-    context = multiprocessing.spawn(work, arguments, nprocs=RANKS, join=False)
+    context = spawn(work, arguments, nprocs=RANKS, join=False)
     deadline = time.monotonic() + _DEADLINE
     try:
         while not context.join(timeout=1):

@@ -85,7 +85,8 @@ def load() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def built(_: None, model: Any, *__: object, **___: object) -> None:
-        if model.config.num_kv_shared_layers:
+        whole = model.end_layer - model.start_layer == model.config.num_hidden_layers
+        if model.config.num_kv_shared_layers and whole:  # no pipeline stage
             inject(model, Path(file))
 
     HookRegistry.register(
