@@ -231,11 +231,10 @@ def download(packages: Iterable[str], directory: Path) -> None:
     """Fetch wheels for the other machine; what is in ``directory`` already is not fetched again."""
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
     platforms += [f"--platform=manylinux{year}_x86_64" for year in ("2014", "2010", "1")]
-    pip(
-        *("download", "--no-deps", "--only-binary=:all:", "--implementation=cp"),
-        *(f"--python-version={PYTHON}", *platforms),
-        *("-d", directory, "--find-links", directory, *packages),
-    )
+    command = ["download", "--no-deps", "--only-binary=:all:", "--implementation=cp"]
+    command += [f"--python-version={PYTHON}", *platforms]
+    command += ["-d", str(directory), "--find-links", str(directory), *packages]
+    pip(*command)
 
 
 def build(out: Path, cache: Path) -> None:
