@@ -654,13 +654,10 @@ Kernel = tuple[str, float, float]  # its name, beginning and end in microseconds
 
 def kernels(recorded: Any, device: str) -> list[Kernel]:
     """What ran on the device; on a CPU the innermost operations stand in for kernels."""
-    from torch.autograd import DeviceType
-
-    wanted = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     return [
         (event.name, event.time_range.start, event.time_range.end)
         for event in recorded.events()
-        if event.device_type == wanted
+        if event.device_type.name == device.upper()
         and not (device == "cpu" and event.cpu_children)
         # A named range of the host is mirrored on the device's time line, and is no work.
         and not event.is_user_annotation

@@ -4,7 +4,8 @@
 Fills a folder of at most 60 MB with wheels: SGLang 0.5.17, what it imports when it serves Gemma 4
 with Triton attention and the other machine lacks, SGLang's kernels without what an H100 or H200
 does not need, this package, and ``test/reference``. The other machine must have Linux on x86-64,
-Python 3.12, torch 2.11.0+cu130, triton 3.6.0, transformers 5.x and what comes with them (``HAS``).
+Python 3.12, torch 2.11.0+cu130, triton 3.6.0 and what comes with them (``HAS``). Its transformers
+may be another 5.x: the one that SGLang 0.5.17 asks for is in the folder, as newer ones break it.
 
     python3 scripts/pack_gpu_env.py gpu_env     # here: downloads 450 MB once, keeps 60
 
@@ -45,7 +46,6 @@ LIMIT = 60_000_000  # bytes
 PYTHON = "3.12"
 GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 
-KERNELS = "sglang-kernel==0.4.5"
 PACKAGES = (
     "sglang==0.5.17",
     "annotated-types==0.8.0",
@@ -75,15 +75,21 @@ PACKAGES = (
     "referencing==0.37.0",
     "rpds-py==2026.9.1",
     "setproctitle==1.3.8",
+    "sglang-kernel==0.4.5",
     "sniffio==1.3.1",
     "starlette==1.10.0",
+    # SGLang 0.5.17 wants exactly this one: under 5.17.0 its import fails (a model type is taken).
+    "tokenizers==0.22.2",
+    "transformers==5.12.1",
     "typing-inspection==0.4.5",
     "uvicorn==0.54.0",
     "zstandard==0.25.0",
 )
 #: Of the kernels' compiled parts: what SGLang loads on compute capability 9.0 for Gemma 4. The
 #: largest part, FlashAttention 3, is not used by it.
-KEPT_LIBRARIES = ("sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so")
+KEPT_KERNELS = ("sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so")
+#: Of SGLang: image generation, its own tests, and servers in Rust, which a flag must ask for.
+_DROPPED = re.compile(r"sglang/(multimodal_gen|test)/|sglang/srt/\w+/_core\..*\.so$")
 
 # Modules that the other machine has.
 _HAS = """
@@ -177,17 +183,24 @@ def write_wheel(path: Path, files: Iterable[tuple[str, bytes]], dist_info: str) 
         wheel.writestr(f"{dist_info}/RECORD", "".join(record))
 
 
-def strip_kernels(wheel: Path, directory: Path) -> Path:
-    """Write the wheel of the kernels again, with ``KEPT_LIBRARIES`` as its only compiled parts."""
+def is_needed(name: str) -> bool:
+    """Whether a file of a wheel is needed on the other machine."""
+    if name.startswith("sgl_kernel/") and ".so" in Path(name).name:
+        return name in KEPT_KERNELS
+    return _DROPPED.match(name) is None
+
+
+def copy_needed(wheel: Path, directory: Path) -> Path:
+    """Copy a wheel; write it again without what is not needed, if there is such."""
     path = directory / wheel.name
     with zipfile.ZipFile(wheel) as full:
         names = [name for name in full.namelist() if not name.endswith("/")]
-        kept = [name for name in names if ".so" not in Path(name).name or name in KEPT_LIBRARIES]
-        absent = set(KEPT_LIBRARIES) - set(kept)
-        if absent:
-            raise SystemExit(f"error: {wheel.name} has no {', '.join(sorted(absent))}")
-        dist_info = next(name for name in names if name.endswith("/RECORD")).split("/")[0]
-        write_wheel(path, ((name, full.read(name)) for name in kept), dist_info)
+        kept = [name for name in names if is_needed(name)]
+        if kept == names:
+            path.write_bytes(wheel.read_bytes())
+        else:
+            dist_info = next(name for name in names if name.endswith("/RECORD")).split("/")[0]
+            write_wheel(path, ((name, full.read(name)) for name in kept), dist_info)
     return path
 
 
@@ -218,33 +231,32 @@ def download(packages: Iterable[str], directory: Path) -> None:
     """Fetch wheels for the other machine; what is in ``directory`` already is not fetched again."""
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
     platforms += [f"--platform=manylinux{year}_x86_64" for year in ("2014", "2010", "1")]
-    pip(
-        *("download", "--no-deps", "--only-binary=:all:", "--implementation=cp"),
-        *(f"--python-version={PYTHON}", *platforms),
-        *("-d", directory, "--find-links", directory, *packages),
-    )
+    command = ["download", "--no-deps", "--only-binary=:all:", "--implementation=cp"]
+    command += [f"--python-version={PYTHON}", *platforms]
+    command += ["-d", str(directory), "--find-links", str(directory), *packages]
+    pip(*command)
 
 
 def build(out: Path, cache: Path) -> None:
     """Fill ``out`` with wheels."""
     print(f"Downloading to {cache}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
-    download([*PACKAGES, KERNELS], cache)
-    wanted = {_normal(package.partition("==")[0]) for package in PACKAGES}
+    download(PACKAGES, cache)
+    print("Leaving out what is not needed", flush=True)
+    wanted = {_file_start(package) for package in PACKAGES}
     for wheel in cache.glob("*.whl"):
-        if _normal(wheel.name.split("-")[0]) in wanted:
-            (out / wheel.name).write_bytes(wheel.read_bytes())
-    print("Stripping the kernels", flush=True)
-    (kernels,) = cache.glob("sglang_kernel-*.whl")
-    strip_kernels(kernels, out)
+        if tuple(wheel.name.split("-")[:2]) in wanted:
+            copy_needed(wheel, out)
     write_stand_ins(out)
     print("Building this package and the reference", flush=True)
     for source in (REPO, REPO / "test" / "reference"):
         pip("wheel", "--no-deps", "--wheel-dir", out, source)
 
 
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def _file_start(package: str) -> tuple[str, str]:
+    """Name and version as a wheel's file name has them: ("rpds_py", "2026.9.1")."""
+    name, _, version = package.partition("==")
+    return re.sub(r"[-_.]+", "_", name).lower(), version
 
 
 # ---------------------------------------------------------------- imports
@@ -252,7 +264,7 @@ def _normal(name: str) -> str:
 # Other devices, other Pythons, and what is asked for before it is imported: not needed.
 _ELSEWHERE = re.compile(
     r"TYPE_CHECKING|hip|npu|xpu|cpu|musa|mlx|mps|hpu|rocm|aiter|win32|darwin|version_info|"
-    r"available|modelscope|deep_?gemm|sm100|blackwell|__name__",
+    r"available|modelscope|deep_?gemm|sm100|blackwell|sagemaker|__name__",
     re.IGNORECASE,
 )
 

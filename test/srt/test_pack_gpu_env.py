@@ -78,18 +78,35 @@ class TestImports:
         assert failed == 0
 
 
-def test_kernels_keep_what_a_hopper_needs(tmp_path: Path) -> None:
+def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:
     wheel, out = tmp_path / "k-1-py3-none-any.whl", tmp_path / "out"
     out.mkdir()
-    kept = {*pack_gpu_env.KEPT_LIBRARIES, "sgl_kernel/__init__.py", "k-1.dist-info/METADATA"}
-    dropped = {"sgl_kernel/flash_ops.abi3.so", "sgl_kernel/sm100/common_ops.abi3.so"}
-    pack_gpu_env.write_wheel(
-        wheel, ((n, b"content") for n in sorted(kept | dropped)), "k-1.dist-info"
-    )
-    with zipfile.ZipFile(pack_gpu_env.strip_kernels(wheel, out)) as stripped:
+    kept = {
+        *pack_gpu_env.KEPT_KERNELS,
+        "sgl_kernel/__init__.py",
+        "sglang/srt/server/__init__.py",
+        "sglang/srt/models/gemma4_mm.py",
+        "k-1.dist-info/METADATA",
+    }
+    dropped = {
+        "sgl_kernel/flash_ops.abi3.so",
+        "sgl_kernel/sm100/common_ops.abi3.so",
+        "sglang/srt/server/_core.cpython-312-x86_64-linux-gnu.so",
+        "sglang/multimodal_gen/pipeline.py",
+    }
+    files_in = sorted(kept | dropped)
+    pack_gpu_env.write_wheel(wheel, ((name, b"content") for name in files_in), "k-1.dist-info")
+    with zipfile.ZipFile(pack_gpu_env.copy_needed(wheel, out)) as stripped:
         assert set(stripped.namelist()) == kept | {"k-1.dist-info/RECORD"}
         record = stripped.read("k-1.dist-info/RECORD").decode()
     assert {line.split(",")[0] for line in record.splitlines()} == kept | {"k-1.dist-info/RECORD"}
+
+
+def test_a_wheel_that_is_all_needed_is_the_very_same(tmp_path: Path) -> None:
+    wheel, out = tmp_path / "k-1-py3-none-any.whl", tmp_path / "out"
+    out.mkdir()
+    pack_gpu_env.write_wheel(wheel, [("k/__init__.py", b"")], "k-1.dist-info")
+    assert pack_gpu_env.copy_needed(wheel, out).read_bytes() == wheel.read_bytes()
 
 
 def test_stand_ins_can_be_installed_and_imported(tmp_path: Path) -> None:
@@ -117,5 +134,5 @@ def test_the_folder_is_complete() -> None:
     assert found["missing"] == {}
     assert found["bytes"] <= pack_gpu_env.LIMIT
     names = {name.split("-")[0] for name in found["wheels"]}
-    needed = {"sglang", "sglang_kernel", "sglang_gemma4_yoco", "sglang_gemma4_reference"}
-    assert needed <= names
+    needed = {pack_gpu_env._file_start(package)[0] for package in pack_gpu_env.PACKAGES}
+    assert needed | {"sglang_gemma4_yoco", "sglang_gemma4_reference"} <= names
