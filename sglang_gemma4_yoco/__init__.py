@@ -14,6 +14,7 @@ A batch travels through the package in this order::
     patch.py      Gemma4TextModel.forward and ModelRunner.init_attention_backends, wrapped
     fallback.py   when the fast path fails, stock serves the batch
     gate.py       may this batch take the fast path? a reason, or None
+    ranks.py      may all tensor-parallel ranks? compared once, at start
     rows.py       which rows are kept (plain integers)
     threshold.py  whether skipping the others pays
     tail.py       the batch as the tail sees it, rewritten and restored

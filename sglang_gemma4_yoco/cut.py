@@ -63,8 +63,7 @@ def _unplanned(attention: TailAttention | None, forward_batch: Any) -> str | Non
     """Why an eligible batch has no attention metadata for its tail, or None."""
     if attention is None:
         # Rebuilding would drop the image masks that the model wrote into the metadata.
-        multimodal = getattr(forward_batch, "mm_input_embeds", None) is not None
-        return IMAGES_ON_ONE_BACKEND if multimodal else None
+        return IMAGES_ON_ONE_BACKEND if gate.is_multimodal(forward_batch) else None
     if seams.current_attn_backend() is not attention.main:
         return NOT_PLANNED
     return None if attention.planned(forward_batch) is not None else NOT_PLANNED

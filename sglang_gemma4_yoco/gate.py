@@ -19,7 +19,8 @@ from sglang_gemma4_yoco.rows import KeptRows
 OFF = f"{switch.VARIABLE}=0"
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
 CAPTURING = "a CUDA graph is being captured"
-PIPELINE = "pipeline parallelism"
+NO_SHARED_LAYERS_HERE = "this pipeline stage has no KV-shared layer"
+SPLIT_TAIL = "pipeline stages that part KV-shared layers from each other or from their donors"
 CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
@@ -27,6 +28,11 @@ TOO_LITTLE = "too few rows could be skipped"
 IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
 HIDDEN_STATES = "hidden states of all rows are returned"
 SPECULATIVE = "speculative decoding"
+DP_ATTENTION = "data-parallel attention"
+SEQUENCE_PARALLEL = "sequence parallelism"
+CONTEXT_PARALLEL = "context parallelism"
+EXPERT_PARALLEL = "expert parallelism"
+TWO_BATCH_OVERLAP = "two-batch overlap"
 LORA = "LoRA"
 EMBEDDINGS = "embeddings"
 NO_MODE = "the batch has no forward mode"
@@ -48,16 +54,16 @@ _REFUSING_FIELDS = {
     "input_embeds": "input embeddings",
     "replace_embeds": "replaced embeddings",
     "encoder_lens": "an encoder-decoder batch",
-    "global_num_tokens_cpu": "data-parallel attention",
-    "_original_forward_mode": "data-parallel attention",
-    "attn_tp_sequence_sharded": "sequence parallelism",
-    "attn_cp_metadata": "context parallelism",
-    "attn_dcp_metadata": "context parallelism",
-    "dcp_kv_mask": "context parallelism",
-    "kv_loc_cols": "two-batch overlap",
-    "tbo_split_seq_index": "two-batch overlap",
-    "tbo_parent_token_range": "two-batch overlap",
-    "tbo_children": "two-batch overlap",
+    "global_num_tokens_cpu": DP_ATTENTION,
+    "_original_forward_mode": DP_ATTENTION,
+    "attn_tp_sequence_sharded": SEQUENCE_PARALLEL,
+    "attn_cp_metadata": CONTEXT_PARALLEL,
+    "attn_dcp_metadata": CONTEXT_PARALLEL,
+    "dcp_kv_mask": CONTEXT_PARALLEL,
+    "kv_loc_cols": TWO_BATCH_OVERLAP,
+    "tbo_split_seq_index": TWO_BATCH_OVERLAP,
+    "tbo_parent_token_range": TWO_BATCH_OVERLAP,
+    "tbo_children": TWO_BATCH_OVERLAP,
     "full_prefill_cuda_graph_capture": CAPTURING,
     "encoder_swa_replay": "sliding-window replay",
     "engram_history": "n-gram embeddings",
@@ -81,18 +87,33 @@ _HIDDEN_STATE_ARGUMENTS = (
 # A server argument that is set -> the reason.
 _REFUSING_ARGUMENTS = {
     "enable_deterministic_inference": "deterministic inference",
-    "enable_dp_attention": "data-parallel attention",
-    "enable_two_batch_overlap": "two-batch overlap",
+    "enable_dp_attention": DP_ATTENTION,
+    "enable_dp_lm_head": DP_ATTENTION,
+    "enable_dense_mlp_attn_tp": DP_ATTENTION,
+    "moe_dense_tp_size": DP_ATTENTION,
+    "enable_layernorm_sp": SEQUENCE_PARALLEL,
+    "enable_attn_tp_input_scattered": SEQUENCE_PARALLEL,
+    "disable_attn_tp_gather": SEQUENCE_PARALLEL,
+    "enable_prefill_cp": CONTEXT_PARALLEL,
+    "enable_kv_cache_sharding": CONTEXT_PARALLEL,
+    "enable_quant_communications": "all-reduces that round prefill otherwise than decode",
+    "elastic_ep_backend": EXPERT_PARALLEL,
+    "enable_two_batch_overlap": TWO_BATCH_OVERLAP,
+    "enable_single_batch_overlap": "single-batch overlap",
     "enable_pdmux": "PD multiplexing",
     "forward_hooks": "forward hooks, which may read any row",
     "enable_lora": LORA,
 }
 # A server argument above one -> the reason.
 _REFUSING_SIZES = {
-    "tp_size": "tensor parallelism",
-    "pp_size": PIPELINE,
-    "attn_cp_size": "context parallelism",
-    "dcp_size": "context parallelism",
+    "attn_dp_size": DP_ATTENTION,
+    "attn_cp_size": CONTEXT_PARALLEL,
+    "dcp_size": CONTEXT_PARALLEL,
+    "ep_size": EXPERT_PARALLEL,
+    "moe_dp_size": EXPERT_PARALLEL,
+    "dwdp_size": EXPERT_PARALLEL,
+    # A batch is cut by all ranks or by none; on one machine they share one installation.
+    "nnodes": "ranks on several machines",
 }
 
 
@@ -154,6 +175,8 @@ def server_reason() -> str | None:
         return SPECULATIVE
     if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
         return f"{HIDDEN_STATES}, beside speculative decoding"
+    if argument("speculative_algorithm") and _processes(argument) > 1:
+        return f"{SPECULATIVE} on several ranks"  # right for each by itself, together not shown
     for name, reason in _REFUSING_ARGUMENTS.items():
         if argument(name):
             return reason
@@ -163,7 +186,49 @@ def server_reason() -> str | None:
     role = argument("disaggregation_mode")
     if role not in (None, "null") and (role != "prefill" or argument("speculative_algorithm")):
         return "prefill-decode disaggregation"
+    if role == "prefill" and _processes(argument) > 1:
+        return "prefill-decode disaggregation on several ranks"  # likewise
     return None
+
+
+def _processes(argument: Callable[[str], Any]) -> int:
+    """How many processes run one forward of this server together."""
+    return (argument("tp_size") or 1) * (argument("pp_size") or 1)
+
+
+def stage_reason(model: Any) -> str | None:
+    """Why this process's layers cannot be cut, or None. Constant for a model.
+
+    A pipeline stage reads no other stage's K/V: SGLang's answers are right only where all
+    KV-shared layers are on the stage of their donors, the last one. Elsewhere they read slots that
+    their stage never wrote, with or without this package.
+    """
+    first, layers = first_shared_layer(model.config), model.config.num_hidden_layers
+    start, end = getattr(model, "start_layer", 0), getattr(model, "end_layer", layers)
+    if first is None:
+        return NO_SHARED_LAYERS
+    if (start, end) == (0, layers):
+        return None
+    if end <= first:
+        return NO_SHARED_LAYERS_HERE
+    read = {layer.self_attn.attn.layer_id for layer in model.layers[max(first, start) : end]}
+    return SPLIT_TAIL if end < layers or min(read) < start else None
+
+
+def constant_reason(model: Any) -> str | None:
+    """Why no batch of this process may take the fast path, or None."""
+    return server_reason() or stage_reason(model)
+
+
+def is_multimodal(forward_batch: Any) -> bool:
+    """Whether some request brings images, video or audio.
+
+    The first pipeline stage puts their embeddings in place of the inputs; later ones see no more
+    than the inputs.
+    """
+    return getattr(forward_batch, "mm_input_embeds", None) is not None or any(
+        inputs is not None for inputs in getattr(forward_batch, "mm_inputs", None) or ()
+    )
 
 
 def _mode(model: Any, forward_batch: Any) -> str | None:
@@ -197,8 +262,6 @@ def _model(model: Any, forward_batch: Any) -> str | None:
     first = first_shared_layer(model.config)
     if first is None:
         return NO_SHARED_LAYERS
-    if not (model.pp_group.is_first_rank and model.pp_group.is_last_rank):
-        return PIPELINE
     # Index i captures the input of layer i. Layer K-1 takes its own when it runs, which it does
     # not as a whole when nobody reads the batch.
     if any(layer >= first - 1 for layer in model.layers_to_capture):
@@ -209,7 +272,7 @@ def _model(model: Any, forward_batch: Any) -> str | None:
 def _server(model: Any, forward_batch: Any) -> str | None:
     facts = model.__dict__
     if "_yoco_server_reason" not in facts:
-        facts["_yoco_server_reason"] = server_reason()
+        facts["_yoco_server_reason"] = constant_reason(model)
     reason: str | None = facts["_yoco_server_reason"]
     return reason
 
@@ -262,8 +325,8 @@ def _lengths(model: Any, forward_batch: Any) -> str | None:
         return TOO_LITTLE
     # An image's rows attend in both directions, which the suffix's attention does not know of.
     # The last row of a request has nothing after it, so for it that makes no difference.
-    multimodal = getattr(forward_batch, "mm_input_embeds", None) is not None
-    return IMAGE_LOGPROBS if multimodal and not kept.one_per_request else None
+    spread = not kept.one_per_request
+    return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None
 
 
 def _backend(model: Any, forward_batch: Any) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import cut, fallback, gate, report, seams
+from sglang_gemma4_yoco import __version__, cut, fallback, gate, ranks, report, seams
 from sglang_gemma4_yoco.attention import TailAttention
 
 _Model = seams.gemma4_causal.Gemma4TextModel
@@ -132,17 +132,22 @@ def _text_models(module: torch.nn.Module) -> list[Any]:
 
 
 def _give_tail_attention(runner: Any, model: Any) -> None:
-    """Build the tail's backend, unless this server never takes the fast path. Never raises."""
+    """Build the tail's backend, unless this process never takes the fast path."""
     previous = cut.tail_attention(model)
     if previous is not None:
         previous.detach()
     facts = model.__dict__
     facts.pop("_yoco_donor_cut", None)
-    reason = gate.server_reason() if runner.is_generation else gate.EMBEDDINGS
+    reason = gate.constant_reason(model) if runner.is_generation else gate.EMBEDDINGS
+    attention = _tail_attention(runner, model) if reason is None else None
+    reason = ranks.disagreement(_findings(reason, attention)) or reason
     facts["_yoco_server_reason"] = reason
     if reason is not None:
         report.once(f"Gemma 4 fast prefill steps aside for this server: {reason}")
         return
+    if attention is not None:
+        attention.attach()
+        _attached.add(attention)
     graph = seams.prefill_graph()
     if graph is not None:
         # A replay runs no Python, so nothing could be said when it happens.
@@ -151,17 +156,24 @@ def _give_tail_attention(runner: Any, model: Any) -> None:
             f"(backend {graph!r}); --cuda-graph-backend-prefill=disabled runs them through it",
             logging.WARNING,
         )
+
+
+def _findings(reason: str | None, attention: TailAttention | None) -> str:
+    """What must be the same on all ranks for a batch to be cut on all of them."""
+    return f"{__version__}, planned ahead: {attention is not None}, stepping aside: {reason}"
+
+
+def _tail_attention(runner: Any, model: Any) -> TailAttention | None:
+    """The tail's own backend, or None and a line in the log. Never raises."""
     try:
-        attention = TailAttention(model, runner.attn_backend, seams.build_attn_backend(runner))
+        return TailAttention(model, runner.attn_backend, seams.build_attn_backend(runner))
     except Exception as failure:  # noqa: BLE001 - the rebuilt backend serves as well, only slower
         report.once(
             f"No attention backend of its own for the tail ({failure!r}): "
             f"{type(runner.attn_backend).__name__} is rebuilt at the cut instead",
             logging.WARNING,
         )
-        return
-    attention.attach()
-    _attached.add(attention)
+        return None
 
 
 def is_installed() -> bool:

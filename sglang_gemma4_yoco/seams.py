@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor import forward_context
@@ -34,6 +35,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
+from torch.distributed import distributed_c10d
 
 # From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. 0.5.21 has such streams
 # as well, for other models: hence Gemma 4's own module is asked.
@@ -165,6 +167,19 @@ def server_arguments() -> Callable[[str], Any] | None:
     except ImportError:
         return lambda name: getattr(args, name, None)
     return lambda name: resolution_result(args, name) if hasattr(args, name) else None
+
+
+def tensor_parallel_group() -> Any | None:
+    """SGLang's coordinator of the ranks that share this rank's layers; None for a rank alone."""
+    argument = server_arguments()
+    if argument is None or (argument("tp_size") or 1) == 1:
+        return None
+    return parallel_state.get_tp_group()
+
+
+def rendezvous_store() -> Any:
+    """The key-value store through which this server's ranks found each other."""
+    return distributed_c10d._get_default_store()
 
 
 def prefill_graph() -> str | None:
@@ -356,9 +371,11 @@ __all__ = [
     "layer_rows",
     "plan",
     "prefill_graph",
+    "rendezvous_store",
     "residual",
     "residual_is_written",
     "residual_reader",
     "server_arguments",
+    "tensor_parallel_group",
     "write_residual",
 ]

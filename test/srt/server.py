@@ -126,7 +126,8 @@ class Server:
         return "\n".join(self.log().splitlines()[-_TAIL:])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -173,7 +174,7 @@ def started(
     }
     if switch is not None:
         environment[SWITCH] = switch
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
     command += ["--port", str(port), *_ARGUMENTS, *arguments]
     with log.open("wb") as output:

@@ -333,7 +333,7 @@ def norms(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
     shadows = Shadows()
     if request.param == "as on a GPU":
         for layer in engine.text_model.layers:
-            shadows.add(layer.pre_feedforward_layernorm, "forward", in_place)
+            shadows.add(layer.pre_feedforward_layernorm, "_forward_method", in_place)
     yield request.param
     shadows.close()
 

@@ -65,7 +65,6 @@ def model(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(
         **{
             "config": SimpleNamespace(**config),
-            "pp_group": SimpleNamespace(is_first_rank=True, is_last_rank=True),
             "layers_to_capture": [],
         }
         | changes
@@ -200,18 +199,50 @@ def test_admitted_batches(changes: dict[str, Any]) -> None:
         ({"layers_to_capture": [2, 35]}, gate.CAPTURE_IN_TAIL),
         ({"layers_to_capture": [14]}, gate.CAPTURE_IN_TAIL),
         ({"layers_to_capture": [2, 13]}, None),
-        (
-            {"pp_group": SimpleNamespace(is_first_rank=False, is_last_rank=True)},
-            gate.PIPELINE,
-        ),
-        (
-            {"pp_group": SimpleNamespace(is_first_rank=True, is_last_rank=False)},
-            gate.PIPELINE,
-        ),
     ],
 )
 def test_models(changes: dict[str, Any], reason: str | None) -> None:
     assert gate.ineligible_reason(model(**changes), eligible_batch()) == reason
+
+
+def stage(start: int, end: int) -> SimpleNamespace:
+    """A stand-in for the stage of E2B's text model that has layers [start, end)."""
+    layers: list[Any] = [object()] * 35
+    for i in range(start, end):
+        # Four sliding layers, then a full one; 13 and 14 are the last of each that write K/V.
+        read = i if i < 15 else 14 if i % 5 == 4 else 13
+        layers[i] = SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(layer_id=read)))
+    return model(start_layer=start, end_layer=end, layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "reason"),
+    [
+        (0, 35, None),
+        (13, 35, None),
+        (8, 35, None),
+        (14, 35, gate.SPLIT_TAIL),
+        (15, 35, gate.SPLIT_TAIL),
+        (17, 35, gate.SPLIT_TAIL),
+        (0, 17, gate.SPLIT_TAIL),
+        (0, 34, gate.SPLIT_TAIL),
+        (17, 26, gate.SPLIT_TAIL),
+        (0, 13, gate.NO_SHARED_LAYERS_HERE),
+        (0, 15, gate.NO_SHARED_LAYERS_HERE),
+        (7, 13, gate.NO_SHARED_LAYERS_HERE),
+    ],
+)
+def test_pipeline_stages(start: int, end: int, reason: str | None) -> None:
+    assert gate.ineligible_reason(stage(start, end), eligible_batch()) == reason
+
+
+def test_images_are_known_on_every_pipeline_stage() -> None:
+    suffixes = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 4, 2]}
+    behind_the_first = {"mm_inputs": [None, object(), None], "mm_input_embeds": None}
+    batch = eligible_batch(**suffixes, **behind_the_first)
+    assert gate.ineligible_reason(model(), batch) == gate.IMAGE_LOGPROBS
+    batch = eligible_batch(**suffixes, mm_inputs=[None, None, None])
+    assert gate.ineligible_reason(model(), batch) is None
 
 
 @pytest.mark.parametrize(("value", "reason"), [("0", gate.OFF), ("1", None)])
@@ -236,10 +267,41 @@ def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) ->
         ({"enable_two_batch_overlap": True}, "two-batch overlap"),
         ({"enable_lora": True}, gate.LORA),
         ({"speculative_algorithm": "EAGLE3"}, gate.SPECULATIVE),
-        ({"tp_size": 2}, "tensor parallelism"),
-        ({"pp_size": 2}, gate.PIPELINE),
+        ({"tp_size": 2}, None),
+        ({"pp_size": 2}, None),
+        ({"dp_size": 2}, None),
+        ({"tp_size": 2, "attn_dp_size": 2}, gate.DP_ATTENTION),
+        ({"enable_dp_attention": True}, gate.DP_ATTENTION),
+        ({"enable_dp_lm_head": True}, gate.DP_ATTENTION),
+        ({"enable_dense_mlp_attn_tp": True}, gate.DP_ATTENTION),
+        ({"moe_dense_tp_size": 1}, gate.DP_ATTENTION),
+        ({"attn_cp_size": 2}, gate.CONTEXT_PARALLEL),
+        ({"dcp_size": 2}, gate.CONTEXT_PARALLEL),
+        ({"enable_prefill_cp": True}, gate.CONTEXT_PARALLEL),
+        ({"enable_kv_cache_sharding": True}, gate.CONTEXT_PARALLEL),
+        ({"enable_layernorm_sp": True}, gate.SEQUENCE_PARALLEL),
+        ({"enable_attn_tp_input_scattered": True}, gate.SEQUENCE_PARALLEL),
+        ({"disable_attn_tp_gather": True}, gate.SEQUENCE_PARALLEL),
+        ({"ep_size": 2}, gate.EXPERT_PARALLEL),
+        ({"moe_dp_size": 2}, gate.EXPERT_PARALLEL),
+        ({"dwdp_size": 2}, gate.EXPERT_PARALLEL),
+        ({"elastic_ep_backend": "mooncake"}, gate.EXPERT_PARALLEL),
+        ({"enable_single_batch_overlap": True}, "single-batch overlap"),
+        ({"nnodes": 2}, "ranks on several machines"),
+        (
+            {"enable_quant_communications": True},
+            "all-reduces that round prefill otherwise than decode",
+        ),
         ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
         ({"disaggregation_mode": "prefill"}, None),
+        (
+            {"disaggregation_mode": "prefill", "tp_size": 2},
+            "prefill-decode disaggregation on several ranks",
+        ),
+        (
+            {"speculative_algorithm": "FROZEN_KV_MTP", "pp_size": 2},
+            "speculative decoding on several ranks",
+        ),
         ({"speculative_algorithm": "FROZEN_KV_MTP"}, None),
         ({}, None),
     ],

@@ -105,8 +105,12 @@ def given_up(server: Server, body: dict[str, Any], how: str) -> Iterator[None]:
 @pytest.mark.parametrize("how", ["abort", "disconnect"])
 def test_abort_of_a_running_prefill(servers: tuple[Server, Server], how: str) -> None:
     """A request that is given up between two chunks leaves the others' answers as they are."""
-    body = {"input_ids": tokens(4000, seed=24), "sampling_params": GREEDY, "rid": how}
-    body["stream"] = how == "disconnect"  # SGLang notices at once only when a stream is left
+    body = {
+        "input_ids": tokens(4000, seed=24),
+        "sampling_params": GREEDY,
+        "rid": how,
+        "stream": how == "disconnect",  # SGLang notices at once only when a stream is left
+    }
 
     def ask(server: Server) -> list[Answer]:
         mark = server.mark()

@@ -43,11 +43,18 @@ def _forget_reports() -> Iterator[None]:
     report.reset()
 
 
-def scheduled(engine: Engine) -> Any:
+def scheduled(engine: Engine, *, logprobs: bool = False) -> Any:
+    """Two prompts; with ``logprobs`` of their last tokens."""
     draw = random.Random(0)
-    return engine.schedule(
-        [Prompt((), tuple(draw.randrange(20, 500) for _ in range(n))) for n in LENGTHS]
-    )
+    prompts = [
+        Prompt(
+            (),
+            tuple(draw.randrange(20, 500) for _ in range(n)),
+            logprob_start=n - 1 if logprobs else -1,
+        )
+        for n in LENGTHS
+    ]
+    return engine.schedule(prompts)
 
 
 def assert_stock(engine: Engine, reason: str) -> Observed:
@@ -146,12 +153,10 @@ def test_readouts_in_the_middle_of_a_prompt(
     engine: Engine, batches_with: Callable[..., None], field: str
 ) -> None:
     """Multi-item and setwise scoring read rows that the tail would not compute."""
-    batch = scheduled(engine)
+    batch = scheduled(engine, logprobs=True)
     batches_with(**{field: ROWS}, is_prefill_only=True)
     outputs = []
     for switch in ("0", "1"):
-        batch.token_ids_logprobs = [[5, 17], [5, 17]]
-        batch.top_logprobs_nums = [0, 0]
         seen = run(engine, batch, switch)
         assert seen.rows == [sum(LENGTHS)] * LAYERS
         outputs.append(seen.output.input_token_ids_logprobs_val)

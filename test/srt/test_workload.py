@@ -119,7 +119,7 @@ class TestComparison:
 
     def output(self, **changes: object) -> Answer:
         return Answer(
-            (Output(**{**vars(self.STOCK.outputs[0]), **changes}),),  # type: ignore[arg-type]
+            (Output(**{**vars(self.STOCK.outputs[0]), **changes}),),
             self.STOCK.input_logprobs,
         )
 

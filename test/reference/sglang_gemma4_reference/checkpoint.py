@@ -292,7 +292,7 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
     model = Gemma4ForConditionalGeneration(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            _randomise(name, weight)
+            randomise(name, weight)
         for layer in model.model.language_model.layers:
             layer.layer_scalar.uniform_(0.9, 1.0)
         # Small logits for special tokens: no answer ends early, and none contains the placeholder
@@ -303,7 +303,7 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
     return model
 
 
-def _randomise(name: str, weight: nn.Parameter) -> None:
+def randomise(name: str, weight: nn.Parameter) -> None:
     """Fill one parameter so that values keep a scale of about 1 on their way through the model."""
     if weight.dim() > 1:
         std = weight[0].numel() ** -0.5
@@ -414,7 +414,7 @@ def write_assistant(path: str | Path, target: Gemma4Shape) -> Path:
     )
     with torch.no_grad():
         for name, weight in assistant.named_parameters():
-            _randomise(name, weight)
+            randomise(name, weight)
         assistant.lm_head.weight.copy_(embeddings)
         half = target.hidden_size
         # The target's hidden state, passed through: the next token from it is the best guess.

@@ -47,10 +47,18 @@ class Engine:
     configuration is process-wide.
     """
 
-    def __init__(self, model_path: str | Path, **server_args: Any) -> None:
-        """Load the model. ``server_args`` are SGLang's, for example ``max_total_tokens=4096``."""
+    def __init__(self, model_path: str | Path, *, rank: int = 0, **server_args: Any) -> None:
+        """Load the model.
+
+        Args:
+            model_path: the checkpoint.
+            rank: of this process, where ``tp_size`` makes several run one model together; all
+                call the same methods with the same arguments, ``nccl_port`` among them.
+            server_args: SGLang's, for example ``max_total_tokens=4096``.
+        """
         load_plugins()  # as every process of a server does first
-        self.runner = releases.load_model(ServerArgs(model_path=str(model_path), **server_args))
+        args = ServerArgs(model_path=str(model_path), **server_args)
+        self.runner = releases.load_model(args, rank)
         self.text_model = next(
             module for module in self.runner.model.modules() if isinstance(module, Gemma4TextModel)
         )

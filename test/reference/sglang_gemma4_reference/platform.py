@@ -56,6 +56,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The same for threads that wait for one another, in the processes started from here:
         # while other programs compete for the cores, spinning makes decoding four times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        _deal_out_cores(server_args.dp_size * server_args.tp_size * server_args.pp_size)
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
         from sglang_gemma4_reference import speculation
@@ -76,12 +77,27 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """
         from sglang.srt.layers import logits_processor
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+        from sglang.srt.model_executor import model_runner
 
         releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
+        # On a CPU heads that tensor parallelism cannot deal out evenly are padded, for kernels
+        # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
+        model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
         logits_processor.fused_softcap = softcap_inplace_logits
         if not triton_is_interpreted():
             # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
             ATTENTION_BACKENDS["triton"] = create_attention_backend
+
+
+def _deal_out_cores(processes: int) -> None:
+    """Give each model process cores of its own, or one core that it shares."""
+    if processes == 1:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[i::processes] or [cores[i % len(cores)]] for i in range(processes)]
+    listed = "|".join(",".join(map(str, share)) for share in shares)
+    # Without it SGLang wants a NUMA node for each of them.
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", listed)
 
 
 def create_attention_backend(runner: ModelRunner) -> AttentionBackend:

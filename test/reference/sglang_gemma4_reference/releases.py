@@ -85,7 +85,7 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def load_model(args: ServerArgs) -> ModelRunner:
+def load_model(args: ServerArgs, rank: int) -> ModelRunner:
     """A ``ModelRunner`` that is ready to run, made as SGLang's own benchmark of one batch does it.
 
     The process-wide configuration and process groups are those of this runner afterwards.
@@ -100,13 +100,13 @@ def load_model(args: ServerArgs) -> ModelRunner:
     if hasattr(args, "resolve_once"):  # 0.5.20; before, the constructor does it
         args.resolve_once()
     if hasattr(runtime_context, "SpawnRanks"):  # 0.5.21
-        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+        ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
         runtime_context.publish(args, role="scheduler", ranks=ranks)
     elif hasattr(runtime_context, "publish"):  # 0.5.17; before, the runner does it
         runtime_context.publish(args, role="scheduler")
     if hasattr(one_batch, "_init_process_global_configs"):  # 0.5.22
         one_batch._init_process_global_configs()
-    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), gpu_id=0, tp_rank=0)
+    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), gpu_id=rank, tp_rank=rank)
     return loaded.torch_runner
 
 

@@ -3,7 +3,8 @@
 With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward of a
 ``Gemma4TextModel`` appends one line to FILE::
 
-    {"mode": "EXTEND", "extend_lens": [50], "prefix_lens": [0], "rows": [50, 50, 1, 1]}
+    {"mode": "EXTEND", "extend_lens": [50], "prefix_lens": [0], "rows": [50, 50, 1, 1],
+     "first_layer": 0, "process": 4711}
 
 It takes nobody's word: ``rows`` are the leading dimensions of the tensors that the layers' MLPs
 were called with, 0 for a layer that was not called. Mode and lengths are the batch's own, read
@@ -33,13 +34,17 @@ class Prefill:
         mode: name of the batch's forward mode when the model was called.
         extend_lens: new tokens of every request.
         prefix_lens: tokens of every request that were in the cache before.
-        rows: rows that each layer's MLP computed.
+        rows: rows that the MLP of each of the process's layers computed.
+        first_layer: the layer that ``rows`` begin with.
+        process: id of the process that ran it.
     """
 
     mode: str
     extend_lens: list[int]
     prefix_lens: list[int]
     rows: list[int]
+    first_layer: int = 0
+    process: int = 0
 
 
 def _integers(lens: Iterable[Any] | None) -> list[int]:
@@ -52,6 +57,7 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
     Returns:
         Handles whose ``remove()`` ends the observation.
     """
+    layers = model.layers[model.start_layer : model.end_layer]
     current: Prefill | None = None
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,12 +65,15 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
         # Whoever wraps the forward may hide its signature.
         batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
         current = None
-        if not batch.forward_mode.is_decode_or_idle():
+        # Neither decode steps nor drafts that are verified.
+        if batch.forward_mode.is_extend_without_speculative():
             current = Prefill(
                 mode=batch.forward_mode.name,
                 extend_lens=_integers(batch.extend_seq_lens_cpu),
                 prefix_lens=_integers(batch.extend_prefix_lens_cpu),
-                rows=[0] * len(model.layers),
+                rows=[0] * len(layers),
+                first_layer=model.start_layer,
+                process=os.getpid(),
             )
 
     def counter(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -84,7 +93,7 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
         model.register_forward_pre_hook(begin, with_kwargs=True),
         *(
             layer.mlp.register_forward_pre_hook(counter(index))
-            for index, layer in enumerate(model.layers)
+            for index, layer in enumerate(layers)
         ),
         model.register_forward_hook(end),
     ]

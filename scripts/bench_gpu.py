@@ -1,0 +1,928 @@
+#!/usr/bin/env python3
+"""What does fast prefill gain on this GPU, what does it cost, and where does the time go?
+
+Gemma 4 E2B or E4B at its real dimensions with random weights, so neither a network nor a checkpoint
+is needed; bf16, Triton attention, no prefix cache, decode graphs on, the unchanged SGLang server.
+Seven parts, each of which can run alone:
+
+    a  30 prompts of 7000 tokens in and 10 out: duration, time to first token, tokens per second
+    b  8192 in and 150 out, 8 and 32 at a time: the same
+    c  one prefill of 128 to 32768 tokens against the ceiling (``bench_prefill.py``)
+    d  peak memory of a prefill
+    e  inter-token latency of running requests while long prompts arrive
+    f  a profile of one prefill: host, device, waiting, the ten largest kernels
+    g  greedy tokens, and how far logits are apart
+
+"off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns. Loads come from SGLang's own
+``sglang.benchmark.serving``. That "on" was on and "off" was off is read from the servers' logs and
+from the rows that the layers computed; otherwise nothing is reported.
+
+Output contract: tables for people on stdout, one JSON document in
+``benchmark/results/gpu_DEVICE_MODEL_sglang-VERSION.json``, and its path as the last line. Every
+measurement is written at once. A later run with the same commit and settings goes on where the
+earlier one ended, so a part that did not fit into ``--minutes`` is finished by the same command;
+the exit status is then 3.
+
+    python scripts/bench_gpu.py --preset E2B                  # all parts
+    python scripts/bench_gpu.py --preset E4B --parts c f
+    python scripts/bench_gpu.py --preset tiny --device cpu    # the script itself, without a GPU
+
+Needs an environment with SGLang, this package and ``test/reference``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import bench_prefill
+from bench_prefill import SWITCH, NotActiveError
+from demo import Server, WrongPathError, check_switch, choose_ports
+from environment import REPO, SetupError, heading, say, tail
+
+WAYS = ("off", "on")
+SWITCHED = {"off": "0", "on": "1"}
+PRESETS = {"tiny": "E2B_TINY", "mini": "E2B_MINI", "e2b": "E2B", "e4b": "E4B"}
+OUT_OF_TIME = 3
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A number of equal requests.
+
+    Attributes:
+        concurrency: how many of them are sent at a time; None for all.
+    """
+
+    prompts: int
+    tokens_in: int
+    tokens_out: int
+    concurrency: int | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the parts do; lengths are in tokens.
+
+    Attributes:
+        published: part a.
+        concurrent: part b.
+        repeats: how often a and b send their load to each server.
+        lengths: part c.
+        prefill_repeats: part c, forwards per length and way.
+        memory: part d.
+        running: part e, the requests whose latency is measured.
+        arriving: part e, length of the prompts that arrive meanwhile.
+        interval: part e, seconds from one such prompt to the next.
+        profiled: part f.
+        answers: part g, prompts to continue greedily.
+        pool: tokens that the KV pool of each server must hold.
+    """
+
+    published: Requests
+    concurrent: tuple[Requests, ...]
+    repeats: int
+    lengths: tuple[int, ...]
+    prefill_repeats: int
+    memory: tuple[int, ...]
+    running: Requests
+    arriving: int
+    interval: float
+    profiled: tuple[int, ...]
+    answers: Requests
+    pool: int
+
+
+FULL = Workload(
+    published=Requests(30, 7000, 10),
+    concurrent=(Requests(32, 8192, 150, 8), Requests(64, 8192, 150, 32)),
+    repeats=3,
+    lengths=(128, 512, 2048, 8192, 32768),
+    prefill_repeats=7,
+    memory=(512, 8192, 32768),
+    running=Requests(8, 64, 600, 8),
+    arriving=8192,
+    interval=0.5,
+    profiled=(512, 8192),
+    answers=Requests(30, 2000, 10),
+    pool=280_000,
+)
+# For a CPU and the smallest model: every line of the script runs, and no figure means anything.
+TINY = Workload(
+    published=Requests(3, 60, 3),
+    concurrent=(Requests(3, 70, 3, 2),),
+    repeats=1,
+    lengths=(8, 40),
+    prefill_repeats=1,
+    memory=(40,),
+    running=Requests(2, 8, 12, 2),
+    arriving=60,
+    interval=0.1,
+    profiled=(40,),
+    answers=Requests(2, 30, 3),
+    pool=2048,
+)
+
+
+class OutOfTimeError(Exception):
+    """``--minutes`` are over; what was measured is written."""
+
+
+class Results:
+    """The result file, rewritten after every measurement."""
+
+    def __init__(self, path: Path, header: dict[str, Any], commit: str) -> None:
+        self.path = path
+        self._commit = commit
+        self._document: dict[str, Any] = {"parts": {}}
+        with suppress(FileNotFoundError):
+            self._document = json.loads(path.read_text())
+        self._document = {**header, "parts": self._document["parts"]}
+
+    def steps(self, part: str) -> dict[str, Any]:
+        """The measurements of one part, by name."""
+        found = self._document["parts"].get(part, {})
+        steps: dict[str, Any] = found.get("steps", {})
+        return steps
+
+    def begin(self, part: str, title: str, settings: dict[str, Any]) -> None:
+        """Keep a part's measurements if they are of this commit and of these settings."""
+        now = {
+            "title": title,
+            "commit": self._commit,
+            "settings": json.loads(json.dumps(settings)),
+            "command": shlex.join(["python", *sys.argv]),
+        }
+        before = self._document["parts"].get(part, {})
+        same = all(before.get(key) == now[key] for key in ("commit", "settings"))
+        self._document["parts"][part] = {
+            **now,
+            "steps": before["steps"] if same else {},
+            "summary": None,
+        }
+
+    def add(self, part: str, step: str, measured: Any) -> None:
+        """Write one measurement."""
+        self._document["parts"][part]["steps"][step] = measured
+        self._write()
+
+    def finish(self, part: str, summary: Any) -> None:
+        """Write what a complete part amounts to."""
+        self._document["parts"][part]["summary"] = summary
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._document, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+# ---------------------------------------------------------------- what the parts run on
+
+
+class Machine:
+    """The two servers or the one engine, started when first asked for; never both at once."""
+
+    def __init__(self, args: argparse.Namespace, device: str, directory: Path) -> None:
+        from sglang_gemma4_reference.checkpoint import PRESETS as SHAPES
+        from sglang_gemma4_reference.checkpoint import write_checkpoint
+
+        self.device = device
+        self.workload = TINY if args.preset == "tiny" else FULL
+        self._args = args
+        self._directory = directory
+        self._preset = PRESETS[args.preset]
+        self._stack = ExitStack()
+        self._servers: dict[str, Server] = {}
+        self._engine: Any = None
+        self.checkpoint = directory / self._preset
+        write_checkpoint(self.checkpoint, SHAPES[self._preset], weights=False)
+
+    def __enter__(self) -> Machine:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def servers(self) -> dict[str, Server]:
+        """Both servers, ready: ``off`` and ``on``."""
+        if self._servers:
+            return self._servers
+        ports = choose_ports(None)
+        env = dict(os.environ)
+        # Side by side on a GPU, each takes its share of what is free when it starts: half of the
+        # memory first, and then nearly all of the rest. So they start one after the other there.
+        for way, port, share in zip(WAYS, ports, ("0.45", "0.85"), strict=True):
+            server = Server(way == "on", self._command(port, share), port, self._log(way))
+            self._stack.enter_context(server.started(env))
+            self._servers[way] = server
+            if self.device == "cuda":
+                server.wait_until_ready(self._args.start_timeout)
+        for server in self._servers.values():
+            server.wait_until_ready(self._args.start_timeout)
+        return self._servers
+
+    def _log(self, way: str) -> Path:
+        return self._directory / f"server-{way}.log"
+
+    def _command(self, port: int, memory_share: str) -> list[str]:
+        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
+        command += ["--model-path", str(self.checkpoint), "--load-format", "dummy"]
+        command += ["--disable-radix-cache", "--attention-backend", "triton"]
+        command += ["--max-total-tokens", str(self.workload.pool)]
+        if self.device == "cuda":
+            command += ["--dtype", "bfloat16", "--mem-fraction-static", memory_share]
+        else:
+            command += ["--device", "cpu", "--sleep-on-idle"]
+        return command + shlex.split(self._args.server_args)
+
+    def engine(self) -> Any:
+        """The model on SGLang's ModelRunner in this process."""
+        if self._engine is None:
+            self._stack.close()  # the servers' memory is needed
+            self._servers = {}
+            work = self.workload
+            longest = max(*work.lengths, *work.memory, *work.profiled, work.answers.tokens_in)
+            options = argparse.Namespace(
+                model=None,
+                preset=self._preset,
+                weights="dummy",
+                dtype=None,
+                lengths=[longest],
+                batch_sizes=[1],
+                decoding=[0],
+            )
+            self._engine = bench_prefill.build_engine(options, self.device, self._directory)
+        return self._engine
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def switched(way: str) -> Iterator[None]:
+    """The switch of this process set for the span."""
+    previous = os.environ.get(SWITCH)
+    os.environ[SWITCH] = SWITCHED[way]
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = previous
+
+
+def one_prompt(length: int) -> bench_prefill.Load:
+    """A prefill of one prompt."""
+    return bench_prefill.Load(length, batch_size=1)
+
+
+def random_prompt(engine: Any, length: int, seed: int) -> Any:
+    """A scheduled batch of one prompt."""
+    from sglang_gemma4_reference.engine import Prompt
+
+    draw = random.Random(seed)
+    vocabulary = engine.text_model.config.vocab_size
+    tokens = tuple(draw.randrange(300, vocabulary) for _ in range(length))
+    return engine.schedule([Prompt((), tokens)])
+
+
+def assert_path(engine: Any, batch: Any, length: int) -> None:
+    """Raise ``NotActiveError`` unless a prefill of ``batch`` takes the fast path."""
+    path, _ = bench_prefill.path_taken(engine, batch, one_prompt(length))
+    if path != "active":
+        raise NotActiveError(f"{length} tokens: {path}")
+
+
+def in_turns(repeats: int) -> list[tuple[str, int]]:
+    """(way, repeat) with off and on in turns; who goes first alternates."""
+    return [
+        (way, repeat)
+        for repeat in range(repeats)
+        for way in (WAYS if repeat % 2 == 0 else reversed(WAYS))
+    ]
+
+
+# ---------------------------------------------------------------- the parts
+
+Step = Callable[[Machine], Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question.
+
+    Attributes:
+        title: what it measures.
+        settings: the fields of ``Workload`` that it uses.
+        steps: its measurements, by name, in their order.
+        summary: what they amount to.
+        on_servers: whether it runs on the servers, or else on the engine.
+    """
+
+    title: str
+    settings: tuple[str, ...]
+    steps: Callable[[Workload], dict[str, Step]]
+    summary: Callable[[dict[str, Any]], Any]
+    on_servers: bool
+
+
+def send(server: Server, load: Requests, details: Path) -> dict[str, Any]:
+    """Send a load by ``sglang.benchmark.serving``; return its own result."""
+    from sglang.benchmark import serving
+
+    command = ["serving", "--backend", "sglang", "--port", str(server.port), "--host", "127.0.0.1"]
+    command += ["--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "1"]
+    command += ["--random-input-len", str(load.tokens_in)]
+    command += ["--random-output-len", str(load.tokens_out), "--num-prompts", str(load.prompts)]
+    if load.concurrency is not None:
+        command += ["--max-concurrency", str(load.concurrency)]
+    command += ["--output-file", str(details), "--output-details", "--disable-tqdm"]
+    details.unlink(missing_ok=True)
+    typed = sys.argv
+    sys.argv = command
+    try:
+        serving.cli_main()
+    finally:
+        sys.argv = typed
+    result: dict[str, Any] = json.loads(details.read_text().splitlines()[-1])
+    errors = [error for error in result["errors"] if error]
+    if errors or result["completed"] != load.prompts:
+        raise SetupError(f"{server.name}: {result['completed']} answers, {errors[:1]}", server.log)
+    check_switch(server)
+    return result
+
+
+_KEPT = (
+    "duration",
+    "median_ttft_ms",
+    "mean_ttft_ms",
+    "p99_ttft_ms",
+    "median_itl_ms",
+    "total_throughput",
+    "output_throughput",
+    "input_throughput",
+)
+
+
+def loads(
+    chosen: Callable[[Workload], Sequence[Requests]],
+) -> Callable[[Workload], dict[str, Step]]:
+    """Steps that send each load to both servers in turns."""
+
+    def steps(work: Workload) -> dict[str, Step]:
+        def step(way: str, load: Requests) -> Step:
+            def run(machine: Machine) -> dict[str, Any]:
+                server = machine.servers()[way]
+                result = send(server, load, server.log.with_suffix(".jsonl"))
+                return {"way": way, "load": asdict(load)} | {key: result[key] for key in _KEPT}
+
+            return run
+
+        return {
+            f"{load.tokens_in}/{load.tokens_out} at {load.concurrency or 'once'}, {way} {n}": step(
+                way, load
+            )
+            for load in chosen(work)
+            for way, n in in_turns(work.repeats)
+        }
+
+    return steps
+
+
+def summarise_loads(steps: dict[str, Any]) -> list[dict[str, Any]]:
+    """Medians over the repeats of each load, and their ratios."""
+    rows = []
+    for load in {json.dumps(step["load"]): step["load"] for step in steps.values()}.values():
+        medians = {
+            way: {
+                key: statistics.median(
+                    step[key]
+                    for step in steps.values()
+                    if step["way"] == way and step["load"] == load
+                )
+                for key in _KEPT
+            }
+            for way in WAYS
+        }
+        off, on = medians["off"], medians["on"]
+        rows.append(
+            {
+                "load": load,
+                **medians,
+                "duration_ratio": off["duration"] / on["duration"],
+                "ttft_ratio": off["median_ttft_ms"] / on["median_ttft_ms"],
+                "throughput_ratio": on["total_throughput"] / off["total_throughput"],
+            }
+        )
+    return rows
+
+
+def prefill_steps(work: Workload) -> dict[str, Step]:
+    """Part c: one length each."""
+
+    def step(length: int) -> Step:
+        def run(machine: Machine) -> dict[str, Any]:
+            from tqdm import tqdm
+
+            with tqdm(total=work.prefill_repeats * len(bench_prefill.WAYS), unit="forward") as bar:
+                point = bench_prefill.measure(
+                    machine.engine(), one_prompt(length), work.prefill_repeats, bar
+                )
+            return asdict(point)
+
+        return run
+
+    return {f"{length} tokens": step(length) for length in work.lengths}
+
+
+def memory_steps(work: Workload) -> dict[str, Step]:
+    """Part d: one length and way each."""
+
+    def step(length: int, way: str) -> Step:
+        def run(machine: Machine) -> dict[str, Any]:
+            engine = machine.engine()
+            batch = random_prompt(engine, length, seed=length)
+            assert_path(engine, batch, length)
+            with switched(way):
+                engine.forward(batch)
+                peak = peak_bytes(machine, lambda: engine.forward(batch))
+            return {"length": length, "way": way, "peak_bytes": peak}
+
+        return run
+
+    return {f"{length} tokens, {way}": step(length, way) for length in work.memory for way in WAYS}
+
+
+def peak_bytes(machine: Machine, call: Callable[[], Any]) -> int:
+    """Memory that ``call`` takes at its peak beyond what is in use before it."""
+    if machine.device == "cuda":
+        import torch
+
+        machine.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        machine.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # The resident set; 5 resets its high-water mark (Linux).
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    call()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
+    assert found is not None, f"{field} is in /proc/self/status"
+    return int(found[1]) * 1024
+
+
+def by_length(steps: dict[str, Any]) -> list[dict[str, Any]]:
+    """Steps of one length and two ways, as one row per length."""
+    rows: dict[int, dict[str, Any]] = {}
+    for step in steps.values():
+        row = rows.setdefault(step["length"], {"length": step["length"]})
+        row[step["way"]] = {k: v for k, v in step.items() if k not in ("length", "way")}
+    return list(rows.values())
+
+
+def latency_steps(work: Workload) -> dict[str, Step]:
+    """Part e: the running requests' latency with long prompts arriving, and without."""
+
+    def step(way: str, arriving: bool) -> Step:
+        def run(machine: Machine) -> dict[str, Any]:
+            import numpy
+
+            server = machine.servers()[way]
+            with arrivals(server, work) if arriving else ExitStack() as sent:
+                result = send(server, work.running, server.log.with_suffix(".jsonl"))
+            itls = [seconds for request in result["itls"] for seconds in request]
+            p50, p95, p99 = (float(x) * 1e3 for x in numpy.percentile(itls, [50, 95, 99]))
+            return {
+                "way": way,
+                "arriving": arriving,
+                "long_prompts": len(sent) if isinstance(sent, list) else 0,
+                "p50_ms": p50,
+                "p95_ms": p95,
+                "p99_ms": p99,
+                "duration": result["duration"],
+            }
+
+        return run
+
+    return {
+        f"{'long prompts arriving' if arriving else 'undisturbed'}, {way}": step(way, arriving)
+        for arriving in (False, True)
+        for way in WAYS
+    }
+
+
+@contextmanager
+def arrivals(server: Server, work: Workload) -> Iterator[list[int]]:
+    """Long prompts of one new token each, sent at fixed times whatever became of the others."""
+    import requests
+
+    over = threading.Event()
+    sent: list[int] = []
+    failures: list[str] = []
+    clients: list[threading.Thread] = []
+    draw = random.Random(0)
+    http = requests.Session()
+    http.trust_env = False  # no proxy stands between a machine and itself
+
+    def ask(ids: list[int]) -> None:
+        body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+        try:
+            answer = http.post(f"http://127.0.0.1:{server.port}/generate", json=body, timeout=600)
+        except requests.RequestException as failure:
+            failures.append(repr(failure))
+        else:
+            if not answer.ok:
+                failures.append(answer.text)
+
+    def keep_sending() -> None:
+        while True:
+            ids = [draw.randrange(300, 500) for _ in range(work.arriving)]
+            clients.append(threading.Thread(target=ask, args=(ids,)))
+            clients[-1].start()
+            sent.append(len(ids))
+            if over.wait(work.interval):
+                return
+
+    sender = threading.Thread(target=keep_sending)
+    sender.start()
+    try:
+        yield sent
+    finally:
+        over.set()
+        sender.join()
+        for client in clients:
+            client.join()
+    if failures:
+        raise SetupError(f"{server.name} refused a long prompt: {failures[0]}", server.log)
+
+
+def summarise_latency(steps: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row without and one with arriving prompts."""
+    return [
+        {
+            "arriving": arriving,
+            **{
+                step["way"]: {k: step[k] for k in ("p50_ms", "p95_ms", "p99_ms", "long_prompts")}
+                for step in steps.values()
+                if step["arriving"] == arriving
+            },
+        }
+        for arriving in (False, True)
+    ]
+
+
+def profile_steps(work: Workload) -> dict[str, Step]:
+    """Part f: one length and way each."""
+
+    def step(length: int, way: str) -> Step:
+        def run(machine: Machine) -> dict[str, Any]:
+            engine = machine.engine()
+            batch = random_prompt(engine, length, seed=length)
+            assert_path(engine, batch, length)
+            with switched(way):
+                return {"length": length, "way": way} | profile(machine, engine, batch)
+
+        return run
+
+    return {
+        f"{length} tokens, {way}": step(length, way) for length in work.profiled for way in WAYS
+    }
+
+
+def profile(machine: Machine, engine: Any, batch: Any) -> dict[str, Any]:
+    """Where the time of one prefill goes.
+
+    Host and whole time are of forwards without the profiler, which slows the host down; the
+    device's are of one forward with it.
+    """
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    host, whole = [], []
+    for _ in range(6):
+        machine.synchronize()
+        began = time.perf_counter()
+        engine.forward(batch)
+        host.append(time.perf_counter() - began)
+        machine.synchronize()
+        whole.append(time.perf_counter() - began)
+    activities = [ProfilerActivity.CPU]
+    if machine.device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profiler(activities=activities) as recorded:
+        engine.forward(batch)
+        machine.synchronize()
+    return {
+        # The first forward warms up.
+        "host_ms": statistics.median(host[1:]) * 1e3,
+        "whole_ms": statistics.median(whole[1:]) * 1e3,
+        **device_time(kernels(recorded, machine.device)),
+    }
+
+
+Kernel = tuple[str, float, float]  # its name, beginning and end in microseconds
+
+
+def kernels(recorded: Any, device: str) -> list[Kernel]:
+    """What ran on the device; on a CPU the innermost operations stand in for kernels."""
+    from torch.autograd import DeviceType
+
+    wanted = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == wanted
+        and not (device == "cpu" and event.cpu_children)
+        # A named range of the host is mirrored on the device's time line, and is no work.
+        and not event.is_user_annotation
+    ]
+
+
+def device_time(ran: Sequence[Kernel]) -> dict[str, Any]:
+    """Busy and idle time between the first kernel's begin and the last one's end.
+
+    The device is idle when it has nothing queued: it waits for the host.
+
+    >>> found = device_time([("gemm", 0, 30), ("norm", 20, 40), ("gemm", 60, 100)])
+    >>> found["device_busy_ms"], found["device_idle_ms"], found["kernels"]
+    (0.08, 0.02, 3)
+    >>> found["largest"][0]
+    {'kernel': 'gemm', 'calls': 2, 'ms': 0.07}
+    """
+    busy, until = 0.0, float("-inf")
+    for _, begin, end in sorted(ran, key=lambda kernel: kernel[1]):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    span = until - min(begin for _, begin, _ in ran)
+    totals: dict[str, list[float]] = {}
+    for name, begin, end in ran:
+        totals.setdefault(name, []).append(end - begin)
+    largest = sorted(totals.items(), key=lambda item: -sum(item[1]))[:10]
+    return {
+        "device_busy_ms": busy / 1e3,
+        "device_idle_ms": (span - busy) / 1e3,
+        "kernels": len(ran),
+        "largest": [
+            {"kernel": name[:120], "calls": len(times), "ms": sum(times) / 1e3}
+            for name, times in largest
+        ],
+    }
+
+
+def answer_steps(work: Workload) -> dict[str, Step]:
+    """Part g: one prompt each, both ways."""
+
+    def step(seed: int) -> Step:
+        def run(machine: Machine) -> dict[str, Any]:
+            engine = machine.engine()
+            randomise(engine)
+            length = work.answers.tokens_in + seed  # not all of one length
+            assert_path(engine, random_prompt(engine, length, seed), length)
+            tokens, logits = {}, {}
+            for way in WAYS:
+                batch = random_prompt(engine, length, seed)
+                with switched(way):
+                    tokens[way], logits[way] = greedy(engine, batch, work.answers.tokens_out)
+            differences = (logits["on"] - logits["off"]).abs()
+            best = logits["off"].topk(2).values
+            return {
+                "length": length,
+                "tokens": tokens,
+                "mean_difference": float(differences.mean()),
+                "p99_difference": float(differences.quantile(0.99)),
+                "max_difference": float(differences.max()),
+                "logit_spread": float(logits["off"].std()),
+                "margin": float(best[0] - best[1]),
+            }
+
+        return run
+
+    return {f"prompt {seed}": step(seed) for seed in range(work.answers.prompts)}
+
+
+def greedy(engine: Any, batch: Any, count: int) -> tuple[list[int], Any]:
+    """``count`` greedy tokens, and the first one's logits in fp32 on the host."""
+    output = engine.forward(batch).next_token_logits
+    first = output[0].float().cpu()
+    tokens = [int(output[0].argmax())]
+    while len(tokens) < count:
+        tokens.append(int(engine.decode(batch, tokens[-1:]).next_token_logits[0].argmax()))
+    return tokens, first
+
+
+def randomise(engine: Any) -> None:
+    """Give the model weights whose answers depend on all of the prompt, which dummies do not."""
+    import torch
+
+    from sglang_gemma4_reference.checkpoint import randomise as fill
+
+    if getattr(engine, "randomised", False):
+        return
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in engine.text_model.named_parameters():
+            fill(f"model.language_model.{name}", weight)
+        for layer in engine.text_model.layers:
+            layer.layer_scalar.fill_(0.95)
+    engine.randomised = True
+
+
+def summarise_answers(steps: dict[str, Any]) -> dict[str, Any]:
+    """Shares of equal answers, and the distribution of logit differences over the prompts."""
+    rows = list(steps.values())
+    return {
+        "prompts": len(rows),
+        "same_first_token": sum(r["tokens"]["on"][0] == r["tokens"]["off"][0] for r in rows),
+        "same_answer": sum(r["tokens"]["on"] == r["tokens"]["off"] for r in rows),
+        "tokens_each": len(rows[0]["tokens"]["on"]),
+        "mean_difference": statistics.mean(r["mean_difference"] for r in rows),
+        "p99_difference": statistics.median(r["p99_difference"] for r in rows),
+        "max_difference": max(r["max_difference"] for r in rows),
+        "logit_spread": statistics.mean(r["logit_spread"] for r in rows),
+    }
+
+
+PARTS = {
+    "a": Part(
+        "the published run",
+        ("published", "repeats"),
+        loads(lambda work: [work.published]),
+        summarise_loads,
+        on_servers=True,
+    ),
+    "b": Part(
+        "many at a time",
+        ("concurrent", "repeats"),
+        loads(lambda work: work.concurrent),
+        summarise_loads,
+        on_servers=True,
+    ),
+    "e": Part(
+        "inter-token latency while long prompts arrive",
+        ("running", "arriving", "interval"),
+        latency_steps,
+        summarise_latency,
+        on_servers=True,
+    ),
+    "c": Part(
+        "one prefill against the ceiling",
+        ("lengths", "prefill_repeats"),
+        prefill_steps,
+        lambda steps: list(steps.values()),
+        on_servers=False,
+    ),
+    "d": Part("peak memory of a prefill", ("memory",), memory_steps, by_length, on_servers=False),
+    "f": Part("profile of a prefill", ("profiled",), profile_steps, by_length, on_servers=False),
+    # Last: it gives the engine other weights.
+    "g": Part(
+        "on against off: tokens and logits",
+        ("answers",),
+        answer_steps,
+        summarise_answers,
+        on_servers=False,
+    ),
+}
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def run_part(key: str, machine: Machine, results: Results, deadline: float) -> None:
+    """Measure what is missing of one part.
+
+    Raises:
+        OutOfTimeError: something still is.
+    """
+    part, work = PARTS[key], machine.workload
+    heading(f"({key}) {part.title}")
+    settings = {name: value for name, value in asdict(work).items() if name in part.settings}
+    settings["server_args"] = machine._args.server_args if part.on_servers else None
+    results.begin(key, part.title, settings)
+    done = results.steps(key)
+    for name, step in part.steps(work).items():
+        if name in done:
+            say(f"{name}: measured before")
+            continue
+        if time.monotonic() > deadline:
+            raise OutOfTimeError(f"part {key}: {name} and what follows")
+        began = time.monotonic()
+        results.add(key, name, step(machine))
+        say(f"{name}: {time.monotonic() - began:.1f} s")
+    results.finish(key, part.summary(results.steps(key)))
+
+
+def header(args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """What was measured, and on what."""
+    import torch
+    import transformers
+
+    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({os.cpu_count()})"
+    return {
+        "model": PRESETS[args.preset],
+        "weights": "random",
+        "device": name,
+        "device_kind": device,
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "sglang": version("sglang"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+    }
+
+
+def file_name(facts: dict[str, Any]) -> str:
+    """``gpu_DEVICE_MODEL_sglang-VERSION.json``.
+
+    >>> file_name({"device": "NVIDIA H100 80GB", "model": "E2B", "sglang": "0.5.17"})
+    'gpu_nvidia-h100-80gb_e2b_sglang-0.5.17.json'
+    """
+    device, model = (
+        re.sub(r"[^a-z0-9]+", "-", facts[key].lower()).strip("-") for key in ("device", "model")
+    )
+    return f"gpu_{device}_{model}_sglang-{facts['sglang']}.json"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; see ``--help``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", type=str.lower, choices=PRESETS, default="e2b")
+    parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=list(PARTS))
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="start no measurement after (default: 8)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=REPO / "benchmark" / "results", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--commit", help="what is measured, where git does not know it (default: ask git)"
+    )
+    parser.add_argument(
+        "--server-args", default="", metavar="'...'", help="more arguments for both servers"
+    )
+    parser.add_argument("--start-timeout", type=float, default=420.0, metavar="SECONDS")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; return 0 when all is measured, 3 when time ran out, 2 when something went wrong."""
+    args = parse_arguments(argv)
+    deadline = time.monotonic() + 60 * args.minutes
+    device = bench_prefill.choose_device(args.device)
+    # No proxy stands between a machine and itself.
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
+    facts = header(args, device)
+    results = Results(args.results / file_name(facts), facts, args.commit or bench_prefill.commit())
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Machine(args, device, Path(directory)) as machine,
+    ):
+        try:
+            for key in (key for key in PARTS if key in args.parts):
+                run_part(key, machine, results, deadline)
+        except OutOfTimeError as left:
+            print(f"out of time before {left}; the same command goes on there", file=sys.stderr)
+            print(results.path)
+            return OUT_OF_TIME
+        except (SetupError, WrongPathError, NotActiveError) as failure:
+            if isinstance(failure, SetupError) and failure.log is not None:
+                print(tail(failure.log), file=sys.stderr)
+            print(f"error: {failure}", file=sys.stderr)
+            return 2
+    print(results.path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""Does a real model answer as well with fast prefill as without it?
+
+Asks two SGLang servers of one checkpoint, off and on, the same questions at temperature 0:
+
+* GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring);
+* 30 pictures of two colours each, made here: "name the two colours".
+
+For both it tells the accuracy of each server, the share of answers that are the same character by
+character, and shows the answers that are not. In bf16 on a GPU other kernels run for the last rows,
+so a few answers differ; accuracy should not.
+
+Output contract: for people on stdout; the last line is one JSON document. Exit status 0 when both
+were asked, whatever they answered; 2 when something went wrong.
+
+    python scripts/eval_quality.py --model google/gemma-4-E2B-it        # starts one after the other
+    python scripts/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
+
+Needs ``pip install 'sglang-gemma4-yoco[eval]'``; lm-eval can also live in an environment of its
+own, named with ``--lm-eval``. GSM8K is downloaded by lm-eval, unless ``--questions`` names a file
+with a question and an answer per line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench_prefill import commit
+from demo import Server, WrongPathError, check_switch, choose_ports
+from environment import SetupError, heading, say, tail
+
+COLOURS = {
+    "red": (220, 20, 20),
+    "green": (20, 160, 20),
+    "blue": (20, 40, 220),
+    "yellow": (250, 220, 20),
+    "black": (0, 0, 0),
+    "white": (255, 255, 255),
+}
+PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
+QUESTION = "The left half and the right half of this picture have one colour each. Name both."
+
+
+@dataclass
+class Answers:
+    """What one server answered to one set of questions.
+
+    Attributes:
+        texts: by question.
+        accuracy: by the way of scoring.
+    """
+
+    texts: dict[str, str] = field(default_factory=dict)
+    accuracy: dict[str, float] = field(default_factory=dict)
+
+
+def picture(left: str, right: str) -> str:
+    """A picture of two colours, as a data URL."""
+    from PIL import Image
+
+    image = Image.new("RGB", (224, 224), COLOURS[left])
+    image.paste(COLOURS[right], (112, 0, 224, 224))
+    file = io.BytesIO()
+    image.save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def ask_colours(url: str, max_tokens: int) -> Answers:
+    """Ask for the colours of all pictures; right is an answer that names both."""
+    import requests
+
+    http = requests.Session()
+    http.trust_env = False  # the servers may stand behind no proxy
+    answers = Answers()
+    right = 0
+    for pair in PICTURES:
+        content = [
+            {"type": "image_url", "image_url": {"url": picture(*pair)}},
+            {"type": "text", "text": QUESTION},
+        ]
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+        }
+        reply = http.post(f"{url}/v1/chat/completions", json=body, timeout=600)
+        if not reply.ok:
+            raise SetupError(f"{url} refused a picture: {reply.status_code} {reply.text}")
+        text = reply.json()["choices"][0]["message"]["content"] or ""
+        answers.texts[" and ".join(pair)] = text
+        right += all(colour in text.lower() for colour in pair)
+    answers.accuracy["both named"] = right / len(PICTURES)
+    return answers
+
+
+# ---------------------------------------------------------------- GSM8K
+
+
+def ask_gsm8k(args: argparse.Namespace, url: str, directory: Path) -> Answers:
+    """Run lm-eval's GSM8K against one server."""
+    directory.mkdir()
+    task, include = "gsm8k", []
+    if args.questions is not None:
+        task = "gsm8k_local"
+        local_task(args, directory / f"{task}.yaml", task)
+        include = ["--include_path", str(directory)]
+    path = "v1/chat/completions" if args.chat else "v1/completions"
+    model_args = {
+        "base_url": f"{url}/{path}",
+        "model": "default",
+        "tokenizer_backend": "None",
+        "tokenized_requests": "False",
+        "num_concurrent": args.concurrency,
+        "max_length": 131072,
+        "timeout": 1800,
+    }
+    command = [str(args.lm_eval), "-m", "lm_eval"]
+    command += ["--model", "local-chat-completions" if args.chat else "local-completions"]
+    command += ["--model_args", ",".join(f"{k}={v}" for k, v in model_args.items())]
+    command += ["--tasks", task, *include, "--num_fewshot", "5", "--batch_size", "1"]
+    command += ["--gen_kwargs", f"temperature=0,max_gen_toks={args.max_tokens}"]
+    command += ["--output_path", str(directory / "out"), "--log_samples"]
+    if args.chat:
+        command += ["--apply_chat_template", "--fewshot_as_multiturn"]
+    if args.limit is not None:
+        command += ["--limit", str(args.limit)]
+    # lm-eval asks for a key even where none is checked.
+    env = {"OPENAI_API_KEY": "none", **os.environ, "NO_PROXY": "127.0.0.1,localhost"}
+    log = directory / "lm-eval.log"
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=output, env=env, check=False)
+    if done.returncode:
+        raise SetupError(f"lm-eval failed: {shlex.join(command)}", log)
+    return read_gsm8k(directory / "out", task)
+
+
+def local_task(args: argparse.Namespace, path: Path, task: str) -> None:
+    """Write lm-eval's own GSM8K task, with the questions of a local file."""
+    find = "import importlib.util as u; print(u.find_spec('lm_eval').submodule_search_locations[0])"
+    home = subprocess.run(
+        [str(args.lm_eval), "-c", find], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    questions = str(args.questions.resolve())
+    task_file = {
+        "include": f"{home}/tasks/gsm8k/gsm8k.yaml",
+        "task": task,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"train": questions, "test": questions}},
+    }
+    path.write_text(json.dumps(task_file))  # JSON is YAML
+
+
+def read_gsm8k(out: Path, task: str) -> Answers:
+    """Accuracies and answers from the files that lm-eval wrote."""
+    (results,) = out.rglob("results_*.json")
+    scores = json.loads(results.read_text())["results"][task]
+    answers = Answers()
+    for name, value in scores.items():
+        metric, _, scoring = name.partition(",")
+        if metric == "exact_match":
+            answers.accuracy[scoring] = value
+    (samples,) = out.rglob(f"samples_{task}_*.jsonl")
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        answers.texts[sample["doc"]["question"]] = sample["resps"][0][0]
+    return answers
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def ask(args: argparse.Namespace, url: str, directory: Path) -> dict[str, Answers]:
+    """Ask one server everything."""
+    say(f"Asking {url}")
+    found = {}
+    if "gsm8k" in args.sets:
+        found["gsm8k"] = ask_gsm8k(args, url, directory)
+    if "colours" in args.sets:
+        found["colours"] = ask_colours(url, args.max_tokens)
+    return found
+
+
+def compare(off: Answers, on: Answers) -> dict[str, Any]:
+    """Accuracies, and the share of answers that are the same; shows the others."""
+    if off.texts.keys() != on.texts.keys():
+        raise SetupError("the two servers were not asked the same questions")
+    differing = [question for question in off.texts if off.texts[question] != on.texts[question]]
+    for question in differing:
+        say(f"Q: {question}\n   off: {off.texts[question]!r}\n   on:  {on.texts[question]!r}")
+    count = len(off.texts)
+    say(f"{count - len(differing)} of {count} answers are the same character by character")
+    for scoring, accuracy in off.accuracy.items():
+        say(f"accuracy, {scoring}: off {accuracy:.3f}, on {on.accuracy[scoring]:.3f}")
+    return {
+        "questions": count,
+        "identical": (count - len(differing)) / count,
+        "accuracy_off": off.accuracy,
+        "accuracy_on": on.accuracy,
+    }
+
+
+@contextmanager
+def served(args: argparse.Namespace, directory: Path, *, fast: bool) -> Iterator[Server]:
+    """A server of ``--model``, alone on the machine."""
+    port = choose_ports(None)[0]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
+    command += ["--port", str(port), *shlex.split(args.server_args)]
+    server = Server(fast, command, port, directory / f"server-{'on' if fast else 'off'}.log")
+    say(f"Starting {server.name}")
+    with server.started(dict(os.environ)):
+        server.wait_until_ready(args.start_timeout)
+        yield server
+        check_switch(server)
+
+
+def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Ask both servers and compare."""
+    found = {}
+    for way, url in (("off", args.off), ("on", args.on)):
+        if url is not None:
+            found[way] = ask(args, url.rstrip("/"), directory / way)
+            continue
+        with served(args, directory, fast=way == "on") as server:
+            found[way] = ask(args, f"http://127.0.0.1:{server.port}", directory / way)
+    document: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "model": args.model,
+        # Of servers that were started elsewhere only their own logs can tell.
+        "active": True if args.off is None else None,
+    }
+    for name in args.sets:
+        heading(name)
+        document[name] = compare(found["off"][name], found["on"][name])
+    return document
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; see ``--help``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a checkpoint to serve, off and then on")
+    parser.add_argument("--off", metavar="URL", help="a server with the fast path off")
+    parser.add_argument("--on", metavar="URL", help="a server with the fast path on")
+    parser.add_argument("--sets", nargs="+", choices=["gsm8k", "colours"], default=[])
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="instead of GSM8K's own")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N questions of GSM8K")
+    parser.add_argument("--chat", action="store_true", help="GSM8K through the chat template")
+    parser.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--concurrency", type=int, default=16, help="default: %(default)s")
+    parser.add_argument(
+        "--lm-eval", type=Path, default=sys.executable, metavar="PYTHON", help="which has lm-eval"
+    )
+    parser.add_argument("--server-args", default="", metavar="'...'", help="for both servers")
+    parser.add_argument("--start-timeout", type=float, default=1800.0, metavar="SECONDS")
+    args = parser.parse_args(argv)
+    if (args.off is None) != (args.on is None) or (args.off is None) == (args.model is None):
+        parser.error("name either --model, or both --off and --on")
+    args.sets = args.sets or ["gsm8k", "colours"]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask, compare, print."""
+    args = parse_arguments(argv)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                print(json.dumps(run(args, Path(directory))))
+            except SetupError as failure:  # here, while its log still exists
+                if failure.log is not None:
+                    print(tail(failure.log), file=sys.stderr)
+                print(f"error: {failure}", file=sys.stderr)
+                return 2
+    except WrongPathError as failure:
+        print(f"error: nothing is reported: {failure}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

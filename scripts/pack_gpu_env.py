@@ -1,0 +1,404 @@
+#!/usr/bin/env python3
+"""How does SGLang get onto a GPU machine that has PyTorch but no network?
+
+Fills a folder of at most 60 MB with wheels: SGLang 0.5.17, what it imports when it serves Gemma 4
+with Triton attention and the other machine lacks, SGLang's kernels without what an H100 or H200
+does not need, this package, and ``test/reference``. The other machine must have Linux on x86-64,
+Python 3.12, torch 2.11.0+cu130, triton 3.6.0, transformers 5.x and what comes with them (``HAS``).
+
+    python3 scripts/pack_gpu_env.py gpu_env     # here: downloads 450 MB once, keeps 60
+
+    # there, in one line; then scripts/bench_gpu.py runs
+    python3 -m pip install --no-index --no-deps --no-compile --target site gpu_env/*.whl &&
+        export PYTHONPATH=$PWD/site SGLANG_IS_FLASHINFER_AVAILABLE=0
+    python3 scripts/bench_gpu.py --preset E2B --server-args='--grammar-backend none'
+
+Some packages are imported by SGLang whatever it serves, and are large: those are replaced by
+stand-ins, which say so when they are used (``STAND_INS``; one of them is the grammar backend).
+
+At the end all imports that the launch needs are followed through the folder, so that a module
+which neither machine has is found here. That says nothing about modules whose names are put
+together at run time, nor about a condition that only the other machine can decide.
+
+Output contract: progress on stdout, the last line is one JSON document with size and contents.
+Exit status 1 when an import is missing or the folder is too large. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+LIMIT = 60_000_000  # bytes
+PYTHON = "3.12"
+GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
+
+KERNELS = "sglang-kernel==0.4.5"
+PACKAGES = (
+    "sglang==0.5.17",
+    "annotated-types==0.8.0",
+    "apache-tvm-ffi==0.1.11",
+    "compressed-tensors==0.20.0",
+    "datasets==5.2.0",
+    "dill==0.4.1",
+    "distro==1.9.0",
+    "fastapi==0.165.0",
+    "gguf==0.19.0",
+    "jiter==0.19.0",
+    "jsonschema==4.26.0",
+    "jsonschema-specifications==2025.9.1",
+    "loguru==0.7.3",
+    "msgspec==0.22.0",
+    "multiprocess==0.70.19",
+    "openai==2.6.1",
+    "openai-harmony==0.0.4",
+    "opentelemetry-api==1.45.2",
+    "orjson==3.13.0",
+    "partial-json-parser==0.2.1.1.post7",
+    "pybase64==1.5.1",
+    "pydantic==2.14.3",
+    "pydantic-core==2.50.4",
+    "python-multipart==0.0.34",
+    "pyzmq==27.3.0",
+    "referencing==0.37.0",
+    "rpds-py==2026.9.1",
+    "setproctitle==1.3.8",
+    "sniffio==1.3.1",
+    "starlette==1.10.0",
+    "typing-inspection==0.4.5",
+    "uvicorn==0.54.0",
+    "zstandard==0.25.0",
+)
+#: Of the kernels' compiled parts: what SGLang loads on compute capability 9.0 for Gemma 4. The
+#: largest part, FlashAttention 3, is not used by it.
+KEPT_LIBRARIES = ("sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so")
+
+# Modules that the other machine has.
+_HAS = """
+    accelerate aiofiles aiohttp annotated_doc anyio attr attrs certifi charset_normalizer
+    click cloudpickle cuda cv2 cython dateutil einops filelock fsspec google grpc h11 h5py
+    httpcore httpx huggingface_hub idna jinja2 joblib llvmlite markdown_it matplotlib
+    multidict networkx ninja numba numpy nvidia packaging pandas peft PIL pip
+    prometheus_client propcache psutil pyarrow pybind11 pygments pynvml pytest regex requests
+    rich safetensors scipy sentencepiece setuptools six sklearn sympy tiktoken timm tokenizers
+    torch torchaudio torchvision tqdm transformers triton typer typing_extensions urllib3
+    uvloop wrapt xxhash yaml yarl zipp
+"""
+HAS = frozenset(_HAS.split())
+
+#: Where a launch begins; what SGLang imports by name at run time stands here too.
+ROOTS = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.tokenizer_manager",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.models.gemma4_mm",
+    "sglang.srt.layers.attention.triton_backend",
+    "sglang.srt.multimodal.processors.gemma4",
+    "sglang.benchmark.serving",
+    "sglang.benchmark.one_batch",
+    "sglang_gemma4_yoco.plugin",
+    "sglang_gemma4_yoco.patch",
+    "sglang_gemma4_reference.engine",
+    "sglang_gemma4_reference.checkpoint",
+)
+
+_STAND_IN = '''\
+"""A stand-in: the real package is not in this environment, and nothing here needs it."""
+
+
+class _Absent:
+    def __init__(self, *args, **kwargs):
+        raise ImportError(f"{__name__}: a stand-in; install the real package to use it")
+
+    def __init_subclass__(cls, **kwargs):
+        pass
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (_Absent,), {})
+'''
+# SGLang makes it a field of its request models.
+_STRUCTURAL_TAG = """
+
+from pydantic import BaseModel
+
+
+class StructuralTag(BaseModel):
+    pass
+"""
+STAND_INS = {
+    "IPython/__init__.py": _STAND_IN,
+    "IPython/display.py": _STAND_IN,
+    "flashinfer/__init__.py": _STAND_IN,
+    "flashinfer/prefill.py": _STAND_IN,
+    "flashinfer/sampling.py": _STAND_IN,
+    "soundfile/__init__.py": _STAND_IN,
+    "xgrammar/__init__.py": _STAND_IN + _STRUCTURAL_TAG,
+    "xgrammar/structural_tag.py": _STAND_IN + _STRUCTURAL_TAG,
+}
+
+
+# ---------------------------------------------------------------- wheels
+
+
+def write_wheel(path: Path, files: Iterable[tuple[str, bytes]], dist_info: str) -> None:
+    """Write a wheel with a new RECORD.
+
+    Args:
+        files: names and contents; a RECORD among them is left out.
+        dist_info: the name of its metadata folder.
+    """
+    record = []
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
+        for name, content in files:
+            if name == f"{dist_info}/RECORD":
+                continue
+            wheel.writestr(name, content)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
+            record.append(f"{name},sha256={digest.decode()},{len(content)}\n")
+        record.append(f"{dist_info}/RECORD,,\n")
+        wheel.writestr(f"{dist_info}/RECORD", "".join(record))
+
+
+def strip_kernels(wheel: Path, directory: Path) -> Path:
+    """Write the wheel of the kernels again, with ``KEPT_LIBRARIES`` as its only compiled parts."""
+    path = directory / wheel.name
+    with zipfile.ZipFile(wheel) as full:
+        names = [name for name in full.namelist() if not name.endswith("/")]
+        kept = [name for name in names if ".so" not in Path(name).name or name in KEPT_LIBRARIES]
+        absent = set(KEPT_LIBRARIES) - set(kept)
+        if absent:
+            raise SystemExit(f"error: {wheel.name} has no {', '.join(sorted(absent))}")
+        dist_info = next(name for name in names if name.endswith("/RECORD")).split("/")[0]
+        write_wheel(path, ((name, full.read(name)) for name in kept), dist_info)
+    return path
+
+
+def write_stand_ins(directory: Path) -> Path:
+    """Write a wheel with the stand-ins."""
+    dist_info = "gemma4_gpu_env_stand_ins-0.dist-info"
+    metadata = "Metadata-Version: 2.1\nName: gemma4-gpu-env-stand-ins\nVersion: 0\n"
+    tags = "Wheel-Version: 1.0\nGenerator: pack_gpu_env\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = STAND_INS | {f"{dist_info}/METADATA": metadata, f"{dist_info}/WHEEL": tags}
+    path = directory / "gemma4_gpu_env_stand_ins-0-py3-none-any.whl"
+    write_wheel(path, ((name, text.encode()) for name, text in files.items()), dist_info)
+    return path
+
+
+def pip(*arguments: str | Path) -> None:
+    """Run pip, or end with what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"error: pip {arguments[0]} failed:\n{done.stdout}{done.stderr}")
+
+
+def download(packages: Iterable[str], directory: Path) -> None:
+    """Fetch wheels for the other machine; what is in ``directory`` already is not fetched again."""
+    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
+    platforms += [f"--platform=manylinux{year}_x86_64" for year in ("2014", "2010", "1")]
+    pip(
+        *("download", "--no-deps", "--only-binary=:all:", "--implementation=cp"),
+        *(f"--python-version={PYTHON}", *platforms),
+        *("-d", directory, "--find-links", directory, *packages),
+    )
+
+
+def build(out: Path, cache: Path) -> None:
+    """Fill ``out`` with wheels."""
+    print(f"Downloading to {cache}", flush=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    download([*PACKAGES, KERNELS], cache)
+    wanted = {_normal(package.partition("==")[0]) for package in PACKAGES}
+    for wheel in cache.glob("*.whl"):
+        if _normal(wheel.name.split("-")[0]) in wanted:
+            (out / wheel.name).write_bytes(wheel.read_bytes())
+    print("Stripping the kernels", flush=True)
+    (kernels,) = cache.glob("sglang_kernel-*.whl")
+    strip_kernels(kernels, out)
+    write_stand_ins(out)
+    print("Building this package and the reference", flush=True)
+    for source in (REPO, REPO / "test" / "reference"):
+        pip("wheel", "--no-deps", "--wheel-dir", out, source)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# ---------------------------------------------------------------- imports
+
+# Other devices, other Pythons, and what is asked for before it is imported: not needed.
+_ELSEWHERE = re.compile(
+    r"TYPE_CHECKING|hip|npu|xpu|cpu|musa|mlx|mps|hpu|rocm|aiter|win32|darwin|version_info|"
+    r"available|modelscope|deep_?gemm|sm100|blackwell|__name__",
+    re.IGNORECASE,
+)
+
+
+# Of alternatives that are told apart at run time, those not taken.
+_ALTERNATIVES = frozenset({"__main__", "zstandard.backend_rust"})
+
+
+def needed_imports(source: str, module: str, *, is_package: bool) -> Iterator[str]:
+    """Modules that must be there for ``module`` to be imported.
+
+    Left out are imports inside functions, where an ImportError is caught, and under an ``if`` about
+    another device.
+
+    >>> code = "import a.b" + chr(10) + "try:" + chr(10) + " import c" + chr(10)
+    >>> code += "except ImportError: pass" + chr(10) + "from .d import e"
+    >>> list(needed_imports(code, "x.y", is_package=False))
+    ['a.b', 'x.d']
+    """
+    package = module if is_package else module.rpartition(".")[0]
+    pending: list[ast.stmt] = list(reversed(ast.parse(source).body))
+    while pending:
+        statement = pending.pop()
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            base = statement.module or ""
+            if statement.level:
+                parts = package.split(".")
+                home = ".".join(parts[: len(parts) - statement.level + 1])
+                base = f"{home}.{base}" if base else home
+            yield base
+        elif isinstance(statement, ast.If):
+            elsewhere = _ELSEWHERE.search(ast.unparse(statement.test)) is not None
+            pending += [] if elsewhere else reversed(statement.body)
+            pending += reversed(statement.orelse)
+        elif isinstance(statement, ast.Try):
+            pending += [] if statement.handlers else reversed(statement.body)
+            pending += reversed(statement.orelse)
+        elif isinstance(statement, ast.With):
+            suppressed = any("suppress" in ast.unparse(item) for item in statement.items)
+            pending += [] if suppressed else reversed(statement.body)
+        elif isinstance(statement, ast.ClassDef):
+            pending += reversed(statement.body)
+
+
+class Folder:
+    """Modules of an unpacked set of wheels."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._tops = {path.name.split(".")[0] for path in root.iterdir()}
+
+    def owns(self, module: str) -> bool:
+        """Whether its top-level package is in the folder."""
+        return module.split(".")[0] in self._tops
+
+    def find(self, module: str) -> tuple[Path, bool] | None:
+        """Its file or namespace folder, and whether it is a package; None if it is not there."""
+        path = self._root.joinpath(*module.split("."))
+        if (path / "__init__.py").exists():
+            return path / "__init__.py", True
+        if path.with_suffix(".py").exists():
+            return path.with_suffix(".py"), False
+        compiled = next(path.parent.glob(f"{path.name}.*so"), None)
+        if compiled is not None:
+            return compiled, False
+        return (path, True) if path.is_dir() else None
+
+
+def missing_imports(root: Path, roots: Iterable[str] = ROOTS) -> dict[str, str]:
+    """Modules that the launch needs and neither the folder nor the other machine has.
+
+    Returns:
+        The module, and one that imports it.
+    """
+    folder = Folder(root)
+    missing: dict[str, str] = {}
+    pending = [(name, "the launch") for name in roots]
+    seen = set(_ALTERNATIVES)
+    while pending:
+        module, importer = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        parent = module.rpartition(".")[0]
+        if parent:
+            pending.append((parent, importer))
+        top = module.split(".")[0]
+        if not folder.owns(module):
+            if top not in HAS and top not in sys.stdlib_module_names and top != "__future__":
+                missing.setdefault(top, importer)
+            continue
+        found = folder.find(module)
+        if found is None:
+            # "import a.b" may name what a's own code puts there; such a case is looked at by hand.
+            missing.setdefault(module, importer)
+            continue
+        file, is_package = found
+        if file.suffix == ".py":
+            imports = needed_imports(file.read_text("utf-8"), module, is_package=is_package)
+            pending += [(name, module) for name in imports]
+    return missing
+
+
+def check(out: Path) -> dict[str, Any]:
+    """Size, contents, and missing imports of a filled folder."""
+    wheels = sorted(out.glob("*.whl"))
+    with tempfile.TemporaryDirectory() as directory:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(directory)
+        missing = missing_imports(Path(directory))
+    size = sum(wheel.stat().st_size for wheel in wheels)
+    return {
+        "bytes": size,
+        "limit": LIMIT,
+        "wheels": {wheel.name: wheel.stat().st_size for wheel in wheels},
+        "missing": missing,
+        "complete": not missing and size <= LIMIT,
+    }
+
+
+def main() -> int:
+    """Fill the folder and check it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="the folder; made if need be")
+    parser.add_argument(
+        "--cache", type=Path, default=REPO / "build" / "wheels", help="default: %(default)s"
+    )
+    parser.add_argument("--check", action="store_true", help="only check a folder made before")
+    args = parser.parse_args()
+    if not args.check:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for old in args.out.glob("*.whl"):
+            old.unlink()
+        build(args.out, args.cache)
+    found = check(args.out)
+    for module, importer in sorted(found["missing"].items()):
+        print(f"missing: {module}, imported by {importer}")
+    print(f"{found['bytes']:,} of {LIMIT:,} bytes in {args.out}")
+    print(json.dumps(found))
+    return 0 if found["complete"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,122 @@
+"""``scripts/bench_gpu.py`` and ``scripts/gpu_report.py``, on the CPU and the smallest model."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench_gpu
+import gpu_report
+
+SCRIPT = Path(bench_gpu.__file__)
+COMMAND = [sys.executable, str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--commit", "c0ffee"]
+
+
+def run(*more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *more],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def read(done: subprocess.CompletedProcess[str]) -> tuple[Path, dict[str, Any]]:
+    path = Path(done.stdout.splitlines()[-1])
+    return path, json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result file of a whole run."""
+    done = run("--results", str(tmp_path_factory.mktemp("results")))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return read(done)[0]
+
+
+def test_every_part_is_measured(finished: Path) -> None:
+    document = json.loads(finished.read_text())
+    assert finished.name.startswith("gpu_cpu-")
+    assert document["model"] == "E2B_TINY"
+    assert document["parts"].keys() == bench_gpu.PARTS.keys()
+    for part in document["parts"].values():
+        assert part["commit"] == "c0ffee"
+        assert "bench_gpu.py --preset tiny" in part["command"]
+        assert part["summary"]
+    summary = {key: part["summary"] for key, part in document["parts"].items()}
+    [published] = summary["a"]
+    assert published["off"]["duration"] > 0 < published["on"]["median_ttft_ms"]
+    assert [point["path"] for point in summary["c"]] == ["active", "active"]
+    assert summary["e"][1]["on"]["long_prompts"] >= 1
+    [profile] = summary["f"]
+    assert 0 < len(profile["on"]["largest"]) <= 10
+    assert profile["on"]["kernels"] > 0
+    # In fp32 all is equal, and the weights are such that logits are not.
+    assert summary["g"]["same_answer"] == summary["g"]["prompts"] == 2
+    assert summary["g"]["max_difference"] < 1e-3 < summary["g"]["logit_spread"]
+
+
+def test_a_finished_run_is_not_repeated_and_another_commit_is(finished: Path) -> None:
+    before = json.loads(finished.read_text())
+    again = run("--results", str(finished.parent))
+    assert again.returncode == 0, again.stderr
+    assert "measured before" in again.stdout
+    assert read(again)[1]["parts"]["a"]["steps"] == before["parts"]["a"]["steps"]
+    # No time at all: what is missing is named, and nothing else is lost.
+    other = run(
+        "--results", str(finished.parent), "--commit", "other", "--parts", "d", "--minutes", "0"
+    )
+    assert other.returncode == bench_gpu.OUT_OF_TIME
+    assert "out of time before part d: 40 tokens, off" in other.stderr
+    assert read(other)[1]["parts"]["a"]["steps"] == before["parts"]["a"]["steps"]
+
+
+@pytest.mark.parametrize("module", [bench_gpu])
+def test_examples_in_docstrings(module: Any) -> None:
+    failed, tried = doctest.testmod(module)
+    assert tried > 0
+    assert failed == 0
+
+
+class TestReport:
+    def test_a_cpu_is_no_gpu(self, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        picture = finished.parent / "none.png"
+        assert gpu_report.main(["--results", str(finished.parent), "--picture", str(picture)]) == 0
+        assert gpu_report.NOT_MEASURED in capsys.readouterr().out
+        assert not picture.exists()
+
+    def test_table_and_picture(self, finished: Path, tmp_path: Path) -> None:
+        """The plumbing alone: a CPU's file that says it is a GPU's."""
+        document = json.loads(finished.read_text())
+        document["parts"].setdefault("d", {})
+        (tmp_path / finished.name).write_text(
+            json.dumps({**document, "device_kind": "cuda", "device": "no real device"})
+        )
+        readme, picture = tmp_path / "README.md", tmp_path / "gpu.png"
+        readme.write_text(f"before\n{gpu_report.BEGIN}\nold\n{gpu_report.END}\nafter\n")
+        arguments = ["--results", str(tmp_path)]
+        assert gpu_report.main([*arguments, "--check", str(readme)]) == 1
+        write = ["--write", str(readme), "--picture", str(picture)]
+        assert gpu_report.main([*arguments, *write]) == 0
+        assert gpu_report.main([*arguments, "--check", str(readme)]) == 0
+        text = readme.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("after\n")
+        assert "old" not in text
+        for words in ("one prefill of 40 tokens", "time to first token", "p95", "greedy answers"):
+            assert words in text, words
+        assert picture.stat().st_size > 10_000
+
+    def test_a_file_without_the_markers_is_left_alone(self, tmp_path: Path) -> None:
+        readme = tmp_path / "README.md"
+        readme.write_text("no markers\n")
+        assert gpu_report.main(["--results", str(tmp_path), "--write", str(readme)]) == 2
+        assert readme.read_text() == "no markers\n"

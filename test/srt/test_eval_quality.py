@@ -1,0 +1,87 @@
+"""``scripts/eval_quality.py`` with two servers of a random checkpoint: plumbing, no accuracy."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import eval_quality
+from server import Server
+
+# lm-eval may live in an environment of its own.
+LM_EVAL = os.environ.get("LM_EVAL_PYTHON")
+QUESTIONS = [
+    {
+        "question": f"Tom has {n} apples and buys {n + 1} more. How many?",
+        "answer": f"#### {2 * n + 1}",
+    }
+    for n in range(8)
+]
+
+
+def asked(
+    servers: tuple[Server, Server], capsys: pytest.CaptureFixture[str], *more: str
+) -> dict[str, object]:
+    on, off = servers
+    mark = on.mark()
+    arguments = ["--on", on.url, "--off", off.url, "--max-tokens", "6", *more]
+    if LM_EVAL is not None:
+        arguments += ["--lm-eval", LM_EVAL]
+    status = eval_quality.main(arguments)
+    told = capsys.readouterr()
+    assert status == 0, told.err
+    # The fast server did take the fast path.
+    assert any(prefill.rows[-1] < prefill.rows[0] for prefill in on.prefills(since=mark))
+    document: dict[str, object] = json.loads(told.out.splitlines()[-1])
+    return document
+
+
+@pytest.mark.skipif(
+    LM_EVAL is None and find_spec("lm_eval") is None, reason="needs lm-eval (the extra 'eval')"
+)
+@pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["completions", "chat"])
+def test_gsm8k(
+    servers: tuple[Server, Server],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    chat: list[str],
+) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    more = ["--sets", "gsm8k", "--questions", str(questions), "--limit", "4", *chat]
+    found = asked(servers, capsys, *more)["gsm8k"]
+    assert isinstance(found, dict)
+    assert found["questions"] == 4
+    assert found["identical"] == 1.0
+    assert found["accuracy_off"].keys() == {"strict-match", "flexible-extract"}
+    assert found["accuracy_off"] == found["accuracy_on"]
+
+
+def test_colours(servers: tuple[Server, Server], capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(servers, capsys, "--sets", "colours")["colours"]
+    assert isinstance(found, dict)
+    assert found["questions"] == 30
+    assert found["identical"] == 1.0
+    assert found["accuracy_off"] == found["accuracy_on"]
+
+
+def test_differing_answers_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    off = eval_quality.Answers({"1 + 1?": "2", "2 + 2?": "4"}, {"exact": 1.0})
+    on = eval_quality.Answers({"1 + 1?": "2", "2 + 2?": "5"}, {"exact": 0.5})
+    found = eval_quality.compare(off, on)
+    assert found["identical"] == 0.5
+    assert (found["accuracy_off"], found["accuracy_on"]) == ({"exact": 1.0}, {"exact": 0.5})
+    told = capsys.readouterr().out
+    assert "off: '4'" in told
+    assert "on:  '5'" in told
+    assert "1 + 1?" not in told
+
+
+@pytest.mark.parametrize("arguments", [[], ["--on", "http://x"], ["--model", "m", "--off", "u"]])
+def test_servers_must_be_named(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        eval_quality.parse_arguments(arguments)

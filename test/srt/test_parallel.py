@@ -1,0 +1,209 @@
+"""Servers of several model processes: tensor-parallel ranks, pipeline stages, replicas.
+
+Each answers the same requests as the stock server that has one process. That the path was active is
+proven on every process, by the rows that each of its layers computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from ask import Answer, assert_same_answers, chat, compare, generate, picture, tokens
+from layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, local, whole
+from server import CHUNK, Server, running
+from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.row_trace import Prefill
+
+PARTITION = "SGLANG_PP_LAYER_PARTITION"
+WINDOW_DONOR = FIRST_CUT - 1  # the sliding-window layer whose K/V the tail reads
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a server spreads over two model processes."""
+
+    name: str
+    arguments: tuple[str, ...]
+    first_stage: int = LAYERS
+    """Layers of the first pipeline stage."""
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.first_stage < LAYERS
+
+    @property
+    def has_replicas(self) -> bool:
+        return "--dp-size" in self.arguments
+
+
+TENSOR_PARALLEL = Mode("tensor-parallel", ("--tp-size", "2"))
+REPLICAS = Mode("replicas", ("--dp-size", "2"))
+# SGLang refuses decode graphs beside per-layer embeddings in a pipeline.
+_STAGES = ("--pp-size", "2", "--disable-cuda-graph")
+PIPELINE = Mode("pipeline", _STAGES, first_stage=WINDOW_DONOR)
+
+
+@pytest.fixture(scope="module", params=[TENSOR_PARALLEL, PIPELINE, REPLICAS], ids=lambda m: m.name)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    spread: Mode = request.param
+    return spread
+
+
+@pytest.fixture(scope="module")
+def spread_server(
+    mode: Mode, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with the fast path on, over two model processes."""
+    directory = tmp_path_factory.mktemp(mode.name)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(PARTITION, f"{mode.first_stage},{LAYERS - mode.first_stage}")
+        if not mode.is_pipeline:
+            environment.delenv(PARTITION)
+        with running(tiny_checkpoint, directory, switch=None, arguments=mode.arguments) as server:
+            yield server
+
+
+@pytest.fixture
+def both_servers(spread_server: Server, off_server: Server) -> tuple[Server, Server]:
+    return spread_server, off_server
+
+
+def by_process(prefills: list[Prefill]) -> list[list[Prefill]]:
+    """The prefill forwards of each process, the first pipeline stage before the second."""
+
+    def owner(prefill: Prefill) -> tuple[int, int]:
+        return prefill.first_layer, prefill.process
+
+    return [list(mine) for _, mine in groupby(sorted(prefills, key=owner), owner)]
+
+
+def assert_fast_on_all_processes(mode: Mode, prefills: list[Prefill]) -> None:
+    first, second = by_process(prefills)
+    if mode.has_replicas:
+        assert_all_fast(first)
+    else:  # both run every batch
+        assert [p.extend_lens for p in first] == [p.extend_lens for p in second]
+        assert [p.prefix_lens for p in first] == [p.prefix_lens for p in second]
+    if mode.is_pipeline:
+        assert {p.first_layer for p in second} == {mode.first_stage}
+        assert_all_stock(first)
+    elif not mode.has_replicas:
+        assert [p.rows for p in first] == [p.rows for p in second]
+    assert_all_fast(second)
+
+
+def test_prompts_of_all_lengths(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+    """Prompts at the window's edge, and over several chunks: unfinished ones skip the tail."""
+    window = E2B_TINY.sliding_window
+    lengths = (1, 2, 50, window, window + 1, 2 * CHUNK + 44)
+
+    def ask(server: Server) -> list[Answer]:
+        return [generate(server, tokens(n, seed=n))[0] for n in lengths]
+
+    both = compare(both_servers, ask)
+    assert_fast_on_all_processes(mode, both.prefills)
+    assert any(p.rows == local(cut(CHUNK, 0), p) for p in both.prefills if p.rows[-1] == 0)
+    assert_same_answers(both)
+
+
+def test_cached_prefix(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+    if mode.has_replicas:
+        pytest.skip("the second prompt may go to the replica that has not seen the first")
+    prefix = tokens(150, seed=2)
+    prompts = [prefix, prefix + tokens(40, seed=3)]
+    both = compare(both_servers, lambda server: [generate(server, p)[0] for p in prompts])
+    assert_fast_on_all_processes(mode, both.prefills)
+    for mine in by_process(both.prefills):
+        assert mine[-1].prefix_lens == [150]
+    assert_same_answers(both)
+    assert both.on[1].cached_tokens == 150
+
+
+def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+    """The kept rows are a suffix: an extend batch, not a decode step, on every process."""
+
+    def ask(server: Server) -> list[Answer]:
+        prompts = [tokens(70, seed=seed) for seed in (9, 10)]
+        return [generate(server, prompt, logprob_start_len=60)[0] for prompt in prompts]
+
+    both = compare(both_servers, ask)
+    assert len(by_process(both.prefills)) == 2
+    assert all(p.rows == local(cut(70, 10), p) for p in both.prefills)
+    assert_same_answers(both)
+    assert [len(answer.input_logprobs) for answer in both.on] == [9, 9]
+
+
+def test_images(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+    def ask(server: Server) -> list[Answer]:
+        return [chat(server, picture(colour)) for colour in ("red", "blue")]
+
+    both = compare(both_servers, ask)
+    assert_fast_on_all_processes(mode, both.prefills)
+    assert_same_answers(both)
+
+
+def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+    """Refused on every process, also on a stage that does not see the image's embedding."""
+    image = picture("red")[0]["image_url"]["url"]
+
+    def ask(server: Server) -> list[Answer]:
+        return generate(
+            server,
+            None,
+            text="<|image|>What is this?",
+            image_data=image,
+            logprob_start_len=4,
+        )
+
+    both = compare(both_servers, ask)
+    assert both.prefills
+    assert_all_stock(both.prefills)
+    assert_same_answers(both)
+    assert both.on[0].input_logprobs
+
+
+def test_concurrent_requests(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+    """Eight clients at once: requests share forwards, and decode steps run between them."""
+    lengths = (3, 45, 128, 129, 300, 17, 64, 90)
+
+    def ask(server: Server) -> list[Answer]:
+        with ThreadPoolExecutor(len(lengths)) as clients:
+            return list(clients.map(lambda n: generate(server, tokens(n, seed=n))[0], lengths))
+
+    both = compare(both_servers, ask)
+    assert_fast_on_all_processes(mode, both.prefills)
+    assert_same_answers(both)
+
+
+def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
+    """Each process that cuts says so; a stage without KV-shared layers says why it does not."""
+    for seed in (1, 2):
+        generate(spread_server, tokens(50, seed=seed))
+    active = spread_server.log_lines("Gemma 4 fast prefill is active")
+    assert len(active) == (1 if mode.is_pipeline else 2)
+    aside = spread_server.log_lines("steps aside for this server")
+    assert len(aside) == (1 if mode.is_pipeline else 0)
+    assert all("this pipeline stage has no KV-shared layer" in line for line in aside)
+    assert "Traceback" not in spread_server.log()
+
+
+def test_stages_that_part_the_tail_from_its_donors_run_as_stock(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang itself reads K/V there that the stage never wrote; that is not made any different."""
+    monkeypatch.setenv(PARTITION, f"{FIRST_CUT},{LAYERS - FIRST_CUT}")
+    with running(tiny_checkpoint, tmp_path, switch=None, arguments=_STAGES) as server:
+        generate(server, tokens(50, seed=1))
+        first, second = by_process(server.prefills())
+        [*_, last_of_first], [*_, last_of_second] = first, second
+        assert last_of_first.rows == whole(50)[:FIRST_CUT]
+        assert last_of_second.rows == whole(50)[FIRST_CUT:]
+        aside = server.log_lines("steps aside for this server: pipeline stages that part")
+        assert ["PP1" in line for line in aside] == [True]
+        assert server.log_lines("fast prefill is active") == []
