@@ -310,7 +310,7 @@ def with_image(engine: Engine, scheduled: Any, first: int, length: int) -> Any:
             length, engine.text_model.config.hidden_size, generator=torch.manual_seed(0)
         ),
     )
-    image.set_hash(12345)
+    image.set_pad_value()
     scheduled.input_ids[first : first + length] = torch.tensor(releases.placeholders(image, length))
     scheduled.multimodal_inputs = [
         MultimodalInputs(mm_items=[image]),
