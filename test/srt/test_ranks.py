@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined] # comes from C++
+from torch.distributed import HashStore
 from torch.multiprocessing.spawn import spawn
 
 from observe import assert_same_answers, assert_same_cache, assert_same_objects, run
