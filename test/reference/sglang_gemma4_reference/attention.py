@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _BLOCK = 256
 
 
+def _kv_lens(forward_batch: Any) -> list[int]:
+    """Keys of each request: read here alone, for extend and decode alike."""
+    lens: list[int] = forward_batch.seq_lens.tolist()
+    return lens
+
+
 class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     """``torch_native``, with window layers that read the slots they were written to.
 
@@ -51,7 +57,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
 
         When drafts are verified, their rows come after the ``seq_lens[i]`` tokens of request i.
         """
-        kv_lens = forward_batch.seq_lens.tolist()
+        kv_lens = _kv_lens(forward_batch)
         if forward_batch.forward_mode.is_target_verify():
             drafts = forward_batch.spec_info.draft_token_num
             query_lens = [drafts] * len(kv_lens)
@@ -71,7 +77,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         **_: Any,
     ) -> torch.Tensor:
         """Attend as the last row of each request; see ``_forward``."""
-        kv_lens = forward_batch.seq_lens.tolist()
+        kv_lens = _kv_lens(forward_batch)
         query_lens = [1] * len(kv_lens)
         return self._forward(q, k, v, layer, forward_batch, save_kv_cache, query_lens, kv_lens)
 
