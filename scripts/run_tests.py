@@ -52,7 +52,7 @@ def main() -> int:
     try:
         log.write_text("")
         python, _ = prepare_environment(
-            venv, log, sglang_version=args.sglang_version, device="cpu", extras="test,lint,eval"
+            venv, log, sglang_version=args.sglang_version, device="cpu", extras="test,lint,scripts,eval"
         )
     except (SetupError, OSError) as failure:
         print(f"{tail(log)}\nerror: {failure}", file=sys.stderr)

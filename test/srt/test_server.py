@@ -196,21 +196,21 @@ def test_prompt_beside_decoding(servers: tuple[Server, Server]) -> None:
 def test_log_of_active_server(servers: tuple[Server, Server]) -> None:
     """The log says once that the fast path is active, in which model, and where the cut is."""
     on, _ = servers
+    before = len(on.log_since_ready())  # of other tests, which make servers fail on purpose
     generate(on, tokens(50, seed=10))
+    assert "Traceback" not in on.log_since_ready()[before:]
     [line] = on.log_lines("Gemma 4 fast prefill is active")
     assert "Gemma4TextModel" in line
     assert re.search(r"(inside layer 3|before layer 4)\b.*\bof 8\b", line), line
-    # Other tests make this server's tail fail on purpose.
-    injected = on.log_lines("serves the batch: InjectedError")
-    assert on.log_since_ready().count("Traceback") == len(injected)
 
 
 def test_log_of_switched_off_server(servers: tuple[Server, Server]) -> None:
     """The log of a server with the switch at 0 claims no fast path."""
     _, off = servers
+    before = len(off.log_since_ready())
     generate(off, tokens(50, seed=10))
+    assert "Traceback" not in off.log_since_ready()[before:]
     assert off.log_lines("fast prefill is active") == []
-    assert "Traceback" not in off.log_since_ready()
 
 
 def test_misspelt_switch(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ none. Each failure is first written down, as one line of JSON, in ``FILE.jsonl``
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from pathlib import Path
@@ -36,7 +35,8 @@ def _interval(file: Path) -> int:
 
 def inject(model: Any, file: Path) -> None:
     """Make prefill forwards of ``model``, a ``Gemma4TextModel`` with a tail, fail as FILE says."""
-    signature = inspect.signature(type(model).forward)
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
     layers = len(model.layers)
     first = layers - model.config.num_kv_shared_layers
     total = forwards = 0
@@ -44,7 +44,8 @@ def inject(model: Any, file: Path) -> None:
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal total
-        batch = signature.bind(model, *args, **kwargs).arguments["forward_batch"]
+        # By type: another plugin's wrapper may hide the names that the method gives its arguments.
+        (batch,) = (value for value in (*args, *kwargs.values()) if isinstance(value, ForwardBatch))
         total = 0 if batch.forward_mode.is_decode_or_idle() else len(batch.input_ids)
 
     def enter_tail(rows: int) -> None:
