@@ -44,11 +44,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bench_prefill
 from bench_prefill import SWITCH, NotActiveError
@@ -279,18 +280,9 @@ class Machine:
             torch.cuda.synchronize()
 
 
-@contextmanager
-def switched(way: str) -> Iterator[None]:
+def switched(way: str) -> AbstractContextManager[object]:
     """The switch of this process set for the span."""
-    previous = os.environ.get(SWITCH)
-    os.environ[SWITCH] = SWITCHED[way]
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[SWITCH]
-        else:
-            os.environ[SWITCH] = previous
+    return mock.patch.dict(os.environ, {SWITCH: SWITCHED[way]})
 
 
 def one_prompt(length: int) -> bench_prefill.Load:

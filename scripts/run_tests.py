@@ -21,6 +21,8 @@ from pathlib import Path
 
 from environment import REPO, SGLANG_VERSION, SetupError, heading, prepare_environment, say, tail
 
+EXTRAS = "test,lint,scripts,eval"  # the scripts are tested too
+
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
@@ -52,7 +54,11 @@ def main() -> int:
     try:
         log.write_text("")
         python, _ = prepare_environment(
-            venv, log, sglang_version=args.sglang_version, device="cpu", extras="test,lint,scripts,eval"
+            venv,
+            log,
+            sglang_version=args.sglang_version,
+            device="cpu",
+            extras="test,lint,scripts,eval",
         )
     except (SetupError, OSError) as failure:
         print(f"{tail(log)}\nerror: {failure}", file=sys.stderr)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,8 +17,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Equality must hold wherever a row can be skipped, whether that pays or not (test_threshold).
 os.environ.setdefault("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS", "1")
 
-from server import Server, started
+from server import Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+
+if TYPE_CHECKING:
+    from sglang_gemma4_reference.engine import Engine
 
 
 @pytest.fixture(scope="session")
@@ -32,16 +35,8 @@ def servers(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Server]]:
     """Two servers of one checkpoint: the fast path on (by default), and switched off."""
-    directory = tmp_path_factory.mktemp("servers")
-    with ExitStack() as stack:
-        # Starting is mostly importing, so they start side by side.
-        on, off = (
-            stack.enter_context(started(tiny_checkpoint, directory / name, switch=switch))
-            for name, switch in (("on", None), ("off", "0"))
-        )
-        on.wait_until_ready()
-        off.wait_until_ready()
-        yield on, off
+    with pair(tiny_checkpoint, tmp_path_factory.mktemp("servers")) as both:
+        yield both
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +49,42 @@ def on_server(servers: tuple[Server, Server]) -> Server:
 def off_server(servers: tuple[Server, Server]) -> Server:
     """The server with the fast path off."""
     return servers[1]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Engine:
+    """SGLang's ModelRunner in this process, whose pool holds 4096 tokens."""
+    from sglang_gemma4_reference.engine import Engine  # imports SGLang, which unit tests do without
+
+    return Engine(tiny_checkpoint, device="cpu", dtype="float32", max_total_tokens=4096)
+
+
+@pytest.fixture
+def forgotten_reports() -> Iterator[None]:
+    """Nothing is counted yet, and nothing said."""
+    from sglang_gemma4_yoco import report
+
+    report.reset()
+    yield
+    report.reset()
+
+
+@pytest.fixture
+def restarted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Have the attention backends built again, by a server with other arguments."""
+    from sglang_gemma4_yoco import seams
+
+    published = seams.server_arguments()
+    assert published is not None
+
+    def restart(**arguments: Any) -> None:
+        monkeypatch.setattr(
+            seams,
+            "server_arguments",
+            lambda: lambda name: arguments[name] if name in arguments else published(name),
+        )
+        engine.runner.init_attention_backends()
+        monkeypatch.undo()
+
+    yield restart
+    engine.runner.init_attention_backends()

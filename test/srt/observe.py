@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,18 +20,9 @@ from sglang_gemma4_reference.engine import Engine
 SWITCH = "SGLANG_GEMMA4_YOCO"
 
 
-@contextmanager
-def switched(value: str) -> Iterator[None]:
+def switched(value: str) -> AbstractContextManager[object]:
     """The switch set to ``value`` for the span."""
-    previous = os.environ.get(SWITCH)
-    os.environ[SWITCH] = value
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[SWITCH]
-        else:
-            os.environ[SWITCH] = previous
+    return mock.patch.dict(os.environ, {SWITCH: value})
 
 
 @dataclass

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +203,19 @@ def running(
     with started(checkpoint, directory, switch=switch, arguments=arguments) as server:
         server.wait_until_ready()
         yield server
+
+
+@contextmanager
+def pair(checkpoint: Path, directory: Path, *arguments: str) -> Iterator[tuple[Server, Server]]:
+    """Two servers with the same arguments: the fast path on (by default), and switched off."""
+    with ExitStack() as stack:
+        # Starting is mostly importing, so they start side by side.
+        on, off = (
+            stack.enter_context(
+                started(checkpoint, directory / name, switch=switch, arguments=arguments)
+            )
+            for name, switch in (("on", None), ("off", "0"))
+        )
+        on.wait_until_ready()
+        off.wait_until_ready()
+        yield on, off

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.model_executor import forward_context
 
+from batches import BATCHES, batch_of
 from observe import (
     Observed,
     assert_same_answers,
@@ -34,33 +34,6 @@ from sglang_gemma4_yoco.shadow import Shadows
 
 LAYERS, FIRST_SHARED = E2B_TINY.layers, E2B_TINY.layers - E2B_TINY.kv_shared_layers
 TOLERANCE = 5e-5
-
-
-def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
-    """Prompts with (cached, new) random tokens."""
-    draw = random.Random(0)
-    return [
-        Prompt(
-            tuple(draw.randrange(20, 500) for _ in range(cached)),
-            tuple(draw.randrange(20, 500) for _ in range(new)),
-            **more,
-        )
-        for cached, new in lens
-    ]
-
-
-BATCHES = {
-    "one prompt": batch_of((0, 70)),
-    "three, two of them cached": batch_of((30, 40), (0, 7), (90, 1)),
-    "input logprobs": [*batch_of((10, 40), logprob_start=35), *batch_of((0, 9))],
-}
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    path = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(path, E2B_TINY)
-    return Engine(path, device="cpu", dtype="float32", max_total_tokens=4096)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,7 +35,7 @@ from ask import (
     tokens,
 )
 from layer_rows import UNREAD, assert_all_fast, cut
-from server import CHUNK, Server, started
+from server import CHUNK, Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -247,17 +247,8 @@ def small_servers(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Server]]:
     """Two servers without overlap scheduling, whose pool holds 4800 tokens."""
-    directory = tmp_path_factory.mktemp("small")
-    with ExitStack() as stack:
-        on, off = (
-            stack.enter_context(
-                started(tiny_checkpoint, directory / name, switch=switch, arguments=_SMALL_POOL)
-            )
-            for name, switch in (("on", None), ("off", "0"))
-        )
-        on.wait_until_ready()
-        off.wait_until_ready()
-        yield on, off
+    with pair(tiny_checkpoint, tmp_path_factory.mktemp("small"), *_SMALL_POOL) as both:
+        yield both
 
 
 def test_long_prompt_runs_the_tail_once(small_servers: tuple[Server, Server]) -> None:

@@ -7,7 +7,6 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +14,12 @@ import pytest
 
 from ask import TOLERANCE, Compared, compare, generate, tokens
 from layer_rows import assert_all_fast, cut, whole
-from server import CHUNK, Server, started
+from server import CHUNK, Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_yoco import gate
 
 STEPS_ASIDE = "Gemma 4 fast prefill steps aside"
 LABELS = [40, 300, 511]
-
-
-@contextmanager
-def pair(checkpoint: Path, directory: Path, *arguments: str) -> Iterator[tuple[Server, Server]]:
-    """Two servers with the same arguments, on and off."""
-    with ExitStack() as stack:
-        on, off = (
-            stack.enter_context(
-                started(checkpoint, directory / name, switch=switch, arguments=arguments)
-            )
-            for name, switch in (("on", None), ("off", "0"))
-        )
-        on.wait_until_ready()
-        off.wait_until_ready()
-        yield on, off
 
 
 # -- requests that generate nothing ----------------------------------------------------------

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import subprocess
 import sys
 from array import array
@@ -32,6 +31,8 @@ from PIL import Image
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import batches
+from batches import batch_of
 from observe import Observed, run, switched, watching
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -297,25 +298,7 @@ def assert_no_more_reads(fast: HostReads, stock: HostReads) -> None:
     assert fast.counted() - stock.counted() == Counter()
 
 
-def text(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
-    """Prompts with (cached, new) random tokens."""
-    draw = random.Random(0)
-    return [
-        Prompt(
-            tuple(draw.randrange(20, 500) for _ in range(cached)),
-            tuple(draw.randrange(20, 500) for _ in range(new)),
-            **more,
-        )
-        for cached, new in lens
-    ]
-
-
-BATCHES = {
-    "one prompt": text((0, 70)),
-    "three, two of them cached": text((30, 40), (0, 7), (90, 1)),
-    "input logprobs": [*text((10, 40), logprob_start=35), *text((0, 9))],
-    "an unfinished chunk": text((20, 60), (0, 30), to_come=(21, 22)),
-}
+BATCHES = {**batches.BATCHES, "an unfinished chunk": batch_of((20, 60), (0, 30), to_come=(21, 22))}
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -465,7 +448,7 @@ def test_a_read_in_the_package_is_found(
 def check_on_triton(checkpoint: Path) -> None:
     """On SGLang's Triton backend only the plan reads more than stock, and only that one size."""
     engine = Engine(checkpoint, device="cpu", dtype="float32", max_total_tokens=2048)
-    scheduled = engine.schedule(text((6, 10), (0, 4)))
+    scheduled = engine.schedule(batch_of((6, 10), (0, 4)))
     planned: list[Counter[tuple[str, str]]] = []
     whole: list[Counter[tuple[str, str]]] = []
     for switch in ("0", "1"):

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -30,26 +29,14 @@ from sglang.srt.runtime_context import get_context
 
 from observe import assert_same_answers, assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import cut, gate, report, seams
 
 LENGTH = 40
 REPLAYED = "does not reach prefills that are replayed"
 
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    path: Path = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(path, E2B_TINY)
-    return Engine(path, device="cpu", dtype="float32", max_total_tokens=2048)
-
-
-@pytest.fixture(autouse=True)
-def _forget_reports() -> Iterator[None]:
-    report.reset()
-    yield
-    report.reset()
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 def scheduled(engine: Engine) -> Any:
@@ -157,25 +144,6 @@ def test_captured_forward_is_stocks(engine: Engine, name: str) -> None:
     assert_same_cache(stock, captured)
     assert_same_answers(stock, captured, 0.0)
     assert_fast(engine)
-
-
-@pytest.fixture
-def restarted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Have the attention backends built again, by a server with other arguments."""
-    published = seams.server_arguments()
-    assert published is not None
-
-    def restart(**arguments: Any) -> None:
-        monkeypatch.setattr(
-            seams,
-            "server_arguments",
-            lambda: lambda name: arguments[name] if name in arguments else published(name),
-        )
-        engine.runner.init_attention_backends()
-        monkeypatch.undo()
-
-    yield restart
-    engine.runner.init_attention_backends()
 
 
 @pytest.mark.parametrize(

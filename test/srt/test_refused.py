@@ -10,7 +10,6 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,27 +20,15 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from observe import Observed, assert_same_answers, assert_same_cache, run
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, gate, report, seams
+from sglang_gemma4_yoco import cut, gate, report
 
 LENGTHS = (40, 3)
 LAYERS = E2B_TINY.layers
 FIRST_CUT = LAYERS - E2B_TINY.kv_shared_layers - 1
 
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    path: Path = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(path, E2B_TINY)
-    return Engine(path, device="cpu", dtype="float32", max_total_tokens=2048)
-
-
-@pytest.fixture(autouse=True)
-def _forget_reports() -> Iterator[None]:
-    report.reset()
-    yield
-    report.reset()
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 def scheduled(engine: Engine, *, logprobs: bool = False) -> Any:
@@ -235,25 +222,6 @@ def test_layers_captured_before_the_cut(
     stock, fast = assert_fast(engine)
     assert stock.output.hidden_states.shape == (len(LENGTHS), 2 * E2B_TINY.hidden_size)
     assert torch.equal(stock.output.hidden_states, fast.output.hidden_states)
-
-
-@pytest.fixture
-def restarted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Have the attention backends built again, by a server with other arguments."""
-    published = seams.server_arguments()
-    assert published is not None
-
-    def restart(**arguments: Any) -> None:
-        monkeypatch.setattr(
-            seams,
-            "server_arguments",
-            lambda: lambda name: arguments[name] if name in arguments else published(name),
-        )
-        engine.runner.init_attention_backends()
-        monkeypatch.undo()
-
-    yield restart
-    engine.runner.init_attention_backends()
 
 
 SERVERS: list[tuple[dict[str, Any], str]] = [
