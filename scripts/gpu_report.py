@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from generated import inserted
+
 RESULTS = Path(__file__).resolve().parent.parent / "benchmark" / "results"
-BEGIN, END = "<!-- gpu figures: begin -->", "<!-- gpu figures: end -->"
+PART = "gpu figures"
 NOT_MEASURED = "GPU figures are not measured yet: `scripts/bench_gpu.py` has not run on a GPU."
 
 
@@ -162,19 +164,6 @@ def draw(documents: Sequence[dict[str, Any]], path: Path) -> bool:
     return True
 
 
-def inserted(text: str, content: str) -> str:
-    """``text`` with ``content`` between its markers.
-
-    Raises:
-        ValueError: the markers are not there.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"there are no lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print, and write what was asked for; 1 when ``--check`` finds another table."""
     parser = argparse.ArgumentParser(
@@ -192,10 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nothing to draw: {args.picture} is not written", file=sys.stderr)
     try:
         if args.write is not None:
-            args.write.write_text(inserted(args.write.read_text(), content))
+            args.write.write_text(inserted(args.write.read_text(), PART, content))
         if args.check is not None:
             text = args.check.read_text()
-            if inserted(text, content) != text:
+            if inserted(text, PART, content) != text:
                 print(f"{args.check} is out of date: --write {args.check}", file=sys.stderr)
                 return 1
     except ValueError as missing:

@@ -13,7 +13,8 @@ triton  the same on SGLang's Triton attention backend, in Triton's interpreter
 server  two real servers, fast and stock, and Hugging Face's Gemma 4 beside them
 
 After each release the results go to ``benchmark/results/version_matrix.json`` and, as a Markdown
-table, to ``version_matrix.md`` beside it; the table is also the output. What passed, or was
+table, to ``version_matrix.md`` beside it; the table is also the output, and ``--write README.md``
+puts it between the two marker lines of that file. What passed, or was
 refused, is not tried again while package, tests and scripts are the same commit (``--force`` tries
 it anyway), so a run that was cut short goes on where it was.
 
@@ -50,8 +51,10 @@ from environment import (
     say,
     tail,
 )
+from generated import inserted
 
 VERSIONS = ("0.5.14", "0.5.16", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+PART_OF_DOCUMENT = "compatibility"
 SWITCH = "SGLANG_GEMMA4_YOCO"
 RESULTS = REPO / "benchmark" / "results" / "version_matrix.json"
 TESTED_PATHS = (
@@ -191,6 +194,7 @@ def parse_arguments() -> argparse.Namespace:
         "--timeout", type=float, default=1800, help="seconds for each part; default: %(default)s"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there as well")
     return parser.parse_args()
 
 
@@ -420,6 +424,9 @@ def main() -> int:
         tried.append(release)
     heading("Results")
     say(table(in_order({release.sglang: release for release in tried})))
+    if args.write is not None:
+        document = args.write.read_text()
+        args.write.write_text(inserted(document, PART_OF_DOCUMENT, table(in_order(results))))
     return 0 if all(release.status in (PASSED, INCOMPLETE, REFUSED) for release in tried) else 1
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import bench_gpu
 import gpu_report
+from generated import begin, end
 
 SCRIPT = Path(bench_gpu.__file__)
 COMMAND = [sys.executable, str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--commit", "c0ffee"]
@@ -101,7 +102,7 @@ class TestReport:
             json.dumps({**document, "device_kind": "cuda", "device": "no real device"})
         )
         readme, picture = tmp_path / "README.md", tmp_path / "gpu.png"
-        readme.write_text(f"before\n{gpu_report.BEGIN}\nold\n{gpu_report.END}\nafter\n")
+        readme.write_text(f"before\n{begin(gpu_report.PART)}\nold\n{end(gpu_report.PART)}\nafter\n")
         arguments = ["--results", str(tmp_path)]
         assert gpu_report.main([*arguments, "--check", str(readme)]) == 1
         write = ["--write", str(readme), "--picture", str(picture)]

@@ -17,7 +17,6 @@ import functools
 import os
 import subprocess
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -27,15 +26,14 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import batches
-from batches import batch_of
+from batches import batch_of, media_batch
 from observe import Observed, run, switched, watching
-from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, donor, gate, report
 from sglang_gemma4_yoco.tail import Tail
 
@@ -236,15 +234,6 @@ def test_what_stays_on_the_device_is_no_read(name: str) -> None:
 # ---------------------------------------------------------------- the forward
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path) -> Engine:
-    from sglang.srt.managers.mm_utils import init_mm_embedding_cache
-
-    engine = Engine(tiny_checkpoint, device="cpu", dtype="float32", max_total_tokens=4096)
-    init_mm_embedding_cache(0)  # the scheduler's task: so that both forwards encode the image
-    return engine
-
-
 def spans(reads: HostReads) -> AbstractContextManager[Any]:
     """The package's spans, from the gate to the scatter, marked on ``reads``.
 
@@ -315,44 +304,12 @@ def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: 
     assert "scatter" in fast.spans
 
 
-def image_batch(engine: Engine, cached: int) -> Any:
-    """A scheduled batch of one prompt: some text, which is partly in the cache, and an image."""
-    from sglang.srt.managers.mm_utils import pad_mm_tokens
-    from sglang.srt.managers.schedule_batch import (
-        Modality,
-        MultimodalDataItem,
-        MultimodalInputs,
-    )
-
-    encoded = build_processor(E2B_TINY)(
-        text="what do you see here? <|image|> and there?",
-        images=[Image.new("RGB", (96, 96), "green")],
-        return_tensors="pt",
-    )
-    token = engine.runner.model.config.image_token_id
-    ids = encoded["input_ids"][0].tolist()
-    places = [place for place, given in enumerate(ids) if given == token]
-    item = MultimodalDataItem(
-        modality=Modality.IMAGE,
-        offsets=[(places[0], places[-1])],
-        feature=encoded["pixel_values"],
-        model_specific_data={"image_position_ids": encoded["image_position_ids"]},
-    )
-    item.set_pad_value()
-    inputs = MultimodalInputs(mm_items=[item], im_token_id=token)
-    ids = tuple(pad_mm_tokens(array("q", ids), inputs))
-    scheduled = engine.schedule([Prompt(ids[:cached], ids[cached:])])
-    scheduled.reqs[0].multimodal_inputs = inputs
-    scheduled.multimodal_inputs = [inputs]
-    return scheduled
-
-
 @pytest.mark.parametrize("cached", [0, 5])
 def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cached: int) -> None:
-    stock = read_by(engine, image_batch(engine, cached), "0", unread=False)
+    stock = read_by(engine, media_batch(engine, "image", cached), "0", unread=False)
     encoded = [read for read in stock.seen if "gemma4_vision" in read.site]
     assert encoded, "the image was not encoded"
-    fast = read_by(engine, image_batch(engine, cached), "1", unread=False)
+    fast = read_by(engine, media_batch(engine, "image", cached), "1", unread=False)
     assert_no_more_reads(fast, stock)
 
 
