@@ -3,9 +3,12 @@
 
 The picture shows the ratio off/on against the prompt length, with the 20th to 80th percentile as a
 bar, and the ceiling off/front-only as a dashed line of the same colour. The tables go to stdout as
-Markdown, one per file, each below the command that made it.
+Markdown, one per file, each below the command that made it; ``--write`` puts each between the two
+marker lines that bear its file's name.
 
-    python scripts/plot_prefill.py benchmark/results/prefill_*.json --output benchmark/prefill.svg
+    cd benchmark
+    python ../scripts/plot_prefill.py results/{prefill,threshold}_*.json --write README.md
+    python ../scripts/plot_prefill.py results/prefill_*.json --output prefill.svg
 
 Only batches of prompts that want no logprobs are drawn; the tables have all batches.
 """
@@ -20,6 +23,8 @@ from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
+
+from generated import begin, end, inserted
 
 mpl.use("Agg")
 # The same file from the same data.
@@ -133,12 +138,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of bench_prefill.py")
-    parser.add_argument("--output", type=Path, default=Path("benchmark/prefill.svg"))
+    parser.add_argument("--output", type=Path, metavar="FILE", help="draw the picture")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there")
     args = parser.parse_args()
     files = [load(path) for path in args.results]
-    for path, (document, points) in zip(args.results, files, strict=True):
-        print(f"<!-- {path.name} -->\n{markdown(document, points)}\n")
-    draw(files, args.output)
+    tables = {path.name: markdown(*file) for path, file in zip(args.results, files, strict=True)}
+    print("\n\n".join(f"{begin(name)}\n{table}\n{end(name)}" for name, table in tables.items()))
+    if args.output is not None:
+        draw(files, args.output)
+    if args.write is not None:
+        document = args.write.read_text()
+        for name, table in tables.items():
+            document = inserted(document, name, table)
+        args.write.write_text(document)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import gpu_report
+import plot_prefill
 import version_matrix
 from generated import inserted
 
@@ -66,3 +67,13 @@ def test_compatibility_table_is_up_to_date() -> None:
     assert set(results) >= set(version_matrix.VERSIONS)
     table = version_matrix.table(version_matrix.in_order(results))
     assert inserted(README, version_matrix.PART_OF_DOCUMENT, table) == README
+
+
+def test_measurements_are_up_to_date() -> None:
+    measurements = (REPO / "benchmark" / "README.md").read_text()
+    results = [*version_matrix.RESULTS.parent.glob("prefill_*.json")]
+    results += version_matrix.RESULTS.parent.glob("threshold_*.json")
+    assert len(results) > 5
+    for path in results:
+        table = plot_prefill.markdown(*plot_prefill.load(path))
+        assert inserted(measurements, path.name, table) == measurements
