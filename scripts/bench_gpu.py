@@ -449,8 +449,13 @@ def prefill_steps(work: Workload) -> dict[str, Step]:
     return {f"{length} tokens": step(length) for length in work.lengths}
 
 
-def memory_steps(work: Workload) -> dict[str, Step]:
-    """Part d: one length and way each."""
+def one_prefill(
+    lengths: Sequence[int], measure: Callable[[Machine, Any, Any], dict[str, Any]]
+) -> dict[str, Step]:
+    """What ``measure`` finds about a prefill, with its engine and batch; a step per length and way.
+
+    ``measure`` runs with the switch set, after the path was seen to be taken.
+    """
 
     def step(length: int, way: str) -> Step:
         def run(machine: Machine) -> dict[str, Any]:
@@ -458,13 +463,21 @@ def memory_steps(work: Workload) -> dict[str, Step]:
             batch = random_prompt(engine, length, seed=length)
             assert_path(engine, batch, length)
             with switched(way):
-                engine.forward(batch)
-                peak = peak_bytes(machine, lambda: engine.forward(batch))
-            return {"length": length, "way": way, "peak_bytes": peak}
+                return {"length": length, "way": way} | measure(machine, engine, batch)
 
         return run
 
-    return {f"{length} tokens, {way}": step(length, way) for length in work.memory for way in WAYS}
+    return {f"{length} tokens, {way}": step(length, way) for length in lengths for way in WAYS}
+
+
+def memory_steps(work: Workload) -> dict[str, Step]:
+    """Part d."""
+
+    def measure(machine: Machine, engine: Any, batch: Any) -> dict[str, Any]:
+        engine.forward(batch)
+        return {"peak_bytes": peak_bytes(machine, lambda: engine.forward(batch))}
+
+    return one_prefill(work.memory, measure)
 
 
 def peak_bytes(machine: Machine, call: Callable[[], Any]) -> int:
@@ -593,21 +606,8 @@ def summarise_latency(steps: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def profile_steps(work: Workload) -> dict[str, Step]:
-    """Part f: one length and way each."""
-
-    def step(length: int, way: str) -> Step:
-        def run(machine: Machine) -> dict[str, Any]:
-            engine = machine.engine()
-            batch = random_prompt(engine, length, seed=length)
-            assert_path(engine, batch, length)
-            with switched(way):
-                return {"length": length, "way": way} | profile(machine, engine, batch)
-
-        return run
-
-    return {
-        f"{length} tokens, {way}": step(length, way) for length in work.profiled for way in WAYS
-    }
+    """Part f."""
+    return one_prefill(work.profiled, profile)
 
 
 def profile(machine: Machine, engine: Any, batch: Any) -> dict[str, Any]:
