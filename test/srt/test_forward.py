@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -539,6 +540,28 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     assert report.forwards[cut.NOT_PLANNED] == 1
     (record,) = [r for r in caplog.records if "Planning" in r.getMessage()]
     assert record.exc_info
+    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+
+
+def test_the_plan_of_another_batch_is_not_used(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch planned without the package, after one that was planned with it and never ran."""
+    attention = cut.tail_attention(engine.text_model)
+    assert attention is not None
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    stock = run(engine, scheduled, "0")
+    never_run = releases.forward_batch(scheduled, engine.runner)
+    attention.main.init_forward_metadata(never_run)
+    assert attention.planned(never_run) is not None
+    unshadowed = functools.partial(type(attention.main).init_forward_metadata, attention.main)
+    with monkeypatch.context() as bypassed:
+        bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
+        report.reset()
+        fast = run(engine, scheduled, "1")
+    assert fast.rows == stock.rows
+    assert_same_answers(stock, fast, 0.0)
+    assert report.forwards == {cut.NOT_PLANNED: 1}
     compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
 
 

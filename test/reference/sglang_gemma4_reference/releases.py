@@ -7,7 +7,7 @@ this distribution knows a version.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
@@ -157,6 +157,14 @@ def placeholders(item: Any, count: int) -> list[int]:
         ids: list[int] = item.padding_sequence(count)
         return ids
     return [item.pad_value] * count
+
+
+def unknown_arguments(names: Iterable[str]) -> list[str]:
+    """Those server arguments that ``published`` cannot take, for this SGLang has them not."""
+    from sglang.srt.server_args import ServerArgs
+
+    known = getattr(ServerArgs, "__struct_fields__", None)  # checked from 0.5.20 on
+    return [] if known is None else sorted(set(names) - set(known))
 
 
 @contextmanager
