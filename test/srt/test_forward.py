@@ -520,6 +520,30 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
     assert alive == [False]
 
 
+def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
+    """Its tensors, and the metadata planned for it, are device memory."""
+    attention = cut.tail_attention(engine.text_model)
+    assert attention is not None
+    held: list[weakref.ref[Any]] = []
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        assert attention.planned(batch) is not None
+        held.append(weakref.ref(batch))
+        # As backends that plan keep it; the CPU's own does not.
+        attention.tail.forward_metadata = "planned"
+
+    handle = engine.text_model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        with switched("1"):
+            engine.forward(engine.schedule(BATCHES["one prompt"]))
+    finally:
+        handle.remove()
+    (batch,) = held
+    assert batch() is None
+    untouched(engine)
+
+
 def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
