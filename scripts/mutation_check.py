@@ -274,7 +274,7 @@ def first_failure(tests: Sequence[str], directory: Path) -> str | None:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if failed is None:
         raise SystemExit(f"the tests did not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return failed[1].removeprefix("test/srt/")
+    return failed[1].rpartition("test/srt/")[2]
 
 
 def judge(mutation: Mutation) -> Verdict:
