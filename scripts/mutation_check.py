@@ -46,6 +46,8 @@ WITHOUT_SERVER = (
     "test_no_sync.py",
     "test_refused.py",
     "test_recorded.py",
+    "test_cache_dtype.py",
+    "test_media.py",
     "test_seams.py",
     "test_switch_and_plugin.py",
 )
