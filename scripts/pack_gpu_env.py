@@ -12,7 +12,7 @@ may be another 5.x: the one that SGLang 0.5.17 asks for is in the folder, as new
     # there, in one line; then scripts/bench_gpu.py runs
     python3 -m pip install --no-index --no-deps --no-compile --target site gpu_env/*.whl &&
         export PYTHONPATH=$PWD/site SGLANG_IS_FLASHINFER_AVAILABLE=0
-    python3 scripts/bench_gpu.py --preset E2B --server-args='--grammar-backend none'
+    python3 scripts/bench_gpu.py --preset e2b --server-args='--grammar-backend none'
 
 Some packages are imported by SGLang whatever it serves, and are large: those are replaced by
 stand-ins, which say so when they are used (``STAND_INS``; one of them is the grammar backend).
