@@ -382,21 +382,26 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 def choose_ports(first: int | None) -> tuple[int, int]:
     """Two ports: those asked for, if they are free, or any."""
-    wanted = (0, 0) if first is None else (first, first + 1)
+    # Any: below 55,536, as SGLang 0.5.14 reserves the port that is 10,000 above a server's.
+    any_ports = random.sample(range(20_000, 55_000), 1000)
     with ExitStack() as stack:
-        ports = []
-        for port in wanted:
+        ports: list[int] = []
+        for port in any_ports if first is None else (first, first + 1):
             listener = stack.enter_context(socket.socket())
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind(("127.0.0.1", port))
             except (OSError, OverflowError) as failure:
+                if first is None:
+                    continue
                 raise SetupError(
                     f"port {port} cannot be used ({failure}): choose another with --port, or leave "
                     "it out to take any two that are free."
                 ) from failure
-            ports.append(listener.getsockname()[1])
-        return ports[0], ports[1]
+            ports.append(port)
+            if len(ports) == 2:
+                return ports[0], ports[1]
+    raise SetupError("this machine has no two free ports between 20,000 and 55,000")
 
 
 def available_memory() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import requests
 
+from demo import choose_ports
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 
@@ -126,14 +126,6 @@ class Server:
         return "\n".join(self.log().splitlines()[-_TAIL:])
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _kill_tree(pid: int) -> None:
     """Kill a process and all its descendants, and see them gone."""
     try:
@@ -174,7 +166,7 @@ def started(
     }
     if switch is not None:
         environment[SWITCH] = switch
-    port = free_port()
+    port, _ = choose_ports(None)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
     command += ["--port", str(port), *_ARGUMENTS, *arguments]
     with log.open("wb") as output:

@@ -20,8 +20,8 @@ import torch
 from torch.distributed import HashStore
 from torch.multiprocessing.spawn import spawn
 
+from demo import choose_ports
 from observe import assert_same_answers, assert_same_cache, assert_same_objects, run
-from server import free_port
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import ranks
@@ -112,7 +112,7 @@ def with_the_package_on_one_rank(rank: int, port: int, path: Path) -> None:
 
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
     """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
-    arguments = (free_port(), *paths)
+    arguments = (choose_ports(None)[0], *paths)
     context = spawn(work, arguments, nprocs=RANKS, join=False)
     deadline = time.monotonic() + _DEADLINE
     try:
