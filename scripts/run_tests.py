@@ -58,7 +58,7 @@ def main() -> int:
             log,
             sglang_version=args.sglang_version,
             device="cpu",
-            extras="test,lint,scripts,eval",
+            extras=EXTRAS,
         )
     except (SetupError, OSError) as failure:
         print(f"{tail(log)}\nerror: {failure}", file=sys.stderr)
