@@ -196,6 +196,9 @@ def copy_needed(wheel: Path, directory: Path) -> Path:
     with zipfile.ZipFile(wheel) as full:
         names = [name for name in full.namelist() if not name.endswith("/")]
         kept = [name for name in names if is_needed(name)]
+        absent = set(KEPT_KERNELS) - set(kept)
+        if absent and any(name.startswith("sgl_kernel/") for name in names):
+            raise SystemExit(f"error: {wheel.name} has no {', '.join(sorted(absent))}")
         if kept == names:
             path.write_bytes(wheel.read_bytes())
         else:

@@ -102,6 +102,14 @@ def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:
     assert {line.split(",")[0] for line in record.splitlines()} == kept | {"k-1.dist-info/RECORD"}
 
 
+def test_kernels_without_what_a_hopper_needs_are_an_error(tmp_path: Path) -> None:
+    wheel, out = tmp_path / "k-1-py3-none-any.whl", tmp_path / "out"
+    out.mkdir()
+    pack_gpu_env.write_wheel(wheel, [(pack_gpu_env.KEPT_KERNELS[0], b"")], "k-1.dist-info")
+    with pytest.raises(SystemExit, match=pack_gpu_env.KEPT_KERNELS[1]):
+        pack_gpu_env.copy_needed(wheel, out)
+
+
 def test_a_wheel_that_is_all_needed_is_the_very_same(tmp_path: Path) -> None:
     wheel, out = tmp_path / "k-1-py3-none-any.whl", tmp_path / "out"
     out.mkdir()
