@@ -6,7 +6,7 @@ makes the virtual environment that ``scripts/demo.py`` uses too, puts SGLang, th
 platform and the test tools into it, and runs the tests, which need no GPU and no network.
 ``--lint`` checks style and types first. What follows ``--`` goes to pytest::
 
-    python3 scripts/run_tests.py -- test/srt/test_gate.py -k LoRA
+    python3 scripts/run_tests.py -- test/srt/unit/test_gate.py -k LoRA
 
 The exit status is 0 when everything passed.
 """

@@ -23,6 +23,17 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
 
+#: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs.
+FOLDERS = ("unit", "forward", "triton", "server", "scripts", "models")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test with its folder's name."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        assert folder in FOLDERS, f"{item.path} is in none of the folders that test/README.md names"
+        item.add_marker(folder)
+
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

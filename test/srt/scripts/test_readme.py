@@ -12,7 +12,7 @@ import plot_prefill
 import version_matrix
 from generated import inserted
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 README = (REPO / "README.md").read_text()
 MODES = README.partition("| situation | what happens | shown by |")[2].partition("\n\n")[0]
 ROWS = [row for row in MODES.splitlines() if row.startswith("| ")]
@@ -27,8 +27,9 @@ def missing_tests(cell: str) -> list[str]:
     missing, source = [], ""
     for name in re.findall(r"`((?:models/)?test_[\w:*]+)`", cell):
         file, _, test = name.rpartition("::") if "::" in name else (name, "", "")
-        path = REPO / "test" / "srt" / f"{file}.py"
-        if path.exists():
+        found = [*(REPO / "test" / "srt").glob(f"*/{file.rpartition('/')[2]}.py")]
+        if found:
+            [path] = found
             source = path.read_text()
         elif not test:
             test = name

@@ -1,0 +1,99 @@
+"""A test file that needs a process of its own: Triton decides at import whether it interprets.
+
+Collected in a process that is set up otherwise, such a file becomes one test, which runs the whole
+file in a second pytest; collected where the environment is as it must be, it is an ordinary file.
+So ``pytest`` alone runs everything, and a single test can still be asked for by name::
+
+    TRITON_INTERPRET=1 python -m pytest test/srt/triton/test_hard_batches.py -k images
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
+
+
+def is_set_up(environment: Mapping[str, str]) -> bool:
+    """Whether this process has these variables already."""
+    return environment.items() <= os.environ.items()
+
+
+class OwnProcessFile(pytest.File):
+    """A test file that another process runs, as one test."""
+
+    environment: Mapping[str, str]
+
+    @classmethod
+    def from_parent(cls, parent: Any, *, environment: Mapping[str, str], **kw: Any) -> Any:
+        """The collector of the file ``path``, to be run with ``environment`` added."""
+        file = super().from_parent(parent, **kw)
+        file.environment = environment
+        return file
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """The one test."""
+        yield OwnProcess.from_parent(self, name="in_its_own_process")
+
+
+class FailedInOwnProcessError(Exception):
+    """The file's tests did not all pass; the message is the end of their pytest's output."""
+
+
+class OwnProcess(pytest.Item):
+    """Runs its file in a second pytest, and passes if that had tests and none of them failed."""
+
+    def runtest(self) -> None:
+        """Run it; what it counted becomes a section of this test's report."""
+        file = self.getparent(OwnProcessFile)
+        assert file is not None
+        report = self.config.rootpath / ".pytest_cache" / f"{self.path.stem}-{os.getpid()}.xml"
+        report.parent.mkdir(exist_ok=True)
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
+                *(f"--junitxml={report}", str(self.path)),
+            ],
+            env={**_without_pytest(os.environ), **file.environment},
+            cwd=self.config.rootpath,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+        )
+        if done.returncode:
+            raise FailedInOwnProcessError(done.stdout[-12000:] + done.stderr[-2000:])
+        counts = _counted(report)
+        self.add_report_section("call", "in its own process", str(counts))
+        assert counts["tests"] > counts["skipped"], f"nothing ran: {done.stdout[-2000:]}"
+
+    def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
+        """The other pytest's own words, without this one's frames."""
+        if isinstance(excinfo.value, FailedInOwnProcessError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Where it is, for the report."""
+        return self.path, 0, f"{self.path.stem}: {self.name}"
+
+
+def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what pytest tells its own children of this run."""
+    return {k: v for k, v in environment.items() if not k.startswith("PYTEST_")}
+
+
+def _counted(report: Path) -> dict[str, int]:
+    """How many tests ran, failed and were skipped, as the other pytest wrote it down."""
+    suite = ElementTree.parse(report).getroot()
+    suite = suite if suite.tag == "testsuite" else suite[0]
+    report.unlink()
+    return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
