@@ -1,4 +1,4 @@
-"""These files run SGLang's real Triton kernels, in Triton's interpreter, each in its own process."""
+"""SGLang's real Triton kernels in Triton's interpreter: each file in a process of its own."""
 
 from __future__ import annotations
 
