@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,16 +24,30 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
 
-#: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs.
-FOLDERS = ("unit", "forward", "triton", "server", "scripts", "models")
+#: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs. Those whose
+#: files take longest come first.
+FOLDERS = ("triton", "server", "forward", "scripts", "models", "unit")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test with its folder's name."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark every test with its folder's name; what runs side by side begins with what is long."""
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        assert folder in FOLDERS, f"{item.path} is in none of the folders that test/README.md names"
-        item.add_marker(folder)
+        assert _folder(item) in FOLDERS, f"{item.path}: test/README.md names no such folder"
+        item.add_marker(_folder(item))
+    if hasattr(config, "workerinput"):  # one of pytest-xdist's workers, which take file by file
+        items.sort(key=lambda item: FOLDERS.index(_folder(item)))
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings_of_our_own() -> Iterator[None]:
+    """A warning that the product's code causes is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module=r"sglang_gemma4_yoco\.")
+        yield
 
 
 @pytest.fixture(scope="session")
