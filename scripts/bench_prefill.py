@@ -286,7 +286,7 @@ def measure(engine: Any, load: Load, repeats: int, progress: Any) -> Point:
     """Time one batch all three ways, in turns, and verify the answers."""
     import torch
 
-    batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size))
+    batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     logits: dict[str, torch.Tensor] = {}

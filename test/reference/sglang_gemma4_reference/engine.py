@@ -6,11 +6,15 @@ Real pieces of SGLang throughout: requests, batches, KV pools, attention backend
 
 from __future__ import annotations
 
+import os
+import weakref
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -22,6 +26,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
 
+SWITCH = "SGLANG_GEMMA4_YOCO"
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -32,20 +38,42 @@ class Prompt:
         new: token ids of this forward, at least one.
         logprob_start: absolute position from which on input logprobs are wanted; -1 for none.
         to_come: token ids of the prompt that are left for later chunks.
+        decodes: it runs already. ``cached`` is its prompt and ``new`` the one token that it was
+            answered; its row is a decode step in the midst of a prefill.
+        shares: the place in the batch of an earlier prompt that begins with the same ``cached``:
+            both read the very same slots.
     """
 
     cached: tuple[int, ...]
     new: tuple[int, ...]
     logprob_start: int = -1
     to_come: tuple[int, ...] = ()
+    decodes: bool = False
+    shares: int | None = None
+
+
+class NotTheLastEngineError(RuntimeError):
+    """Another engine was built in this process since, and took SGLang's configuration over."""
+
+
+def _poison_of(dtype: torch.dtype) -> float:
+    """Finite, for masked keys of a softmax may be read, and far from what a layer computes."""
+    return min(1e3, torch.finfo(dtype).max)
+
+
+def switched(value: str) -> AbstractContextManager[object]:
+    """The fast path on (``1``) or off (``0``) for the span, by its environment variable."""
+    return mock.patch.dict(os.environ, {SWITCH: value})
 
 
 class Engine:
     """A Gemma 4 on SGLang's ModelRunner.
 
     Several engines can live in one process, but only the one built last may run: SGLang's
-    configuration is process-wide.
+    configuration is process-wide. An older one refuses.
     """
+
+    _last: ClassVar[weakref.ref[Engine] | None] = None
 
     def __init__(self, model_path: str | Path, *, rank: int = 0, **server_args: Any) -> None:
         """Load the model.
@@ -54,8 +82,9 @@ class Engine:
             model_path: the checkpoint.
             rank: of this process, where ``tp_size`` makes several run one model together; all
                 call the same methods with the same arguments, ``nccl_port`` among them.
-            server_args: SGLang's, for example ``max_total_tokens=4096``.
+            server_args: SGLang's, for example ``max_total_tokens=4096`` or ``page_size=16``.
         """
+        Engine._last = weakref.ref(self)
         load_plugins()  # as every process of a server does first
         args = ServerArgs(model_path=str(model_path), **server_args)
         self.runner = releases.load_model(args, rank)
@@ -64,38 +93,120 @@ class Engine:
         )
         self._tree_cache = releases.tree_cache(self.runner)
 
-    def schedule(self, prompts: Sequence[Prompt]) -> ScheduleBatch:
+    def _must_be_last(self) -> None:
+        if Engine._last is None or Engine._last() is not self:
+            raise NotTheLastEngineError(
+                "another engine was built in this process after this one, and SGLang's "
+                "configuration is now that engine's: build this one again"
+            )
+
+    def schedule(
+        self, prompts: Sequence[Prompt], *, prefix: str = "0", slots: int | None = 0
+    ) -> ScheduleBatch:
         """Fill the cache with the cached tokens of all prompts, then schedule their new ones.
 
-        The pools are emptied first.
+        The pools are emptied first, and their K and V overwritten, so that nothing can be read
+        that was not written since.
+
+        Args:
+            prompts: those that decode come last, as SGLang puts them.
+            prefix: the switch while the cached tokens are computed: ``0`` for the stock forward,
+                ``1`` for the fast path.
+            slots: seed of the order in which slots are given out, in the window's pool another one
+                than in the full one: no slot has the same number in both. None for ascending order
+                in both.
         """
-        self.runner.req_to_token_pool.clear()
-        self.runner.token_to_kv_pool_allocator.clear()
-        reqs = []
-        for rid, prompt in enumerate(prompts):
-            ids = array("q", prompt.cached or prompt.new)
-            req = Req(
-                rid=str(rid),
-                origin_input_text="",
-                origin_input_ids=ids,
-                sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-                return_logprob=any(p.logprob_start >= 0 for p in prompts),
-            )
-            req.full_untruncated_fill_ids = ids
-            req.logprob.top_logprobs_num = 3
-            req.logprob.token_ids_logprob = [5, 17]
-            req.logprob_start_len = -1
-            releases.extend(req, self.runner, 0, len(ids))
-            reqs.append(req)
-        cached = [r for r, p in zip(reqs, prompts, strict=True) if p.cached]
-        if cached:
-            self.forward(self._batch(cached))
-        for req, prompt in zip(reqs, prompts, strict=True):
+        self._must_be_last()
+        fresh = [prompt for prompt in prompts if not prompt.decodes]
+        if tuple(prompts[: len(fresh)]) != tuple(fresh):
+            raise ValueError("prompts that decode must be the last ones of a batch")
+        if not fresh:
+            raise ValueError("a batch without a prompt to prefill")
+        self._empty_the_pools(slots)
+        wants_logprobs = any(p.logprob_start >= 0 for p in prompts)
+        reqs = [self._request(rid, p, wants_logprobs) for rid, p in enumerate(prompts)]
+        running = None
+        with switched(prefix):
+            cached = [r for r, p in zip(reqs, fresh, strict=False) if p.cached]
+            if cached:
+                self.forward(self._batch(cached))
+            if len(fresh) < len(prompts):
+                running = self._batch(reqs[len(fresh) :])
+                self.forward(running)
+        self._share_slots(reqs, prompts)
+        for req, prompt in zip(reqs, fresh, strict=False):
             ids = array("q", prompt.cached + prompt.new + prompt.to_come)
             req.origin_input_ids = req.full_untruncated_fill_ids = ids
             req.logprob_start_len = prompt.logprob_start
             releases.extend(req, self.runner, len(prompt.cached), len(ids) - len(prompt.to_come))
+        batch = self._batch(reqs[: len(fresh)])
+        if running is not None:
+            _mix(batch, running, [prompt.new[0] for prompt in prompts[len(fresh) :]])
+        return batch
+
+    def next_chunk(self, batch: ScheduleBatch, prompts: Sequence[Prompt]) -> ScheduleBatch:
+        """Schedule what is left of those prompts of ``batch`` that did not end in it.
+
+        Args:
+            batch: it has run.
+            prompts: what it was scheduled from.
+        """
+        self._must_be_last()
+        reqs = []
+        for req, prompt in zip(batch.reqs, prompts, strict=True):
+            if prompt.to_come:
+                done = len(prompt.cached) + len(prompt.new)
+                releases.extend(req, self.runner, done, done + len(prompt.to_come))
+                reqs.append(req)
         return self._batch(reqs)
+
+    def _empty_the_pools(self, seed: int | None) -> None:
+        self.runner.req_to_token_pool.clear()
+        allocator = self.runner.token_to_kv_pool_allocator
+        allocator.clear()
+        for layer in self._layers_with_kv:
+            for buffer in self._buffers(layer):
+                buffer.fill_(_poison_of(buffer.dtype))
+        if seed is None:
+            return
+        draw = torch.Generator().manual_seed(seed)
+        full = getattr(allocator, "full_attn_allocator", allocator)
+        full.free_pages = full.free_pages[torch.randperm(len(full.free_pages), generator=draw)]
+        window = getattr(allocator, "swa_attn_allocator", None)
+        if window is None:
+            return
+        both = min(len(full.free_pages), len(window.free_pages))
+        ascending = window.free_pages
+        while (window.free_pages[:both] == full.free_pages[:both]).any():
+            window.free_pages = ascending[torch.randperm(len(ascending), generator=draw)]
+
+    def _request(self, rid: int, prompt: Prompt, wants_logprobs: bool) -> Req:
+        """The request of a prompt, whose cached tokens are next."""
+        ids = array("q", prompt.cached or prompt.new)
+        req = Req(
+            rid=str(rid),
+            origin_input_text="",
+            origin_input_ids=ids,
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+            return_logprob=wants_logprobs,
+        )
+        req.full_untruncated_fill_ids = ids
+        req.logprob.top_logprobs_num = 3
+        req.logprob.token_ids_logprob = [5, 17]
+        req.logprob_start_len = -1
+        releases.extend(req, self.runner, 0, len(ids))
+        return req
+
+    def _share_slots(self, reqs: Sequence[Req], prompts: Sequence[Prompt]) -> None:
+        table = self.runner.req_to_token_pool.req_to_token
+        for req, prompt in zip(reqs, prompts, strict=True):
+            if prompt.shares is None:
+                continue
+            length = len(prompt.cached)
+            if prompts[prompt.shares].cached[:length] != prompt.cached:
+                raise ValueError(f"prompt {req.rid} begins otherwise than prompt {prompt.shares}")
+            donor = releases.row(reqs[prompt.shares])
+            table[releases.row(req), :length] = table[donor, :length]
 
     def _batch(self, reqs: list[Req]) -> ScheduleBatch:
         batch = ScheduleBatch.init_new(
@@ -117,6 +228,7 @@ class Engine:
 
         With ``unread`` the batch says that no request of it finishes its prompt.
         """
+        self._must_be_last()
         forward_batch = releases.forward_batch(batch, self.runner)
         if unread:
             forward_batch.contains_last_prefill_chunk = False
@@ -127,12 +239,15 @@ class Engine:
         config = self.text_model.config
         return range(config.num_hidden_layers - config.num_kv_shared_layers)
 
+    def _buffers(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self.runner.token_to_kv_pool
+        return pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+
     def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
-        pool = self.runner.token_to_kv_pool
         return [
-            (pool.get_key_buffer(layer).clone(), pool.get_value_buffer(layer).clone())
-            for layer in self._layers_with_kv
+            (keys.clone(), values.clone())
+            for keys, values in (self._buffers(layer) for layer in self._layers_with_kv)
         ]
 
     def poison(self, batch: ScheduleBatch) -> None:
@@ -146,12 +261,25 @@ class Engine:
             slots = batch.out_cache_loc
             if mapping is not None and mapping[layer][1]:
                 slots = pool.translate_loc_from_full_to_swa(slots)
-            pool.get_key_buffer(layer)[slots] = 1e3
-            pool.get_value_buffer(layer)[slots] = 1e3
+            for buffer in self._buffers(layer):
+                buffer[slots] = _poison_of(buffer.dtype)
 
     @torch.no_grad()
     def decode(self, batch: ScheduleBatch, tokens: Sequence[int]) -> Any:
         """Run one decode step of ``batch``, which has run its prefill, after these tokens."""
+        self._must_be_last()
         batch.input_ids = torch.tensor(tokens, device=batch.device)
         batch.prepare_for_decode()
         return self.forward(batch)
+
+
+def _mix(batch: ScheduleBatch, running: ScheduleBatch, tokens: list[int]) -> None:
+    """Let the requests of ``running``, which has run its prefill, decode along after ``tokens``."""
+    for req, token in zip(running.reqs, tokens, strict=True):
+        req.output_ids.append(token)
+    running.input_ids = torch.tensor(tokens, device=batch.device)
+    running.prepare_for_decode()
+    input_ids = torch.cat([batch.input_ids, running.input_ids])
+    batch.mix_with_running(running)
+    batch.decoding_reqs = running.reqs
+    batch.input_ids = input_ids  # which the scheduler fills in later

@@ -114,7 +114,7 @@ def tree_cache(runner: ModelRunner) -> Any:
     """A stand-in for the prefix cache that caches nothing."""
     one_batch: Any = _first_of("sglang.benchmark.one_batch", "sglang.bench_one_batch")  # 0.5.16
     return one_batch.TreeCacheNamespace(
-        page_size=1,
+        page_size=runner.token_to_kv_pool_allocator.page_size,
         device=runner.device,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
     )
@@ -126,7 +126,7 @@ def extend(req: Req, runner: ModelRunner, start: int, end: int) -> None:
         req.prefix_len, req.extend_end = start, end
         return
     if start:
-        slots = runner.req_to_token_pool.req_to_token[_row(req), :start]
+        slots = runner.req_to_token_pool.req_to_token[row(req), :start]
         req.prefix_indices = slots.to(req.prefix_indices.dtype)
     if hasattr(req, "set_extend_range"):  # 0.5.16
         req.set_extend_range(start, end)
@@ -135,11 +135,11 @@ def extend(req: Req, runner: ModelRunner, start: int, end: int) -> None:
         req.set_extend_input_len(end - start)
 
 
-def _row(req: Req) -> int:
+def row(req: Req) -> int:
     """The request's row in the table of slots."""
     owner = req if hasattr(req, "req_pool_idx") else req.kv  # 0.5.18: on the latter
-    row: int = owner.req_pool_idx
-    return row
+    index: int = owner.req_pool_idx
+    return index
 
 
 def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
@@ -199,7 +199,9 @@ __all__ = [
     "load_model",
     "placeholders",
     "published",
+    "row",
     "take_in_tree_paths",
     "tells_unread_chunks",
     "tree_cache",
+    "unknown_arguments",
 ]

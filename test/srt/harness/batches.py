@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,17 +15,27 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt
 
 
+def tokens(draw: random.Random, count: int) -> tuple[int, ...]:
+    """Random token ids, none of them special."""
+    return tuple(draw.randrange(20, 500) for _ in range(count))
+
+
+def kept_rows(prompts: Sequence[Prompt]) -> int:
+    """Rows that the scheduler or the sampler reads, counted from the requests' own words."""
+    kept = 0
+    for prompt in prompts:
+        wanted = 1
+        if prompt.logprob_start >= 0:
+            first = max(prompt.logprob_start - len(prompt.cached), 0)
+            wanted = max(len(prompt.new) - first, 1)
+        kept += wanted
+    return kept
+
+
 def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
     """Prompts with (cached, new) random tokens."""
     draw = random.Random(0)
-    return [
-        Prompt(
-            tuple(draw.randrange(20, 500) for _ in range(cached)),
-            tuple(draw.randrange(20, 500) for _ in range(new)),
-            **more,
-        )
-        for cached, new in lens
-    ]
+    return [Prompt(tokens(draw, cached), tokens(draw, new), **more) for cached, new in lens]
 
 
 BATCHES = {

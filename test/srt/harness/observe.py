@@ -6,23 +6,110 @@ Looked at from outside, by module hooks and copies of the pools; nothing here as
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
+from sglang.srt.model_executor import forward_context
 
-from sglang_gemma4_reference.engine import Engine
+from batches import kept_rows
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import SWITCH, Engine, Prompt, switched
+from sglang_gemma4_yoco.donor import DonorCut
 
-SWITCH = "SGLANG_GEMMA4_YOCO"
+__all__ = [
+    "SWITCH",
+    "Attended",
+    "Expected",
+    "Metadata",
+    "Observed",
+    "assert_as_expected",
+    "assert_metadata_unchanged",
+    "assert_same_answers",
+    "assert_same_cache",
+    "assert_same_objects",
+    "assert_stock",
+    "expected",
+    "run",
+    "step",
+    "switched",
+    "watching",
+]
 
 
-def switched(value: str) -> AbstractContextManager[object]:
-    """The switch set to ``value`` for the span."""
-    return mock.patch.dict(os.environ, {SWITCH: value})
+@dataclass(frozen=True)
+class Attended:
+    """One layer's call of the attention backend.
+
+    Attributes:
+        queries: rows that attended.
+        keys: rows whose K and V were handed over to be written; 0 for a layer that writes none.
+        mode: the batch's forward mode at the time, by name.
+        backend: the backend at the time.
+    """
+
+    queries: int
+    keys: int
+    mode: str
+    backend: Any
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What an attention backend had planned at one moment.
+
+    Backends keep buffers across plans and put views of them into their metadata, so the same
+    object may hold another batch's values: hence the copies.
+
+    Attributes:
+        planned: the metadata object, None where a backend keeps none.
+        tensors: the tensors in it, by field.
+        contents: copies of them.
+        settings: the backend's own plain values, its window's size among them.
+    """
+
+    planned: Any
+    tensors: dict[str, torch.Tensor]
+    contents: dict[str, torch.Tensor]
+    settings: dict[str, object]
+
+    @classmethod
+    def of(cls, backend: Any) -> Metadata:
+        """What ``backend`` has planned now."""
+        planned = getattr(backend, "forward_metadata", None)
+        fields = {} if planned is None else vars(planned)
+        tensors = {n: v for n, v in fields.items() if isinstance(v, torch.Tensor)}
+        return cls(
+            planned=planned,
+            tensors=tensors,
+            contents={name: value.clone() for name, value in tensors.items()},
+            settings={
+                name: value
+                for name, value in vars(backend).items()
+                if isinstance(value, (bool, int, float, str))
+            },
+        )
+
+    def differences(self, other: Metadata) -> list[str]:
+        """The names of what is not the same in both, in values."""
+        names = self.contents.keys() | other.contents.keys()
+        return [
+            *(n for n in sorted(names) if not _same_bytes(self.contents, other.contents, n)),
+            *(n for n, value in self.settings.items() if other.settings[n] != value),
+        ]
+
+
+def _same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], name: str) -> bool:
+    if name not in one or name not in other:
+        return False
+    a, b = one[name], other[name]
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
 
 
 @dataclass
@@ -31,21 +118,29 @@ class Observed:
 
     Attributes:
         rows: rows that the FFN of each layer computed, in the order of the layers that ran.
-        attention_rows: rows for which each layer projected queries.
+        attention_rows: rows of each layer's attention that were projected back, likewise.
+        attended: each layer's call of the attention backend, likewise.
+        projected: (rows, layers) of each projection of per-layer inputs.
         hidden: [T, hidden], what the text model returned.
         output: SGLang's logits output.
         kv: K and V of each layer that owns some.
         before: the fields of the batch as the text model found them.
         after: the fields of the batch as the text model left them.
+        planned_before: the runner's attention backend as the text model found it.
+        planned_after: the runner's attention backend as the text model left it.
     """
 
     rows: list[int] = field(default_factory=list)
     attention_rows: list[int] = field(default_factory=list)
+    attended: list[Attended] = field(default_factory=list)
+    projected: list[tuple[int, int]] = field(default_factory=list)
     hidden: torch.Tensor | None = None
     output: Any = None
     kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     before: dict[str, object] = field(default_factory=dict)
     after: dict[str, object] = field(default_factory=dict)
+    planned_before: Metadata | None = None
+    planned_after: Metadata | None = None
 
 
 def _fields(batch: Any) -> dict[str, object]:
@@ -61,10 +156,12 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     def on_entry(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         seen.before = _fields(batch)
+        seen.planned_before = Metadata.of(engine.runner.attn_backend)
 
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         seen.after = _fields(batch)
+        seen.planned_after = Metadata.of(engine.runner.attn_backend)
         # With captured layers the model returns their states beside its own.
         seen.hidden = (output[0] if isinstance(output, tuple) else output).clone()
 
@@ -77,7 +174,25 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
 
         return count
 
+    def attending(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = dict(zip(("q", "k", "v", "forward_batch"), args, strict=False)) | kwargs
+        seen.attended.append(
+            Attended(
+                queries=call["q"].shape[0],
+                keys=0 if call["k"] is None else call["k"].shape[0],
+                mode=call["forward_batch"].forward_mode.name,
+                backend=forward_context.get_forward_context().attn_backend,
+            )
+        )
+
+    def projecting(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        seen.projected.append((args[0].shape[0], args[0].shape[-2]))
+
+    if model.per_layer_projection_norm is not None:
+        hooks.append(model.per_layer_projection_norm.register_forward_pre_hook(projecting))
     for layer in model.layers:
+        attn = layer.self_attn.attn
+        hooks.append(attn.register_forward_pre_hook(attending, with_kwargs=True))
         hooks.append(layer.mlp.register_forward_pre_hook(counting(seen.rows)))
         o_proj = layer.self_attn.o_proj
         hooks.append(o_proj.register_forward_pre_hook(counting(seen.attention_rows)))
@@ -88,14 +203,153 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
             hook.remove()
 
 
-def run(engine: Engine, batch: Any, switch: str) -> Observed:
-    """One forward of a scheduled batch, its cache slots poisoned before, with the switch set."""
+def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None = None) -> Observed:
+    """One forward of a scheduled batch, its cache slots poisoned before, with the switch set.
+
+    Args:
+        planned_as: another forward of the same requests on the same slots. The runner's own plan
+            must be the same as it was then, and it is looked at before kernels follow it: they
+            trust it with the process's memory.
+    """
     seen = Observed()
     engine.poison(batch)
+
+    def as_planned(*_: Any) -> None:
+        if planned_as is not None:
+            assert seen.planned_before is not None
+            assert planned_as.planned_before is not None
+            assert seen.planned_before.differences(planned_as.planned_before) == []
+
     with switched(switch), watching(engine, seen):
-        seen.output = engine.forward(batch)
+        hook = engine.text_model.register_forward_pre_hook(as_planned)
+        try:
+            seen.output = engine.forward(batch)
+        finally:
+            hook.remove()
     seen.kv = engine.kv()
     return seen
+
+
+def step(engine: Engine, batch: Any, answered: Sequence[int], switch: str) -> Observed:
+    """One decode step of a batch that has run its prefill, after these tokens."""
+    seen = Observed()
+    with switched(switch), watching(engine, seen):
+        seen.output = engine.decode(batch, answered)
+    seen.kv = engine.kv()
+    return seen
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one forward of the fast path must do, as ``Observed`` names it.
+
+    Attributes:
+        attended: (queries, keys) of each call of the attention backend.
+        front: how many of these calls belong to the front, on the runner's own plan.
+        tail_mode: the batch's forward mode in the calls after those.
+    """
+
+    rows: list[int]
+    attention_rows: list[int]
+    attended: list[tuple[int, int]]
+    front: int
+    tail_mode: str
+    projected: list[tuple[int, int]]
+
+
+def expected(
+    engine: Engine, prompts: Sequence[Prompt], cut: DonorCut = DonorCut.KEYS_AND_VALUES
+) -> Expected | None:
+    """What a forward of ``prompts`` must do, counted from their own words; None: stock.
+
+    Args:
+        engine: its model is cut at ``cut``, or less deep where a batch does not allow that.
+    """
+    config = engine.text_model.config
+    layers, first = config.num_hidden_layers, _first_shared(engine)
+    total, kept = sum(len(p.new) for p in prompts), kept_rows(prompts)
+    if kept == total:
+        return None
+    decodes, unread = kept == len(prompts), is_unread(prompts)
+    if cut is DonorCut.KEYS_AND_VALUES and not decodes:
+        cut = DonorCut.AFTER_ATTENTION
+    if cut is DonorCut.AFTER_ATTENTION and unread:
+        cut = DonorCut.NONE
+    first_cut = first if cut is DonorCut.NONE else first - 1
+    attends_cut = cut is DonorCut.KEYS_AND_VALUES  # then the donor attends on the tail's plan
+    front = first - attends_cut
+    return Expected(
+        rows=[total] * first_cut + ([] if unread else [kept] * (layers - first_cut)),
+        attention_rows=[total] * front + ([] if unread else [kept] * (layers - front)),
+        attended=[
+            *[(total, total)] * front,
+            *[(kept, total)] * attends_cut,
+            *[(kept, 0)] * (0 if unread else layers - first),
+        ],
+        front=front,
+        tail_mode="DECODE" if decodes else "EXTEND",
+        projected=_projections(engine, total, kept, first_cut, unread),
+    )
+
+
+def is_unread(prompts: Sequence[Prompt]) -> bool:
+    """Whether nobody reads any row of a forward of ``prompts``, and it is told so."""
+    return releases.tells_unread_chunks() and all(
+        p.to_come and len(p.new) > 1 and not 0 <= p.logprob_start < len(p.cached) + len(p.new)
+        for p in prompts
+    )
+
+
+def _first_shared(engine: Engine) -> int:
+    config = engine.text_model.config
+    first: int = config.num_hidden_layers - config.num_kv_shared_layers
+    return first
+
+
+def _projections(
+    engine: Engine, total: int, kept: int, first_cut: int, unread: bool
+) -> list[tuple[int, int]]:
+    if engine.text_model.per_layer_projection_norm is None:
+        return []
+    rest = engine.text_model.config.num_hidden_layers - first_cut
+    return [(total, first_cut)] + ([] if unread else [(kept, rest)])
+
+
+def assert_as_expected(seen: Observed, wanted: Expected) -> None:
+    """FFN, attention and per-layer inputs had the rows that they must have, and no more."""
+    assert seen.rows == wanted.rows
+    assert seen.attention_rows == wanted.attention_rows
+    assert [(a.queries, a.keys) for a in seen.attended] == wanted.attended
+    modes = [a.mode for a in seen.attended]
+    assert set(modes[: wanted.front]) == {getattr(seen.before["forward_mode"], "name", None)}
+    assert set(modes[wanted.front :]) <= {wanted.tail_mode}
+    assert seen.projected == wanted.projected
+
+
+def assert_stock(engine: Engine, prompts: Sequence[Prompt], seen: Observed) -> None:
+    """Every layer computed every row, on the runner's own backend."""
+    total = sum(len(p.new) for p in prompts)
+    layers, first = len(engine.text_model.layers), _first_shared(engine)
+    assert seen.rows == seen.attention_rows == [total] * layers
+    keys = [total] * first + [0] * (layers - first)
+    assert [(a.queries, a.keys) for a in seen.attended] == [(total, k) for k in keys]
+    assert {id(a.backend) for a in seen.attended} == {id(engine.runner.attn_backend)}
+    assert seen.projected == _projections(engine, total, 0, layers, unread=True)
+
+
+def assert_metadata_unchanged(seen: Observed) -> None:
+    """The runner's backend has its plan after the forward: the same object, with the same values.
+
+    That is more than equal answers need: SGLang's speculative workers plan ahead, and a second
+    forward of the same plan would read what the first left.
+    """
+    before, after = seen.planned_before, seen.planned_after
+    assert before is not None
+    assert after is not None
+    assert before.planned is after.planned
+    replaced = [n for n, tensor in before.tensors.items() if after.tensors.get(n) is not tensor]
+    assert replaced == []
+    assert before.differences(after) == []
 
 
 def assert_same_objects(seen: Observed) -> None:

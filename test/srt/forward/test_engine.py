@@ -1,0 +1,133 @@
+"""What the other tests rely on: the engine does what its words say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from batches import batch_of, tokens
+from observe import (
+    Observed,
+    assert_as_expected,
+    assert_same_answers,
+    assert_same_cache,
+    expected,
+    run,
+    switched,
+    watching,
+)
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import Engine, NotTheLastEngineError, Prompt
+
+TOLERANCE = 5e-5
+
+
+def slots_of(engine: Engine, req: Any, count: int) -> torch.Tensor:
+    slots: torch.Tensor = engine.runner.req_to_token_pool.req_to_token[releases.row(req), :count]
+    return slots.long()
+
+
+def test_no_slot_has_its_own_number_in_the_windows_pool(engine: Engine) -> None:
+    batch = engine.schedule(batch_of((50, 60), (0, 30)))
+    slots = slots_of(engine, batch.reqs[0], 110)
+    window = engine.runner.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+    assert (slots != window).all()
+    assert (slots.diff() != 1).any()
+    assert (window.diff() != 1).any()
+    assert window.unique().numel() == 110
+    again = engine.schedule(batch_of((50, 60), (0, 30)))
+    assert torch.equal(slots, slots_of(engine, again.reqs[0], 110))
+    other = engine.schedule(batch_of((50, 60), (0, 30)), slots=1)
+    assert not torch.equal(slots, slots_of(engine, other.reqs[0], 110))
+    ascending = engine.schedule(batch_of((0, 30)), slots=None)
+    assert (ascending.out_cache_loc.diff() == 1).all()
+
+
+@pytest.mark.parametrize(("prefix", "rows"), [("0", 20), ("1", 1)])
+def test_who_computes_the_cached_tokens(engine: Engine, prefix: str, rows: int) -> None:
+    """The stock forward, whatever the switch says, unless the fast path is asked for."""
+    seen = Observed()
+    with switched("1"), watching(engine, seen):
+        engine.schedule(batch_of((20, 5)), prefix=prefix)
+    assert seen.rows[-1] == rows
+
+
+def test_two_requests_on_the_same_slots(engine: Engine) -> None:
+    draw = Random(0)
+    shared = tokens(draw, 40)
+    prompts = [Prompt(shared, tokens(draw, 9)), Prompt(shared, tokens(draw, 5), shares=0)]
+    batch = engine.schedule(prompts)
+    first, second = (slots_of(engine, req, 45) for req in batch.reqs)
+    assert torch.equal(first[:40], second[:40])
+    assert not set(first[40:].tolist()) & set(second[40:].tolist())
+    with pytest.raises(ValueError, match="begins otherwise"):
+        engine.schedule([Prompt(shared[1:], (30,)), Prompt(shared, (30,), shares=0)])
+
+
+def test_prompts_that_decode_come_last(engine: Engine) -> None:
+    decoding = Prompt((30, 31), (32,), decodes=True)
+    batch = engine.schedule([*batch_of((3, 20)), decoding])
+    assert batch.forward_mode.is_mixed()
+    assert batch.extend_lens == [20, 1]
+    assert batch.prefix_lens == [3, 2]
+    with pytest.raises(ValueError, match="must be the last"):
+        engine.schedule([decoding, *batch_of((3, 20))])
+    with pytest.raises(ValueError, match="without a prompt"):
+        engine.schedule([decoding])
+
+
+def test_what_is_left_of_unfinished_prompts_is_the_next_chunk(engine: Engine) -> None:
+    """Its answer is that of the whole prompt in one forward."""
+    prompts = [*batch_of((5, 20)), *batch_of((7, 30), to_come=(40, 41, 42))]
+    batch = engine.schedule(prompts)
+    with switched("0"):
+        engine.forward(batch)
+        rest = engine.next_chunk(batch, prompts)
+        assert rest.extend_lens == [3]
+        assert rest.prefix_lens == [37]
+        chunked = engine.forward(rest).next_token_logits
+        cached, new = prompts[1].cached, prompts[1].new
+        whole = engine.forward(engine.schedule([Prompt(cached, (*new, 40, 41, 42))]))
+    torch.testing.assert_close(chunked, whole.next_token_logits, atol=TOLERANCE, rtol=1e-4)
+
+
+def test_an_engine_refuses_when_another_was_built(engine: Engine, tiny_checkpoint: Path) -> None:
+    """From here on the engine that the tests above share is of no use."""
+    batch = engine.schedule(batch_of((0, 20)))
+    later = Engine(tiny_checkpoint, device="cpu", dtype="float32", max_total_tokens=512)
+    uses: list[Callable[[], object]] = [
+        lambda: engine.schedule(batch_of((0, 20))),
+        lambda: engine.forward(batch),
+        lambda: engine.decode(batch, [30]),
+        lambda: engine.next_chunk(batch, batch_of((0, 20))),
+    ]
+    for use in uses:
+        with pytest.raises(NotTheLastEngineError, match="build this one again"):
+            use()
+    later.forward(later.schedule(batch_of((0, 20))))
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_pages(tiny_checkpoint: Path, page_size: int) -> None:
+    """Requests end within pages, and windows begin within them."""
+    engine = Engine(
+        tiny_checkpoint,
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=2048,
+        page_size=page_size,
+    )
+    assert engine.runner.token_to_kv_pool_allocator.page_size == page_size
+    prompts = batch_of((31, 40), (0, 7), (90, 1), (33, 2))
+    batch = engine.schedule(prompts)
+    stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
+    wanted = expected(engine, prompts)
+    assert wanted is not None
+    assert_as_expected(fast, wanted)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, TOLERANCE)

@@ -1,0 +1,279 @@
+"""On equals off for random batches of random models: what holds, and what it is tried on.
+
+Lengths are drawn relative to the model's window, so that its edges are met whatever it is. A
+property says of every example whether the fast path was active, by the rows that each layer
+computed; only then do equal answers mean anything, and a minimum of such examples is demanded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from batches import tokens
+from observe import (
+    Observed,
+    assert_as_expected,
+    assert_metadata_unchanged,
+    assert_same_answers,
+    assert_same_cache,
+    assert_same_objects,
+    assert_stock,
+    expected,
+    is_unread,
+    run,
+)
+from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
+from sglang_gemma4_reference.engine import Engine, Prompt
+
+TOLERANCE = 5e-5
+
+
+def has_one_pool(seed: int) -> bool:
+    """Every third model keeps all layers' K/V in one pool, the others one more for the window."""
+    return seed % 3 == 2
+
+
+def random_shape(seed: int, *, small: bool = False) -> Gemma4Shape:
+    """A small Gemma 4 with a random layer pattern, drawn so that both kinds of donors exist.
+
+    Args:
+        seed: any four in a row have four windows, any five in a row five patterns, the first E4B's.
+        small: fewer layers, and a window of 5, 6 or 7 keys.
+    """
+    draw = random.Random(seed)
+    sliding_per_full = (1, 2, 3)[seed % 3] if small else (5, 1, 4, 2, 3)[seed % 5]
+    group = sliding_per_full + 1
+    if small:
+        shared = draw.randint(2, group)
+        front = 2 * group - shared
+    else:
+        front = draw.randint(group, 2 * group + 1)
+        shared = draw.randint(1, 8)
+    return dataclasses.replace(
+        E2B_TINY,
+        layers=front + shared,
+        kv_shared_layers=shared,
+        sliding_per_full=sliding_per_full,
+        heads=4 if small else draw.choice([4, 8]),
+        kv_heads=draw.choice([1, 2, 4]),
+        sliding_window=5 + seed % 3 if small else (16, 5, 40, 512)[seed % 4],
+        ple_width=draw.choice([0, 16, 16]),
+        double_wide_mlp=draw.random() < 0.5,
+        # SGLang's one pool for all layers has one width of heads.
+        head_dim=E2B_TINY.global_head_dim if has_one_pool(seed) else E2B_TINY.head_dim,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True)
+class Length:
+    """A number of tokens: so many windows, and so many more."""
+
+    windows: int
+    more: int
+
+    def of(self, window: int, least: int) -> int:
+        """In tokens, for a window of this many keys; at least ``least``."""
+        return max(self.windows * window + self.more, least)
+
+
+def plain(count: int) -> Length:
+    """This many tokens, whatever the window."""
+    return Length(0, count)
+
+
+def edge(more: int) -> Length:
+    """A window, and so many tokens more."""
+    return Length(1, more)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request before the model is known.
+
+    Attributes:
+        wanted: which part of its tokens has input logprobs, None for none.
+        to_come: tokens that are left for later chunks.
+    """
+
+    cached: Length
+    new: Length
+    wanted: float | None = None
+    to_come: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests, and how the cached tokens of the fast side were computed: the switch then."""
+
+    requests: tuple[Request, ...]
+    prefix: str = "0"
+    seed: int = 0
+
+    def prompts(self, window: int) -> list[Prompt]:
+        """The batch for a model of this window."""
+        draw = random.Random(self.seed)
+        made = []
+        for request in self.requests:
+            cached = request.cached.of(window, 0)
+            # An unfinished chunk of one token alone is a batch with nothing to skip.
+            new = request.new.of(window, 2 if request.to_come else 1)
+            start = -1 if request.wanted is None else int((cached + new) * (1 - request.wanted))
+            made.append(
+                Prompt(
+                    tokens(draw, cached),
+                    tokens(draw, new),
+                    logprob_start=start,
+                    to_come=tokens(draw, request.to_come),
+                )
+            )
+        return made
+
+
+def batches(
+    longest: int, most: int, *, logprobs: bool = False, unfinished: bool = False
+) -> st.SearchStrategy[Batch]:
+    """1 to ``most`` requests of up to ``longest`` new tokens after as many cached ones."""
+    edges = st.builds(edge, st.integers(-1, 1))
+    return st.builds(
+        Batch,
+        st.lists(
+            st.builds(
+                Request,
+                cached=st.one_of(
+                    st.just(plain(0)), st.builds(plain, st.integers(0, longest)), edges
+                ),
+                new=st.one_of(st.builds(plain, st.integers(1, longest)), edges),
+                wanted=st.one_of(st.none(), st.floats(0, 1)) if logprobs else st.none(),
+                to_come=st.integers(1, 50) if unfinished else st.just(0),
+            ),
+            min_size=1,
+            max_size=most,
+        ).map(tuple),
+        prefix=st.sampled_from("01"),
+        seed=st.integers(0, 2**32),
+    )
+
+
+ZERO = plain(0)
+#: Batches that every model must be tried on.
+HARD_LAST_ROWS = (
+    Batch(
+        (
+            Request(edge(-1), plain(2)),
+            Request(edge(0), plain(3)),
+            Request(edge(1), plain(1)),
+            Request(ZERO, plain(1)),
+        )
+    ),
+    Batch((Request(ZERO, edge(-1)), Request(ZERO, edge(0)), Request(ZERO, edge(1))), prefix="1"),
+    Batch((Request(edge(7), edge(0)), Request(plain(3), plain(1))), prefix="1"),
+)
+HARD_LOGPROBS = (
+    Batch(
+        (
+            Request(edge(1), edge(2), wanted=0.3),
+            Request(ZERO, plain(7)),
+            Request(plain(2), plain(1), wanted=0.0),
+        )
+    ),
+    Batch((Request(edge(-1), plain(3), wanted=0.2), Request(edge(0), plain(4))), prefix="1"),
+)
+HARD_UNREAD = (
+    Batch((Request(edge(1), plain(4), to_come=3), Request(ZERO, edge(1), to_come=1))),
+    Batch((Request(edge(-1), plain(2), to_come=1),), prefix="1"),
+)
+
+
+def _both_ways(engine: Engine, batch: Batch) -> tuple[list[Prompt], Observed, Observed, bool]:
+    """Run it off and on; the last value says whether rows were skipped, as they must be."""
+    prompts = batch.prompts(engine.text_model.config.sliding_window)
+    scheduled = engine.schedule(prompts)
+    stock = run(engine, scheduled, "0")
+    if batch.prefix == "1" and any(p.cached for p in prompts):
+        scheduled = engine.schedule(prompts, prefix="1")
+    fast = run(engine, scheduled, "1")
+    wanted = expected(engine, prompts)
+    assert_stock(engine, prompts, stock)
+    if wanted is None:
+        assert_stock(engine, prompts, fast)
+    else:
+        assert_as_expected(fast, wanted)
+    for seen in (stock, fast):
+        assert_same_objects(seen)
+        assert_metadata_unchanged(seen)
+    assert_same_cache(stock, fast)
+    assert fast.hidden is not None
+    assert fast.hidden.isfinite().all()
+    return prompts, stock, fast, wanted is not None
+
+
+def last_rows(engine: Engine, batch: Batch) -> bool:
+    """The last row of every request, and the answer after it, are those of the stock forward."""
+    prompts, stock, fast, active = _both_ways(engine, batch)
+    assert stock.hidden is not None
+    assert fast.hidden is not None
+    ends = torch.tensor([len(p.new) for p in prompts]).cumsum(0) - 1
+    torch.testing.assert_close(fast.hidden[ends], stock.hidden[ends], atol=TOLERANCE, rtol=1e-4)
+    assert_same_answers(stock, fast, TOLERANCE)
+    return active
+
+
+def input_logprobs(engine: Engine, batch: Batch) -> bool:
+    """All that is asked of the prompts' rows is what the stock forward says."""
+    _, stock, fast, active = _both_ways(engine, batch)
+    assert_same_answers(stock, fast, TOLERANCE)
+    return active
+
+
+def unread_chunks(engine: Engine, batch: Batch) -> bool:
+    """A chunk that nobody reads leaves its K and V, and finite rows."""
+    prompts, _, fast, active = _both_ways(engine, batch)
+    assert fast.output.next_token_logits.isfinite().all()
+    return active and is_unread(prompts)
+
+
+def holds(
+    engine: Engine,
+    says: Callable[[Engine, Batch], bool],
+    drawn: st.SearchStrategy[Batch],
+    hard: tuple[Batch, ...],
+    *,
+    examples: int,
+    floor: int,
+    shrink: bool = True,
+) -> None:
+    """Try a property on the hard batches and on random ones.
+
+    Args:
+        says: the property; it returns whether the fast path was active.
+        examples: random batches to try.
+        floor: of all, at least so many must have been active.
+        shrink: look for a smaller example when one fails.
+    """
+    active = 0
+
+    def checked(batch: Batch) -> None:
+        nonlocal active
+        with torch.inference_mode():
+            active += says(engine, batch)
+
+    phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
+    tried = given(drawn)(checked)
+    for batch in hard:
+        tried = example(batch)(tried)
+    settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        phases=phases,
+        suppress_health_check=[HealthCheck.too_slow],
+    )(tried)()
+    assert active >= floor, f"the fast path was active for {active} examples only"

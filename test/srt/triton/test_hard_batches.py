@@ -1,0 +1,372 @@
+"""On equals off on SGLang's own Triton backend, for batches chosen to be hard.
+
+Tiny models whose windows are shorter than most prompts, and slots in random order: none has the
+same number in the full pool and in the window's. Each batch is played off and on, over a cache that
+is emptied in between: its prefill, what is left of its unfinished prompts, and two decode steps
+after the same tokens. Both sides must leave the same bytes in the cache and give the same answers;
+the fast one must first be shown to be fast, by the rows of every layer's FFN and attention, and to
+have left the runner's own plan as it was.
+
+Triton's decode step by itself sees one key fewer in a window than its prefill does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+import quick_interpreter
+from batches import tokens
+from observe import (
+    Metadata,
+    Observed,
+    assert_as_expected,
+    assert_metadata_unchanged,
+    assert_same_answers,
+    assert_same_cache,
+    assert_same_objects,
+    assert_stock,
+    expected,
+    is_unread,
+    run,
+    step,
+)
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import cut, fallback, report, seams
+from sglang_gemma4_yoco.donor import DonorCut
+
+quick_interpreter.install()
+
+# Of logits of size 10, in fp32. The tail sums its keys in another order than stock does, which
+# moves an answer by 1e-5; one key more or less in a window moves it by 1e-2.
+TOLERANCE = 5e-5
+
+# s for a layer with a window, f for one without; the tail is parted off. A donor is cut that has a
+# window, one that has none, and E4B's.
+SHAPES = {
+    "two pools": replace(  # sfs fsf
+        E2B_TINY,
+        layers=6,
+        kv_shared_layers=3,
+        sliding_per_full=1,
+        heads=2,
+        sliding_window=5,
+        seed=1,
+    ),
+    "pages of four": replace(  # as above
+        E2B_TINY,
+        layers=6,
+        kv_shared_layers=3,
+        sliding_per_full=1,
+        heads=2,
+        sliding_window=6,
+        seed=4,
+    ),
+    "one pool": replace(  # sfsf sf
+        E2B_TINY,
+        layers=6,
+        kv_shared_layers=2,
+        sliding_per_full=1,
+        kv_heads=2,
+        head_dim=E2B_TINY.global_head_dim,  # SGLang's one pool has one width of heads
+        sliding_window=7,
+        seed=2,
+    ),
+    "E4B's pattern": replace(  # sssssf sssssf
+        E2B_TINY,
+        layers=12,
+        kv_shared_layers=6,
+        sliding_per_full=5,
+        kv_heads=2,
+        double_wide_mlp=False,
+        sliding_window=8,
+        seed=3,
+    ),
+}
+
+
+def prompt(cached: int, new: int, *, wanted: int = 0, to_come: int = 0, **more: Any) -> Prompt:
+    """One request; the same tokens at the same place of every prompt of a batch with ``shares``.
+
+    Args:
+        wanted: how many of its last new rows have input logprobs.
+    """
+    draw = random.Random(cached if "shares" in more else f"{cached} {new} {wanted} {to_come}")
+    beginning = tokens(draw, cached)
+    return Prompt(
+        cached=beginning,
+        new=tokens(draw, new),
+        logprob_start=cached + new - wanted if wanted else -1,
+        to_come=tokens(draw, to_come),
+        **more,
+    )
+
+
+def decoding(cached: int) -> Prompt:
+    """A request that runs already, after a prompt of this many tokens."""
+    return prompt(cached, 1, decodes=True)
+
+
+def hard_batches(window: int) -> dict[str, list[Prompt]]:
+    """What is hard about a batch -> the batch, for a window of this many keys."""
+    w, far = window, 40  # Triton splits the keys of a decode step into parts of at least 32
+    shared = prompt(w + 2, 3)
+    return {
+        "totals at the window": [
+            prompt(0, w - 1),
+            prompt(0, w),
+            prompt(0, w + 1),
+            prompt(0, far),
+        ],
+        "prefixes at the window": [
+            prompt(w - 1, 2),
+            prompt(w, 3),
+            prompt(w + 1, 2),
+            prompt(far, 5),
+        ],
+        "one new token beside long prompts": [
+            prompt(w, 1),
+            prompt(0, far),
+            prompt(2 * w + 1, 1),
+            prompt(0, 1),
+        ],
+        "one request": [prompt(w + 1, w)],
+        "five requests": [
+            prompt(0, 1),
+            prompt(w - 1, 1),
+            prompt(3, w),
+            prompt(0, w + 2),
+            prompt(2 * w, 2),
+        ],
+        "suffixes beside last rows": [
+            prompt(w + 1, w + 4, wanted=w + 2),
+            prompt(0, w),
+            prompt(2, 4, wanted=4),
+            prompt(w, 1),
+        ],
+        "prefill beside decode rows": [
+            prompt(w, 3),
+            prompt(0, w + 2),
+            decoding(w - 1),
+            decoding(2 * w),
+        ],
+        "finished beside unfinished": [prompt(w, 3), prompt(2, w, to_come=4)],
+        "nobody reads a row": [prompt(w + 1, 4, to_come=3), prompt(0, w + 1, to_come=2)],
+        "unfinished beside decode rows": [prompt(0, w + 1, to_come=3), decoding(w + 1)],
+        "one prefix of two requests": [
+            shared,
+            replace(prompt(w + 2, 5), cached=shared.cached, shares=0),
+            prompt(0, 4),
+        ],
+        "logprobs of unfinished": [
+            prompt(3, 5, wanted=3, to_come=2),
+            prompt(0, w, to_come=3),
+        ],
+        "logprobs beside unfinished": [prompt(w - 1, 4, wanted=2), prompt(0, 6, to_come=2)],
+        "one unfinished token": [prompt(w, 1, to_come=3), prompt(0, 6, to_come=2)],
+    }
+
+
+EVERY_BATCH = tuple(hard_batches(5))
+# For the combinations of backend and cut that not every batch runs with.
+HARDEST = (
+    "prefixes at the window",
+    "suffixes beside last rows",
+    "prefill beside decode rows",
+    "nobody reads a row",
+)
+OWN, REBUILT = "own backend", "rebuilt backend"
+CASES = [
+    *[("two pools", OWN, DonorCut.KEYS_AND_VALUES, name) for name in EVERY_BATCH],
+    *[
+        ("two pools", backend, donor, name)
+        for backend in (OWN, REBUILT)
+        for donor in DonorCut
+        for name in HARDEST
+        if (backend, donor) != (OWN, DonorCut.KEYS_AND_VALUES)
+    ],
+    *[("one pool", OWN, DonorCut.KEYS_AND_VALUES, name) for name in HARDEST],
+    ("one pool", REBUILT, DonorCut.AFTER_ATTENTION, "prefixes at the window"),
+    ("pages of four", OWN, DonorCut.KEYS_AND_VALUES, "prefixes at the window"),
+    ("pages of four", OWN, DonorCut.KEYS_AND_VALUES, "suffixes beside last rows"),
+    ("E4B's pattern", OWN, DonorCut.KEYS_AND_VALUES, "prefixes at the window"),
+]
+
+_played: dict[tuple[str, str], list[Observed]] = {}
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine of one of ``SHAPES``, by its name."""
+    return Engine(
+        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES[request.param]),
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=512,
+        max_running_requests=8,
+        # Each part is a program, and the interpreter runs them one by one.
+        triton_attention_num_kv_splits=2,
+        disable_hybrid_swa_memory=request.param == "one pool",
+        page_size=4 if request.param == "pages of four" else 1,
+    )
+
+
+@contextmanager
+def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
+    """The tail on a backend of its own or on the runner's, and layer K-1 cut at ``donor``."""
+
+    def impossible(_: Any) -> None:
+        raise NotImplementedError("only one backend here")
+
+    if backend == REBUILT:
+        with mock.patch.object(seams, "build_attn_backend", impossible):
+            engine.runner.init_attention_backends()
+    facts = engine.text_model.__dict__
+    facts["_yoco_donor_cut"] = donor
+    fallback.reset()
+    report.reset()
+    try:
+        yield
+    finally:
+        facts.pop("_yoco_donor_cut")
+        if backend == REBUILT:
+            engine.runner.init_attention_backends()
+
+
+def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """What is left of the prompts that are unfinished."""
+    return [
+        replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()) for p in prompts if p.to_come
+    ]
+
+
+def play(
+    engine: Engine,
+    prompts: list[Prompt],
+    switch: str,
+    *,
+    prefix: str = "0",
+    stock: Sequence[Observed] = (),
+) -> list[Observed]:
+    """A batch's forwards: its prefill, that of unfinished prompts' rest, and two decode steps.
+
+    Args:
+        stock: what the stock side did, where this is the other one.
+    """
+    before = iter(stock)
+    batch = engine.schedule(prompts, prefix=prefix)
+    assert batch.forward_mode.is_mixed() == any(p.decodes for p in prompts)
+    assert_shuffled(engine, batch.out_cache_loc)
+    seen = [run(engine, batch, switch, planned_as=next(before, None))]
+    if rest_of(prompts):
+        batch = engine.next_chunk(batch, prompts)
+        seen.append(run(engine, batch, switch, planned_as=next(before, None)))
+    answers = tokens(random.Random(0), 2 * len(batch.reqs))
+    for half in (answers[: len(batch.reqs)], answers[len(batch.reqs) :]):
+        seen.append(step(engine, batch, half, switch))
+    return seen
+
+
+def assert_shuffled(engine: Engine, slots: torch.Tensor) -> None:
+    """These slots are out of order, and none has its own number in the window's pool."""
+    pool = engine.runner.token_to_kv_pool
+    assert (slots.diff() != 1).any()
+    if hasattr(pool, "translate_loc_from_full_to_swa"):
+        assert (pool.translate_loc_from_full_to_swa(slots) != slots).all()
+
+
+def stock_of(engine: Engine, shape: str, name: str, prompts: list[Prompt]) -> list[Observed]:
+    """The stock forwards of a batch, which are the same for every backend and cut."""
+    if (shape, name) not in _played:
+        seen = play(engine, prompts, "0")
+        assert_stock(engine, prompts, seen[0])
+        _played[shape, name] = seen
+    return _played[shape, name]
+
+
+def assert_fast(
+    engine: Engine, prompts: Sequence[Prompt], donor: DonorCut, backend: str, seen: Observed
+) -> None:
+    """The tail ran on kept rows only, on the backend that it must run on, and left no trace."""
+    wanted = expected(engine, prompts, donor)
+    main = engine.runner.attn_backend
+    assert type(main) is TritonAttnBackend
+    attention = cut.tail_attention(engine.text_model)
+    assert (attention is not None) == (backend == OWN)
+    if wanted is None:
+        assert_stock(engine, prompts, seen)
+    else:
+        assert_as_expected(seen, wanted)
+        tail = main if attention is None else attention.tail
+        assert type(tail) is TritonAttnBackend
+        assert [a.backend is main for a in seen.attended[: wanted.front]] == [True] * wanted.front
+        assert all(a.backend is tail for a in seen.attended[wanted.front :])
+    assert_same_objects(seen)
+    if attention is not None:
+        assert attention.main is main
+        assert attention.tail is not main
+        assert attention.tail.forward_metadata is None
+        # Its window too is again what it was: the next plan starts from it.
+        assert Metadata.of(attention.tail).settings == Metadata.of(main).settings
+        assert_metadata_unchanged(seen)
+    else:  # planned anew on the way out
+        assert seen.planned_before is not None
+        assert seen.planned_after is not None
+        assert seen.planned_before.differences(seen.planned_after) == []
+
+
+def compare(
+    engine: Engine,
+    prompts: list[Prompt],
+    donor: DonorCut,
+    backend: str,
+    stock: list[Observed],
+    fast: list[Observed],
+) -> None:
+    prefills = [prompts, rest_of(prompts)] if rest_of(prompts) else [prompts]
+    assert expected(engine, prompts, donor) is not None
+    for chunk, seen in zip(prefills, fast, strict=False):
+        assert_fast(engine, chunk, donor, backend, seen)
+    for off, on in zip(stock, fast, strict=True):
+        assert_same_cache(off, on)
+        if not (off is stock[0] and is_unread(prompts)):
+            assert_same_answers(off, on, TOLERANCE)
+    for decoded in fast[len(prefills) :]:
+        assert {a.mode for a in decoded.attended} == {"DECODE"}
+        assert {id(a.backend) for a in decoded.attended} == {id(engine.runner.attn_backend)}
+        assert decoded.rows == stock[-1].rows
+    assert fast[0].hidden is not None
+    assert fast[0].hidden.isfinite().all()
+
+
+@pytest.mark.parametrize(("engine", "backend", "donor", "name"), CASES, indirect=["engine"])
+def test_hard_batch(
+    engine: Engine, request: pytest.FixtureRequest, backend: str, donor: DonorCut, name: str
+) -> None:
+    shape = request.node.callspec.params["engine"]
+    prompts = hard_batches(SHAPES[shape].sliding_window)[name]
+    stock = stock_of(engine, shape, name, prompts)
+    with fast_path(engine, backend, donor):
+        fast = play(engine, prompts, "1", stock=stock)
+        compare(engine, prompts, donor, backend, stock, fast)
+
+
+@pytest.mark.parametrize("name", ["prefixes at the window", "prefill beside decode rows"])
+@pytest.mark.parametrize("engine", ["two pools"], indirect=True)
+def test_every_chunk_is_fast_from_the_first_on(engine: Engine, name: str) -> None:
+    """The cached tokens too are computed by the fast path, against stock throughout."""
+    prompts = hard_batches(SHAPES["two pools"].sliding_window)[name]
+    stock = stock_of(engine, "two pools", name, prompts)
+    with fast_path(engine, OWN, DonorCut.KEYS_AND_VALUES):
+        fast = play(engine, prompts, "1", prefix="1", stock=stock)
+        assert report.forwards == {report.ACTIVE: 2 + any(p.decodes for p in prompts)}
+        compare(engine, prompts, DonorCut.KEYS_AND_VALUES, OWN, stock, fast)
