@@ -1,0 +1,267 @@
+"""The batch as the tail's layers find it, and what becomes of plans that nobody uses.
+
+Some of these fields no kernel on a CPU reads, and Triton's read few of them; others may, so all of
+them must describe the kept rows: looked at from inside a layer behind the cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from batches import BATCHES, batch_of
+from observe import assert_same_answers, run, switched
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.attention import WindowedTorchNativeBackend
+from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import cut, fallback, gate, report, seams
+
+LAYERS, FIRST_SHARED = E2B_TINY.layers, E2B_TINY.layers - E2B_TINY.kv_shared_layers
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+
+def kept(prompt: Prompt) -> int:
+    """Rows of one request that are read."""
+    if prompt.logprob_start < 0:
+        return 1
+    return max(len(prompt.cached) + len(prompt.new) - prompt.logprob_start, 1)
+
+
+def kept_index(prompts: Sequence[Prompt]) -> list[int]:
+    """The kept rows among all new ones."""
+    ends = itertools.accumulate(len(p.new) for p in prompts)
+    return [row for p, end in zip(prompts, ends, strict=True) for row in range(end - kept(p), end)]
+
+
+class TailsView:
+    """Copies of what one attention layer behind the cut was called with."""
+
+    def __init__(self, engine: Engine, layer: int) -> None:
+        self.fields: dict[str, Any] = {}
+        self.rows = 0
+        self.positions: list[int] = []
+        attention = engine.text_model.layers[layer].self_attn
+        self._hook = attention.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, _: Any, __: Any, call: dict[str, Any]) -> None:
+        self.rows = call["hidden_states"].shape[0]
+        self.positions = call["positions"].tolist()
+        self.fields = {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in vars(call["forward_batch"]).items()
+        }
+
+    def __enter__(self) -> TailsView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+
+@pytest.mark.parametrize("layer", [FIRST_SHARED, LAYERS - 1])
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: int) -> None:
+    prompts = BATCHES[name]
+    lens = [kept(p) for p in prompts]
+    ends = [len(p.cached) + len(p.new) for p in prompts]
+    # SGLang's multimodal Gemma 4 counts positions from 1.
+    positions = [at + 1 for m, end in zip(lens, ends, strict=True) for at in range(end - m, end)]
+    scheduled = engine.schedule(prompts)
+    slots, ids = scheduled.out_cache_loc.tolist(), scheduled.input_ids.tolist()
+    rows = kept_index(prompts)
+    with TailsView(engine, layer) as tail, switched("1"):
+        engine.forward(scheduled)
+
+    assert tail.rows == len(rows)
+    assert tail.positions == positions
+    seen = tail.fields
+    assert seen["positions"] == positions
+    assert seen["input_ids"] == [ids[row] for row in rows]
+    assert seen["extend_num_tokens"] == len(rows)
+    assert seen["extend_seq_lens"] == list(seen["extend_seq_lens_cpu"]) == lens
+    before = [end - m for m, end in zip(lens, ends, strict=True)]
+    assert seen["extend_prefix_lens"] == list(seen["extend_prefix_lens_cpu"]) == before
+    assert seen["extend_start_loc"] == [sum(lens[:i]) for i in range(len(lens))]
+    assert seen["seq_lens"] == ends
+    for counted in ("num_token_non_padded_cpu", "global_num_token_non_padded_cpu"):
+        assert seen.get(counted, len(rows)) == len(rows)
+    if lens == [1] * len(lens):
+        assert seen["forward_mode"] is ForwardMode.DECODE
+        assert seen["out_cache_loc"] == slots  # layer K-1 has written all of them
+        assert seen.get("kv_loc_cols") is None
+    else:
+        assert seen["forward_mode"] is ForwardMode.EXTEND
+        assert seen["out_cache_loc"] == [slots[row] for row in rows]
+        assert seen.get("kv_loc_cols", rows) == rows
+
+
+@pytest.fixture
+def planned(engine: Engine) -> Iterator[Callable[[Sequence[Prompt]], Any]]:
+    """Batches that are planned on the runner's backend, inside a forward's context."""
+    attention = cut.tail_attention(engine.text_model)
+    assert attention is not None
+
+    def plan(prompts: Sequence[Prompt]) -> Any:
+        batch = releases.forward_batch(engine.schedule(prompts), engine.runner)
+        attention.main.init_forward_metadata(batch)
+        return batch
+
+    with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
+        yield plan
+
+
+class TestPublishedHelpers:
+    """On SGLang's own model and batches; ``models/`` has them on the published stand-ins."""
+
+    def test_eligibility(self, engine: Engine, planned: Callable[..., Any]) -> None:
+        model = engine.text_model
+        assert model._yoco_eligibility(planned(BATCHES["one prompt"])) is True
+        assert model._yoco_eligibility(planned(batch_of((5, 1), (0, 1)))) is False
+
+    @pytest.mark.parametrize("batch_first", [False, True])
+    @pytest.mark.parametrize("name", BATCHES)
+    def test_truncation(
+        self, engine: Engine, planned: Callable[..., Any], name: str, batch_first: bool
+    ) -> None:
+        batch, model = planned(BATCHES[name]), engine.text_model
+        attention = cut.tail_attention(model)
+        assert attention is not None
+        before = MappingProxyType(dict(vars(batch)))
+        total = len(batch.input_ids)
+        hidden = torch.randn(total, E2B_TINY.hidden_size)
+        inputs = torch.randn(total, LAYERS, E2B_TINY.ple_width)
+        tensors = (hidden, batch.positions, inputs)
+        arguments = (batch, *tensors) if batch_first else (*tensors, batch)
+        rows, positions, row_inputs, index, restore = model._yoco_truncate_to_last_tokens(
+            *arguments
+        )
+        try:
+            assert index.tolist() == kept_index(BATCHES[name])
+            assert torch.equal(rows, hidden[index])
+            assert torch.equal(row_inputs, inputs[index])
+            assert torch.equal(positions, before["positions"][index])
+            assert batch.extend_num_tokens == len(index)
+            assert seams.current_attn_backend() is attention.tail
+        finally:
+            restore()
+        assert seams.current_attn_backend() is attention.main
+        assert {n for n, value in vars(batch).items() if before[n] is not value} == set()
+
+
+class TestPlansThatNobodyUses:
+    def test_the_refusal_of_another_batch_is_not_this_ones(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A batch is refused and never runs; the next is planned by somebody else."""
+        attention = cut.tail_attention(engine.text_model)
+        assert attention is not None
+        scheduled = engine.schedule(batch_of((0, 1), (0, 1)))
+        never_run = releases.forward_batch(scheduled, engine.runner)
+        with switched("1"):
+            attention.main.init_forward_metadata(never_run)
+        unshadowed = functools.partial(type(attention.main).init_forward_metadata, attention.main)
+        with monkeypatch.context() as bypassed:
+            bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
+            seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+        assert seen.rows == [70] * LAYERS
+        assert report.forwards == {cut.NOT_PLANNED: 1}
+
+    def test_a_refused_batch_is_not_held(self, engine: Engine) -> None:
+        held: list[weakref.ref[Any]] = []
+
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))
+
+        handle = engine.text_model.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            with switched("1"):
+                engine.forward(engine.schedule(batch_of((0, 1), (0, 1))))
+        finally:
+            handle.remove()
+        gc.collect()
+        [batch] = held
+        assert report.forwards == {gate.NOTHING_TO_SKIP: 1}
+        assert batch() is None
+
+    def test_with_other_ranks_a_plan_that_fails_is_an_error(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They go on with a tail, so this rank cannot go on without."""
+        attention = cut.tail_attention(engine.text_model)
+        assert attention is not None
+
+        def out_of_memory(_: Any) -> None:
+            raise MemoryError("planning")
+
+        scheduled = engine.schedule(BATCHES["one prompt"])
+        with monkeypatch.context() as broken:
+            broken.setattr(attention.tail, "init_forward_metadata", out_of_memory)
+            broken.setattr(fallback, "is_alone", lambda: False)
+            with switched("1"), pytest.raises(MemoryError, match="planning"):
+                engine.forward(scheduled)
+        assert run(engine, scheduled, "1").rows[-1] == 1
+
+    def test_a_forward_on_another_backend_than_the_planned_one_is_stock(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        main = engine.runner.attn_backend
+
+        class Delegating(WindowedTorchNativeBackend):
+            """Has the runner's backend plan, and attends itself."""
+
+            def init_forward_metadata(self, forward_batch: Any) -> None:
+                main.init_forward_metadata(forward_batch)
+
+        scheduled = engine.schedule(BATCHES["one prompt"])
+        stock = run(engine, scheduled, "0")
+        report.reset()
+        with monkeypatch.context() as replaced:
+            replaced.setattr(engine.runner, "attn_backend", Delegating(engine.runner))
+            seen = run(engine, scheduled, "1")
+        assert seen.rows == stock.rows
+        assert_same_answers(stock, seen, 0.0)
+        assert report.forwards == {cut.NOT_PLANNED: 1}
+
+
+def test_a_method_that_somebody_else_has_replaced_is_theirs_again(engine: Engine) -> None:
+    """Another plugin's replacement on the very objects that are shadowed is called, and stays."""
+    model, called = engine.text_model, []
+    replaced = [model.layers[-1], model.layers[FIRST_SHARED - 1].self_attn, model.norm]
+    theirs: list[Callable[..., Any]] = []
+
+    def replacement(owner: Any) -> Callable[..., Any]:
+        stock = owner.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            called.append(owner)
+            return stock(*args, **kwargs)
+
+        return forward
+
+    scheduled = engine.schedule(BATCHES["input logprobs"])
+    stock = run(engine, scheduled, "0")
+    try:
+        for owner in replaced:
+            theirs.append(replacement(owner))
+            owner.forward = theirs[-1]
+        fast = run(engine, scheduled, "1")
+        after = [owner.__dict__["forward"] for owner in replaced]
+    finally:
+        for owner in replaced:
+            owner.__dict__.pop("forward", None)
+    assert fast.rows[-1] < stock.rows[-1]
+    assert_same_answers(stock, fast, 5e-5)
+    assert after == theirs
+    assert set(map(id, called)) == set(map(id, replaced))
