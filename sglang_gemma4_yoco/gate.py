@@ -4,8 +4,9 @@ A wrong yes corrupts answers silently, a wrong no costs time. So everything is r
 known to read only the kept rows, and a batch whose host-side lengths are not plain lists is
 refused too. Only host fields that are the same on every rank are looked at.
 
-Fields that the installed SGLang does not have cannot ask for anything: those that must exist are
-checked once at load (``seams``), all others count as unset.
+A field or argument that the installed SGLang does not have counts as unset. Where it should have
+it (a newer release may have renamed it) no batch of the server is admitted: ``seams.unseen``, asked
+once.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ _REFUSING_SIZES = {
     # A batch is cut by all ranks or by none; on one machine they share one installation.
     "nnodes": "ranks on several machines",
 }
+# Those that ``server_reason`` asks for by name.
+_OTHER_ARGUMENTS = ("speculative_algorithm", "tp_size", "pp_size", "disaggregation_mode")
 
 
 def first_shared_layer(config: Any) -> int | None:
@@ -212,9 +215,20 @@ def stage_reason(model: Any) -> str | None:
     return SPLIT_TAIL if end < layers or min(read) < start else None
 
 
+def unseen_reason() -> str | None:
+    """Why nothing that is judged here can be relied on in this SGLang, or None."""
+    arguments = (
+        *_OTHER_ARGUMENTS,
+        *_HIDDEN_STATE_ARGUMENTS,
+        *_REFUSING_ARGUMENTS,
+        *_REFUSING_SIZES,
+    )
+    return seams.unseen(arguments, _REFUSING_FIELDS)
+
+
 def constant_reason(model: Any) -> str | None:
     """Why no batch of this process may take the fast path, or None."""
-    return server_reason() or stage_reason(model)
+    return unseen_reason() or server_reason() or stage_reason(model)
 
 
 def is_multimodal(forward_batch: Any) -> bool:

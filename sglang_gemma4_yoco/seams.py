@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from typing import Any
@@ -35,6 +35,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
+from sglang.srt.server_args import ServerArgs
 from torch.distributed import distributed_c10d
 
 # From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. 0.5.21 has such streams
@@ -68,12 +69,34 @@ _REQUIRED_FIELDS = (
     "spec_info",
     "lora_ids",
     "mm_input_embeds",
+    "mm_inputs",
     "input_embeds",
     "global_num_tokens_cpu",
     "attn_cp_metadata",
     "tbo_split_seq_index",
     "tbo_children",
 )
+# The first release that has a name which the gate judges. One that is not listed here has been in
+# all of them, and none has gone so far.
+_SINCE = {
+    "ServerArgs.dcp_size": Version("0.5.15"),
+    "ServerArgs.dwdp_size": Version("0.5.17"),
+    "ServerArgs.return_hidden_states_mode": Version("0.5.17"),
+    "ServerArgs.enable_dense_mlp_attn_tp": Version("0.5.19"),
+    "ServerArgs.enable_layernorm_sp": Version("0.5.19"),
+    "ServerArgs.attn_dp_size": Version("0.5.22"),
+    "ServerArgs.enable_kv_cache_sharding": Version("0.5.22"),
+    "ServerArgs.enable_return_aux_hidden_states": Version("0.5.23"),
+    "ForwardBatch.attn_dcp_metadata": Version("0.5.15"),
+    "ForwardBatch.dcp_kv_mask": Version("0.5.15"),
+    "ForwardBatch.attn_tp_sequence_sharded": Version("0.5.20"),
+    "ForwardBatch.encoder_swa_replay": Version("0.5.21"),
+    "ForwardBatch.engram_history": Version("0.5.21"),
+    "ForwardBatch.token_indices_to_pool": Version("0.5.21"),
+    "ForwardBatch.decision_layouts": Version("0.5.22"),
+    "ForwardBatch.full_prefill_cuda_graph_capture": Version("0.5.22"),
+    "ForwardBatch.kv_loc_cols": Version("0.5.22"),
+}
 _REQUIRED_MODES = ("EXTEND", "DECODE", "MIXED", "IDLE", "SPLIT_PREFILL", "DLLM_EXTEND")
 
 
@@ -146,10 +169,34 @@ def is_newer_than_tested() -> bool:
     return Version(version("sglang")) > LAST_TESTED
 
 
+def _has(owner: type, name: str) -> bool:
+    # A field whose default is made anew for each object is no attribute of its class.
+    return name in getattr(owner, "__dataclass_fields__", ()) or hasattr(owner, name)
+
+
+def unseen(arguments: Iterable[str], fields: Iterable[str]) -> str | None:
+    """Why nobody can tell what a server or a batch of the installed SGLang asks for, or None.
+
+    A name that has gone may have been renamed: what it would refuse must not pass as unset. A
+    release older than a name has nothing that goes by it.
+
+    Args:
+        arguments: the server arguments that are judged.
+        fields: the fields of a batch that are judged.
+    """
+    installed = Version(version("sglang"))
+    judged = [(ServerArgs, name) for name in arguments] + [(ForwardBatch, name) for name in fields]
+    absent = [f"{owner.__name__}.{name}" for owner, name in judged if not _has(owner, name)]
+    lacking = [name for name in absent if name not in _SINCE or installed >= _SINCE[name]]
+    if not lacking:
+        return None
+    return f"SGLang {installed} lacks {', '.join(lacking)}, which may go by another name now"
+
+
 def server_arguments() -> Callable[[str], Any] | None:
     """Look-up of the running server's arguments by name, as resolved; None outside of a server.
 
-    An argument that this SGLang does not have is None.
+    An argument that this SGLang does not have is None; ``unseen`` tells whether it should have it.
     """
     try:
         from sglang.srt.runtime_context import get_server_args  # 0.5.15 and later
@@ -377,5 +424,6 @@ __all__ = [
     "residual_reader",
     "server_arguments",
     "tensor_parallel_group",
+    "unseen",
     "write_residual",
 ]

@@ -80,9 +80,10 @@ def off_server(servers: tuple[Server, Server]) -> Server:
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
     """SGLang's ModelRunner in this process, whose pool holds 4096 tokens."""
-    from sglang_gemma4_reference.engine import Engine  # imports SGLang, which unit tests do without
+    from forwards import ENGINE  # imports SGLang, which some tests do without
+    from sglang_gemma4_reference.engine import Engine
 
-    return Engine(tiny_checkpoint, device="cpu", dtype="float32", max_total_tokens=4096)
+    return Engine(tiny_checkpoint, **ENGINE)
 
 
 @pytest.fixture
@@ -96,21 +97,17 @@ def forgotten_reports() -> Iterator[None]:
 
 
 @pytest.fixture
-def restarted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Have the attention backends built again, by a server with other arguments."""
-    from sglang_gemma4_yoco import seams
+def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., None]]:
+    """Have the attention backends built again, by a server with these arguments besides."""
+    from sglang.srt.server_args import ServerArgs
 
-    published = seams.server_arguments()
-    assert published is not None
+    from forwards import ENGINE
+    from sglang_gemma4_reference import releases
 
     def restart(**arguments: Any) -> None:
-        monkeypatch.setattr(
-            seams,
-            "server_arguments",
-            lambda: lambda name: arguments[name] if name in arguments else published(name),
-        )
-        engine.runner.init_attention_backends()
-        monkeypatch.undo()
+        args = ServerArgs(model_path=str(tiny_checkpoint), **(ENGINE | arguments))
+        with releases.serving(args):
+            engine.runner.init_attention_backends()
 
     yield restart
     engine.runner.init_attention_backends()

@@ -90,24 +90,62 @@ def load_model(args: ServerArgs, rank: int) -> ModelRunner:
 
     The process-wide configuration and process groups are those of this runner afterwards.
     """
-    from sglang.srt import runtime_context
     from sglang.srt.distributed import parallel_state
     from sglang.srt.server_args import PortArgs
 
     one_batch: Any = _first_of("sglang.benchmark.one_batch", "sglang.bench_one_batch")  # 0.5.16
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    if hasattr(args, "resolve_once"):  # 0.5.20; before, the constructor does it
-        args.resolve_once()
-    if hasattr(runtime_context, "SpawnRanks"):  # 0.5.21
-        ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
-        runtime_context.publish(args, role="scheduler", ranks=ranks)
-    elif hasattr(runtime_context, "publish"):  # 0.5.17; before, the runner does it
-        runtime_context.publish(args, role="scheduler")
+    _resolve(args)
+    _publish(args, rank)
     if hasattr(one_batch, "_init_process_global_configs"):  # 0.5.22
         one_batch._init_process_global_configs()
     loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), gpu_id=rank, tp_rank=rank)
     return loaded.torch_runner
+
+
+def _resolve(args: ServerArgs) -> None:
+    if hasattr(args, "resolve_once"):  # 0.5.20; before, the constructor does it
+        args.resolve_once()
+
+
+def _publish(args: ServerArgs, rank: int) -> None:
+    from sglang.srt import runtime_context, server_args
+
+    if hasattr(runtime_context, "SpawnRanks"):  # 0.5.21
+        ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
+        runtime_context.publish(args, role="scheduler", ranks=ranks)
+    elif hasattr(runtime_context, "publish"):  # 0.5.17
+        runtime_context.publish(args, role="scheduler")
+    else:  # and the runner does it once more
+        server_args.set_global_server_args_for_scheduler(args)
+
+
+@contextmanager
+def serving(args: ServerArgs) -> Iterator[None]:
+    """The process as one of a server that was started with ``args``, for the span.
+
+    SGLang itself resolves, checks and publishes them.
+    """
+    from sglang.srt import runtime_context, server_args
+
+    _resolve(args)
+    args.check_server_args()
+    if hasattr(runtime_context, "use_context"):  # 0.5.22
+        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+        context = runtime_context.create_context(args, role="scheduler", ranks=ranks)
+        with runtime_context.use_context(context):
+            yield
+        return
+    if hasattr(runtime_context, "get_server_args"):  # 0.5.15
+        previous = runtime_context.get_server_args()
+    else:
+        previous = server_args.get_global_server_args()
+    _publish(args, 0)
+    try:
+        yield
+    finally:
+        _publish(previous, 0)
 
 
 def tree_cache(runner: ModelRunner) -> Any:
@@ -185,6 +223,25 @@ def published(**arguments: Any) -> Iterator[None]:
         server_args._global_server_args = previous
 
 
+@contextmanager
+def unpublished() -> Iterator[None]:
+    """A process in which no server was started, for the span."""
+    from sglang.srt import runtime_context, server_args
+
+    context = runtime_context.get_context() if hasattr(runtime_context, "get_context") else None
+    owner, name = (
+        (context, "_server_args")
+        if hasattr(context, "_server_args")  # 0.5.15
+        else (server_args, "_global_server_args")
+    )
+    previous = getattr(owner, name)
+    setattr(owner, name, None)
+    try:
+        yield
+    finally:
+        setattr(owner, name, previous)
+
+
 def tells_unread_chunks() -> bool:
     """Whether a forward's batch says that no request of it finishes its prompt (0.5.23)."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -200,8 +257,10 @@ __all__ = [
     "placeholders",
     "published",
     "row",
+    "serving",
     "take_in_tree_paths",
     "tells_unread_chunks",
     "tree_cache",
     "unknown_arguments",
+    "unpublished",
 ]

@@ -5,36 +5,44 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
-from sglang.srt.model_executor import forward_context
 
-from batches import BATCHES, batch_of
+from batches import BATCHES, batch_of, kept_rows
+from forwards import (
+    PLACES,
+    TOLERANCE,
+    InjectedError,
+    assert_fast,
+    assert_served_by_stock,
+    assert_stock,
+    assert_untouched,
+    failing,
+    norms_that_add_in_place,
+    with_image,
+)
+from layer_rows import LAYERS
 from observe import (
     Observed,
     assert_same_answers,
     assert_same_cache,
     assert_same_objects,
     run,
+    step,
     switched,
     watching,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, donor, fallback, gate, patch, per_layer, report, seams
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import cut, fallback, gate, patch, report, seams
 from sglang_gemma4_yoco.donor import DonorCut
-from sglang_gemma4_yoco.shadow import Shadows
 
-LAYERS, FIRST_SHARED = E2B_TINY.layers, E2B_TINY.layers - E2B_TINY.kv_shared_layers
-TOLERANCE = 5e-5
+EVERY_CALL = range(10**9)
 
 
 @pytest.fixture(autouse=True)
@@ -47,77 +55,18 @@ def _fresh_decisions(engine: Engine) -> Iterator[None]:
     fallback.reset()
 
 
-def untouched(engine: Engine) -> None:
-    """Nothing of the fast path is left on the model or in the attention state."""
-    model = engine.text_model
-    owners = [model, model.norm, *model.layers, *(layer.self_attn for layer in model.layers)]
-    assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
-    added = [layer.pre_feedforward_layernorm.__dict__.get("forward") for layer in model.layers]
-    assert [f for f in added if f is not None and f.__module__ == cut.__name__] == []
-    assert not forward_context.has_forward_context()
-    attention = cut.tail_attention(model)
-    if attention is not None:
-        assert attention.tail.forward_metadata is None
-
-
-def rows(total: int, kept: int, first_cut: int) -> list[int]:
-    return [total] * first_cut + [kept] * (LAYERS - first_cut)
-
-
-def compare(engine: Engine, prompts: list[Prompt], first_cut: int, kept: int) -> None:
-    scheduled = engine.schedule(prompts)
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert fast.rows == rows(sum(len(p.new) for p in prompts), kept, first_cut)
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, TOLERANCE)
-    untouched(engine)
-
-
-KEPT = {"one prompt": 1, "three, two of them cached": 3, "input logprobs": 16}
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_cut_inside_the_donor(engine: Engine, name: str) -> None:
-    compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_donor_that_is_not_as_expected_is_left_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    monkeypatch.setattr(donor, "why_not_inside", lambda _: "layer 3 is a Surprise")
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        compare(engine, BATCHES[name], FIRST_SHARED, KEPT[name])
-        compare(engine, BATCHES[name], FIRST_SHARED, KEPT[name])
-    told = [m for m in caplog.messages if "layer 3 is a Surprise" in m]
-    assert len(told) == 1
-    assert "cut before layer 4" in told[0]
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_donor_with_a_quantised_projection(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(donor, "why_not_keys_and_values", lambda *_: "it is quantised")
-    compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
-    assert cut.donor_cut(engine.text_model) is DonorCut.AFTER_ATTENTION
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_per_layer_inputs_that_cannot_be_split(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(per_layer, "can_be_split", lambda _: False)
-    compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
+    assert_fast(engine, BATCHES[name])
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_backend_whose_decode_is_not_proven(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """The tail then extends by its rows, and the donor attends as in stock."""
     monkeypatch.setattr(seams, "decodes_like_extend", lambda _: False)
-    compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
+    assert_fast(engine, BATCHES[name], DonorCut.AFTER_ATTENTION, tail_mode="EXTEND")
 
 
 @pytest.mark.skipif(
@@ -126,36 +75,11 @@ def test_backend_whose_decode_is_not_proven(
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorCut) -> None:
     engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
-    scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    front = FIRST_SHARED - (cut_at is DonorCut.KEYS_AND_VALUES)
-    assert fast.rows == [90] * front
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
+    unread = batch_of((20, 60), (0, 30), to_come=(21, 22))
+    _, fast = assert_fast(engine, unread, cut_at)
     assert fast.hidden is not None
     assert fast.hidden.isfinite().all()
     assert report.forwards[report.TAIL_SKIPPED] == 1
-    untouched(engine)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_stepping_aside_at_the_last_moment(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
-    monkeypatch.setattr(seams, "residual_is_written", lambda *_: False)
-    monkeypatch.setattr(fallback, "is_alone", lambda: ranks == 1)
-    for cut_at in DonorCut:
-        engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
-        scheduled = engine.schedule(BATCHES["three, two of them cached"])
-        report.reset()
-        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-        front = FIRST_SHARED - (cut_at is not DonorCut.NONE)
-        assert fast.rows == [48] * front + stock.rows
-        assert_same_objects(fast)
-        assert_same_cache(stock, fast)
-        assert_same_answers(stock, fast, 0.0)
-        untouched(engine)
-        assert report.forwards == {gate.OFF: 1, cut.STREAM_PENDING: 1}
 
 
 @pytest.mark.skipif(seams.HAS_RESIDUAL_STREAM, reason="the batch carries the residual")
@@ -167,77 +91,13 @@ def test_a_donor_that_adds_to_something_else_is_not_cut(
     engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, 0.0)
-    untouched(engine)
+    assert_served_by_stock(stock, fast)
+    assert_untouched(engine)
     assert report.forwards == {gate.OFF: 1, cut.FOREIGN_RESIDUAL: 1}
 
 
 def test_a_refused_batch_is_the_stock_forward_bit_for_bit(engine: Engine) -> None:
-    scheduled = engine.schedule(batch_of((0, 20), (5, 9), logprob_start=0))
-    stock, refused = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert refused.rows == stock.rows
-    assert stock.hidden is not None
-    assert refused.hidden is not None
-    assert torch.equal(stock.hidden, refused.hidden)
-    assert_same_answers(stock, refused, 0.0)
-    assert report.forwards[gate.NOTHING_TO_SKIP] == 1
-
-
-class InjectedError(Exception):
-    pass
-
-
-def module_at(engine: Engine, place: str) -> torch.nn.Module:
-    model = engine.text_model
-    module: torch.nn.Module = {
-        "first layer": model.layers[0].mlp,
-        "donor's attention": model.layers[FIRST_SHARED - 1].self_attn.attn,
-        "donor's ffn": model.layers[FIRST_SHARED - 1].mlp,
-        "first tail layer": model.layers[FIRST_SHARED].mlp,
-        "middle tail layer": model.layers[(FIRST_SHARED + LAYERS) // 2].self_attn,
-        "last tail layer": model.layers[-1].mlp,
-        "final norm": model.norm,
-    }[place]
-    return module
-
-
-PLACES = [
-    "first layer",
-    "donor's attention",
-    "donor's ffn",
-    "first tail layer",
-    "middle tail layer",
-    "last tail layer",
-    "final norm",
-]
-
-
-@contextmanager
-def failing(
-    engine: Engine,
-    place: str,
-    *,
-    calls: Container[int] = (0,),
-    error: type[BaseException] = InjectedError,
-) -> Iterator[list[int]]:
-    """Make one module raise, at these of its calls; yields the numbers of the calls so far."""
-    seen: list[int] = []
-
-    def hook(*_: Any) -> None:
-        seen.append(len(seen))
-        if seen[-1] in calls:
-            raise error(place)
-
-    handle = module_at(engine, place).register_forward_pre_hook(hook)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-EVERY_CALL = range(10**9)
+    assert_stock(engine, gate.NOTHING_TO_SKIP, batch_of((0, 20), (5, 9), logprob_start=0))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -271,45 +131,17 @@ def test_with_other_ranks_a_failure_propagates_and_leaves_all_ready(
     changed = [n for n, value in seen.before.items() if after[n] is not value]
     # A forward that raises leaves the stream it was in, with or without the fast path.
     assert [name for name in changed if name != "residual_stream"] == []
-    untouched(engine)
-    compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
-
-
-def with_image(engine: Engine, scheduled: Any, first: int, length: int) -> Any:
-    """The scheduled batch with an image in its first request, as the vision tower returns it."""
-    image = MultimodalDataItem(
-        modality=Modality.IMAGE,
-        offsets=[(first, first + length - 1)],
-        precomputed_embeddings=torch.randn(
-            length, engine.text_model.config.hidden_size, generator=torch.manual_seed(0)
-        ),
-    )
-    image.set_pad_value()
-    scheduled.input_ids[first : first + length] = torch.tensor(releases.placeholders(image, length))
-    scheduled.multimodal_inputs = [
-        MultimodalInputs(mm_items=[image]),
-        *[None] * (len(scheduled.reqs) - 1),
-    ]
-    return scheduled
+    assert_untouched(engine)
+    assert_fast(engine, BATCHES[name])
 
 
 @pytest.fixture(params=["as on a CPU", "as on a GPU"])
 def norms(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
     """How the norm before each FFN adds: into new tensors, or, as its CUDA kernel, in place."""
 
-    def in_place(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> Any:
-            normed, written = stock(x, residual, *rest)
-            return x.copy_(normed), residual.copy_(written)
-
-        return forward
-
-    shadows = Shadows()
-    if request.param == "as on a GPU":
-        for layer in engine.text_model.layers:
-            shadows.add(layer.pre_feedforward_layernorm, "_forward_method", in_place)
-    yield request.param
-    shadows.close()
+    in_place = request.param == "as on a GPU"
+    with norms_that_add_in_place(engine) if in_place else nullcontext():
+        yield request.param
 
 
 @pytest.mark.parametrize("name", [*BATCHES, "image"])
@@ -317,24 +149,13 @@ def test_norms_that_add_in_place(engine: Engine, norms: str, name: str) -> None:
     """The fast path reads nothing of the embeddings after layer 0 has overwritten them."""
     scheduled = engine.schedule(BATCHES["one prompt" if name == "image" else name])
     if name == "image":
-        with_image(engine, scheduled, first=20, length=30)
+        with_image(engine, scheduled)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert fast.rows[-1] < stock.rows[-1]
     assert (fast.before["mm_input_embeds"] is not None) == (name == "image")
     assert_same_objects(fast)
     assert_same_cache(stock, fast)
     assert_same_answers(stock, fast, TOLERANCE)
-
-
-def assert_served_by_stock(stock: Observed, seen: Observed) -> None:
-    """Bit for bit what the stock forward gives, from a second run of all rows."""
-    assert seen.rows[-LAYERS:] == stock.rows
-    assert_same_objects(seen)
-    assert_same_cache(stock, seen)
-    assert stock.hidden is not None
-    assert seen.hidden is not None
-    assert torch.equal(stock.hidden, seen.hidden)
-    assert_same_answers(stock, seen, 0.0)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -348,7 +169,7 @@ def test_a_failure_is_served_by_stock(
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt" if name == "image" else name])
     if name == "image":
-        with_image(engine, scheduled, first=20, length=30)
+        with_image(engine, scheduled)
     stock = run(engine, scheduled, "0")
     report.reset()
     with failing(engine, place) as calls, caplog.at_level("INFO", "sglang_gemma4_yoco"):
@@ -356,7 +177,7 @@ def test_a_failure_is_served_by_stock(
     assert calls == [0, 1]
     assert len(seen.rows) > LAYERS or place == "first layer"
     assert_served_by_stock(stock, seen)
-    untouched(engine)
+    assert_untouched(engine)
     assert report.forwards == {report.FAILED: 1}
     (record,) = caplog.records
     assert record.levelname == "ERROR"
@@ -434,7 +255,7 @@ def test_failures_in_a_row_turn_the_fast_path_off(
     patch.uninstall()
     patch.install()
     engine.runner.init_attention_backends()
-    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+    assert_fast(engine, BATCHES["one prompt"])
 
 
 def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> None:
@@ -443,7 +264,7 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
         for _ in range(fallback.LIMIT - 1):
             with failing(engine, "last tail layer"):
                 run(engine, scheduled, "1")
-        assert run(engine, scheduled, "1").rows == rows(70, 1, FIRST_SHARED - 1)
+        assert run(engine, scheduled, "1").rows[-1] == 1
     assert report.forwards == {report.FAILED: 3 * (fallback.LIMIT - 1), report.ACTIVE: 3}
 
 
@@ -458,8 +279,8 @@ def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:
     assert calls == [0, 1]
     assert isinstance(caught.value.__context__, InjectedError)
     assert caught.value.__context__ is not caught.value
-    untouched(engine)
-    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+    assert_untouched(engine)
+    assert_fast(engine, BATCHES["one prompt"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -473,8 +294,8 @@ def test_what_is_no_failure_propagates_at_once(engine: Engine, error: type[BaseE
         engine.forward(scheduled)
     assert calls == [0]
     assert not report.forwards
-    untouched(engine)
-    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+    assert_untouched(engine)
+    assert_fast(engine, BATCHES["one prompt"])
 
 
 def test_a_failing_gate_is_served_by_stock(
@@ -497,7 +318,7 @@ def test_a_failing_gate_is_served_by_stock(
             run(engine, scheduled, "1")
     assert report.forwards == {report.FAILED: 1}
     assert [r.levelname for r in caplog.records if r.name == "sglang_gemma4_yoco"] == ["ERROR"] * 2
-    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+    assert_fast(engine, BATCHES["one prompt"])
 
 
 def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> None:
@@ -512,7 +333,7 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
             held.append(weakref.ref(big))
             raise InjectedError(big.shape)
 
-    handle = module_at(engine, "last tail layer").register_forward_pre_hook(hook)
+    handle = engine.text_model.layers[-1].mlp.register_forward_pre_hook(hook)
     try:
         run(engine, scheduled, "1")
     finally:
@@ -541,7 +362,7 @@ def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
         handle.remove()
     (batch,) = held
     assert batch() is None
-    untouched(engine)
+    assert_untouched(engine)
 
 
 def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
@@ -564,7 +385,7 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     assert report.forwards[cut.NOT_PLANNED] == 1
     (record,) = [r for r in caplog.records if "Planning" in r.getMessage()]
     assert record.exc_info
-    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+    assert_fast(engine, BATCHES["one prompt"])
 
 
 def test_the_plan_of_another_batch_is_not_used(
@@ -586,21 +407,35 @@ def test_the_plan_of_another_batch_is_not_used(
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
     assert report.forwards == {cut.NOT_PLANNED: 1}
-    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+    assert_fast(engine, BATCHES["one prompt"])
 
 
-def test_decode_goes_straight_through(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
-    with switched("1"):
-        engine.forward(scheduled)
+def test_decode_goes_straight_through(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The gate is not asked, no tail is planned, nothing is counted or said."""
+    attention = cut.tail_attention(engine.text_model)
+    assert attention is not None
+    steps = []
+    for switch in ("0", "1"):
+        scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
+        run(engine, scheduled, switch)
         report.reset()
-
-        def asked(*_: Any) -> str:
-            raise AssertionError("a decode step asked the gate")
-
-        monkeypatch.setattr(gate, "ineligible_reason", asked)
-        engine.decode(scheduled, [30, 31])
-    assert not report.forwards
+        caplog.clear()
+        asked: list[Any] = []
+        with monkeypatch.context() as counted, caplog.at_level("DEBUG", "sglang_gemma4_yoco"):
+            counted.setattr(
+                gate, "ineligible_reason", lambda *args, asked=asked: asked.append(args)
+            )
+            counted.setattr(attention.tail, "init_forward_metadata", asked.append)
+            steps.append(step(engine, scheduled, [30, 31], switch))
+        assert asked == []
+        assert not report.forwards
+        assert [r for r in caplog.records if r.name == "sglang_gemma4_yoco"] == []
+    stock, fast = steps
+    assert fast.rows == stock.rows == [2] * LAYERS
+    assert {id(call.backend) for call in fast.attended} == {id(attention.main)}
+    assert_same_answers(stock, fast, TOLERANCE)
 
 
 @pytest.fixture
@@ -630,11 +465,11 @@ def test_without_a_backend_of_its_own_the_tail_rebuilds_the_runners(
         stock(batch)
 
     monkeypatch.setattr(backend, "init_forward_metadata", recording)
-    compare(engine, BATCHES[name], FIRST_SHARED - 1, KEPT[name])
+    assert_fast(engine, BATCHES[name])
     # The stock forward, then the fast one: front, tail, and the front's again on the way out.
     new = [len(p.new) for p in BATCHES[name]]
     assert [lens for _, lens in planned[-3:]] == [new, planned[-2][1], new]
-    assert sum(planned[-2][1]) == KEPT[name]
+    assert sum(planned[-2][1]) == kept_rows(BATCHES[name])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -692,21 +527,7 @@ def test_reinitialised_backends_are_followed(engine: Engine) -> None:
     assert after is not before
     assert after.main is engine.runner.attn_backend
     assert "init_forward_metadata" not in before.main.__dict__
-    compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
-
-
-def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path, engine: Engine) -> None:
-    write_checkpoint(tmp_path, dataclasses.replace(E2B_TINY, kv_shared_layers=0, layers=5))
-    plain = Engine(tmp_path, device="cpu", dtype="float32", max_total_tokens=2048)
-    assert cut.tail_attention(plain.text_model) is None
-    assert "init_forward_metadata" not in plain.runner.attn_backend.__dict__
-    scheduled = plain.schedule(batch_of((0, 30)))
-    with switched("1"):
-        seen = Observed()
-        with watching(plain, seen):
-            plain.forward(scheduled)
-    assert seen.rows == [30] * 5
-    assert report.forwards == {gate.NO_SHARED_LAYERS: 1}
+    assert_fast(engine, BATCHES["one prompt"])
 
 
 class TestInstallation:
@@ -731,7 +552,7 @@ class TestInstallation:
         finally:
             patch.install()
         engine.runner.init_attention_backends()
-        compare(engine, BATCHES["one prompt"], FIRST_SHARED - 1, 1)
+        assert_fast(engine, BATCHES["one prompt"])
 
     def test_uninstall_refuses_under_another_plugins_wrapper(
         self, monkeypatch: pytest.MonkeyPatch

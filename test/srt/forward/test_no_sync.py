@@ -31,14 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import batches
 from batches import batch_of, media_batch
+from layer_rows import FIRST_CUT, LAYERS
 from observe import Observed, run, switched, watching
-from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, donor, gate, report
 from sglang_gemma4_yoco.tail import Tail
 
-LAYERS = E2B_TINY.layers
-FIRST_CUT = LAYERS - E2B_TINY.kv_shared_layers - 1
 PACKAGE = str(Path(cut.__file__).parent)
 
 aten = torch.ops.aten

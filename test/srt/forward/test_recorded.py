@@ -8,7 +8,6 @@ itself needs a GPU.
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FunctionType
@@ -27,27 +26,15 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.runtime_context import get_context
 
-from observe import assert_same_answers, assert_same_cache, run, switched
+from forwards import TWO_PROMPTS, assert_fast, assert_stock
+from observe import switched
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, gate, report, seams
 
-LENGTH = 40
 REPLAYED = "does not reach prefills that are replayed"
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
-
-
-def scheduled(engine: Engine) -> Any:
-    draw = random.Random(0)
-    return engine.schedule([Prompt((), tuple(draw.randrange(20, 500) for _ in range(LENGTH)))])
-
-
-def assert_fast(engine: Engine) -> None:
-    rows = run(engine, scheduled(engine), "1").rows
-    assert rows[0] == LENGTH
-    assert rows[-1] == 1
 
 
 def _as_dataclass(struct: Any) -> Any:
@@ -104,7 +91,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     engine, model = traceable, traceable.text_model
     attention = cut.tail_attention(model)
     assert attention is not None
-    batch = releases.forward_batch(scheduled(engine), engine.runner)
+    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
     stock = type(model).forward.__wrapped__
     with (
         switched("1"),
@@ -135,14 +122,8 @@ CAPTURES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 @pytest.mark.parametrize("name", CAPTURES)
 def test_captured_forward_is_stocks(engine: Engine, name: str) -> None:
     """Inside SGLang's capture and replay spans the forward is the stock one, bit for bit."""
-    batch = scheduled(engine)
-    stock = run(engine, batch, "0")
     with CAPTURES[name]():
-        captured = run(engine, batch, "1")
-    assert captured.rows == stock.rows == [LENGTH] * E2B_TINY.layers
-    assert report.forwards[gate.CAPTURING] == 1
-    assert_same_cache(stock, captured)
-    assert_same_answers(stock, captured, 0.0)
+        assert_stock(engine, gate.CAPTURING)
     assert_fast(engine)
 
 
@@ -183,5 +164,5 @@ def test_nothing_is_announced_without_prefill_graphs(
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted()
         restarted(cuda_graph_config=decode_only)
-        restarted(cuda_graph_config=replays, enable_lora=True)
+        restarted(cuda_graph_config=replays, disaggregation_mode="prefill")
     assert not [m for m in caplog.messages if REPLAYED in m]

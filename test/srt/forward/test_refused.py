@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,61 +17,22 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.models import gemma4_diffusion
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from observe import Observed, assert_same_answers, assert_same_cache, run
+from batches import batch_of
+from forwards import TOLERANCE, TWO_PROMPTS, assert_fast, assert_stock
+from layer_rows import FIRST_CUT, LAYERS
+from observe import run
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, gate, report
+from stand_ins import skip_on_older
 
-LENGTHS = (40, 3)
-LAYERS = E2B_TINY.layers
-FIRST_CUT = LAYERS - E2B_TINY.kv_shared_layers - 1
+ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
-
-
-def scheduled(engine: Engine, *, logprobs: bool = False) -> Any:
-    """Two prompts; with ``logprobs`` of their last tokens."""
-    draw = random.Random(0)
-    prompts = [
-        Prompt(
-            (),
-            tuple(draw.randrange(20, 500) for _ in range(n)),
-            logprob_start=n - 1 if logprobs else -1,
-        )
-        for n in LENGTHS
-    ]
-    return engine.schedule(prompts)
-
-
-def assert_stock(engine: Engine, reason: str) -> Observed:
-    """The switch makes no difference to anything that is computed, and the reason is counted."""
-    batch = scheduled(engine)
-    stock, refused = run(engine, batch, "0"), run(engine, batch, "1")
-    assert refused.rows == stock.rows == [sum(LENGTHS)] * LAYERS
-    assert report.forwards[reason] == 1
-    assert report.forwards[report.ACTIVE] == 0
-    assert_same_cache(stock, refused)
-    assert_same_answers(stock, refused, 0.0)
-    assert stock.hidden is not None
-    assert refused.hidden is not None
-    assert torch.equal(stock.hidden, refused.hidden)
-    captured = stock.output.hidden_states
-    if captured is not None:
-        assert torch.equal(captured, refused.output.hidden_states)
-    return refused
-
-
-def assert_fast(engine: Engine) -> tuple[Observed, Observed]:
-    batch = scheduled(engine)
-    stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
-    kept = [sum(LENGTHS)] * FIRST_CUT + [len(LENGTHS)] * (LAYERS - FIRST_CUT)
-    assert fast.rows == kept
-    assert report.forwards[report.ACTIVE] == 1
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, 5e-5)
-    return stock, fast
 
 
 @pytest.fixture
@@ -117,7 +78,11 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("matryoshka embeddings", {"dimensions": [8, 8]}, gate.EMBEDDINGS),
     ("a LoRA row", {"lora_ids": [None, "adapter"]}, gate.LORA),
     ("a split batch", {"tbo_split_seq_index": 1}, "two-batch overlap"),
-    ("token types", {"token_type_ids": torch.zeros(43, dtype=torch.int64)}, "token type ids"),
+    (
+        "token types",
+        {"token_type_ids": torch.zeros(ROWS_IN_ALL, dtype=torch.int64)},
+        "token type ids",
+    ),
 ]
 
 
@@ -142,17 +107,10 @@ def test_readouts_in_the_middle_of_a_prompt(
     engine: Engine, batches_with: Callable[..., None], field: str
 ) -> None:
     """Multi-item and setwise scoring read rows that the tail would not compute."""
-    batch = scheduled(engine, logprobs=True)
+    prompts = [*batch_of((0, 40), logprob_start=39), *batch_of((0, 3), logprob_start=2)]
     batches_with(**{field: ROWS}, is_prefill_only=True)
-    outputs = []
-    for switch in ("0", "1"):
-        seen = run(engine, batch, switch)
-        assert seen.rows == [sum(LENGTHS)] * LAYERS
-        outputs.append(seen.output.input_token_ids_logprobs_val)
-    assert report.forwards[READOUTS[field]] == 1
-    assert len(outputs[0]) > 0
-    for stock, refused in zip(*outputs, strict=True):
-        assert torch.equal(torch.as_tensor(stock), torch.as_tensor(refused))
+    refused = assert_stock(engine, READOUTS[field], prompts)
+    assert len(refused.output.input_token_ids_logprobs_val) > 0
 
 
 @pytest.mark.parametrize("prefill_only", [False, True])
@@ -162,9 +120,9 @@ def test_last_hidden_states(
     """A capture of the last rows alone is served from the kept ones."""
     batches_with(capture_hidden_mode=CaptureHiddenMode.LAST, is_prefill_only=prefill_only)
     stock, fast = assert_fast(engine)
-    assert stock.output.hidden_states.shape == (len(LENGTHS), E2B_TINY.hidden_size)
+    assert stock.output.hidden_states.shape == (len(TWO_PROMPTS), E2B_TINY.hidden_size)
     torch.testing.assert_close(
-        fast.output.hidden_states, stock.output.hidden_states, atol=5e-5, rtol=1e-4
+        fast.output.hidden_states, stock.output.hidden_states, atol=TOLERANCE, rtol=1e-4
     )
 
 
@@ -179,10 +137,10 @@ def test_full_capture_of_frozen_kv_drafts(
         spec_algorithm=SpeculativeAlgorithm.FROZEN_KV_MTP,
     )
     stock, fast = assert_fast(engine)
-    batch = scheduled(engine)
+    batch = engine.schedule(TWO_PROMPTS)
     read = [select_last_extend_hidden(batch, seen.output.hidden_states) for seen in (stock, fast)]
-    assert read[0].shape == (len(LENGTHS), E2B_TINY.hidden_size)
-    torch.testing.assert_close(read[1], read[0], atol=5e-5, rtol=1e-4)
+    assert read[0].shape == (len(TWO_PROMPTS), E2B_TINY.hidden_size)
+    torch.testing.assert_close(read[1], read[0], atol=TOLERANCE, rtol=1e-4)
 
 
 @pytest.fixture
@@ -210,7 +168,7 @@ def test_layers_captured_behind_the_cut(
     batches_with(capture_hidden_mode=CaptureHiddenMode.FULL)
     refused = assert_stock(engine, gate.CAPTURE_IN_TAIL)
     count = len(engine.text_model.layers_to_capture)
-    assert refused.output.hidden_states.shape == (sum(LENGTHS), count * E2B_TINY.hidden_size)
+    assert refused.output.hidden_states.shape == (ROWS_IN_ALL, count * E2B_TINY.hidden_size)
 
 
 def test_layers_captured_before_the_cut(
@@ -220,23 +178,34 @@ def test_layers_captured_before_the_cut(
     capturing.set_eagle3_layers_to_capture([0, 1])
     batches_with(capture_hidden_mode=CaptureHiddenMode.LAST)
     stock, fast = assert_fast(engine)
-    assert stock.output.hidden_states.shape == (len(LENGTHS), 2 * E2B_TINY.hidden_size)
+    assert stock.output.hidden_states.shape == (len(TWO_PROMPTS), 2 * E2B_TINY.hidden_size)
     assert torch.equal(stock.output.hidden_states, fast.output.hidden_states)
 
 
+DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
+CP_STRATEGY = {"enable_prefill_cp": True, "cp_strategy": "zigzag"}
+NO_CHUNKS = {"chunked_prefill_size": -1, "disable_overlap_schedule": True}
+LORA_SHAPE = {"max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
+DP = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+
+# Of one rank each, with what SGLang wants beside the argument that is refused.
 SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),
-    ({"enable_dp_attention": True}, "data-parallel attention"),
-    ({"enable_two_batch_overlap": True}, "two-batch overlap"),
-    ({"enable_pdmux": True}, "PD multiplexing"),
-    ({"enable_lora": True}, gate.LORA),
-    ({"attn_cp_size": 2}, "context parallelism"),
-    ({"dcp_size": 2}, "context parallelism"),
-    ({"speculative_algorithm": "EAGLE"}, gate.SPECULATIVE),
-    ({"speculative_algorithm": "EAGLE3"}, gate.SPECULATIVE),
-    ({"speculative_algorithm": "DFLASH"}, gate.SPECULATIVE),
+    ({"enable_dense_mlp_attn_tp": True}, gate.DP_ATTENTION),
+    ({"moe_dense_tp_size": 1}, gate.DP_ATTENTION),
+    ({"enable_attn_tp_input_scattered": True}, gate.SEQUENCE_PARALLEL),
+    ({"disable_attn_tp_gather": True}, gate.SEQUENCE_PARALLEL),
+    (CP_STRATEGY, gate.CONTEXT_PARALLEL),
+    ({"elastic_ep_backend": "mooncake"}, gate.EXPERT_PARALLEL),
+    ({"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}, gate.TWO_BATCH_OVERLAP),
+    ({"enable_single_batch_overlap": True}, "single-batch overlap"),
+    ({"enable_pdmux": True, **NO_CHUNKS}, "PD multiplexing"),
+    ({"forward_hooks": [{"name": "a"}]}, "forward hooks, which may read any row"),
+    ({"enable_lora": True, **LORA_SHAPE}, gate.LORA),
+    ({"lora_paths": ["name=path"]}, gate.LORA),
+    ({"speculative_algorithm": "NGRAM"}, gate.SPECULATIVE),
     (
-        {"speculative_algorithm": "FROZEN_KV_MTP", "enable_return_hidden_states": True},
+        {**DRAFTS, "enable_return_hidden_states": True},
         f"{gate.HIDDEN_STATES}, beside speculative decoding",
     ),
     ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
@@ -248,25 +217,89 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
 def test_refused_servers(
     engine: Engine,
     restarted: Callable[..., None],
+    tiny_checkpoint: Path,
     caplog: pytest.LogCaptureFixture,
     arguments: dict[str, Any],
     reason: str,
 ) -> None:
-    """The reason is said when the server starts, and nothing is planned for a tail."""
+    """The reason is said when the server starts, and nothing is planned for a tail.
+
+    The arguments come to the gate by SGLang's own resolution and publication.
+    """
+    skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        restarted(**arguments)
-    assert caplog.messages == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
+        restarted(**arguments, **draft_model(arguments, tiny_checkpoint))
+    assert said(caplog) == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
     assert cut.tail_attention(engine.text_model) is None
     assert_stock(engine, reason)
+    restarted()
+    assert_fast(engine)
 
 
-def test_an_embedding_server_is_refused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, restarted: Callable[..., None]
+def draft_model(arguments: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """What drafts are made with, where some are: any model does as long as none is loaded."""
+    drafts = arguments.items() >= DRAFTS.items()
+    return {"speculative_draft_model_path": str(checkpoint)} if drafts else {}
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the package logged."""
+    return [r.getMessage() for r in caplog.records if r.name == "sglang_gemma4_yoco"]
+
+
+# What one rank of several sees. Several ranks forward in ``test_ranks`` and ``test_parallel``.
+SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
+    ({"tp_size": 2}, None),
+    (DP, gate.DP_ATTENTION),
+    ({**DP, "enable_dp_lm_head": True}, gate.DP_ATTENTION),
+    ({"tp_size": 2, "attn_cp_size": 2}, gate.CONTEXT_PARALLEL),
+    ({"tp_size": 2, "dcp_size": 2}, gate.CONTEXT_PARALLEL),
+    ({"tp_size": 2, "ep_size": 2}, gate.EXPERT_PARALLEL),
+    (
+        {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000"},
+        "ranks on several machines",
+    ),
+    ({**DRAFTS, "tp_size": 2}, f"{gate.SPECULATIVE} on several ranks"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), SERVERS_OF_SEVERAL_RANKS)
+def test_refused_servers_of_several_ranks(
+    engine: Engine, tiny_checkpoint: Path, arguments: dict[str, Any], reason: str | None
 ) -> None:
-    with monkeypatch.context() as served:
-        served.setattr(engine.runner, "is_generation", False)
-        engine.runner.init_attention_backends()
-    assert_stock(engine, gate.EMBEDDINGS)
+    skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
+    args = ServerArgs(
+        model_path=str(tiny_checkpoint),
+        device="cpu",
+        **arguments,
+        **draft_model(arguments, tiny_checkpoint),
+    )
+    with releases.serving(args):
+        assert gate.constant_reason(engine.text_model) == reason
+
+
+def test_a_renamed_argument_is_said_when_the_server_starts(
+    engine: Engine,
+    restarted: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a release that has given the argument another name."""
+    monkeypatch.setattr(
+        gate,
+        "_REFUSING_ARGUMENTS",
+        {
+            "enable_adapters" if name == "enable_lora" else name: reason
+            for name, reason in gate._REFUSING_ARGUMENTS.items()
+        },
+    )
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        restarted()
+        restarted()
+    [line] = said(caplog)
+    assert " lacks ServerArgs.enable_adapters, which may go by another name now" in line
+    assert cut.tail_attention(engine.text_model) is None
+    assert_stock(engine, line.partition("server: ")[2])
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
@@ -274,8 +307,8 @@ def test_input_embeddings_are_refused_by_the_model_itself(
     engine: Engine, batches_with: Callable[..., None], switch: str
 ) -> None:
     """SGLang's Gemma 4 takes token ids or embeddings, and is given both: on and off it raises."""
-    batch = scheduled(engine)
-    batches_with(input_embeds=torch.zeros(sum(LENGTHS), E2B_TINY.hidden_size))
+    batch = engine.schedule(TWO_PROMPTS)
+    batches_with(input_embeds=torch.zeros(ROWS_IN_ALL, E2B_TINY.hidden_size))
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         run(engine, batch, switch)
     assert report.forwards[report.ACTIVE] == 0
@@ -284,7 +317,10 @@ def test_input_embeddings_are_refused_by_the_model_itself(
 
 
 def test_diffusion_has_a_text_model_of_its_own() -> None:
-    """Block diffusion never comes through the patched class."""
+    """Block diffusion never comes through the patched class.
+
+    That is what SGLang's classes say; no diffusion model runs here.
+    """
     classes = [c for _, c in inspect.getmembers(gemma4_diffusion, inspect.isclass)]
     assert any(c.__module__ == gemma4_diffusion.__name__ for c in classes)
     assert not any(issubclass(c, Gemma4TextModel) for c in classes)

@@ -15,7 +15,8 @@ import torch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
-from sglang_gemma4_yoco import patch
+from sglang_gemma4_reference import releases
+from sglang_gemma4_yoco import gate, patch, threshold
 
 
 class ExtendMode:
@@ -82,47 +83,73 @@ def model(shared: int = 20, capture: list[int] | None = None) -> StandIn:
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The patch, in a process that serves nothing, whatever other tests have started in it."""
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
+    monkeypatch.delenv(threshold.VARIABLE, raising=False)
     ours = not patch.is_installed()
     if ours:
         patch.install()
-    yield
+    with releases.unpublished():
+        yield
     if ours:
         patch.uninstall()
+
+
+def reason_of(served: StandIn, forward_batch: SimpleNamespace) -> str | None:
+    """Why the published helper says no, and no other reason; None when it says yes."""
+    reason = gate.ineligible_reason(served, forward_batch)
+    assert served._yoco_eligibility(forward_batch) is (reason is None)
+    return reason
 
 
 def test_eligibility_default_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_GEMMA4_YOCO")
     assert model()._yoco_eligibility(batch([10, 5, 7])) is True
+    assert reason_of(model(), batch([10, 5, 7])) is None
 
 
 def test_eligibility_no_kv_shared_layers() -> None:
     assert model(shared=0)._yoco_eligibility(batch([10, 5, 7])) is False
+    assert reason_of(model(shared=0), batch([10, 5, 7])) == gate.NO_SHARED_LAYERS
+    # Found in the model itself, beside what is found once for a server.
+    assert gate._model(model(shared=0), batch([10, 5, 7])) == gate.NO_SHARED_LAYERS
+    assert gate.stage_reason(model(shared=0)) == gate.NO_SHARED_LAYERS
 
 
 def test_eligibility_pure_decode_batch() -> None:
     assert model()._yoco_eligibility(batch([1, 1, 1])) is False
+    assert reason_of(model(), batch([1, 1, 1])) == gate.NOTHING_TO_SKIP
 
 
 def test_eligibility_decode_forward_mode() -> None:
     assert model()._yoco_eligibility(batch([10], mode=DecodeMode())) is False
+    assert reason_of(model(), batch([10], mode=DecodeMode())) == "the batch is no plain extend"
 
 
 def test_eligibility_prompt_logprobs_disable() -> None:
     assert model()._yoco_eligibility(batch([10, 5], logprobs=True)) is False
+    assert reason_of(model(), batch([10, 5], logprobs=True)) == gate.NOTHING_TO_SKIP
+    # It is the wish for all rows, not for logprobs, that refuses.
+    last_rows = batch([10, 5], logprobs=True)
+    last_rows.extend_logprob_start_lens_cpu = [10, 5]
+    assert reason_of(model(), last_rows) is None
 
 
 def test_eligibility_layer_capture_inside_kv_shared_range() -> None:
     assert model(capture=[28])._yoco_eligibility(batch([10, 5])) is False
+    for layer in (14, 15, 28, 35):
+        assert reason_of(model(capture=[layer]), batch([10, 5])) == gate.CAPTURE_IN_TAIL
 
 
 def test_eligibility_layer_capture_outside_kv_shared_range_ok() -> None:
     assert model(capture=[2, 10])._yoco_eligibility(batch([10, 5])) is True
+    assert reason_of(model(capture=[2, 13]), batch([10, 5])) is None
 
 
 def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
     assert model()._yoco_eligibility(batch([10, 5])) is False
+    assert reason_of(model(), batch([10, 5])) == gate.OFF
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
     assert model()._yoco_eligibility(batch([10, 5])) is True
 

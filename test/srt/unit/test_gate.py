@@ -1,16 +1,30 @@
-"""The gate as a table: each row changes one thing of a fully eligible batch and names the reason.
+"""The gate as tables: each row changes one thing of a fully eligible batch and names the reason.
 
-Batches are SGLang's own ``ForwardBatch``; the model is a stand-in with the real class's fields.
+Batches are SGLang's own ``ForwardBatch``, servers its own published arguments; the model is a
+stand-in with the real class's fields. That every entry of the gate's tables and every reason that
+the package can return has a row is itself tested, at the end.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.torch_flex_backend import TorchFlexAttnBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -24,51 +38,20 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
     enable_tc_piecewise_cuda_graph,
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import gate
+from sglang_gemma4_yoco import cut, fallback, gate, ranks, seams, threshold
+from sglang_gemma4_yoco.attention import TailAttention
+from stand_ins import eligible_batch, model, skip_on_older
 
 
-def eligible_batch(**changes: Any) -> ForwardBatch:
-    """Three prompts of 3, 4 and 2 new tokens. Skips where SGLang knows nothing of the changes."""
-    unknown = changes.keys() - ForwardBatch.__dataclass_fields__
-    if unknown:
-        pytest.skip(f"this SGLang's batches have no {', '.join(unknown)}")
-    lens = changes.get("extend_seq_lens_cpu", [3, 4, 2])
-    fields: dict[str, Any] = {
-        "forward_mode": ForwardMode.EXTEND,
-        "batch_size": 3,
-        "input_ids": torch.arange(9),
-        "req_pool_indices": torch.arange(3),
-        "seq_lens": torch.tensor([3, 14, 2]),
-        "out_cache_loc": torch.arange(9),
-        "seq_lens_sum": 19,
-        "positions": torch.arange(9),
-        "extend_num_tokens": 9,
-        "extend_seq_lens": torch.tensor([3, 4, 2], dtype=torch.int32),
-        "extend_prefix_lens": torch.tensor([0, 10, 0], dtype=torch.int32),
-        "extend_start_loc": torch.tensor([0, 3, 7], dtype=torch.int32),
-        "extend_seq_lens_cpu": lens,
-        "extend_prefix_lens_cpu": [0, 10, 0],
-        "capture_hidden_mode": CaptureHiddenMode.NULL,
-        "spec_algorithm": SpeculativeAlgorithm.NONE,
-        "lora_ids": [None, None, None],
-    }
-    return ForwardBatch(**(fields | changes))
-
-
-def model(**changes: Any) -> SimpleNamespace:
-    """A stand-in for E2B's text model."""
-    config = {"num_hidden_layers": 35, "num_kv_shared_layers": 20}
-    config |= {name: changes.pop(name) for name in list(changes) if name in config}
-    return SimpleNamespace(
-        **{
-            "config": SimpleNamespace(**config),
-            "layers_to_capture": [],
-        }
-        | changes
-    )
+@pytest.fixture(autouse=True)
+def _on_and_outside_of_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
+    with releases.unpublished():
+        yield
 
 
 def test_the_unchanged_batch_is_eligible() -> None:
@@ -82,6 +65,11 @@ ONES = {
 }
 BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("no mode", {"forward_mode": None}, gate.NO_MODE),
+    (
+        "another package's mode",
+        {"forward_mode": SimpleNamespace(is_extend_without_speculative=lambda: False)},
+        "the batch is no plain extend",
+    ),
     *(
         (mode.name, {"forward_mode": mode}, f"forward mode {mode.name}")
         for mode in ForwardMode
@@ -140,15 +128,24 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("input embeds", {"input_embeds": torch.zeros(9, 4)}, "input embeddings"),
     ("replaced embeds", {"replace_embeds": torch.zeros(1, 4)}, "replaced embeddings"),
     ("encoder", {"encoder_lens": torch.zeros(3)}, "an encoder-decoder batch"),
-    ("DP attention", {"global_num_tokens_cpu": [9, 9]}, "data-parallel attention"),
+    ("DP attention", {"global_num_tokens_cpu": [9, 9]}, gate.DP_ATTENTION),
+    (
+        "a mode that DP attention replaced",
+        {"_original_forward_mode": ForwardMode.IDLE},
+        gate.DP_ATTENTION,
+    ),
     ("sequence parallel", {"attn_tp_sequence_sharded": True}, "sequence parallelism"),
     ("context parallel", {"attn_cp_metadata": object()}, "context parallelism"),
     ("decode context parallel", {"attn_dcp_metadata": object()}, "context parallelism"),
+    ("a rank's part of the keys", {"dcp_kv_mask": torch.ones(9)}, "context parallelism"),
     ("two-batch split", {"tbo_split_seq_index": 1}, "two-batch overlap"),
     ("two-batch child", {"tbo_parent_token_range": (0, 4)}, "two-batch overlap"),
     ("two-batch parent", {"tbo_children": [object(), object()]}, "two-batch overlap"),
     ("part of a window", {"kv_loc_cols": slice(0, 4)}, "two-batch overlap"),
     ("full graph", {"full_prefill_cuda_graph_capture": True}, gate.CAPTURING),
+    ("a replayed window", {"encoder_swa_replay": object()}, "sliding-window replay"),
+    ("n-grams of the history", {"engram_history": object()}, "n-gram embeddings"),
+    ("n-grams", {"ngram_embedding_info": object()}, "n-gram embeddings"),
 ]
 
 
@@ -189,18 +186,18 @@ def test_admitted_batches(changes: dict[str, Any]) -> None:
     assert gate.ineligible_reason(model(), eligible_batch(**changes)) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"num_kv_shared_layers": 0}, gate.NO_SHARED_LAYERS),
-        ({"num_kv_shared_layers": None}, gate.NO_SHARED_LAYERS),
-        ({"num_kv_shared_layers": 35}, gate.NO_SHARED_LAYERS),
-        ({"layers_to_capture": [15]}, gate.CAPTURE_IN_TAIL),
-        ({"layers_to_capture": [2, 35]}, gate.CAPTURE_IN_TAIL),
-        ({"layers_to_capture": [14]}, gate.CAPTURE_IN_TAIL),
-        ({"layers_to_capture": [2, 13]}, None),
-    ],
-)
+MODELS: list[tuple[dict[str, Any], str | None]] = [
+    ({"num_kv_shared_layers": 0}, gate.NO_SHARED_LAYERS),
+    ({"num_kv_shared_layers": None}, gate.NO_SHARED_LAYERS),
+    ({"num_kv_shared_layers": 35}, gate.NO_SHARED_LAYERS),
+    ({"layers_to_capture": [15]}, gate.CAPTURE_IN_TAIL),
+    ({"layers_to_capture": [2, 35]}, gate.CAPTURE_IN_TAIL),
+    ({"layers_to_capture": [14]}, gate.CAPTURE_IN_TAIL),
+    ({"layers_to_capture": [2, 13]}, None),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), MODELS)
 def test_models(changes: dict[str, Any], reason: str | None) -> None:
     assert gate.ineligible_reason(model(**changes), eligible_batch()) == reason
 
@@ -215,23 +212,23 @@ def stage(start: int, end: int) -> SimpleNamespace:
     return model(start_layer=start, end_layer=end, layers=layers)
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "reason"),
-    [
-        (0, 35, None),
-        (13, 35, None),
-        (8, 35, None),
-        (14, 35, gate.SPLIT_TAIL),
-        (15, 35, gate.SPLIT_TAIL),
-        (17, 35, gate.SPLIT_TAIL),
-        (0, 17, gate.SPLIT_TAIL),
-        (0, 34, gate.SPLIT_TAIL),
-        (17, 26, gate.SPLIT_TAIL),
-        (0, 13, gate.NO_SHARED_LAYERS_HERE),
-        (0, 15, gate.NO_SHARED_LAYERS_HERE),
-        (7, 13, gate.NO_SHARED_LAYERS_HERE),
-    ],
-)
+STAGES = [
+    (0, 35, None),
+    (13, 35, None),
+    (8, 35, None),
+    (14, 35, gate.SPLIT_TAIL),
+    (15, 35, gate.SPLIT_TAIL),
+    (17, 35, gate.SPLIT_TAIL),
+    (0, 17, gate.SPLIT_TAIL),
+    (0, 34, gate.SPLIT_TAIL),
+    (17, 26, gate.SPLIT_TAIL),
+    (0, 13, gate.NO_SHARED_LAYERS_HERE),
+    (0, 15, gate.NO_SHARED_LAYERS_HERE),
+    (7, 13, gate.NO_SHARED_LAYERS_HERE),
+]
+
+
+@pytest.mark.parametrize(("start", "end", "reason"), STAGES)
 def test_pipeline_stages(start: int, end: int, reason: str | None) -> None:
     assert gate.ineligible_reason(stage(start, end), eligible_batch()) == reason
 
@@ -260,52 +257,69 @@ def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) ->
     assert "SGLANG_GEMMA4_YOCO='maybe'" in reason
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"enable_deterministic_inference": True}, "deterministic inference"),
-        ({"enable_two_batch_overlap": True}, "two-batch overlap"),
-        ({"enable_lora": True}, gate.LORA),
-        ({"speculative_algorithm": "EAGLE3"}, gate.SPECULATIVE),
-        ({"tp_size": 2}, None),
-        ({"pp_size": 2}, None),
-        ({"dp_size": 2}, None),
-        ({"tp_size": 2, "attn_dp_size": 2}, gate.DP_ATTENTION),
-        ({"enable_dp_attention": True}, gate.DP_ATTENTION),
-        ({"enable_dp_lm_head": True}, gate.DP_ATTENTION),
-        ({"enable_dense_mlp_attn_tp": True}, gate.DP_ATTENTION),
-        ({"moe_dense_tp_size": 1}, gate.DP_ATTENTION),
-        ({"attn_cp_size": 2}, gate.CONTEXT_PARALLEL),
-        ({"dcp_size": 2}, gate.CONTEXT_PARALLEL),
-        ({"enable_prefill_cp": True}, gate.CONTEXT_PARALLEL),
-        ({"enable_kv_cache_sharding": True}, gate.CONTEXT_PARALLEL),
-        ({"enable_layernorm_sp": True}, gate.SEQUENCE_PARALLEL),
-        ({"enable_attn_tp_input_scattered": True}, gate.SEQUENCE_PARALLEL),
-        ({"disable_attn_tp_gather": True}, gate.SEQUENCE_PARALLEL),
-        ({"ep_size": 2}, gate.EXPERT_PARALLEL),
-        ({"moe_dp_size": 2}, gate.EXPERT_PARALLEL),
-        ({"dwdp_size": 2}, gate.EXPERT_PARALLEL),
-        ({"elastic_ep_backend": "mooncake"}, gate.EXPERT_PARALLEL),
-        ({"enable_single_batch_overlap": True}, "single-batch overlap"),
-        ({"nnodes": 2}, "ranks on several machines"),
-        (
-            {"enable_quant_communications": True},
-            "all-reduces that round prefill otherwise than decode",
-        ),
-        ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
-        ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
-        (
-            {"speculative_algorithm": "FROZEN_KV_MTP", "pp_size": 2},
-            "speculative decoding on several ranks",
-        ),
-        ({"speculative_algorithm": "FROZEN_KV_MTP"}, None),
-        ({}, None),
-    ],
-)
+HIDDEN_STATES_OF_DRAFTS = f"{gate.HIDDEN_STATES}, beside speculative decoding"
+SERVERS: list[tuple[dict[str, Any], str | None]] = [
+    ({"enable_deterministic_inference": True}, "deterministic inference"),
+    ({"enable_two_batch_overlap": True}, "two-batch overlap"),
+    ({"enable_lora": True}, gate.LORA),
+    ({"speculative_algorithm": "EAGLE"}, gate.SPECULATIVE),
+    ({"speculative_algorithm": "EAGLE3"}, gate.SPECULATIVE),
+    ({"speculative_algorithm": "DFLASH"}, gate.SPECULATIVE),
+    ({"speculative_algorithm": "NGRAM"}, gate.SPECULATIVE),
+    ({"tp_size": 2}, None),
+    ({"pp_size": 2}, None),
+    ({"dp_size": 2}, None),
+    ({"attn_dp_size": 2}, gate.DP_ATTENTION),
+    ({"enable_dp_attention": True}, gate.DP_ATTENTION),
+    ({"enable_dp_lm_head": True}, gate.DP_ATTENTION),
+    ({"enable_dense_mlp_attn_tp": True}, gate.DP_ATTENTION),
+    ({"moe_dense_tp_size": 1}, gate.DP_ATTENTION),
+    ({"attn_cp_size": 2}, gate.CONTEXT_PARALLEL),
+    ({"dcp_size": 2}, gate.CONTEXT_PARALLEL),
+    ({"enable_prefill_cp": True}, gate.CONTEXT_PARALLEL),
+    ({"enable_kv_cache_sharding": True}, gate.CONTEXT_PARALLEL),
+    ({"enable_layernorm_sp": True}, gate.SEQUENCE_PARALLEL),
+    ({"enable_attn_tp_input_scattered": True}, gate.SEQUENCE_PARALLEL),
+    ({"disable_attn_tp_gather": True}, gate.SEQUENCE_PARALLEL),
+    ({"ep_size": 2}, gate.EXPERT_PARALLEL),
+    ({"moe_dp_size": 2}, gate.EXPERT_PARALLEL),
+    ({"dwdp_size": 2}, gate.EXPERT_PARALLEL),
+    ({"elastic_ep_backend": "mooncake"}, gate.EXPERT_PARALLEL),
+    ({"enable_single_batch_overlap": True}, "single-batch overlap"),
+    ({"enable_pdmux": True}, "PD multiplexing"),
+    ({"forward_hooks": [{"name": "a"}]}, "forward hooks, which may read any row"),
+    ({"nnodes": 2}, "ranks on several machines"),
+    (
+        {"enable_quant_communications": True},
+        "all-reduces that round prefill otherwise than decode",
+    ),
+    ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
+    ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
+    (
+        {"speculative_algorithm": "FROZEN_KV_MTP", "pp_size": 2},
+        "speculative decoding on several ranks",
+    ),
+    (
+        {"speculative_algorithm": "FROZEN_KV_MTP", "tp_size": 2},
+        "speculative decoding on several ranks",
+    ),
+    *(
+        ({"speculative_algorithm": "FROZEN_KV_MTP", name: value}, HIDDEN_STATES_OF_DRAFTS)
+        for name, value in (
+            ("enable_return_hidden_states", True),
+            ("return_hidden_states_mode", "last"),
+            ("enable_return_aux_hidden_states", True),
+        )
+    ),
+    ({"speculative_algorithm": "FROZEN_KV_MTP"}, None),
+    ({"enable_return_hidden_states": True}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), SERVERS)
 def test_servers(arguments: dict[str, Any], reason: str | None) -> None:
-    unknown = releases.unknown_arguments(arguments)
-    if unknown:
-        pytest.skip(f"this SGLang has no argument {', '.join(unknown)}")
+    skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
     with releases.published(**arguments):
         assert gate.ineligible_reason(model(), eligible_batch()) == reason
 
@@ -324,36 +338,282 @@ def test_graph_capture(capturing: Any) -> None:
     assert gate.ineligible_reason(model(), eligible_batch()) is None
 
 
-class TritonAttnBackend:
-    """By name one of the proven ones."""
-
-
 class Derived(TritonAttnBackend):
-    pass
+    """Derived backends attend as their base does."""
 
 
-class SomeOtherBackend:
-    pass
+BACKENDS: list[tuple[type | None, str | None]] = [
+    (TritonAttnBackend, None),
+    (Derived, None),
+    (TorchNativeAttnBackend, None),
+    (TorchFlexAttnBackend, "the attention backend TorchFlexAttnBackend is not proven"),
+    (AttentionBackend, "the attention backend AttentionBackend is not proven"),
+    (None, None),  # outside of a forward
+]
 
 
-@pytest.mark.parametrize(
-    ("backend", "reason"),
-    [
-        (TritonAttnBackend(), None),
-        (Derived(), None),
-        (SomeOtherBackend(), "the attention backend SomeOtherBackend is not proven"),
-        (None, None),
-    ],
-    ids=["proven", "derived", "unknown", "outside of a forward"],
-)
-def test_attention_backends(backend: Any, reason: str | None) -> None:
-    context: AbstractContextManager[None] = (
-        nullcontext() if backend is None else forward_context(ForwardContext(attn_backend=backend))
-    )
+@pytest.mark.parametrize(("kind", "reason"), BACKENDS)
+def test_attention_backends(kind: type | None, reason: str | None) -> None:
+    context: AbstractContextManager[None] = nullcontext()
+    if kind is not None:  # the gate asks for its class alone
+        context = forward_context(ForwardContext(attn_backend=object.__new__(kind)))
     with context:
         assert gate.ineligible_reason(model(), eligible_batch()) == reason
 
 
-@pytest.fixture(autouse=True)
-def _on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
+def test_too_few_rows_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(threshold.VARIABLE, "7")
+    assert gate.ineligible_reason(model(), eligible_batch()) == gate.TOO_LITTLE
+    monkeypatch.setenv(threshold.VARIABLE, "6")
+    assert gate.ineligible_reason(model(), eligible_batch()) is None
+
+
+def test_failures_in_a_row() -> None:
+    fallback.reset()
+    try:
+        for _ in range(fallback.LIMIT):
+            assert gate.ineligible_reason(model(), eligible_batch()) is None
+            fallback.failed(RuntimeError("a failure"))
+        assert gate.ineligible_reason(model(), eligible_batch()) == fallback.GIVEN_UP
+    finally:
+        fallback.reset()
+    assert gate.ineligible_reason(model(), eligible_batch()) is None
+
+
+class PlansNothing(TorchNativeAttnBackend):
+    """As that of the tests' platform."""
+
+    def __init__(self) -> None:
+        self.forward_metadata = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        pass
+
+
+class TestUnplannedTails:
+    """What the gate admits, and the cut refuses, for want of attention metadata."""
+
+    def test_images_without_a_backend_of_the_tails_own(self) -> None:
+        image = eligible_batch(mm_inputs=[None, object(), None])
+        assert gate.ineligible_reason(model(), image) is None
+        assert cut.refusal(model(), image) == cut.IMAGES_ON_ONE_BACKEND
+        assert cut.refusal(model(), eligible_batch()) is None
+
+    def test_batches_that_were_not_planned(self) -> None:
+        main, other, tail = (PlansNothing() for _ in range(3))
+        planned = model()
+        TailAttention(planned, main, tail).attach()
+        batch = eligible_batch()
+        for current in (main, other):
+            with forward_context(ForwardContext(attn_backend=current)):
+                assert gate.ineligible_reason(planned, batch) is None
+                assert cut.refusal(planned, batch) == cut.NOT_PLANNED
+        main.init_forward_metadata(batch)
+        with forward_context(ForwardContext(attn_backend=main)):
+            assert cut.refusal(planned, batch) is None
+            assert cut.refusal(planned, eligible_batch()) == cut.NOT_PLANNED
+        with forward_context(ForwardContext(attn_backend=other)):
+            assert cut.refusal(planned, batch) == cut.NOT_PLANNED
+
+
+# ---------------------------------------------------------------- names that SGLang has renamed
+
+ARGUMENTS = (
+    *gate._OTHER_ARGUMENTS,
+    *gate._HIDDEN_STATE_ARGUMENTS,
+    *gate._REFUSING_ARGUMENTS,
+    *gate._REFUSING_SIZES,
+)
+JUDGED = [
+    *((ServerArgs, name) for name in ARGUMENTS),
+    *((ForwardBatch, name) for name in gate._REFUSING_FIELDS),
+]
+NAMES = [f"{owner.__name__}.{name}" for owner, name in JUDGED]
+
+
+def without(owner: type, name: str) -> type:
+    """A class with all names of ``owner`` that are judged, but one."""
+    names = [other for of, other in JUDGED if of is owner and other != name]
+    return dataclasses.make_dataclass(owner.__name__, [(other, object, None) for other in names])
+
+
+@pytest.mark.parametrize(("owner", "name"), JUDGED, ids=NAMES)
+def test_a_name_that_is_gone_refuses_from_its_first_release_on(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Unknown means no; but what a release never had, nobody can have asked it for."""
+    for of in (ServerArgs, ForwardBatch):
+        monkeypatch.setattr(seams, of.__name__, without(of, name if of is owner else ""))
+    full_name = f"{owner.__name__}.{name}"
+    first = seams._SINCE.get(full_name, Version("0.5.14"))
+    for release in (str(first), f"{first}.post1", str(seams.LAST_TESTED), "0.6.0"):
+        monkeypatch.setattr(seams, "version", lambda _, release=release: release)
+        lacks = f"SGLang {release} lacks {full_name}, which may go by another name now"
+        assert gate.ineligible_reason(model(), eligible_batch()) == lacks
+    if full_name in seams._SINCE:
+        before = f"{first.major}.{first.minor}.{first.micro - 1}"
+        monkeypatch.setattr(seams, "version", lambda _: before)
+        assert gate.ineligible_reason(model(), eligible_batch()) is None
+
+
+@pytest.mark.parametrize("table", ["_REFUSING_ARGUMENTS", "_REFUSING_SIZES", "_REFUSING_FIELDS"])
+def test_an_entry_that_no_release_has_refuses(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
+    monkeypatch.setitem(getattr(gate, table), "enable_surprises", "surprises")
+    reason = gate.ineligible_reason(model(), eligible_batch())
+    owner = "ForwardBatch" if table == "_REFUSING_FIELDS" else "ServerArgs"
+    assert reason is not None
+    assert f" lacks {owner}.enable_surprises, " in reason
+
+
+def test_names_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(seams, "unseen", lambda *_: asked.append("once"))
+    served = model()
+    for _ in range(3):
+        assert gate.ineligible_reason(served, eligible_batch()) is None
+    assert asked == ["once"]
+
+
+@pytest.mark.parametrize(("owner", "name"), JUDGED, ids=NAMES)
+def test_the_installed_release_has_the_names_that_it_should_have(owner: type, name: str) -> None:
+    """On the last tested release that is every one."""
+    installed = Version(version("sglang"))
+    since = seams._SINCE.get(f"{owner.__name__}.{name}", Version("0.5.14"))
+    names = {field.name for field in _fields_of(owner)}
+    assert (name in names) == (installed >= since)
+    assert since <= seams.LAST_TESTED
+
+
+def _fields_of(owner: type) -> Any:
+    if dataclasses.is_dataclass(owner):
+        return dataclasses.fields(owner)
+    from msgspec import structs  # what the arguments are made of from 0.5.20 on
+
+    return structs.fields(owner)
+
+
+def test_first_releases_are_told_of_judged_names_alone() -> None:
+    assert seams._SINCE.keys() - set(NAMES) == set()
+
+
+# ---------------------------------------------------------------- nothing is without a row
+
+
+def test_every_entry_of_the_gates_tables_has_a_row() -> None:
+    rows = [(list(changes.items()), reason) for _, changes, reason in BATCHES]
+    alone = {changes[0][0]: reason for changes, reason in rows if len(changes) == 1}
+    fields = {name: alone.get(name) for name in gate._REFUSING_FIELDS}
+    assert fields == gate._REFUSING_FIELDS
+    refused = {next(iter(row)): reason for row, reason in SERVERS if len(row) == 1}
+    tables = gate._REFUSING_ARGUMENTS | gate._REFUSING_SIZES
+    assert {name: refused.get(name) for name in tables} == tables
+    with_drafts = {
+        name for row, reason in SERVERS for name in row if reason == HIDDEN_STATES_OF_DRAFTS
+    }
+    assert with_drafts - {"speculative_algorithm"} == set(gate._HIDDEN_STATE_ARGUMENTS)
+    assert {
+        kind.__name__ for kind, reason in BACKENDS if kind and not reason
+    } >= gate.PROVEN_BACKENDS
+
+
+def _literals(function: Any, call: str, position: int) -> set[str]:
+    """The literal names that ``function`` hands to its calls of ``call``."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(function)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == call
+    ]
+    given = [node.args[position] for node in calls if len(node.args) > position]
+    return {str(name.value) for name in given if isinstance(name, ast.Constant)}
+
+
+def test_every_argument_that_is_asked_for_is_looked_for() -> None:
+    asked = _literals(gate.server_reason, "argument", 0) | _literals(gate._processes, "argument", 0)
+    assert asked == set(gate._OTHER_ARGUMENTS)
+
+
+def test_every_field_that_is_asked_for_must_exist() -> None:
+    asked = _literals(gate, "getattr", 1)
+    of_the_model = {"num_kv_shared_layers", "start_layer", "end_layer", "name"}
+    # A batch without it counts as read, so that none is taken for one that nobody reads.
+    safely_absent = {"contains_last_prefill_chunk"}
+    assert asked - of_the_model - safely_absent <= set(seams._REQUIRED_FIELDS)
+
+
+# Reasons that the tables above do not hold, and the test that shows each.
+SHOWN_BY = {
+    gate.OFF: "unit/test_gate.py::test_switch_is_read_per_forward",
+    gate.CAPTURING: "unit/test_gate.py::test_graph_capture",
+    gate.TOO_LITTLE: "unit/test_gate.py::test_too_few_rows_to_skip",
+    gate.IMAGE_LOGPROBS: "unit/test_gate.py::test_images_are_known_on_every_pipeline_stage",
+    gate.EMBEDDINGS: "forward/test_other_models.py::test_an_embedding_server_is_refused",
+    "SGLang 9 lacks a, which may go by another name now": (
+        "unit/test_gate.py::test_a_name_that_is_gone_refuses_from_its_first_release_on"
+    ),
+    fallback.GIVEN_UP: "unit/test_gate.py::test_failures_in_a_row",
+    cut.IMAGES_ON_ONE_BACKEND: "unit/test_gate.py::test_images_without_a_backend_of_the_tails_own",
+    cut.NOT_PLANNED: "unit/test_gate.py::test_batches_that_were_not_planned",
+    cut.STREAM_PENDING: "forward/test_donor.py::test_a_residual_that_is_owed_an_update",
+    cut.FOREIGN_RESIDUAL: (
+        "forward/test_forward.py::test_a_donor_that_adds_to_something_else_is_not_cut"
+    ),
+    ranks.NOT_ALIKE: "forward/test_ranks.py::test_ranks_with_different_findings_all_step_aside",
+    ranks.NOT_ALL: "forward/test_ranks.py::test_ranks_that_wait_in_vain_all_step_aside",
+}
+
+
+def _returned(module: ModuleType) -> Iterator[str]:
+    """A pattern for each reason that a function of ``module`` spells out."""
+    for function in ast.walk(ast.parse(inspect.getsource(module))):
+        if not isinstance(function, ast.FunctionDef) or function.returns is None:
+            continue
+        if ast.unparse(function.returns) == "str | None":
+            for node in ast.walk(function):
+                if isinstance(node, ast.Return) and node.value is not None:
+                    yield from _patterns(module, node.value)
+
+
+def _patterns(module: ModuleType, value: ast.expr) -> Iterator[str]:
+    if isinstance(value, ast.IfExp):
+        yield from _patterns(module, value.body)
+        yield from _patterns(module, value.orelse)
+    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
+        yield re.escape(value.value)
+    elif isinstance(value, ast.JoinedStr):
+        yield "".join(_part(module, part) for part in value.values)
+
+
+def _part(module: ModuleType, part: ast.expr) -> str:
+    if isinstance(part, ast.Constant):
+        return re.escape(str(part.value))
+    assert isinstance(part, ast.FormattedValue)
+    known = isinstance(part.value, ast.Name) and getattr(module, part.value.id, None)
+    return re.escape(known) if isinstance(known, str) else ".+"
+
+
+def _constants(module: ModuleType) -> list[str]:
+    """The reasons that are a public constant of ``module``."""
+    names = re.findall(r"^([A-Z][A-Z_]*) = ", inspect.getsource(module), re.MULTILINE)
+    return [value for name in names if isinstance(value := getattr(module, name), str)]
+
+
+def test_every_reason_has_a_row() -> None:
+    shown: set[str | None] = {reason for _, _, reason in BATCHES}
+    shown.update(SHOWN_BY)
+    for table in (SERVERS, MODELS, STAGES, BACKENDS):
+        shown |= {row[-1] for row in table}
+    modules = (gate, cut, ranks, fallback)
+    constants = {reason for module in modules for reason in _constants(module)}
+    assert len(constants) > 20
+    assert constants - shown == set()
+    patterns = {pattern for module in (gate, cut, seams) for pattern in _returned(module)}
+    assert len(patterns) > 5
+    reasons = [reason for reason in shown if reason is not None]
+    assert [p for p in patterns if not any(re.fullmatch(p, reason) for reason in reasons)] == []
+
+
+@pytest.mark.parametrize("named", SHOWN_BY.values(), ids=SHOWN_BY)
+def test_every_test_that_shows_a_reason_exists(named: str) -> None:
+    file, _, test = named.partition("::")
+    source = (Path(__file__).parents[1] / file).read_text()
+    assert re.search(rf"^ *def {test}\(", source, re.MULTILINE)

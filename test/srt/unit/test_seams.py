@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_gemma4_yoco import seams
 
 
-class TritonAttnBackend:
-    """By name Triton's backend; notes the window that it plans with."""
+class Planning(TritonAttnBackend):
+    """SGLang's Triton backend, but that it only notes the window that it plans with."""
 
     def __init__(self, window: int | None) -> None:
         self.sliding_window_size = window
@@ -25,7 +26,7 @@ class TritonAttnBackend:
             raise MemoryError
 
 
-class OtherBackend(TritonAttnBackend):
+class OtherBackend(Planning):
     """Derived from it, and planning as it does."""
 
 
@@ -45,23 +46,23 @@ def batch(mode: ForwardMode, *, fails: bool = False) -> SimpleNamespace:
 def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
     window: int | None, mode: ForwardMode, planned: int | None
 ) -> None:
-    backend = TritonAttnBackend(window)
+    backend = Planning(window)
     seams.plan(backend, batch(mode))
     assert backend.planned == [planned]
     assert backend.sliding_window_size == window
 
 
 def test_the_window_comes_back_after_an_exception() -> None:
-    backend = TritonAttnBackend(511)
+    backend = Planning(511)
     with pytest.raises(MemoryError):
         seams.plan(backend, batch(ForwardMode.DECODE, fails=True))
     assert backend.sliding_window_size == 511
 
 
 def test_an_untested_release_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seams.decodes_like_extend(TritonAttnBackend(511))
+    assert seams.decodes_like_extend(Planning(511))
     monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.0"))
-    assert not seams.decodes_like_extend(TritonAttnBackend(511))
+    assert not seams.decodes_like_extend(Planning(511))
     assert not seams.decodes_like_extend(OtherBackend(511))
-    assert seams.decodes_like_extend(TritonAttnBackend(None))
+    assert seams.decodes_like_extend(Planning(None))
     assert seams.decodes_like_extend(object())

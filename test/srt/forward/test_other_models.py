@@ -1,0 +1,49 @@
+"""Models and servers other than the one engine that most tests share: each builds its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batches import batch_of
+from forwards import ENGINE, assert_stock
+from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import cut, gate, report
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+
+def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
+    return Engine(write_checkpoint(path, shape), **(ENGINE | arguments))
+
+
+def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
+    shape = dataclasses.replace(E2B_TINY, kv_shared_layers=0, layers=5)
+    engine = engine_of(tmp_path, shape)
+    assert cut.tail_attention(engine.text_model) is None
+    assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
+    assert_stock(engine, gate.NO_SHARED_LAYERS)
+
+
+def test_an_embedding_server_is_refused(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        engine = Engine(tiny_checkpoint, **ENGINE, is_embedding=True)
+    assert not engine.runner.is_generation
+    assert [m for m in caplog.messages if "steps aside" in m] == [
+        f"Gemma 4 fast prefill steps aside for this server: {gate.EMBEDDINGS}"
+    ]
+    assert cut.tail_attention(engine.text_model) is None
+    assert_stock(engine, gate.EMBEDDINGS)
+
+
+def test_a_server_that_overlaps_two_batches_is_refused(tiny_checkpoint: Path) -> None:
+    """A whole engine that is started with a refused argument; ``test_refused`` has all others."""
+    engine = Engine(tiny_checkpoint, **ENGINE, enable_two_batch_overlap=True)
+    assert_stock(engine, gate.TWO_BATCH_OVERLAP, batch_of((30, 40), (0, 9)))
+    assert report.forwards[report.ACTIVE] == 0

@@ -1,0 +1,181 @@
+"""Single forwards on the engine, off and on: what was computed for how many rows, and what is left.
+
+``observe`` says what a forward did; here is what it must have done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+from sglang.srt.model_executor import forward_context
+
+import observe
+from batches import batch_of
+from layer_rows import FIRST_CUT, LAYERS
+from observe import (
+    Observed,
+    assert_as_expected,
+    assert_same_answers,
+    assert_same_cache,
+    assert_same_objects,
+    expected,
+    run,
+)
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import cut, report
+from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco.shadow import Shadows
+
+FIRST_SHARED = FIRST_CUT + 1
+# The server arguments of the engine that most tests share.
+ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
+TOLERANCE = 5e-5  # fp32: kernels sum in another order for another number of rows
+TWO_PROMPTS = batch_of((0, 40), (0, 3))
+
+
+def assert_fast(
+    engine: Engine,
+    prompts: Sequence[Prompt] = TWO_PROMPTS,
+    cut_at: DonorCut = DonorCut.KEYS_AND_VALUES,
+    **changed: Any,
+) -> tuple[Observed, Observed]:
+    """A forward of ``prompts`` is cut at ``cut_at`` and equals stock; returns stock and fast.
+
+    Args:
+        changed: fields of ``observe.Expected`` in which this forward differs from what the cut
+            says.
+    """
+    wanted = expected(engine, prompts, cut_at)
+    assert wanted is not None, "there is nothing to skip"
+    scheduled = engine.schedule(prompts)
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    observe.assert_stock(engine, prompts, stock)
+    assert_as_expected(fast, dataclasses.replace(wanted, **changed))
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    if not observe.is_unread(prompts):
+        assert_same_answers(stock, fast, TOLERANCE)
+    assert_untouched(engine)
+    return stock, fast
+
+
+def assert_stock(engine: Engine, reason: str, prompts: Sequence[Prompt] = TWO_PROMPTS) -> Observed:
+    """The switch makes no difference to anything that is computed, and the reason is counted."""
+    scheduled, before = engine.schedule(prompts), report.forwards[reason]
+    stock, refused = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    observe.assert_stock(engine, prompts, stock)
+    observe.assert_stock(engine, prompts, refused)
+    assert report.forwards[reason] == before + 1
+    assert_served_by_stock(stock, refused)
+    captured = stock.output.hidden_states
+    if captured is not None:
+        assert torch.equal(captured, refused.output.hidden_states)
+    return refused
+
+
+def assert_served_by_stock(stock: Observed, seen: Observed) -> None:
+    """Bit for bit what the stock forward gives, from a run of all rows that came last."""
+    assert seen.rows[-len(stock.rows) :] == stock.rows
+    assert_same_objects(seen)
+    assert_same_cache(stock, seen)
+    assert stock.hidden is not None
+    assert seen.hidden is not None
+    assert torch.equal(stock.hidden, seen.hidden)
+    assert_same_answers(stock, seen, 0.0)
+
+
+def assert_untouched(engine: Engine) -> None:
+    """Nothing of the fast path is left on the model or in the attention state."""
+    model = engine.text_model
+    owners = [model, model.norm, *model.layers, *(layer.self_attn for layer in model.layers)]
+    assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
+    norms = [getattr(layer, "pre_feedforward_layernorm", None) for layer in model.layers]
+    added = [norm.__dict__.get("forward") for norm in norms if norm is not None]
+    assert [f for f in added if f is not None and f.__module__ == cut.__name__] == []
+    assert not forward_context.has_forward_context()
+    attention = cut.tail_attention(model)
+    if attention is not None:
+        assert attention.tail.forward_metadata is None
+
+
+class InjectedError(Exception):
+    """A failure that a test brought about."""
+
+
+_PLACES: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "first layer": lambda model: model.layers[0].mlp,
+    "donor's attention": lambda model: model.layers[FIRST_CUT].self_attn.attn,
+    "donor's ffn": lambda model: model.layers[FIRST_CUT].mlp,
+    "first tail layer": lambda model: model.layers[FIRST_SHARED].mlp,
+    "middle tail layer": lambda model: model.layers[(FIRST_SHARED + LAYERS) // 2].self_attn,
+    "last tail layer": lambda model: model.layers[-1].mlp,
+    "final norm": lambda model: model.norm,
+}
+PLACES = tuple(_PLACES)
+
+
+@contextmanager
+def failing(
+    engine: Engine,
+    place: str,
+    *,
+    calls: Container[int] = (0,),
+    error: Callable[[str], BaseException] = InjectedError,
+) -> Iterator[list[int]]:
+    """Make the module at ``place`` raise, at these of its calls; yields their numbers so far."""
+    seen: list[int] = []
+
+    def hook(*_: Any) -> None:
+        seen.append(len(seen))
+        if seen[-1] in calls:
+            raise error(place)
+
+    handle = _PLACES[place](engine.text_model).register_forward_pre_hook(hook)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
+    """The norms before the FFNs add into their arguments, as their CUDA kernel does."""
+
+    def in_place(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> Any:
+            normed, written = stock(x, residual, *rest)
+            return x.copy_(normed), residual.copy_(written)
+
+        return forward
+
+    shadows = Shadows()
+    for layer in engine.text_model.layers:
+        shadows.add(layer.pre_feedforward_layernorm, "_forward_method", in_place)
+    try:
+        yield
+    finally:
+        shadows.close()
+
+
+def with_image(engine: Engine, scheduled: Any, first: int = 20, length: int = 30) -> Any:
+    """The scheduled batch with an image in its first request, as the vision tower returns it."""
+    image = MultimodalDataItem(
+        modality=Modality.IMAGE,
+        offsets=[(first, first + length - 1)],
+        precomputed_embeddings=torch.randn(
+            length, engine.text_model.config.hidden_size, generator=torch.manual_seed(0)
+        ),
+    )
+    image.set_pad_value()
+    scheduled.input_ids[first : first + length] = torch.tensor(releases.placeholders(image, length))
+    scheduled.multimodal_inputs = [
+        MultimodalInputs(mm_items=[image]),
+        *[None] * (len(scheduled.reqs) - 1),
+    ]
+    return scheduled

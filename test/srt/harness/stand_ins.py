@@ -1,0 +1,67 @@
+"""A batch and a model as the gate sees them: SGLang's ``ForwardBatch``, and a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_gemma4_yoco import seams
+
+
+def skip_on_older(what: str, absent: Iterable[str]) -> None:
+    """Skip the test where SGLang does not have these names yet; the last tested one has all."""
+    names = ", ".join(sorted(absent))
+    if names:
+        assert Version(version("sglang")) < seams.LAST_TESTED, f"{what} lacks {names}"
+        pytest.skip(f"{what} of this SGLang has no {names}")
+
+
+def eligible_batch(**changes: Any) -> ForwardBatch:
+    """Three prompts of 3, 4 and 2 new tokens, changed. May skip the test: ``skip_on_older``."""
+    skip_on_older("ForwardBatch", changes.keys() - ForwardBatch.__dataclass_fields__)
+    lens = changes.get("extend_seq_lens_cpu", [3, 4, 2])
+    fields: dict[str, Any] = {
+        "forward_mode": ForwardMode.EXTEND,
+        "batch_size": 3,
+        "input_ids": torch.arange(9),
+        "req_pool_indices": torch.arange(3),
+        "seq_lens": torch.tensor([3, 14, 2]),
+        "out_cache_loc": torch.arange(9),
+        "seq_lens_sum": 19,
+        "positions": torch.arange(9),
+        "extend_num_tokens": 9,
+        "extend_seq_lens": torch.tensor([3, 4, 2], dtype=torch.int32),
+        "extend_prefix_lens": torch.tensor([0, 10, 0], dtype=torch.int32),
+        "extend_start_loc": torch.tensor([0, 3, 7], dtype=torch.int32),
+        "extend_seq_lens_cpu": lens,
+        "extend_prefix_lens_cpu": [0, 10, 0],
+        "capture_hidden_mode": CaptureHiddenMode.NULL,
+        "spec_algorithm": SpeculativeAlgorithm.NONE,
+        "lora_ids": [None, None, None],
+    }
+    return ForwardBatch(**(fields | changes))
+
+
+def model(**changes: Any) -> SimpleNamespace:
+    """A stand-in for E2B's text model."""
+    config = {"num_hidden_layers": 35, "num_kv_shared_layers": 20}
+    config |= {name: changes.pop(name) for name in list(changes) if name in config}
+    return SimpleNamespace(
+        **{
+            "config": SimpleNamespace(**config),
+            "layers_to_capture": [],
+        }
+        | changes
+    )
