@@ -139,6 +139,11 @@ def test_drafts(drafting: tuple[Server, Server]) -> None:
     assert "Gemma4TextModel" in line
 
 
+def test_drafts_do_not_overlap_scheduling(drafting: tuple[Server, Server]) -> None:
+    """SGLang switches overlap off by itself for drafts on a CPU."""
+    assert [server.resolved("disable_overlap_schedule") for server in drafting] == [True] * 2
+
+
 def test_drafts_behind_a_cached_prompt(drafting: tuple[Server, Server]) -> None:
     """A second turn starts from the first one's K/V, that of accepted drafts included."""
 
