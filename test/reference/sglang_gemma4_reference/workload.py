@@ -345,6 +345,33 @@ def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
     return Counter(map(outcome, prefills))
 
 
+def read_rows(prefill: Prefill) -> int:
+    """How many rows of a forward somebody reads, by what the scheduler put into its batch.
+
+    Of a forward in which no prompt ends that is none, unless a running request decodes along (a
+    row of one), or hidden states or log-probabilities of the prompt are wanted.
+    """
+    lens = prefill.extend_lens
+    starts = lens if prefill.logprob_starts is None else prefill.logprob_starts
+    wanted = [max(n - start, 0) for n, start in zip(lens, starts, strict=True)]
+    goes_on = not prefill.ends_prompt and min(lens) > 1 and prefill.captures == "NULL"
+    if goes_on and not any(wanted):
+        return 0
+    return sum(max(n, 1) for n in wanted)
+
+
+def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
+    """How many rows the last layer must compute on the fast path, neither more nor less.
+
+    Args:
+        pays: whether a batch of so many rows, of which so many are read, is to be shortened.
+    """
+    total, read = sum(prefill.extend_lens), read_rows(prefill)
+    if prefill.multimodal and read > len(prefill.extend_lens):
+        return total  # log-probabilities of a prompt with an image
+    return read if pays(total, read) else total
+
+
 def held_tokens(client: Client, *, patience: float = 60.0) -> int:
     """Slots of the token pools that are neither free nor the prefix cache's, once all has ended.
 

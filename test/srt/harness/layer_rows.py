@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_reference.workload import due_rows
 from sglang_gemma4_yoco import threshold
 
 LAYERS = E2B_TINY.layers
@@ -35,32 +36,15 @@ def local(rows: list[int], prefill: Prefill) -> list[int]:
     return rows[prefill.first_layer :][: len(prefill.rows)]
 
 
-def read_rows(prefill: Prefill) -> int:
-    """How many rows of a forward somebody reads, by what the scheduler put into its batch.
-
-    Of a forward in which no prompt ends that is none, unless a running request decodes along (a
-    row of one), or hidden states or log-probabilities of the prompt are wanted.
-    """
-    lens = prefill.extend_lens
-    starts = lens if prefill.logprob_starts is None else prefill.logprob_starts
-    wanted = [max(n - start, 0) for n, start in zip(lens, starts, strict=True)]
-    goes_on = not prefill.ends_prompt and min(lens) > 1 and prefill.captures == "NULL"
-    if goes_on and not any(wanted):
-        return 0
-    return sum(max(n, 1) for n in wanted)
-
-
 def fast_rows(prefill: Prefill, minimum: int | None = 1) -> list[int]:
     """The rows that the fast path's layers must compute of this batch, neither more nor less.
 
     Args:
         minimum: the server's threshold; None where nobody set one.
     """
-    total, read = sum(prefill.extend_lens), read_rows(prefill)
-    stock = not threshold.pays(total, read, minimum)
-    if prefill.multimodal and read > len(prefill.extend_lens):
-        stock = True  # log-probabilities of a prompt with an image
-    return local(whole(total) if stock else cut(total, read), prefill)
+    total = sum(prefill.extend_lens)
+    kept = due_rows(prefill, lambda total, read: threshold.pays(total, read, minimum))
+    return local(cut(total, kept), prefill)
 
 
 def assert_all_fast(prefills: Iterable[Prefill], minimum: int | None = 1) -> None:
