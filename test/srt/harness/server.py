@@ -194,6 +194,10 @@ class Server:
         """The prefill forwards so far, without the first ``since``."""
         return self._trace.prefills()[since:]
 
+    def verifications(self) -> list[Prefill]:
+        """The forwards so far that verified drafts."""
+        return list(self._trace.verifications())
+
     def mark(self) -> int:
         """How many prefill forwards there were so far, for ``prefills(since=...)``."""
         return len(self._trace.prefills())
@@ -221,8 +225,9 @@ class Server:
 
         The same in all of its model processes.
         """
-        [value] = {state[argument] for state in self.get("/server_info")["internal_states"]}
-        return value
+        first, *others = (s[argument] for s in self.get("/server_info")["internal_states"])
+        assert all(other == first for other in others), (argument, first, others)
+        return first
 
     def load(self) -> dict[str, int]:
         """How many requests are ``running`` and ``waiting`` by the scheduler's own count."""
