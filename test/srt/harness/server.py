@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import psutil
 import requests
 
 from demo import choose_ports
+from environment import SetupError
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import threshold
@@ -114,8 +116,10 @@ class Server:
 
     def start(self) -> None:
         """Start it, on a port that is free now."""
+        if self._starts:  # what became of the start before may be asked for
+            self._log.rename(self._log.with_suffix(f".{self._starts}.log"))
         self._starts += 1
-        port, _ = choose_ports(None)
+        port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
         command += ["--model-path", str(self.checkpoint), *_ARGUMENTS, *self._arguments]
@@ -252,6 +256,16 @@ class Server:
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
         self.post("/flush_cache", {})
+
+
+def _free_port() -> int:
+    """A port that is free now, of those that no outgoing connection is given."""
+    for _ in range(1000):
+        try:
+            return choose_ports(random.randrange(20_000, 32_000))[0]
+        except SetupError:  # taken
+            continue
+    raise RuntimeError("no free port between 20,000 and 32,000")
 
 
 def _kill_tree(pid: int) -> None:
