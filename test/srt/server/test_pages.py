@@ -155,10 +155,9 @@ def test_prompt_beside_decoding(paged: Paged) -> None:
     assert_same_tokens(both, prompts, paged.both[1], close_calls=1)
 
 
+@pytest.mark.parametrize("paged", [64], indirect=True)  # the pair with the small pool
 def test_full_pool(paged: Paged) -> None:
     """Requests that lose their pages to others are computed again, and answer the same."""
-    if paged.size != 64:
-        pytest.skip("this pair's pool is large")
     prompts = [tokens(400 + n, seed=60 + n) for n in range(8)]
 
     def ask(server: Server) -> list[list[int]]:
