@@ -155,11 +155,11 @@ def outputs(server: Server, prompt: list[int], **sampling: Any) -> list[list[int
 def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[list[int]]:
     """Answers to two prompts, the long one asked while the other's answer is generated.
 
-    That one is of 400 tokens, so that it is not at its end too soon on a busy machine.
+    That one is of 200 tokens, so that it is not at its end too soon on a busy machine.
     """
     mark = server.mark()
     with ThreadPoolExecutor(1) as client:
-        decoding = client.submit(outputs, server, short, max_new_tokens=400)
+        decoding = client.submit(outputs, server, short, max_new_tokens=200)
         server.wait_for_prefills(1, since=mark)
         [answer] = outputs(server, long)
         [decoded] = decoding.result()
