@@ -1,9 +1,9 @@
 """Servers really started with arguments for which the package steps aside: stock, and saying why.
 
-Each is one server with the package, asked what the suite's stock server is asked as well. Further
-refused arguments need what a CPU does not have: LoRA pinned memory, PD multiplexing CUDA streams,
-disaggregation and elastic experts a transfer engine, two-batch overlap experts; those of several
-ranks are refused for each rank as here.
+Each is one server with the package, asked what the suite's stock server is asked as well. Others of
+the refused arguments start no server of a Gemma 4 on a CPU: LoRA takes pinned memory, two-batch
+overlap attention by data-parallel ranks or an exchange of experts, ``--enable-layernorm-sp`` and
+sharding of the KV cache other models and modes, captures of further hidden states a draft model.
 """
 
 from __future__ import annotations
@@ -40,12 +40,6 @@ REFUSED = [
     Refused("--enable-deterministic-inference", "deterministic inference"),
     Refused("--enable-single-batch-overlap", "single-batch overlap"),
     Refused("--forward-hooks", "forward hooks, which may read any row", (_HOOK,)),
-    Refused("--moe-dense-tp-size", gate.DP_ATTENTION, ("1",)),
-    Refused("--enable-attn-tp-input-scattered", gate.SEQUENCE_PARALLEL),
-    Refused(
-        "--enable-quant-communications",
-        "all-reduces that round prefill otherwise than decode",
-    ),
 ]
 
 
