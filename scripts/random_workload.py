@@ -10,7 +10,9 @@ A run passes if
 
 * every request is answered, and every answer is that of the stock server;
 * the fast path was active, by the rows that the layers computed, on the one server, and not on
-  the other; and as many forwards were served by stock as failures were injected;
+  the other; of each forward the last layer computed just the rows that are read, or all where
+  skipping the others does not pay by the package's own rule (an operator's own threshold is taken
+  away); and as many forwards were served by stock as failures were injected;
 * nothing leaks: once all is answered no token and no request holds a slot, SGLang's own checks of
   its pools, after every step and when idle, have said nothing, and the memory of all of the
   server's processes has stayed the same from half of the time on;
@@ -132,9 +134,12 @@ def run_pass(
         STOCK,
         Client,
         ask_all,
+        due_rows,
         held_tokens,
+        outcome,
         outcomes,
     )
+    from sglang_gemma4_yoco import threshold
 
     result, client, memory = (
         Pass(name),
@@ -166,7 +171,8 @@ def run_pass(
         result.problems.append(f"the server is dead, or not idle after all answers: {failure!r}")
     if result.used_tokens:
         result.problems.append(f"{result.used_tokens} slots are held by no request")
-    forwards = outcomes(row_trace.read(trace)[mark:])
+    prefills = row_trace.read(trace)[mark:]
+    forwards = outcomes(prefills)
     result.forwards = dict(forwards.most_common())
     result.reasons = [line.split(ASIDE)[1] for line in server.log_lines if ASIDE in line]
     result.injected = len(tail_failures.told(failures)) - injected
@@ -174,6 +180,10 @@ def run_pass(
     result.eligible_share = shortened / max(forwards.total() - forwards[NOTHING_TO_SKIP], 1)
     if server.fast and not forwards[ACTIVE]:
         result.problems.append("the fast path was not active")
+    for prefill in prefills if server.fast else ():
+        due = due_rows(prefill, threshold.pays)
+        if outcome(prefill) != SERVED_BY_STOCK and prefill.rows[-1] != due:
+            result.problems.append(f"a forward with {due} rows to compute: {prefill}")
     if not server.fast and forwards.keys() - {STOCK, NOTHING_TO_SKIP}:
         result.problems.append("the stock server skipped rows")
     if forwards[SERVED_BY_STOCK] != result.injected:
@@ -198,8 +208,10 @@ def failures_of(server: Server) -> Path:
 def environment_of(server: Server) -> dict[str, str]:
     """The environment of one server."""
     from sglang_gemma4_reference import row_trace, tail_failures
+    from sglang_gemma4_yoco import threshold
 
-    return dict(os.environ) | {
+    inherited = {k: v for k, v in os.environ.items() if k != threshold.VARIABLE}
+    return inherited | {
         "SGLANG_PLATFORM": "gemma4_cpu",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # its requests would be in the trace
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

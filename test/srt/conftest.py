@@ -15,10 +15,11 @@ os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
 # Tensors this small gain nothing from threads that wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Equality must hold wherever a row can be skipped, whether that pays or not (test_threshold).
-os.environ.setdefault("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS", "1")
+# Equality must hold wherever a row can be skipped, whether that pays or not. What users have who
+# set nothing is shown by test_threshold and server/test_defaults. Set whatever the developer has.
+os.environ["SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"] = "1"
 
-from server import Server, pair
+from server import DEFAULT_THRESHOLD, Server, pair, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 
 if TYPE_CHECKING:
@@ -63,6 +64,16 @@ def servers(
     """Two servers of one checkpoint: the fast path on (by default), and switched off."""
     with pair(tiny_checkpoint, tmp_path_factory.mktemp("servers")) as both:
         yield both
+
+
+@pytest.fixture(scope="session")
+def default_server(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with the package, and none of the package's variables: as users have it."""
+    directory = tmp_path_factory.mktemp("defaults")
+    with running(tiny_checkpoint, directory, switch=None, env=DEFAULT_THRESHOLD) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

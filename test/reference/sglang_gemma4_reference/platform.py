@@ -11,7 +11,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_gemma4_reference import releases
+from sglang_gemma4_reference import invariance, releases
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -84,6 +84,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
         logits_processor.fused_softcap = softcap_inplace_logits
+        invariance.keep_pytorch()
         if not triton_is_interpreted():
             # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
             ATTENTION_BACKENDS["triton"] = create_attention_backend

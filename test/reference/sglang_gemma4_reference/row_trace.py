@@ -1,14 +1,16 @@
 """An observer of prefill: how many rows each decoder layer of a Gemma 4 really computes.
 
 With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward of a
-``Gemma4TextModel`` appends one line to FILE::
+``Gemma4TextModel``, and every one that verifies drafts, appends one line to FILE::
 
     {"mode": "EXTEND", "extend_lens": [50], "prefix_lens": [0], "rows": [50, 50, 1, 1],
-     "first_layer": 0, "process": 4711}
+     "first_layer": 0, "process": 4711, "ends_prompt": true, "logprob_starts": null,
+     "captures": "NULL", "multimodal": false}
 
 It takes nobody's word: ``rows`` are the leading dimensions of the tensors that the layers' MLPs
-were called with, 0 for a layer that was not called. Mode and lengths are the batch's own, read
-before any layer runs. PyTorch's module hooks do it, so nothing of SGLang is replaced.
+were called with, 0 for a layer that was not called. All else is what SGLang's scheduler put into
+the batch, read before any layer runs. PyTorch's module hooks do it, so nothing of SGLang is
+replaced.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 VARIABLE = "GEMMA4_ROW_TRACE"
+VERIFY = "TARGET_VERIFY"
 
 
 @dataclass
 class Prefill:
-    """One prefill forward.
+    """One prefill forward, or one that verifies drafts; of the latter ``extend_lens`` is one sum.
 
     Attributes:
         mode: name of the batch's forward mode when the model was called.
@@ -37,6 +40,12 @@ class Prefill:
         rows: rows that the MLP of each of the process's layers computed.
         first_layer: the layer that ``rows`` begin with.
         process: id of the process that ran it.
+        ends_prompt: whether some request's prompt ends here; running requests that decode along
+            are not counted. Always true where SGLang does not tell (up to 0.5.22).
+        logprob_starts: of every request the first new token whose log-probability is wanted;
+            None where no request of the batch wants any.
+        captures: name of the mode in which hidden states are captured.
+        multimodal: whether some request brings an image or sound.
     """
 
     mode: str
@@ -45,6 +54,10 @@ class Prefill:
     rows: list[int]
     first_layer: int = 0
     process: int = 0
+    ends_prompt: bool = True
+    logprob_starts: list[int] | None = None
+    captures: str = "NULL"
+    multimodal: bool = False
 
 
 def _integers(lens: Iterable[Any] | None) -> list[int]:
@@ -52,7 +65,7 @@ def _integers(lens: Iterable[Any] | None) -> list[int]:
 
 
 def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle]:
-    """Call ``tell`` after each prefill forward of ``model``, a ``Gemma4TextModel``.
+    """Call ``tell`` after each forward of ``model``, a ``Gemma4TextModel``, but for decode steps.
 
     Returns:
         Handles whose ``remove()`` ends the observation.
@@ -65,8 +78,16 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
         # Whoever wraps the forward may hide its signature.
         batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
         current = None
-        # Neither decode steps nor drafts that are verified.
-        if batch.forward_mode.is_extend_without_speculative():
+        if batch.forward_mode.is_target_verify():  # says nothing of lengths on the host
+            current = Prefill(
+                mode=VERIFY,
+                extend_lens=[len(batch.input_ids)],
+                prefix_lens=[],
+                rows=[0] * len(layers),
+                first_layer=model.start_layer,
+                process=os.getpid(),
+            )
+        elif batch.forward_mode.is_extend_without_speculative():  # no decode step
             current = Prefill(
                 mode=batch.forward_mode.name,
                 extend_lens=_integers(batch.extend_seq_lens_cpu),
@@ -74,6 +95,12 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
                 rows=[0] * len(layers),
                 first_layer=model.start_layer,
                 process=os.getpid(),
+                ends_prompt=bool(getattr(batch, "contains_last_prefill_chunk", True)),
+                logprob_starts=(
+                    _integers(batch.extend_logprob_start_lens_cpu) if batch.return_logprob else None
+                ),
+                captures=getattr(batch.capture_hidden_mode, "name", "NULL"),
+                multimodal=any(item is not None for item in batch.mm_inputs or ()),
             )
 
     def counter(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -109,12 +136,40 @@ def append_to(path: str | Path) -> Callable[[Prefill], None]:
     return append
 
 
+class Trace:
+    """What ``append_to(path)`` records, read on as it grows."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._prefills: list[Prefill] = []
+        self._verifications: list[Prefill] = []
+        self._read = 0  # bytes
+
+    def prefills(self) -> list[Prefill]:
+        """All prefills so far, oldest first; none if nothing was ever recorded."""
+        self._read_on()
+        return self._prefills
+
+    def verifications(self) -> list[Prefill]:
+        """All forwards so far that verified drafts, oldest first."""
+        self._read_on()
+        return self._verifications
+
+    def _read_on(self) -> None:
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                new = file.read()
+            complete = new[: new.rfind(b"\n") + 1]  # a line may be on its way
+            self._read += len(complete)
+            for line in complete.splitlines():
+                seen = Prefill(**json.loads(line))
+                (self._verifications if seen.mode == VERIFY else self._prefills).append(seen)
+
+
 def read(path: str | Path) -> list[Prefill]:
-    """What ``append_to(path)`` has recorded so far; nothing if it was never called."""
-    path = Path(path)
-    if not path.exists():
-        return []
-    return [Prefill(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    """The prefills that ``append_to(path)`` has recorded so far; none if it was never called."""
+    return Trace(path).prefills()
 
 
 def load() -> None:

@@ -1,16 +1,22 @@
-"""Failures on demand, inside the KV-shared tail of a Gemma 4 and nowhere else.
+"""Failures on demand, inside the KV-shared tail of a Gemma 4 and nowhere else; and slow prefills.
 
 With ``GEMMA4_TAIL_FAILURES=FILE`` in a server's environment and a number N in FILE, every Nth
 prefill forward that computes only some of its rows in the tail raises ``InjectedError`` before the
 MLP of one of the tail's layers, each time of another one. FILE is read at every prefill, so the
 failures can be turned on and off while the server runs; without FILE, or with 0 in it, there are
 none. Each failure is first written down, as one line of JSON, in ``FILE.jsonl``.
+
+With a number of seconds in ``FILE.pause`` every prefill forward first waits that long, or until
+that file is gone: so a test can do something in the middle of a prompt, however fast the machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,39 @@ def told(file: Path) -> list[dict[str, int]]:
     """The failures so far, by the number of the forward and the layer that raised."""
     record = file.with_name(f"{file.name}.jsonl")
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def _pause_file(file: Path) -> Path:
+    return file.with_name(f"{file.name}.pause")
+
+
+@contextmanager
+def slow_prefills(file: Path, seconds: float) -> Iterator[None]:
+    """Have every prefill forward wait so long first, for the span; those that wait go on then."""
+    pause = _pause_file(file)
+    pause.write_text(str(seconds))
+    try:
+        yield
+    finally:
+        pause.unlink()
+
+
+def slow_down(model: Any, file: Path) -> None:
+    """Make prefill forwards of ``model``, a ``Gemma4TextModel``, wait as FILE.pause says."""
+    pause = _pause_file(file)
+
+    def wait(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
+        if not batch.forward_mode.is_extend_without_speculative():
+            return
+        try:
+            ends = time.monotonic() + float(pause.read_text() or 0)
+        except FileNotFoundError:
+            return
+        while pause.exists() and time.monotonic() < ends:
+            time.sleep(0.01)
+
+    model.register_forward_pre_hook(wait, with_kwargs=True)
 
 
 def _interval(file: Path) -> int:
@@ -86,6 +125,7 @@ def load() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def built(_: None, model: Any, *__: object, **___: object) -> None:
+        slow_down(model, Path(file))
         whole = model.end_layer - model.start_layer == model.config.num_hidden_layers
         if model.config.num_kv_shared_layers and whole:  # no pipeline stage
             inject(model, Path(file))

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import requests
 from PIL import Image
@@ -32,9 +32,10 @@ from PIL import Image
 from sglang_gemma4_reference.row_trace import Prefill
 
 LOGPROB_TOLERANCE = 1e-4
-CLOSE_CALL = 1e-3
+CLOSE_CALL = 2 * LOGPROB_TOLERANCE
 """Greedy answers may part where the two likeliest tokens' log-probabilities are this close: which
-requests share a forward differs from run to run, and with it the last bits of every sum."""
+requests share a forward differs from run to run, and with it the last bits of every sum. Where each
+of the two may be off by the tolerance, their order is known from twice the tolerance on."""
 
 FIRST_TEXT_TOKEN = 20  # the tokens before it are special ones
 _TIMEOUT = 300.0
@@ -50,6 +51,7 @@ _SAMPLINGS = (
 )
 
 Tokens = tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -343,6 +345,33 @@ def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
     return Counter(map(outcome, prefills))
 
 
+def read_rows(prefill: Prefill) -> int:
+    """How many rows of a forward somebody reads, by what the scheduler put into its batch.
+
+    Of a forward in which no prompt ends that is none, unless a running request decodes along (a
+    row of one), or hidden states or log-probabilities of the prompt are wanted.
+    """
+    lens = prefill.extend_lens
+    starts = lens if prefill.logprob_starts is None else prefill.logprob_starts
+    wanted = [max(n - start, 0) for n, start in zip(lens, starts, strict=True)]
+    goes_on = not prefill.ends_prompt and min(lens) > 1 and prefill.captures == "NULL"
+    if goes_on and not any(wanted):
+        return 0
+    return sum(max(n, 1) for n in wanted)
+
+
+def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
+    """How many rows the last layer must compute on the fast path, neither more nor less.
+
+    Args:
+        pays: whether a batch of so many rows, of which so many are read, is to be shortened.
+    """
+    total, read = sum(prefill.extend_lens), read_rows(prefill)
+    if prefill.multimodal and read > len(prefill.extend_lens):
+        return total  # log-probabilities of a prompt with an image
+    return read if pays(total, read) else total
+
+
 def held_tokens(client: Client, *, patience: float = 60.0) -> int:
     """Slots of the token pools that are neither free nor the prefix cache's, once all has ended.
 
@@ -408,6 +437,18 @@ def compare(
     return result
 
 
+def tokens_before_parting(one: Sequence[T], other: Sequence[T]) -> int:
+    """How many tokens two answers have in common from their beginning on."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def is_close_call(likeliest: tuple[float, float]) -> bool:
+    """Whether the likeliest token could be another one on the next run; not if either is NaN."""
+    best, second = likeliest
+    return best - second <= CLOSE_CALL
+
+
 class _DifferentError(Exception):
     pass
 
@@ -424,7 +465,9 @@ def _compare(
             raise _DifferentError(f"no answer from the {server} server: {answer.error}")
     result.answered += not tested.aborted
     result.aborted += tested.aborted
-    if stock.input_logprobs and tested.input_logprobs:
+    # An answer that was cut short may have been so before it brought them.
+    begun = not request.interrupted or (stock.outputs and tested.outputs)
+    if begun:
         _compare_logprobs(stock.input_logprobs, tested.input_logprobs, "input", result)
     if not request.interrupted and len(stock.outputs) != len(tested.outputs):
         raise _DifferentError(f"{len(stock.outputs)} and {len(tested.outputs)} outputs")
@@ -442,17 +485,16 @@ def _compare_greedy(
     likeliest: Callable[[Sequence[int]], tuple[float, float]],
     result: Comparison,
 ) -> None:
-    pairs = zip(stock.tokens, tested.tokens, strict=False)
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    same = tokens_before_parting(stock.tokens, tested.tokens)
     parted = same < min(len(stock.tokens), len(tested.tokens))
     if parted:
         if stock.likeliest:
-            best, second = stock.likeliest[same]
+            both = stock.likeliest[same]
         else:
-            best, second = likeliest([*request.body["input_ids"], *stock.tokens[:same]])
-        if best - second > CLOSE_CALL:
+            both = likeliest([*request.body["input_ids"], *stock.tokens[:same]])
+        if not is_close_call(both):
             raise _DifferentError(
-                f"token {same} of {stock.tokens} and {tested.tokens}, {best - second:.2g} apart"
+                f"token {same} of {stock.tokens} and {tested.tokens}, {both[0] - both[1]:.2g} apart"
             )
         result.close_calls += 1
     elif not request.interrupted and (len(stock.tokens), stock.finish) != (
@@ -470,6 +512,14 @@ def _compare_sampled(request: Request, stock: Output, tested: Output, result: Co
         raise _DifferentError(f"{len(tested.tokens)} of {wanted} sampled tokens")
     if not all(map(math.isfinite, tested.logprobs)):
         raise _DifferentError(f"sampled tokens with log-probabilities {tested.logprobs}")
+    if request.body.get("return_logprob") and len(tested.logprobs) != len(tested.tokens):
+        raise _DifferentError(
+            f"{len(tested.logprobs)} log-probabilities of {len(tested.tokens)} sampled tokens"
+        )
+    if not request.interrupted and len(stock.likeliest[:1]) != len(tested.likeliest[:1]):
+        raise _DifferentError(
+            f"{len(stock.likeliest)} and {len(tested.likeliest)} pairs of likeliest tokens"
+        )
     for one, other in zip(stock.likeliest[:1], tested.likeliest[:1], strict=False):
         _compare_logprobs(one, other, "likeliest", result)
 

@@ -10,24 +10,22 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed import HashStore
 from torch.multiprocessing.spawn import spawn
 
 from demo import choose_ports
+from layer_rows import FIRST_CUT, cut, whole
 from observe import assert_same_answers, assert_same_cache, assert_same_objects, run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import ranks
 
 RANKS = 2
-FIRST_CUT = E2B_TINY.layers - E2B_TINY.kv_shared_layers - 1
 TOLERANCE = 5e-5
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
 
@@ -71,9 +69,8 @@ def assert_every_batch_is_cut(engine: Engine) -> None:
         scheduled = engine.schedule(prompts)
         total = sum(len(prompt.new) for prompt in prompts)
         stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-        assert stock.rows == [total] * E2B_TINY.layers
-        expected = [total] * FIRST_CUT + [kept] * (E2B_TINY.layers - FIRST_CUT)
-        assert fast.rows == [rows for rows in expected if rows], name
+        assert stock.rows == whole(total)
+        assert fast.rows == [rows for rows in cut(total, kept) if rows], name
         assert_same_objects(fast)
         assert_same_cache(stock, fast)
         if kept:
@@ -84,7 +81,7 @@ def assert_stock(engine: Engine, reason: str | None) -> None:
     prompts, _ = BATCHES["one prompt"]
     scheduled = engine.schedule(prompts)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert fast.rows == stock.rows == [70] * E2B_TINY.layers
+    assert fast.rows == stock.rows == whole(70)
     assert_same_answers(stock, fast, 0.0)
     assert engine.text_model.__dict__.get("_yoco_server_reason") == reason
 
@@ -132,40 +129,3 @@ def test_tensor_parallel_ranks_cut_alike_or_not_at_all(
 
 def test_a_rank_without_the_package_is_waited_for_once(tiny_checkpoint: Path) -> None:
     on_all_ranks(with_the_package_on_one_rank, tiny_checkpoint)
-
-
-def verdicts(findings: dict[int, str], missing: int | None = None) -> list[str | None]:
-    """What each rank of ``findings`` is told; ``missing`` is a rank that says nothing."""
-    store, everybody = HashStore(), sorted({*findings, *([] if missing is None else [missing])})
-    with ThreadPoolExecutor() as pool:
-        return list(
-            pool.map(
-                lambda rank: ranks.compare(
-                    store, "k", everybody, rank, findings[rank], timedelta(seconds=0.2 * rank + 0.2)
-                ),
-                sorted(findings),
-            )
-        )
-
-
-def test_ranks_with_the_same_findings_go_on() -> None:
-    assert verdicts({0: "a", 1: "a", 2: "a"}) == [None] * 3
-
-
-def test_ranks_with_different_findings_all_step_aside() -> None:
-    assert verdicts({0: "a", 1: "b", 2: "a"}) == [ranks.NOT_ALIKE] * 3
-
-
-def test_ranks_that_wait_in_vain_all_step_aside() -> None:
-    assert verdicts({0: "a", 1: "a"}, missing=2) == [ranks.NOT_ALL] * 2
-
-
-def test_a_rank_that_comes_late_gets_the_verdict_of_those_before() -> None:
-    store = HashStore()
-    ask = timedelta(seconds=0.1)
-    assert ranks.compare(store, "k", [0, 1], 0, "a", ask) == ranks.NOT_ALL
-    assert ranks.compare(store, "k", [0, 1], 1, "a", ask) == ranks.NOT_ALL
-
-
-def test_a_rank_alone_asks_nobody() -> None:
-    assert ranks.disagreement("anything") is None

@@ -11,9 +11,12 @@ from collections.abc import Iterable
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_reference.workload import due_rows
+from sglang_gemma4_yoco import threshold
 
 LAYERS = E2B_TINY.layers
-FIRST_CUT = E2B_TINY.layers - E2B_TINY.kv_shared_layers - 1
+FIRST_SHARED = E2B_TINY.layers - E2B_TINY.kv_shared_layers
+FIRST_CUT = FIRST_SHARED - 1
 # Rows kept of a chunk that does not finish its prompt, where SGLang tells the forward so and not.
 UNREAD = 0 if releases.tells_unread_chunks() else 1
 
@@ -33,18 +36,27 @@ def local(rows: list[int], prefill: Prefill) -> list[int]:
     return rows[prefill.first_layer :][: len(prefill.rows)]
 
 
-def assert_all_fast(prefills: Iterable[Prefill]) -> None:
-    """Every forward kept one row per request, or none if no request's prompt ended in it.
+def fast_rows(prefill: Prefill, minimum: int | None = 1) -> list[int]:
+    """The rows that the fast path's layers must compute of this batch, neither more nor less.
+
+    Args:
+        minimum: the server's threshold; None where nobody set one.
+    """
+    total = sum(prefill.extend_lens)
+    kept = due_rows(prefill, lambda total, read: threshold.pays(total, read, minimum))
+    return local(cut(total, kept), prefill)
+
+
+def assert_all_fast(prefills: Iterable[Prefill], minimum: int | None = 1) -> None:
+    """Every forward computed just the rows that the fast path must.
 
     A forward whose requests have one new token each has nothing to skip, and may be whole. There
     must be a forward that kept at least one row but not all.
     """
     ended = 0
     for prefill in prefills:
-        total, requests = sum(prefill.extend_lens), len(prefill.extend_lens)
-        expected = [local(cut(total, kept), prefill) for kept in (requests, 0)]
-        assert prefill.rows in expected, prefill
-        ended += 0 < prefill.rows[-1] < total
+        assert prefill.rows == fast_rows(prefill, minimum), prefill
+        ended += 0 < prefill.rows[-1] < sum(prefill.extend_lens)
     assert ended, "no prompt ended on the fast path"
 
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import requests
 
 from demo import choose_ports
+from environment import SetupError
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_yoco import threshold
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward
+#: For a server's environment: the threshold is the rule that users have who set nothing.
+DEFAULT_THRESHOLD: Mapping[str, str | None] = {threshold.VARIABLE: None}
 
 _ARGUMENTS = (
     *("--device", "cpu"),
@@ -30,37 +35,149 @@ _ARGUMENTS = (
     "--enable-mixed-chunk",  # decode steps and prefill in one forward
     "--sleep-on-idle",  # an idle scheduler would otherwise keep a core busy
 )
-_START_TIMEOUT = 600.0
+_START_TIMEOUT = 540.0  # below the limit of a test, so that the log is seen
 _REQUEST_TIMEOUT = 300.0
+_STARTS = 3  # a port that was free may be taken when the server comes to it
+_PORT_TAKEN = ("address already in use", "port is already in use", " is not available in ")
 _TAIL = 40  # log lines worth showing
+
+T = TypeVar("T")
+
+
+def wait_until(
+    condition: Callable[[], T],
+    what: str,
+    seconds: float,
+    explain: Callable[[], str] = lambda: "",
+) -> T:
+    """The first true value of ``condition()``.
+
+    Args:
+        condition: asked about every 20 ms; what it raises ends the waiting.
+        what: what is waited for, for the error.
+        seconds: how long.
+        explain: what to show beside it.
+
+    Raises:
+        TimeoutError: it has not come true in time.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:.0f} s\n{explain()}")
+        time.sleep(0.02)
+
+
+class ServerDiedError(Exception):
+    """The server's first process has ended; the message has the end of its log."""
 
 
 class Server:
-    """One running server: its HTTP API, its log, and what its layers computed.
+    """One server: its HTTP API, its log, and what its layers computed.
 
     Attributes:
         checkpoint: what it serves.
         failures: the file that says how often its tail is to fail (``tail_failures``).
+        process: its first process, of the latest start.
+        url: where it serves.
     """
+
+    process: subprocess.Popen[bytes]
+    url: str
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
         checkpoint: Path,
-        port: int,
-        log: Path,
-        trace: Path,
-        failures: Path,
+        directory: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
     ) -> None:
-        self.process = process
         self.checkpoint = checkpoint
-        self.failures = failures
-        self.url = f"http://127.0.0.1:{port}"
-        self._log = log
-        self._trace = trace
+        directory.mkdir(parents=True, exist_ok=True)
+        self.failures = directory / "failures"
+        self._directory = directory
+        self._log = directory / "server.log"
+        self._trace = row_trace.Trace(directory / "rows.jsonl")
+        self._arguments = arguments
+        self._environment = {
+            **environment,
+            row_trace.VARIABLE: str(self._trace.path),
+            tail_failures.VARIABLE: str(self.failures),
+        }
+        self._starts = 0
         self._http = requests.Session()
         self._http.trust_env = False  # no proxy stands between a machine and itself
         self._start_up = 0  # length of the log when the server was ready
+
+    # -- its life ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start it, on a port that is free now."""
+        if self._starts:  # what became of the start before may be asked for
+            self._log.rename(self._log.with_suffix(f".{self._starts}.log"))
+        self._starts += 1
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
+        command += ["--model-path", str(self.checkpoint), *_ARGUMENTS, *self._arguments]
+        with self._log.open("wb") as output:
+            # A session of its own: Ctrl-C reaches pytest alone, which then kills the server.
+            self.process = subprocess.Popen(
+                command,
+                cwd=self._directory,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """Kill it with all its children."""
+        _kill_tree(self.process.pid)
+        self.process.wait(timeout=60)
+
+    def wait_until_ready(self, seconds: float = _START_TIMEOUT) -> None:
+        """Return when /health answers 200.
+
+        Raises:
+            ServerDiedError: it has ended, and not for a port that somebody else had taken.
+            TimeoutError: it takes too long.
+        """
+        self.wait_until(self._is_healthy, "a healthy server", seconds)
+        self._start_up = len(self.log())
+
+    def _is_healthy(self) -> bool:
+        try:
+            return self._http.get(f"{self.url}/health", timeout=30).ok
+        except (requests.ConnectionError, requests.Timeout):  # not listening, or busy starting
+            return False
+
+    def wait_until(
+        self, condition: Callable[[], T], what: str, seconds: float = _REQUEST_TIMEOUT
+    ) -> T:
+        """``wait_until``, as long as the server lives; the log's end explains what goes wrong."""
+
+        def alive() -> T:
+            self._see_it_alive()
+            return condition()
+
+        return wait_until(alive, what, seconds, self._log_tail)
+
+    def _see_it_alive(self) -> None:
+        if self.process.poll() is None:
+            return
+        log = self.log().lower()
+        if self._starts < _STARTS and any(words in log for words in _PORT_TAKEN):
+            self.stop()
+            self.start()
+            return
+        raise ServerDiedError(f"it exited with {self.process.returncode}:\n{self._log_tail()}")
+
+    # -- what it has said and done -----------------------------------------------------------
 
     def log(self) -> str:
         """Everything that all processes of the server have printed so far."""
@@ -74,19 +191,54 @@ class Server:
         """The log's lines that contain ``text``."""
         return [line for line in self.log().splitlines() if text in line]
 
+    def _log_tail(self) -> str:
+        return "\n".join(self.log().splitlines()[-_TAIL:])
+
     def prefills(self, since: int = 0) -> list[Prefill]:
         """The prefill forwards so far, without the first ``since``."""
-        return row_trace.read(self._trace)[since:]
+        return self._trace.prefills()[since:]
+
+    def verifications(self) -> list[Prefill]:
+        """The forwards so far that verified drafts."""
+        return list(self._trace.verifications())
 
     def mark(self) -> int:
         """How many prefill forwards there were so far, for ``prefills(since=...)``."""
-        return len(self.prefills())
+        return len(self._trace.prefills())
+
+    def wait_for_prefills(self, count: int, since: int) -> None:
+        """Return when there were so many prefill forwards after a mark."""
+        self.wait_until(lambda: self.mark() >= since + count, f"{count} prefill forwards")
+
+    # -- asking it ---------------------------------------------------------------------------
 
     def post(self, path: str, body: dict[str, Any]) -> requests.Response:
         """POST ``body`` as JSON; fail with the server's own words unless it answers 200."""
         response = self._http.post(self.url + path, json=body, timeout=_REQUEST_TIMEOUT)
         assert response.ok, f"{path}: {response.status_code} {response.text}"
         return response
+
+    def get(self, path: str) -> Any:
+        """GET a JSON document."""
+        response = self._http.get(self.url + path, timeout=_REQUEST_TIMEOUT)
+        assert response.ok, f"{path}: {response.status_code} {response.text}"
+        return response.json()
+
+    def resolved(self, argument: str) -> Any:
+        """A server argument as the scheduler runs with it, which may be other than what was typed.
+
+        The same in all of its model processes.
+        """
+        first, *others = (s[argument] for s in self.get("/server_info")["internal_states"])
+        assert all(other == first for other in others), (argument, first, others)
+        return first
+
+    def load(self) -> dict[str, int]:
+        """How many requests are ``running`` and ``waiting`` by the scheduler's own count."""
+        loads = self.get("/v1/loads")["loads"]
+        return {
+            name: sum(load[f"num_{name}_reqs"] for load in loads) for name in ("running", "waiting")
+        }
 
     def generate(self, **body: Any) -> Any:
         """/generate's JSON answer."""
@@ -105,25 +257,15 @@ class Server:
         """Empty the prefix cache."""
         self.post("/flush_cache", {})
 
-    def wait_until_ready(self, timeout: float = _START_TIMEOUT) -> None:
-        """Return when /health answers 200; raise with the tail of the log when it never will."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(
-                    f"the server exited with {self.process.returncode}:\n{self._log_tail()}"
-                )
-            try:
-                if self._http.get(f"{self.url}/health", timeout=30).ok:
-                    self._start_up = len(self.log())
-                    return
-            except requests.ConnectionError:
-                pass
-            time.sleep(0.2)
-        raise TimeoutError(f"no healthy server within {timeout:.0f} s:\n{self._log_tail()}")
 
-    def _log_tail(self) -> str:
-        return "\n".join(self.log().splitlines()[-_TAIL:])
+def _free_port() -> int:
+    """A port that is free now, of those that no outgoing connection is given."""
+    for _ in range(1000):
+        try:
+            return choose_ports(random.randrange(20_000, 32_000))[0]
+        except SetupError:  # taken
+            continue
+    raise RuntimeError("no free port between 20,000 and 32,000")
 
 
 def _kill_tree(pid: int) -> None:
@@ -143,7 +285,12 @@ def _kill_tree(pid: int) -> None:
 
 @contextmanager
 def started(
-    checkpoint: Path, directory: Path, *, switch: str | None, arguments: Sequence[str] = ()
+    checkpoint: Path,
+    directory: Path,
+    *,
+    switch: str | None,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str | None] | None = None,
 ) -> Iterator[Server]:
     """A server of ``checkpoint`` that is on its way up; dead, with all its children, after it.
 
@@ -152,59 +299,54 @@ def started(
         directory: where its log and row trace go; made if need be.
         switch: value of ``SGLANG_GEMMA4_YOCO``; None leaves it unset.
         arguments: further ones for the command line.
+        env: variables that differ from this process's; None takes one away.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    log, trace, failures = (directory / name for name in ("server.log", "rows.jsonl", "failures"))
-    environment = {name: value for name, value in os.environ.items() if name != SWITCH}
-    environment |= {
+    changed: dict[str, str | None] = {
         "SGLANG_PLATFORM": "gemma4_cpu",
-        row_trace.VARIABLE: str(trace),
-        tail_failures.VARIABLE: str(failures),
         # Its one-token requests would show up in the row trace.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "HF_HUB_OFFLINE": "1",
+        SWITCH: switch,
+        **(env or {}),
     }
-    if switch is not None:
-        environment[SWITCH] = switch
-    port, _ = choose_ports(None)
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
-    command += ["--port", str(port), *_ARGUMENTS, *arguments]
-    with log.open("wb") as output:
-        # A session of its own: Ctrl-C reaches pytest alone, which then kills the server.
-        process = subprocess.Popen(
-            command,
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    environment = {name: value for name, value in os.environ.items() if name not in changed}
+    environment |= {name: value for name, value in changed.items() if value is not None}
+    server = Server(checkpoint, directory, arguments, environment)
+    server.start()
     try:
-        yield Server(process, checkpoint, port, log, trace, failures)
+        yield server
     finally:
-        _kill_tree(process.pid)
-        process.wait()
+        server.stop()
 
 
 @contextmanager
 def running(
-    checkpoint: Path, directory: Path, *, switch: str | None, arguments: Sequence[str] = ()
+    checkpoint: Path,
+    directory: Path,
+    *,
+    switch: str | None,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str | None] | None = None,
 ) -> Iterator[Server]:
     """``started``, and ready to serve."""
-    with started(checkpoint, directory, switch=switch, arguments=arguments) as server:
+    with started(checkpoint, directory, switch=switch, arguments=arguments, env=env) as server:
         server.wait_until_ready()
         yield server
 
 
 @contextmanager
-def pair(checkpoint: Path, directory: Path, *arguments: str) -> Iterator[tuple[Server, Server]]:
+def pair(
+    checkpoint: Path,
+    directory: Path,
+    *arguments: str,
+    env: Mapping[str, str | None] | None = None,
+) -> Iterator[tuple[Server, Server]]:
     """Two servers with the same arguments: the fast path on (by default), and switched off."""
     with ExitStack() as stack:
         # Starting is mostly importing, so they start side by side.
         on, off = (
             stack.enter_context(
-                started(checkpoint, directory / name, switch=switch, arguments=arguments)
+                started(checkpoint, directory / name, switch=switch, arguments=arguments, env=env)
             )
             for name, switch in (("on", None), ("off", "0"))
         )

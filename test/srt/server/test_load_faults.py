@@ -17,6 +17,8 @@ import pytest
 from layer_rows import assert_all_stock, cut
 from server import running
 
+_SECONDS = 300  # for a process that imports SGLang, on a busy machine too
+
 LOAD = """
 import logging
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
@@ -56,6 +58,7 @@ def output_of(code: str, **environment: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         check=True,
+        timeout=_SECONDS,
     ).stdout
 
 
@@ -184,7 +187,7 @@ if __name__ == "__main__":
     load_plugins()
     process = multiprocessing.get_context({method!r}).Process(target=child)
     process.start()
-    process.join()
+    process.join({_SECONDS})
     assert process.exitcode == 0
 """)
     done = subprocess.run(
@@ -193,6 +196,7 @@ if __name__ == "__main__":
         stderr=subprocess.STDOUT,
         text=True,
         check=True,
+        timeout=_SECONDS,
     )
     assert "child patched True" in done.stdout
     lines = ours(done.stdout)
@@ -223,11 +227,11 @@ WRAPPED_BEFORE = """
 
 @pytest.mark.parametrize("code", [AROUND, WRAPPED_BEFORE], ids=["after ours", "before ours"])
 def test_another_plugin_on_the_same_method(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+    tiny_checkpoint: Path, tmp_path: Path, code: str
 ) -> None:
     """Both plugins work on a real server, whichever wraps first."""
-    monkeypatch.setenv("PYTHONPATH", python_path(plugin(tmp_path / "plugin", "a_hook", code)))
-    with running(tiny_checkpoint, tmp_path / "server", switch=None) as server:
+    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code))}
+    with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
         server.generate(
             input_ids=list(range(20, 90)), sampling_params={"temperature": 0, "max_new_tokens": 2}
         )
@@ -235,21 +239,20 @@ def test_another_plugin_on_the_same_method(
     assert server.log_lines("their hook saw a forward")
 
 
-def test_server_with_a_changed_seam(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_with_a_changed_seam(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """A wrapper before ours that hides the signature: one line in the log, and stock answers."""
     code = """
         from sglang.srt.models.gemma4_causal import Gemma4TextModel
         stock = Gemma4TextModel.forward
         Gemma4TextModel.forward = lambda *args, **kwargs: stock(*args, **kwargs)
     """
-    monkeypatch.setenv("PYTHONPATH", python_path(plugin(tmp_path / "plugin", "a_veil", code)))
-    with running(tiny_checkpoint, tmp_path / "server", switch=None) as server:
+    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_veil", code))}
+    with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
         reply = server.generate(
             input_ids=list(range(20, 90)), sampling_params={"temperature": 0, "max_new_tokens": 2}
         )
     assert len(reply["output_ids"]) == 2
+    assert server.prefills()
     assert_all_stock(server.prefills())
     # One line from each process that loads plugins, the same but for the time in front of it.
     (line,) = {line[line.index("Gemma 4") :] for line in server.log_lines("NOT installed")}

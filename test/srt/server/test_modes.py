@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ask import TOLERANCE, Compared, compare, generate, tokens
-from layer_rows import assert_all_fast, cut, whole
+from layer_rows import assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_yoco import gate
@@ -135,8 +135,17 @@ def test_drafts(drafting: tuple[Server, Server]) -> None:
     histograms = [histogram for _, histogram, _ in both.on]
     assert any(sum(histogram[1:]) for histogram in histograms)
     assert any(histogram[0] for histogram in histograms)
+    # Drafts are verified by the stock forward: of every one of them a row is read.
+    for server in drafting:
+        assert server.verifications()
+        assert_all_stock(server.verifications())
     [line] = drafting[0].log_lines("Gemma 4 fast prefill is active")
     assert "Gemma4TextModel" in line
+
+
+def test_drafts_do_not_overlap_scheduling(drafting: tuple[Server, Server]) -> None:
+    """SGLang switches overlap off by itself for drafts on a CPU."""
+    assert [server.resolved("disable_overlap_schedule") for server in drafting] == [True] * 2
 
 
 def test_drafts_behind_a_cached_prompt(drafting: tuple[Server, Server]) -> None:

@@ -6,7 +6,6 @@ its next token agree over the whole vocabulary.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ import pytest
 import torch
 from transformers import Gemma4ForConditionalGeneration
 
+from ask import TOLERANCE, tokens
 from layer_rows import assert_all_fast, cut
 from server import Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
-TOLERANCE = 1e-4
 WINDOW = E2B_TINY.sliding_window
-FIRST_TEXT_TOKEN = 20  # the tokens before it are special ones
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +28,6 @@ def oracle(tiny_checkpoint: Path) -> Gemma4ForConditionalGeneration:
     return Gemma4ForConditionalGeneration.from_pretrained(
         tiny_checkpoint, dtype=torch.float32
     ).eval()
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    """A prompt of random text tokens, always the same for a seed."""
-    draw = random.Random(seed)
-    return [draw.randrange(FIRST_TEXT_TOKEN, E2B_TINY.vocab_size) for _ in range(count)]
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ class Mode:
 
 
 TENSOR_PARALLEL = Mode("tensor-parallel", ("--tp-size", "2"))
-REPLICAS = Mode("replicas", ("--dp-size", "2"))
+REPLICAS = Mode("replicas", ("--dp-size", "2", "--load-balance-method", "round_robin"))
 # SGLang refuses decode graphs beside per-layer embeddings in a pipeline.
 _STAGES = ("--pp-size", "2", "--disable-cuda-graph")
 PIPELINE = Mode("pipeline", _STAGES, first_stage=WINDOW_DONOR)
@@ -60,18 +61,26 @@ def spread_server(
     mode: Mode, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server with the fast path on, over two model processes."""
-    directory = tmp_path_factory.mktemp(mode.name)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(PARTITION, f"{mode.first_stage},{LAYERS - mode.first_stage}")
-        if not mode.is_pipeline:
-            environment.delenv(PARTITION)
-        with running(tiny_checkpoint, directory, switch=None, arguments=mode.arguments) as server:
-            yield server
+    stages = f"{mode.first_stage},{LAYERS - mode.first_stage}" if mode.is_pipeline else None
+    with running(
+        tiny_checkpoint,
+        tmp_path_factory.mktemp(mode.name),
+        switch=None,
+        arguments=mode.arguments,
+        env={PARTITION: stages},
+    ) as server:
+        yield server
 
 
 @pytest.fixture
 def both_servers(spread_server: Server, off_server: Server) -> tuple[Server, Server]:
     return spread_server, off_server
+
+
+def turn(mode: Mode, servers: tuple[Server, Server], server: Server, number: int) -> dict[str, Any]:
+    """What a request says so that replicas take turns, whatever SGLang thinks of their load."""
+    spread = mode.has_replicas and server is servers[0]
+    return {"routed_dp_rank": number % 2} if spread else {}
 
 
 def by_process(prefills: list[Prefill]) -> list[list[Prefill]]:
@@ -104,7 +113,10 @@ def test_prompts_of_all_lengths(mode: Mode, both_servers: tuple[Server, Server])
     lengths = (1, 2, 50, window, window + 1, 2 * CHUNK + 44)
 
     def ask(server: Server) -> list[Answer]:
-        return [generate(server, tokens(n, seed=n))[0] for n in lengths]
+        return [
+            generate(server, tokens(n, seed=n), **turn(mode, both_servers, server, i))[0]
+            for i, n in enumerate(lengths)
+        ]
 
     both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)
@@ -112,12 +124,27 @@ def test_prompts_of_all_lengths(mode: Mode, both_servers: tuple[Server, Server])
     assert_same_answers(both)
 
 
+def test_scheduling_overlaps(mode: Mode, spread_server: Server) -> None:
+    """SGLang switches overlap off by itself in a pipeline."""
+    assert spread_server.resolved("disable_overlap_schedule") is mode.is_pipeline
+
+
 def test_cached_prefix(mode: Mode, both_servers: tuple[Server, Server]) -> None:
-    if mode.has_replicas:
-        pytest.skip("the second prompt may go to the replica that has not seen the first")
     prefix = tokens(150, seed=2)
-    prompts = [prefix, prefix + tokens(40, seed=3)]
-    both = compare(both_servers, lambda server: [generate(server, p)[0] for p in prompts])
+    # On both replicas, each of which has a cache of its own.
+    asked = [(prompt, i) for i in range(2) for prompt in (prefix, prefix + tokens(40, seed=3))]
+    if not mode.has_replicas:
+        del asked[2:]
+
+    def ask(server: Server) -> list[Answer]:
+        answers = []
+        for prompt, i in asked:
+            if prompt is prefix:
+                server.forget_prefixes()
+            answers += generate(server, prompt, **turn(mode, both_servers, server, i))
+        return answers
+
+    both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)
     for mine in by_process(both.prefills):
         assert mine[-1].prefix_lens == [150]
@@ -129,8 +156,15 @@ def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, S
     """The kept rows are a suffix: an extend batch, not a decode step, on every process."""
 
     def ask(server: Server) -> list[Answer]:
-        prompts = [tokens(70, seed=seed) for seed in (9, 10)]
-        return [generate(server, prompt, logprob_start_len=60)[0] for prompt in prompts]
+        return [
+            generate(
+                server,
+                tokens(70, seed=9 + i),
+                logprob_start_len=60,
+                **turn(mode, both_servers, server, i),
+            )[0]
+            for i in range(2)
+        ]
 
     both = compare(both_servers, ask)
     assert len(by_process(both.prefills)) == 2
@@ -141,7 +175,10 @@ def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, S
 
 def test_images(mode: Mode, both_servers: tuple[Server, Server]) -> None:
     def ask(server: Server) -> list[Answer]:
-        return [chat(server, picture(colour)) for colour in ("red", "blue")]
+        return [
+            chat(server, picture(colour), **turn(mode, both_servers, server, i))
+            for i, colour in enumerate(("red", "blue"))
+        ]
 
     both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)
@@ -174,17 +211,30 @@ def test_concurrent_requests(mode: Mode, both_servers: tuple[Server, Server]) ->
 
     def ask(server: Server) -> list[Answer]:
         with ThreadPoolExecutor(len(lengths)) as clients:
-            return list(clients.map(lambda n: generate(server, tokens(n, seed=n))[0], lengths))
+            return list(
+                clients.map(
+                    lambda i: generate(
+                        server,
+                        tokens(lengths[i], seed=lengths[i]),
+                        **turn(mode, both_servers, server, i),
+                    )[0],
+                    range(len(lengths)),
+                )
+            )
 
     both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)
-    assert_same_answers(both)
+    assert_same_answers(both, close_calls=1)
 
 
 def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
     """Each process that cuts says so; a stage without KV-shared layers says why it does not."""
-    for seed in (1, 2):
-        generate(spread_server, tokens(50, seed=seed))
+    for i in range(2):
+        generate(
+            spread_server,
+            tokens(50, seed=1 + i),
+            **turn(mode, (spread_server, spread_server), spread_server, i),
+        )
     active = spread_server.log_lines("Gemma 4 fast prefill is active")
     assert len(active) == (1 if mode.is_pipeline else 2)
     aside = spread_server.log_lines("steps aside for this server")
@@ -194,11 +244,11 @@ def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
 
 
 def test_stages_that_part_the_tail_from_its_donors_run_as_stock(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """SGLang itself reads K/V there that the stage never wrote; that is not made any different."""
-    monkeypatch.setenv(PARTITION, f"{FIRST_CUT},{LAYERS - FIRST_CUT}")
-    with running(tiny_checkpoint, tmp_path, switch=None, arguments=_STAGES) as server:
+    stages = {PARTITION: f"{FIRST_CUT},{LAYERS - FIRST_CUT}"}
+    with running(tiny_checkpoint, tmp_path, switch=None, arguments=_STAGES, env=stages) as server:
         generate(server, tokens(50, seed=1))
         first, second = by_process(server.prefills())
         [*_, last_of_first], [*_, last_of_second] = first, second

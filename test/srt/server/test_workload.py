@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 
+from layer_rows import assert_all_fast, fast_rows
 from server import Server
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_reference.checkpoint import E2B_TINY
@@ -27,6 +29,7 @@ from sglang_gemma4_reference.workload import (
     ask_all,
     compare,
     held_tokens,
+    outcome,
     outcomes,
     random_requests,
 )
@@ -34,15 +37,25 @@ from sglang_gemma4_reference.workload import (
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
 
 
-def ask(server: Server) -> tuple[list[Answer], Counter[str]]:
-    """All answers of one server, and what became of its prefill forwards; nothing may leak."""
+def ask(server: Server, minimum: int | None = 1) -> tuple[list[Answer], Counter[str]]:
+    """All answers of one server, and what became of its prefill forwards; nothing may leak.
+
+    Of each forward that took the fast path the rows are those, and only those, that are read.
+
+    Args:
+        minimum: the server's threshold; None where nobody set one.
+    """
     server.forget_prefixes()
     mark = server.mark()
     client = Client(server.url)
     answers = ask_all(client, REQUESTS, concurrency=16)
     assert held_tokens(client) == 0
     assert "leak detected" not in server.log().lower()
-    return answers, outcomes(server.prefills(since=mark))
+    prefills = server.prefills(since=mark)
+    for prefill in prefills:
+        if outcome(prefill) in (ACTIVE, SKIPPED):
+            assert prefill.rows == fast_rows(prefill, minimum), prefill
+    return answers, outcomes(prefills)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +76,23 @@ def assert_same(off_server: Server, stock: list[Answer], answers: list[Answer]) 
 
 
 def test_random_traffic(on_server: Server, off_server: Server, stock: list[Answer]) -> None:
+    mark = on_server.mark()
     answers, forwards = ask(on_server)
+    assert_all_fast(on_server.prefills(since=mark))
     assert forwards[ACTIVE] >= 10
     assert forwards[SKIPPED] >= 1
-    assert forwards[SERVED_BY_STOCK] == 0
+    assert_same(off_server, stock, answers)
+
+
+def test_random_traffic_with_default_settings(
+    default_server: Server, off_server: Server, stock: list[Answer]
+) -> None:
+    """As users have it, who set nothing: what pays is skipped, and nothing else."""
+    mark = default_server.mark()
+    answers, forwards = ask(default_server, minimum=None)
+    assert_all_fast(default_server.prefills(since=mark), minimum=None)
+    assert forwards[ACTIVE] >= 10
+    assert forwards[SKIPPED] >= 1
     assert_same(off_server, stock, answers)
 
 
@@ -103,12 +129,9 @@ def test_random_traffic_while_the_tail_fails(
 class TestComparison:
     """The comparison sees what it is there to see."""
 
-    GREEDY = Request(
-        {"input_ids": [30, 31], "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
-    )
-    SAMPLED = Request(
-        {"input_ids": [30, 31], "sampling_params": {"temperature": 1, "max_new_tokens": 3}}
-    )
+    BODY: ClassVar = {"input_ids": [30, 31], "return_logprob": True}
+    GREEDY = Request(BODY | {"sampling_params": {"temperature": 0, "max_new_tokens": 3}})
+    SAMPLED = Request(BODY | {"sampling_params": {"temperature": 1, "max_new_tokens": 3}})
     STOCK = Answer(
         (Output((40, 41, 42), (-1.0, -2.0, -1.5), ((-1.0, -2.0),) * 3, "length"),), (-3.0, -2.0)
     )
@@ -148,6 +171,8 @@ class TestComparison:
             ({"tokens": (40, 41)}, "2 of 3"),
             ({"likeliest": ((-1.0, -2.1),) * 3}, "likeliest log-probability 1"),
             ({"logprobs": (-1.0, -2.0, float("nan"))}, "nan"),
+            ({"logprobs": ()}, "0 log-probabilities of 3"),
+            ({"likeliest": ()}, "3 and 0 pairs"),
         ],
     )
     def test_of_sampled_answers(self, changes: dict[str, object], said: str) -> None:
@@ -159,6 +184,14 @@ class TestComparison:
         answer = Answer(self.STOCK.outputs, (-3.0, -2.01))
         for request in (self.GREEDY, self.SAMPLED):
             assert "input log-probability 1" in self.differences(request, answer)[0]
+            none = Answer(self.STOCK.outputs)
+            assert "2 and 0 input" in self.differences(request, none)[0]
+
+    def test_of_missing_outputs(self) -> None:
+        for request in (self.GREEDY, self.SAMPLED):
+            two = Answer(self.STOCK.outputs * 2, self.STOCK.input_logprobs)
+            result = compare([request], [two], [self.STOCK], lambda _: (-1.0, -2.0))
+            assert "2 and 1 outputs" in result.differences[0]
 
     def test_of_errors(self) -> None:
         assert "refused" in self.differences(self.GREEDY, Answer(error="refused"))[0]

@@ -1,0 +1,16 @@
+"""A server with ``--enable-deterministic-inference`` on a CPU.
+
+SGLang then replaces PyTorch's own matrix products, norms and softmax by Triton kernels whose sums
+do not depend on the batch, and starts on accelerators only. Here PyTorch's stay: everything else
+that the argument changes in a server is as it is, but the same bits in every batch are not
+promised.
+"""
+
+from __future__ import annotations
+
+
+def keep_pytorch() -> None:
+    """Have SGLang replace nothing."""
+    from sglang.srt import batch_invariant_ops
+
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *_: None

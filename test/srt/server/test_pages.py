@@ -1,0 +1,173 @@
+"""Servers whose cache is dealt out in pages of 16 and of 64 tokens.
+
+What is cached ends at a page's border, so the tail's rows begin anywhere in a page. The pages of 64
+come with a small pool, which runs full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ask import (
+    Answer,
+    assert_same_answers,
+    assert_same_tokens,
+    beside_decoding,
+    compare,
+    generate,
+    outputs,
+    tokens,
+)
+from layer_rows import UNREAD, assert_all_fast, cut
+from server import CHUNK, Server, pair
+
+# Admit requests as if they ended soon, so that the pool runs full.
+_SMALL_POOL = ("--max-total-tokens", "4800", "--schedule-conservativeness", "0.1")
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A pair of servers.
+
+    Attributes:
+        size: tokens of a page.
+        both: the fast one and the stock one.
+    """
+
+    size: int
+    both: tuple[Server, Server]
+
+
+@pytest.fixture(scope="module", params=[16, 64])
+def paged(
+    request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Paged]:
+    """Two servers with pages of one size."""
+    arguments = ("--page-size", str(request.param), *(_SMALL_POOL if request.param == 64 else ()))
+    with pair(tiny_checkpoint, tmp_path_factory.mktemp("pages"), *arguments) as servers:
+        yield Paged(request.param, servers)
+
+
+def test_page_size(paged: Paged) -> None:
+    """SGLang has not chosen another one by itself."""
+    assert [server.resolved("page_size") for server in paged.both] == [paged.size] * 2
+
+
+def test_prompts(paged: Paged) -> None:
+    """Prompts that end one token before a page's border, at it and behind it."""
+    lengths = [2, 50, *(paged.size + n for n in (-1, 0, 1)), 2 * paged.size + 1]
+    both = compare(
+        paged.both, lambda server: [generate(server, tokens(n, seed=n))[0] for n in lengths]
+    )
+    assert both.rows == [
+        rows
+        for n in lengths
+        for rows in [cut(CHUNK, UNREAD)] * (n > CHUNK) + [cut(n - CHUNK * (n > CHUNK), 1)]
+    ]
+    assert_same_answers(both)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 7])
+@pytest.mark.parametrize("new", [1, 2, 40])
+def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
+    """A first prompt that ends at a border of pages or beside it, and one that goes on from it.
+
+    Of the first one whole pages alone are cached: the second computes the rest of it again.
+    """
+    first = tokens(3 * paged.size + beyond, seed=30 + beyond)
+    prompts = [first, first + tokens(new, seed=40)]
+    both = compare(paged.both, lambda server: [generate(server, prompt)[0] for prompt in prompts])
+    assert_all_fast(both.prefills)
+    cached = len(first) // paged.size * paged.size
+    last = both.prefills[-1]
+    assert last.prefix_lens == [cached]
+    assert last.rows == cut(len(prompts[1]) - cached, 1)
+    assert_same_answers(both)
+    assert both.on[1].cached_tokens == cached
+
+
+def test_next_turn(paged: Paged) -> None:
+    """Pages of an answer are cached as well, those of decode steps behind the fast path's."""
+    prompt = tokens(2 * paged.size - 5, seed=50)
+
+    def ask(server: Server) -> list[Answer]:
+        [first] = generate(server, prompt)
+        return [first, *generate(server, [*prompt, *first.tokens, *tokens(30, seed=51)])]
+
+    both = compare(paged.both, ask)
+    assert_all_fast(both.prefills)
+    assert_same_answers(both)
+    assert both.on[1].cached_tokens == 2 * paged.size
+
+
+def test_chunks(paged: Paged) -> None:
+    both = compare(paged.both, lambda server: generate(server, tokens(1000, seed=52)))
+    assert both.rows == [cut(CHUNK, UNREAD)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
+    assert_same_answers(both)
+
+
+def test_batch_with_cached_prefixes(paged: Paged) -> None:
+    """Requests that share pages and a forward, one of them alone with its prompt."""
+    prefix = tokens(150, seed=53)
+    prompts = [
+        tokens(CHUNK + 30, seed=54),  # while it is computed the others arrive
+        *(prefix[:n] + tokens(3, seed=n) for n in (paged.size, 2 * paged.size - 1, 150)),
+        tokens(9, seed=55),
+    ]
+
+    def ask(server: Server) -> list[Answer]:
+        return generate(server, prefix) + generate(server, prompts)
+
+    both = compare(paged.both, ask)
+    assert_all_fast(both.prefills)
+    assert any(
+        len(prefill.extend_lens) > 1 and any(prefill.prefix_lens) for prefill in both.prefills
+    )
+    assert_same_answers(both, close_calls=1)
+
+
+def test_input_logprobs_over_a_border(paged: Paged) -> None:
+    """The kept suffix begins in one page and ends in another."""
+    length, start = 2 * paged.size + 3, 2 * paged.size - 4
+    both = compare(
+        paged.both,
+        lambda server: generate(server, tokens(length, seed=56), logprob_start_len=start),
+    )
+    assert_all_fast(both.prefills)
+    assert sum(prefill.rows[-1] for prefill in both.prefills) == length - start
+    assert_same_answers(both)
+    assert len(both.on[0].input_logprobs) == length - start - 1
+
+
+def test_prompt_beside_decoding(paged: Paged) -> None:
+    """Chunks share forwards with a request whose decode steps begin page after page."""
+    prompts = [tokens(40, seed=57), tokens(700, seed=58)]
+    both = compare(paged.both, lambda server: beside_decoding(server, *prompts))
+    assert_all_fast(both.prefills)
+    mixed = [prefill for prefill in both.prefills if prefill.extend_lens[1:] == [1]]
+    assert mixed
+    assert all(prefill.rows == cut(sum(prefill.extend_lens), 2) for prefill in mixed)
+    assert_same_tokens(both, prompts, paged.both[1], close_calls=1)
+
+
+@pytest.mark.parametrize("paged", [64], indirect=True)  # the pair with the small pool
+def test_full_pool(paged: Paged) -> None:
+    """Requests that lose their pages to others are computed again, and answer the same."""
+    prompts = [tokens(400 + n, seed=60 + n) for n in range(8)]
+
+    def ask(server: Server) -> list[list[int]]:
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            # For requests that ignore the end token SGLang keeps the room that they will need.
+            long = {"max_new_tokens": 260, "ignore_eos": False}
+            return list(clients.map(lambda p: outputs(server, p, **long)[0], prompts))
+
+    both = compare(paged.both, ask)
+    for server in paged.both:
+        assert server.log_lines("Retract requests"), "the pool never ran full"
+    assert_all_fast(both.prefills)
+    assert_same_tokens(both, prompts, paged.both[1], close_calls=1)

@@ -1,0 +1,88 @@
+"""Servers really started with arguments for which the package steps aside: stock, and saying why.
+
+Each is one server with the package, asked what the suite's stock server is asked as well. Others of
+the refused arguments start no server of a Gemma 4 on a CPU: LoRA takes pinned memory, two-batch
+overlap attention by data-parallel ranks or an exchange of experts, ``--enable-layernorm-sp`` and
+sharding of the KV cache other models and modes, captures of further hidden states a draft model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ask import Answer, assert_same_answers, chat, compare, generate, picture, tokens
+from layer_rows import assert_all_stock, whole
+from server import CHUNK, Server, running, started
+from sglang_gemma4_yoco import gate
+
+ASIDE = "Gemma 4 fast prefill steps aside"
+_HOOK = '[{"name": "none", "target_modules": ["no.such.module"], "hook_factory": "builtins:dict"}]'
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A server argument, and the reason for which no batch of such a server is cut."""
+
+    argument: str
+    reason: str
+    value: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As SGLang calls the field."""
+        return self.argument.removeprefix("--").replace("-", "_")
+
+
+REFUSED = [
+    Refused("--enable-deterministic-inference", "deterministic inference"),
+    Refused("--enable-single-batch-overlap", "single-batch overlap"),
+    Refused("--forward-hooks", "forward hooks, which may read any row", (_HOOK,)),
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
+def test_refused_argument(
+    refused: Refused, off_server: Server, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Single prompts, chunks, a batch, a cached prefix and an image: all rows, same answers."""
+    prompts = [tokens(n, seed=n) for n in (50, 2 * CHUNK + 9)]
+    batch = [tokens(n, seed=n) for n in (150, 20, 7)]
+
+    def ask(server: Server) -> list[Answer]:
+        return [
+            *(generate(server, prompt)[0] for prompt in prompts),
+            *generate(server, prompts[0] + tokens(30, seed=3)),
+            *generate(server, batch),
+            chat(server, picture("red")),
+        ]
+
+    arguments = (refused.argument, *refused.value)
+    with running(tiny_checkpoint, tmp_path, switch=None, arguments=arguments) as server:
+        assert server.resolved(refused.name), "SGLang has taken the argument back"
+        both = compare((server, off_server), ask)
+        for line in (f"{ASIDE} for this server: {refused.reason}", f"{ASIDE}: {refused.reason}"):
+            assert len(server.log_lines(line)) == 1
+        assert server.log_lines("fast prefill is active") == []
+    assert both.rows[0] == whole(50)
+    assert_all_stock(both.prefills)
+    assert both.prefills
+    assert_same_answers(both, close_calls=1)
+
+
+def test_embeddings(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """SGLang's own Gemma 4 has no embeddings, and ends the server at the first request for one.
+
+    Until then it loads, plans and runs the forward: all rows of it, and the log says why.
+    """
+    with started(tiny_checkpoint, tmp_path, switch=None, arguments=["--is-embedding"]) as server:
+        server.wait_until(server.mark, "a forward, of SGLang's own warm-up", 540)
+        server.wait_until(
+            lambda: server.log_lines("has no attribute 'embeddings'"), "SGLang's own error"
+        )
+        assert_all_stock(server.prefills())
+        for line in (f"{ASIDE} for this server: {gate.EMBEDDINGS}", f"{ASIDE}: {gate.EMBEDDINGS}"):
+            assert len(server.log_lines(line)) == 1
+        assert server.log_lines("fast prefill is active") == []
