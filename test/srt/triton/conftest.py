@@ -9,7 +9,7 @@ from own_process import OwnProcessFile, is_set_up
 
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 # Files that need more than the interpreter.
-_MORE: dict[str, dict[str, str]] = {}
+_MORE = {"test_cuda_branches.py": {"GEMMA4_CPU_BRANCHES": "cuda"}}
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
