@@ -122,7 +122,7 @@ def _rms_normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def rmsnorm(
-    input: torch.Tensor,  # noqa: A002 - sgl_kernel's name
+    input: torch.Tensor,
     weight: torch.Tensor,
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
@@ -135,7 +135,7 @@ def rmsnorm(
 
 
 def fused_add_rmsnorm(
-    input: torch.Tensor,  # noqa: A002 - sgl_kernel's name
+    input: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float = 1e-6,
@@ -151,7 +151,7 @@ def fused_add_rmsnorm(
 
 
 def gelu_tanh_and_mul(
-    input: torch.Tensor,  # noqa: A002 - sgl_kernel's name
+    input: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """``sgl_kernel.gelu_tanh_and_mul``, for widths that the kernel below does not take."""
@@ -192,7 +192,9 @@ class Activation:
         match.verify("input", rows, ("rows", "both"), dtypes=[self._dtype])
         _require(match["both"] == 2 * match["width"], "run_activation", "not two halves")
         vector = 16 // out.itemsize
-        _require(match["width"] % vector == 0, "run_activation", f"width is no multiple of {vector}")
+        _require(
+            match["width"] % vector == 0, "run_activation", f"width is no multiple of {vector}"
+        )
         _require(kind == "gelu_tanh", "run_activation", f"Gemma 4 has no {kind}")
         _write_gelu_and_mul(rows, out)
 
@@ -253,7 +255,9 @@ class RotaryEmbedding:
         _require(all(count.is_integer() for count in heads), kernel, f"{heads} heads")
         _require(heads[0] % heads[1] == 0, kernel, f"{heads} heads of query and key")
         types = {query.dtype, key.dtype, cos_sin.dtype}
-        _require(len(types) == 1 and query.dtype in _FLOATS, kernel, f"one type is assumed: {types}")
+        _require(
+            len(types) == 1 and query.dtype in _FLOATS, kernel, f"one type is assumed: {types}"
+        )
         _require(positions.dtype == torch.int64, kernel, "positions are assumed to be int64")
         dense = all(tensor.stride(-1) == 1 and tensor.dim() == 2 for tensor in (query, key))
         _require(dense, kernel, "heads are assumed to lie side by side")
@@ -335,5 +339,7 @@ _COMPILED = {
 def load_jit(name: str, *template_arguments: str, **_: Any) -> Any:
     """``sglang.kernels.jit.utils.load_jit``: a module with the kernels of one source file."""
     if name not in _COMPILED:
-        raise NotImplementedError(f"{name} has no stand-in: no Gemma 4 text model has called it yet")
+        raise NotImplementedError(
+            f"{name} has no stand-in: no Gemma 4 text model has called it yet"
+        )
     return _COMPILED[name](*template_arguments)

@@ -28,7 +28,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     The attention backend named ``triton`` is ``WindowedTorchNativeBackend``, unless
     ``TRITON_INTERPRET=1`` asks for the real one in Triton's interpreter. With
-    ``GEMMA4_CPU_BRANCHES=cuda`` as well the text model takes the paths of a GPU (``cuda_branches``).
+    ``GEMMA4_CPU_BRANCHES=cuda`` as well the text model takes a GPU's paths (``cuda_branches``).
     """
 
     _enum = PlatformEnum.OOT
