@@ -103,7 +103,7 @@ def _sgl_kernel() -> ModuleType:
 def _run_what_the_import_skipped(module: Any) -> None:
     """Run those of the module's top-level statements that ask ``_is_cuda``, with the answer yes."""
     module._is_cuda = True
-    skipped = [
+    skipped: list[ast.stmt] = [
         statement
         for statement in ast.parse(inspect.getsource(module)).body
         if isinstance(statement, ast.If)
@@ -189,9 +189,9 @@ def _answer_is_cuda() -> None:
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
-    honest = torch.Tensor.is_cuda  # a descriptor, here where it is asked of the class
-    answer = property(lambda tensor: _inside > 0 or honest.__get__(tensor))
-    torch.Tensor.is_cuda = answer  # type: ignore[assignment, misc] # declared as a plain bool
+    honest: Any = torch.Tensor.is_cuda  # a descriptor, asked of the class
+    answer: Any = property(lambda tensor: _inside > 0 or honest.__get__(tensor))
+    torch.Tensor.is_cuda = answer
     for model in (Gemma4TextModel, LogitsProcessor):
         model.forward = _as_on_cuda(model.forward)
 

@@ -84,7 +84,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return bench_of(shape, tmp_path_factory.mktemp("checkpoint"), dtype)
 
 
-def models(*names: str) -> Any:
+def models(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("bench", names, indirect=True)
 
 
@@ -330,6 +330,34 @@ def test_embeddings_are_gone_after_layer_0(bench: Bench, monkeypatch: pytest.Mon
 
 
 @models("wide")
+def test_a_failure_in_the_tail_is_served_by_stock(bench: Bench) -> None:
+    """From the same embeddings, which the first try has overwritten by then."""
+    scheduled = bench.engine.schedule(BATCHES["one prompt"])
+    own = bench.shape.layers - bench.shape.kv_shared_layers
+    fail = iter([True])
+
+    def fail_once(*_: Any) -> None:
+        if next(fail, False):
+            raise InjectedError
+
+    stock = run(bench.engine, scheduled, "0")
+    hook = bench.engine.text_model.layers[own].mlp.register_forward_pre_hook(fail_once)
+    try:
+        seen = run(bench.engine, scheduled, "1")
+    finally:
+        hook.remove()
+    assert seen.rows == [20] * (own - 1) + [1] + stock.rows
+    assert report.forwards.pop(report.FAILED) == 1
+    assert_same_objects(seen)
+    assert_same_cache(stock, seen)
+    assert_same_answers(stock, seen, 0.0)
+
+
+class InjectedError(Exception):
+    pass
+
+
+@models("wide")
 def test_a_refusal_of_a_kernel_does_not_pass_for_equality(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,9 +380,9 @@ def test_a_refusal_of_a_kernel_does_not_pass_for_equality(
 def test_bfloat16(bench: Bench) -> None:
     """The kernels take the served type as well, beside a rotary cache of float32.
 
-    A bfloat16 keeps 8 bits: after some hundred roundings of 1/512 the logs of probabilities, which
-    are a few units large, are a few hundredths off. Fast must be no further off than stock, but for
-    that its tail's sums are taken in another order.
+    Bfloat16 keeps 8 bits. Some hundred roundings of 1/512 add up to hundredths of a logit of size
+    1, and the last norm of these checkpoints makes its logits six times as large: 0.05 on average
+    and 0.24 at most was measured. Fast must not be further off on average than stock.
     """
     prompts = BATCHES["three, two of them cached"]
     stock, fast = both_ways(bench, prompts, len(prompts))
@@ -363,7 +391,6 @@ def test_bfloat16(bench: Bench) -> None:
         (seen.output.next_token_logits.float().log_softmax(-1) - want).abs()
         for seen in (stock, fast)
     )
-    print(off.max(), on.max(), off.mean(), on.mean())
-    assert off.max() < 0.3
-    assert on.mean() < 1.2 * off.mean() + 1e-3
-    assert on.max() < 0.3
+    assert max(off.max(), on.max()) < 0.5
+    assert off.mean() < 0.1
+    assert on.mean() < 1.1 * off.mean()

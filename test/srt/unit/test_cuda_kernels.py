@@ -146,10 +146,9 @@ def test_fused_add_rmsnorm_writes_over_both() -> None:
 
 
 def test_fused_add_rmsnorm_norms_the_sum_before_it_is_rounded() -> None:
-    given = {
-        name: value.bfloat16() if isinstance(value, torch.Tensor) else value
-        for name, value in add_norm_arguments().items()
-    }
+    given = add_norm_arguments()
+    for name in ("input", "residual", "weight"):
+        given[name] = given[name].bfloat16()
     total = given["input"].float() + given["residual"].float()
     want = rms_norm(total, (WIDTH,), given["weight"].float(), 1e-6)
     cuda_kernels.fused_add_rmsnorm(**given)
