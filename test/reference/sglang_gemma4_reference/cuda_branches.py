@@ -157,32 +157,17 @@ def _interpret_bfloat16_products() -> None:
 
 
 def _count_triton_kernels() -> None:
-    """Count each launch in ``cuda_kernels.calls``, by the kernel's name.
+    """Count each launch in ``cuda_kernels.calls``, by the kernel's name."""
+    from triton.runtime.interpreter import GridExecutor
 
-    And patch Triton's language once per launch and module: the interpreter does it again for each
-    call of each device function, where it changes nothing and takes a third of the time.
-    """
-    from triton.runtime import interpreter
-
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    patched: set[int] = set()
-
-    def patch_once(kernel: Any) -> Any:
-        if id(kernel.__globals__) in patched:
-            return interpreter._LangPatchScope()
-        patched.add(id(kernel.__globals__))
-        return patch(kernel)
+    launch = GridExecutor.__call__
 
     @functools.wraps(launch)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         cuda_kernels.calls[self.fn.__name__] += 1
-        patched.clear()
-        try:
-            return launch(self, *args, **kwargs)
-        finally:
-            patched.clear()
+        return launch(self, *args, **kwargs)
 
-    interpreter.GridExecutor.__call__, interpreter._patch_lang = counted, patch_once
+    GridExecutor.__call__ = counted
 
 
 def _answer_is_cuda() -> None:

@@ -26,6 +26,7 @@ if version("sglang") != cuda_branches.SGLANG:
 
 from transformers import Gemma4ForConditionalGeneration
 
+import quick_interpreter
 from batches import batch_of
 from observe import (
     Observed,
@@ -39,6 +40,8 @@ from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import donor, per_layer, report
 from sglang_gemma4_yoco.donor import DonorCut
+
+quick_interpreter.install()
 
 W = 8
 # Of float32 logits: sums in another order, in some hundred operations.
@@ -215,6 +218,10 @@ BATCHES = {
     "three, two of them cached": batch_of((10, 9), (0, 5), (17, 1)),
     "around the window": batch_of((0, W - 1), (0, W), (0, W + 1), (0, 3 * W + 1)),
     "one row beside many": batch_of((W, 1), (0, 15), (W - 1, 1), (W + 1, 2)),
+    "prefill beside decode rows": [
+        *batch_of((W, 3), (0, W + 2)),
+        *batch_of((W - 1, 1), (2 * W, 1), decodes=True),
+    ],
 }
 
 
