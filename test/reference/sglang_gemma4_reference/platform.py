@@ -11,7 +11,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_gemma4_reference import invariance, releases
+from sglang_gemma4_reference import cuda_branches, invariance, releases
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -27,7 +27,8 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """The CPU as an out-of-tree device: every fused operation takes its PyTorch path.
 
     The attention backend named ``triton`` is ``WindowedTorchNativeBackend``, unless
-    ``TRITON_INTERPRET=1`` asks for the real one in Triton's interpreter.
+    ``TRITON_INTERPRET=1`` asks for the real one in Triton's interpreter. With
+    ``GEMMA4_CPU_BRANCHES=cuda`` as well the text model takes a GPU's paths (``cuda_branches``).
     """
 
     _enum = PlatformEnum.OOT
@@ -38,7 +39,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "triton"
 
     def get_dispatch_key_name(self) -> str:
-        return "native"
+        return "cuda" if cuda_branches.is_wanted() else "native"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Choose what a CPU needs and what a reference wants, where nobody chose otherwise."""
@@ -83,8 +84,11 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # On a CPU heads that tensor parallelism cannot deal out evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
-        logits_processor.fused_softcap = softcap_inplace_logits
         invariance.keep_pytorch()
+        if cuda_branches.is_wanted():
+            cuda_branches.install()
+        else:
+            logits_processor.fused_softcap = softcap_inplace_logits
         if not triton_is_interpreted():
             # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
             ATTENTION_BACKENDS["triton"] = create_attention_backend

@@ -1,0 +1,345 @@
+"""The compiled CUDA kernels that Gemma 4 calls, in PyTorch: what they write, and what they demand.
+
+Each stand-in writes where its kernel writes, in place where that does, and refuses what the host
+code in front of the kernel refuses: dtypes, strides, contiguity, alignment, equal row counts. The
+sources are named at each; those of SGLang lie in ``sglang/kernels/jit/csrc``. What a kernel assumes
+and never checks is refused as well, and said to be an assumption.
+
+What they cannot show:
+
+- speed, launches, streams, and whatever comes from one kernel starting before another has ended;
+- a read or write outside of a tensor: a wrong row count that no check sees is a crash there, here
+  an exception of PyTorch's or nothing;
+- roundings: sums are taken in another order, ``tanh`` and ``rsqrt`` are the CPU's, and the kernels
+  are compiled with fast-math;
+- float32 in ``rmsnorm``, which tests compare with an oracle in: served models are bfloat16, and the
+  compiled norms may have been built for two-byte types alone;
+- devices: that two tensors lie on the same one. Here all lie on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import gelu
+
+#: How often each kernel ran, by the name under which SGLang knows it.
+calls: Counter[str] = Counter()
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_INDICES = (torch.int32, torch.int64)
+
+
+class RefusedByKernelError(RuntimeError):
+    """The host code of a CUDA kernel would not have launched it on these arguments."""
+
+
+def _require(holds: bool, kernel: str, what: str) -> None:
+    if not holds:
+        raise RefusedByKernelError(f"{kernel}: {what}")
+
+
+class _Matcher:
+    """``TensorMatcher`` of ``include/sgl_kernel/tensor.h``, for one call of one kernel.
+
+    A size with a name must be the same number wherever the name stands.
+    """
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel = kernel
+        self._sizes: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> int:
+        return self._sizes[name]
+
+    def verify(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        shape: Sequence[str | int | None],
+        *,
+        dtypes: Sequence[torch.dtype],
+        strides: Sequence[str | int | None] | None = None,
+        alignment: int = 1,
+    ) -> None:
+        """Check one argument.
+
+        Args:
+            shape: per dimension its size, the name of a size, or None for any.
+            strides: likewise, in elements; None demands a contiguous tensor.
+            alignment: in bytes, of the first element and of all strides but the last.
+        """
+        self._require(tensor.dim() == len(shape), f"{name} has {tensor.dim()} dimensions")
+        for size, want in zip(tensor.shape, shape, strict=True):
+            self._bind(name, "size", size, want)
+        if strides is None:
+            self._require(tensor.is_contiguous(), f"{name} is not contiguous")
+        else:
+            for size, stride, want in zip(tensor.shape, tensor.stride(), strides, strict=True):
+                # The stride of a dimension of size 1 says nothing, but may be the first to name.
+                if size != 1 or (isinstance(want, str) and want not in self._sizes):
+                    self._bind(name, "stride", stride, want)
+        self._require(tensor.dtype in dtypes, f"{name} is {tensor.dtype}, not one of {dtypes}")
+        steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        offsets = [step * tensor.itemsize for size, step in steps if size != 1]
+        self._require(
+            all(offset % alignment == 0 for offset in (tensor.data_ptr(), *offsets)),
+            f"{name} is not aligned to {alignment} bytes",
+        )
+
+    def _bind(self, name: str, what: str, got: int, want: str | int | None) -> None:
+        if want is None:
+            return
+        number = self._sizes.setdefault(want, got) if isinstance(want, str) else want
+        self._require(got == number, f"{name} has a {what} of {got}, where {want} is {number}")
+
+    def _require(self, holds: bool, what: str) -> None:
+        _require(holds, self._kernel, what)
+
+
+# -- sgl_kernel ------------------------------------------------------------------------------------
+
+
+def _check_norm_rows(kernel: str, weight: torch.Tensor, **rows: torch.Tensor) -> None:
+    """What flashinfer's ``csrc/norm.cu`` checks, and sgl-kernel's own add-norm in float32."""
+    match = _Matcher(kernel)
+    for name, tensor in rows.items():
+        # The two-byte kernels take a row stride. The float32 one takes none (CHECK_INPUT).
+        strides = None if tensor.dtype == torch.float32 else (None, 1)
+        match.verify(name, tensor, ("rows", "width"), strides=strides, dtypes=_FLOATS)
+    match.verify("weight", weight, ("width",), dtypes=_FLOATS)
+    dtypes = {tensor.dtype for tensor in (weight, *rows.values())}
+    _require(len(dtypes) == 1, kernel, f"one type is assumed of all arguments, not {dtypes}")
+
+
+def _rms_normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of float32 rows, in float32."""
+    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rmsnorm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``sgl_kernel.rmsnorm``: [rows, width], into a new tensor unless one is given."""
+    calls["rmsnorm"] += 1
+    out = torch.empty_like(input) if out is None else out
+    _check_norm_rows("rmsnorm", weight, input=input, out=out)
+    return out.copy_(_rms_normed(input.float(), weight, eps))
+
+
+def fused_add_rmsnorm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+) -> None:
+    """``sgl_kernel.fused_add_rmsnorm``: in place, ``residual += input``, ``input = its norm``."""
+    calls["fused_add_rmsnorm"] += 1
+    _check_norm_rows("fused_add_rmsnorm", weight, input=input, residual=residual)
+    apart = input.untyped_storage().data_ptr() != residual.untyped_storage().data_ptr()
+    _require(apart, "fused_add_rmsnorm", "input and residual are assumed to lie apart")
+    total = input.float() + residual.float()
+    residual.copy_(total)
+    input.copy_(_rms_normed(total, weight, eps))
+
+
+def gelu_tanh_and_mul(
+    input: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """``sgl_kernel.gelu_tanh_and_mul``, for widths that the kernel below does not take."""
+    calls["sgl_kernel.gelu_tanh_and_mul"] += 1
+    kernel = "gelu_tanh_and_mul"
+    _require(input.shape[-1] * input.itemsize % 16 == 0, kernel, "rows are no multiple of 16 bytes")
+    _require(input.shape[:-1] == out.shape[:-1], kernel, "input and out have other row counts")
+    _require(input.shape[-1] == 2 * out.shape[-1], kernel, "input is not twice as wide as out")
+    _require(input.is_contiguous() and out.is_contiguous(), kernel, "rows are assumed contiguous")
+    _write_gelu_and_mul(input, out)
+    return out
+
+
+def _write_gelu_and_mul(both: torch.Tensor, out: torch.Tensor) -> None:
+    gate, up = both.float().chunk(2, dim=-1)
+    out.copy_(gelu(gate, approximate="tanh") * up)
+
+
+def not_of_gemma_4(*_: Any, **__: Any) -> Any:
+    """For names that SGLang imports beside these, and that no Gemma 4 calls."""
+    raise NotImplementedError("this kernel has no stand-in: Gemma 4's text model never calls it")
+
+
+# -- kernels that SGLang compiles when they are first called ---------------------------------------
+
+
+class Activation:
+    """``elementwise/activation.cuh``."""
+
+    def __init__(self, dtype: str, _early_start: str) -> None:
+        self._dtype = _DTYPES[dtype]
+
+    def run_activation(self, rows: torch.Tensor, out: torch.Tensor, kind: str) -> None:
+        """``out = gelu(left half) * right half``; [rows, 2 * width] to [rows, width]."""
+        calls["run_activation"] += 1
+        match = _Matcher("run_activation")
+        match.verify("out", out, ("rows", "width"), dtypes=[self._dtype])
+        match.verify("input", rows, ("rows", "both"), dtypes=[self._dtype])
+        _require(match["both"] == 2 * match["width"], "run_activation", "not two halves")
+        vector = 16 // out.itemsize
+        _require(
+            match["width"] % vector == 0, "run_activation", f"width is no multiple of {vector}"
+        )
+        _require(kind == "gelu_tanh", "run_activation", f"Gemma 4 has no {kind}")
+        _write_gelu_and_mul(rows, out)
+
+
+class FusedRope:
+    """``elementwise/rope.cuh``: heads of 64, 128, 256 or 512, with a float32 cache."""
+
+    def __init__(self, neox: str, width: str, _early_start: str, k_type: str, q_type: str) -> None:
+        _require(neox == "true", "run_rope", "only NeoX's layout is written here")
+        self._width = int(width)
+        self._q_type, self._k_type = _DTYPES[q_type], _DTYPES[k_type]
+
+    def run_rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Rotate in place, as many rows of ``k`` and ``positions`` as of ``q``."""
+        calls["run_rope"] += 1
+        match = _Matcher("run_rope")
+        for name, heads, dtype in (("q", q, self._q_type), ("k", k, self._k_type)):
+            # One head stride for both, a row stride for each.
+            match.verify(
+                name,
+                heads,
+                ("rows", f"{name} heads", self._width),
+                strides=(f"{name} stride", "head stride", 1),
+                dtypes=[dtype],
+            )
+        match.verify("cos_sin_cache", cos_sin, (None, self._width), dtypes=[torch.float32])
+        match.verify("positions", positions, ("rows",), dtypes=_INDICES)
+        _require(q.itemsize == k.itemsize, "run_rope", "q and k have types of other sizes")
+        rotation = cos_sin[positions]
+        for heads in (q, k):
+            heads.copy_(_rotated(heads.float(), rotation))
+
+
+class RotaryEmbedding:
+    """``elementwise/pos_enc.cuh``, which heads of other widths take."""
+
+    def rotary_embedding(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        head_size: int,
+        cos_sin: torch.Tensor,
+        neox: bool,
+    ) -> None:
+        """Rotate in place; query [rows, heads * head_size], key likewise."""
+        kernel = "rotary_embedding"
+        calls[kernel] += 1
+        _require(neox, kernel, "only NeoX's layout is written here")
+        _require(key is not None, kernel, "only the form with keys is written here")
+        assert key is not None
+        _require(positions.dim() == 1, kernel, "only flat positions are written here")
+        rows = {query.shape[0], key.shape[0], positions.shape[0]}
+        _require(len(rows) == 1, kernel, f"query, key and positions have {rows} rows")
+        heads = [tensor.numel() // positions.numel() / head_size for tensor in (query, key)]
+        _require(all(count.is_integer() for count in heads), kernel, f"{heads} heads")
+        _require(heads[0] % heads[1] == 0, kernel, f"{heads} heads of query and key")
+        types = {query.dtype, key.dtype, cos_sin.dtype}
+        _require(
+            len(types) == 1 and query.dtype in _FLOATS, kernel, f"one type is assumed: {types}"
+        )
+        _require(positions.dtype == torch.int64, kernel, "positions are assumed to be int64")
+        dense = all(tensor.stride(-1) == 1 and tensor.dim() == 2 for tensor in (query, key))
+        _require(dense, kernel, "heads are assumed to lie side by side")
+        rotation = cos_sin[positions]
+        for tensor in (query, key):
+            by_head = tensor.unflatten(-1, (-1, head_size))
+            by_head.copy_(_rotated(by_head, rotation))
+
+
+def _rotated(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, width] by [rows, width] of cosines and sines; NeoX: halves are pairs."""
+    cos, sin = rotation[:, None].chunk(2, dim=-1)
+    x, y = heads[..., : rotation.shape[-1]].chunk(2, dim=-1)
+    rotated = torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1)
+    return torch.cat((rotated, heads[..., rotation.shape[-1] :]), dim=-1)
+
+
+class StoreCache:
+    """``elementwise/kvcache.cuh``."""
+
+    def __init__(self, k_bytes: str, v_bytes: str, threads: str, _early_start: str) -> None:
+        self._bytes = {"k": int(k_bytes), "v": int(v_bytes)}
+        self._parts = int(threads) // 32
+        parts_fit = all(width % self._parts == 0 for width in self._bytes.values())
+        _require(parts_fit, "store_cache", f"rows of {self._bytes} bytes in {self._parts} parts")
+
+    def store_cache(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        indices: torch.Tensor,
+        size_limit: int,
+        skipped: int,
+    ) -> None:
+        """Copy row i of k and v to the slot ``indices[i]``, but for the slot ``skipped``."""
+        kernel = "store_cache"
+        calls[kernel] += 1
+        match = _Matcher(kernel)
+        places = {"k": (k, k_cache), "v": (v, v_cache)}
+        for name, (rows, cache) in places.items():
+            alignment = _vector_bytes(self._bytes[name] // self._parts)
+            for which, tensor, count in (("", rows, "rows"), (" cache", cache, None)):
+                match.verify(
+                    name + which,
+                    tensor,
+                    (count, f"{name} width"),
+                    strides=(None, 1),
+                    dtypes=[k.dtype],
+                    alignment=alignment,
+                )
+            width = match[f"{name} width"] * k.itemsize
+            _require(width == self._bytes[name], kernel, f"{name} has rows of {width} bytes")
+        match.verify("indices", indices, ("rows",), strides=(None,), dtypes=_INDICES)
+        in_range = bool(((indices >= 0) & (indices < size_limit)).all())
+        _require(in_range, kernel, f"an index is not in [0, {size_limit})")
+        written = indices != skipped
+        for rows, cache in places.values():
+            cache[indices[written]] = rows[written]
+
+
+def _vector_bytes(width: int) -> int:
+    """``LoadStorePattern::get_vec_bytes`` of ``include/sgl_kernel/warp.cuh``, at most 16 bytes."""
+    return math.gcd(width, 4) if width % 128 else math.gcd(width // 32, 16)
+
+
+# C++ template arguments (``sglang/kernels/jit/utils/compile/cpp_args.py``).
+_DTYPES = {"fp32_t": torch.float32, "fp16_t": torch.float16, "bf16_t": torch.bfloat16}
+
+_COMPILED = {
+    "activation": Activation,
+    "fused_rope": FusedRope,
+    "rotary_embedding": RotaryEmbedding,
+    "kvcache": StoreCache,
+}
+
+
+def load_jit(name: str, *template_arguments: str, **_: Any) -> Any:
+    """``sglang.kernels.jit.utils.load_jit``: a module with the kernels of one source file."""
+    if name not in _COMPILED:
+        raise NotImplementedError(
+            f"{name} has no stand-in: no Gemma 4 text model has called it yet"
+        )
+    return _COMPILED[name](*template_arguments)

@@ -1,0 +1,403 @@
+"""On equals off equals Hugging Face where Gemma 4 takes the code that it takes on CUDA.
+
+The platform's mode ``cuda_branches`` says what runs then, and what it cannot show. Of every forward
+it is asserted first which kernels ran, and how often: stock's counts follow from the layers, and
+the fast path's from the rows that it keeps. No oracle is asked about decode steps, in which Triton
+sees one key fewer than Hugging Face; there on equals off bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_gemma4_reference import cuda_branches
+from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
+
+if version("sglang") != cuda_branches.SGLANG:
+    pytest.skip(f"the mode knows SGLang {cuda_branches.SGLANG} alone", allow_module_level=True)
+
+from transformers import Gemma4ForConditionalGeneration
+
+import quick_interpreter
+from batches import batch_of
+from observe import (
+    Observed,
+    assert_same_answers,
+    assert_same_cache,
+    assert_same_objects,
+    run,
+    switched,
+)
+from sglang_gemma4_reference.cuda_kernels import calls
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import donor, per_layer, report
+from sglang_gemma4_yoco.donor import DonorCut
+
+quick_interpreter.install()
+
+W = 8
+# Of float32 logits: sums in another order, in some hundred operations.
+TOLERANCE = 5e-5
+ORACLE_TOLERANCE = 1e-4
+
+# Small: Triton's interpreter runs the fused norm once per row and head, in Python.
+_SMALL = dataclasses.replace(E2B_TINY, sliding_per_full=1, heads=2, kv_heads=1, sliding_window=W)
+# Its heads' rotary kernel is that of the real models' 256 and 512. The donor has a window.
+WIDE = dataclasses.replace(_SMALL, layers=6, kv_shared_layers=3, head_dim=64, global_head_dim=128)
+# The other rotary kernel, a donor with full attention, and no per-layer inputs: a layer of such a
+# model ends in one more fused kernel.
+NARROW = dataclasses.replace(_SMALL, layers=4, kv_shared_layers=2, ple_width=0)
+
+
+@dataclasses.dataclass
+class Bench:
+    """One model, as SGLang serves it and as Hugging Face computes it."""
+
+    shape: Gemma4Shape
+    engine: Engine
+    oracle: Gemma4ForConditionalGeneration
+
+
+def bench_of(shape: Gemma4Shape, path: Path, dtype: str) -> Bench:
+    write_checkpoint(path, shape)
+    engine = Engine(path, device="cpu", dtype=dtype, max_total_tokens=1024)
+    oracle = Gemma4ForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
+    return Bench(shape, engine, oracle)
+
+
+_MODELS = {
+    "wide": (WIDE, "float32"),
+    "narrow": (NARROW, "float32"),
+    "bfloat16": (WIDE, "bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """The model that the test names; all tests of one model run before the next one is built."""
+    shape, dtype = _MODELS[request.param]
+    return bench_of(shape, tmp_path_factory.mktemp("checkpoint"), dtype)
+
+
+def models(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("bench", names, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_failed(forgotten_reports: None) -> Iterator[None]:
+    """A check of a kernel that refuses the fast path would be served by stock, and fails here."""
+    yield
+    assert report.FAILED not in report.forwards
+
+
+# -- which kernels ran -----------------------------------------------------------------------------
+
+NORM, ADD_NORM, ROW_NORM = "_gemma_qkv_rmsnorm_kernel", "fused_add_rmsnorm", "rmsnorm"
+LAYER_END = "_gemma_rmsnorm_residual_kernel"
+EXTEND, DECODE = "_fwd_kernel", "_fwd_grouped_kernel_stage1"
+KERNELS = (
+    *(NORM, ADD_NORM, LAYER_END, "run_rope", "rotary_embedding", "store_cache", "run_activation"),
+    *(EXTEND, DECODE, "_fwd_kernel_stage2"),
+)
+# How often they run depends on what the backend plans, and on what is asked of the logits.
+ALSO = ("softcap_inplace_logits_kernel", "create_flashinfer_kv_indices_triton", ROW_NORM)
+
+
+def expected_calls(shape: Gemma4Shape, cut: DonorCut | None, tail: str) -> Counter[str]:
+    """How often each of ``KERNELS`` runs in one forward.
+
+    Args:
+        cut: of layer K-1; None for the stock forward.
+        tail: ``decode``, ``extend`` (suffixes) or ``unread``.
+    """
+    layers, own = shape.layers, shape.layers - shape.kv_shared_layers
+    behind_kv = cut is DonorCut.KEYS_AND_VALUES
+    # Layers of which more runs than K and V: an unread chunk ends at the donor.
+    whole = layers if tail != "unread" or cut is None else own - behind_kv
+    decoded = 0
+    if tail == "decode" and cut is not None:
+        decoded = layers - own + behind_kv
+    # For an unread chunk a backend writes where it attends: one more call, whose answer is dropped.
+    dropped = int(tail == "unread" and behind_kv)
+    # Cut behind K and V, the donor norms k, v and, if someone reads, q apart, and rotates twice.
+    extra_norms, extra_ropes = 2 * behind_kv, int(behind_kv and not dropped)
+    rope = "run_rope" if shape.head_dim in (64, 128, 256, 512) else "rotary_embedding"
+    return +Counter(
+        {
+            NORM: whole + extra_norms,
+            rope: whole + dropped + extra_ropes,
+            ADD_NORM: whole,
+            LAYER_END: 0 if shape.ple_width else whole,
+            "run_activation": whole,
+            "store_cache": own,
+            EXTEND: whole - decoded,
+            DECODE: decoded + dropped,
+            "_fwd_kernel_stage2": decoded + dropped,
+        }
+    )
+
+
+def watched(engine: Engine, scheduled: Any, switch: str) -> tuple[Observed, Counter[str]]:
+    """One forward, and the kernels that it ran."""
+    calls.clear()
+    seen = run(engine, scheduled, switch)
+    ran = Counter(calls)
+    assert all(ran[name] for name in ALSO), ran
+    return seen, Counter({name: ran[name] for name in KERNELS if ran[name]})
+
+
+def both_ways(
+    bench: Bench,
+    prompts: list[Prompt],
+    kept: int,
+    *,
+    cut: DonorCut = DonorCut.KEYS_AND_VALUES,
+    tail: str = "decode",
+) -> tuple[Observed, Observed]:
+    """The forward off and on, K/V equal byte for byte, after the kernels and rows were counted."""
+    bench.engine.text_model.__dict__["_yoco_donor_cut"] = cut
+    scheduled = bench.engine.schedule(prompts)
+    report.reset()
+    (stock, stock_calls), (fast, fast_calls) = (
+        watched(bench.engine, scheduled, switch) for switch in "01"
+    )
+    shape, total = bench.shape, sum(len(prompt.new) for prompt in prompts)
+    assert stock_calls == expected_calls(shape, None, tail)
+    if tail == "extend" and cut is DonorCut.KEYS_AND_VALUES:
+        cut = DonorCut.AFTER_ATTENTION  # an extend call takes no fewer queries than keys to write
+    if tail == "unread" and cut is DonorCut.AFTER_ATTENTION:
+        cut = DonorCut.NONE  # nothing is left out of a donor whose attention runs
+    assert fast_calls == expected_calls(shape, cut, tail)
+    assert stock.rows == stock.attention_rows == [total] * shape.layers
+    own = shape.layers - shape.kv_shared_layers
+    front = own - (cut is not DonorCut.NONE)
+    attended = own - (cut is DonorCut.KEYS_AND_VALUES)
+    assert fast.rows == [total] * front + [kept] * (shape.layers - front if kept else 0)
+    assert fast.attention_rows == [total] * attended + [kept] * (
+        shape.layers - attended if kept else 0
+    )
+    assert_same_objects(stock)
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    return stock, fast
+
+
+# -- the oracle ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def oracle_logprobs(bench: Bench, prompt: Prompt) -> torch.Tensor:
+    """Log-probabilities of the next token after each of the prompt's, [tokens, vocab]."""
+    ids = torch.tensor([prompt.cached + prompt.new])
+    logprobs: torch.Tensor = bench.oracle(input_ids=ids).logits[0].log_softmax(-1)
+    return logprobs
+
+
+def assert_as_the_oracle(
+    bench: Bench, prompts: list[Prompt], *seen: Observed, tolerance: float = ORACLE_TOLERANCE
+) -> None:
+    """Log-probabilities of each prompt's next token agree over the whole vocabulary."""
+    want = torch.stack([oracle_logprobs(bench, prompt)[-1] for prompt in prompts])
+    for observed in seen:
+        got = observed.output.next_token_logits.float().log_softmax(-1)
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=0)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+BATCHES = {
+    "one prompt": batch_of((0, 20)),
+    "three, two of them cached": batch_of((10, 9), (0, 5), (17, 1)),
+    "around the window": batch_of((0, W - 1), (0, W), (0, W + 1), (0, 3 * W + 1)),
+    "one row beside many": batch_of((W, 1), (0, 15), (W - 1, 1), (W + 1, 2)),
+    "prefill beside decode rows": [
+        *batch_of((W, 3), (0, W + 2)),
+        *batch_of((W - 1, 1), (2 * W, 1), decodes=True),
+    ],
+}
+
+
+def assert_right(bench: Bench, prompts: list[Prompt], stock: Observed, fast: Observed) -> None:
+    """Both answer alike, and as Hugging Face's model does."""
+    assert_same_answers(stock, fast, TOLERANCE)
+    assert_as_the_oracle(bench, prompts, stock, fast)
+
+
+@models("wide", "narrow")
+@pytest.mark.parametrize("name", BATCHES)
+def test_one_row_per_request(bench: Bench, name: str) -> None:
+    prompts = BATCHES[name]
+    assert_right(bench, prompts, *both_ways(bench, prompts, len(prompts)))
+
+
+@models("wide", "narrow")
+@pytest.mark.parametrize("cut", [DonorCut.AFTER_ATTENTION, DonorCut.NONE])
+def test_other_cuts(bench: Bench, cut: DonorCut) -> None:
+    prompts = batch_of((W + 3, 4), (0, 9))
+    assert_right(bench, prompts, *both_ways(bench, prompts, len(prompts), cut=cut))
+
+
+@models("narrow")
+def test_a_prompt_whose_norm_kernel_walks_the_heads(bench: Bench) -> None:
+    """Above 256 rows the fused norm is launched once per row, not once per row and head."""
+    prompts = batch_of((0, 260))
+    assert_right(bench, prompts, *both_ways(bench, prompts, 1))
+
+
+@models("wide", "narrow")
+def test_suffixes_beside_last_rows(bench: Bench) -> None:
+    start, prompts = 13, [*batch_of((6, 14), logprob_start=13), *batch_of((0, 5))]
+    stock, fast = both_ways(bench, prompts, 7 + 1, tail="extend")
+    assert_right(bench, prompts, stock, fast)
+    ids = torch.tensor(prompts[0].cached + prompts[0].new)
+    want = oracle_logprobs(bench, prompts[0])[start:-1].gather(1, ids[start + 1 :, None])[:, 0]
+    got = torch.as_tensor(fast.output.input_token_logprobs)[: len(want)]
+    torch.testing.assert_close(got, want, atol=ORACLE_TOLERANCE, rtol=0)
+
+
+@models("wide")
+@pytest.mark.parametrize("cut", list(DonorCut))
+def test_unread_chunks(bench: Bench, cut: DonorCut) -> None:
+    chunk = batch_of((10, 8), (0, 5), to_come=(21, 22))
+    _, fast = both_ways(bench, chunk, 0, cut=cut, tail="unread")
+    assert fast.hidden is not None
+    assert fast.hidden.isfinite().all()
+
+
+@models("wide")
+def test_decode_steps_after_the_prefill(bench: Bench) -> None:
+    prompts = batch_of((W, 3), (0, W + 2))
+    answers = []
+    for switch in "01":
+        scheduled = bench.engine.schedule(prompts)
+        prefill = run(bench.engine, scheduled, switch)
+        assert prefill.rows[-1] == (len(prompts) if switch == "1" else 3 + W + 2)
+        logits = []
+        for _ in range(2):
+            calls.clear()
+            with switched(switch):
+                output = bench.engine.decode(scheduled, [30, 40])
+            assert calls[DECODE] == calls["_fwd_kernel_stage2"] == bench.shape.layers
+            assert calls["store_cache"] == bench.shape.layers - bench.shape.kv_shared_layers
+            logits.append(output.next_token_logits.clone())
+        answers.append((torch.stack(logits), bench.engine.kv()))
+    (stock, stock_kv), (fast, fast_kv) = answers
+    assert torch.equal(stock, fast)
+    for pair, fast_pair in zip(stock_kv, fast_kv, strict=True):
+        assert all(map(torch.equal, pair, fast_pair))
+
+
+# -- what the kernels overwrite --------------------------------------------------------------------
+
+
+class LateInputs(per_layer.SplitInputs):
+    """Wrong on purpose: reads the embeddings when the tail's part is asked for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _, _, self._read_late, _, _, index = args
+        self._late_index = index
+
+    def kept(self, layer: int) -> torch.Tensor:
+        self._embeds = self._read_late.index_select(0, self._late_index)
+        return super().kept(layer)
+
+
+@models("wide")
+def test_embeddings_are_gone_after_layer_0(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fused add-norm writes over them, and a product that reads them later is found out."""
+    before: list[torch.Tensor] = []
+    embedded: list[torch.Tensor] = []
+
+    def keep(_: Any, __: Any, embeds: torch.Tensor) -> None:
+        before.append(embeds.clone())
+        embedded.append(embeds)
+
+    hook = bench.engine.text_model.embed_tokens.register_forward_hook(keep)
+    prompts = BATCHES["one prompt"]
+    try:
+        stock, fast = both_ways(bench, prompts, 1)
+    finally:
+        hook.remove()
+    for was, embeds in zip(before[-2:], embedded[-2:], strict=True):
+        assert (was - embeds).abs().mean() > 0.01
+    assert_same_answers(stock, fast, TOLERANCE)
+    monkeypatch.setattr(per_layer, "SplitInputs", LateInputs)
+    stock, late = both_ways(bench, prompts, 1)
+    with pytest.raises(AssertionError, match="next_token_logits"):
+        assert_same_answers(stock, late, TOLERANCE)
+
+
+@models("wide")
+def test_a_failure_in_the_tail_is_served_by_stock(bench: Bench) -> None:
+    """From the same embeddings, which the first try has overwritten by then."""
+    scheduled = bench.engine.schedule(BATCHES["one prompt"])
+    own = bench.shape.layers - bench.shape.kv_shared_layers
+    fail = iter([True])
+
+    def fail_once(*_: Any) -> None:
+        if next(fail, False):
+            raise InjectedError
+
+    stock = run(bench.engine, scheduled, "0")
+    hook = bench.engine.text_model.layers[own].mlp.register_forward_pre_hook(fail_once)
+    try:
+        seen = run(bench.engine, scheduled, "1")
+    finally:
+        hook.remove()
+    assert seen.rows == [20] * (own - 1) + [1] + stock.rows
+    assert report.forwards.pop(report.FAILED) == 1
+    assert_same_objects(seen)
+    assert_same_cache(stock, seen)
+    assert_same_answers(stock, seen, 0.0)
+
+
+class InjectedError(Exception):
+    pass
+
+
+@models("wide")
+def test_a_refusal_of_a_kernel_does_not_pass_for_equality(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check that fires on the fast path alone is served by stock, which the counts show."""
+    stock_keys = donor.keys_and_values
+
+    def other_rows(attention: Any, normed: torch.Tensor, positions: torch.Tensor) -> Any:
+        return stock_keys(attention, normed, positions[:-1])
+
+    monkeypatch.setattr(donor, "keys_and_values", other_rows)
+    with pytest.raises(AssertionError):
+        both_ways(bench, BATCHES["one prompt"], 1)
+    assert report.forwards.pop(report.FAILED) == 1
+
+
+# -- the type that is served -----------------------------------------------------------------------
+
+
+@models("bfloat16")
+def test_bfloat16(bench: Bench) -> None:
+    """The kernels take the served type as well, beside a rotary cache of float32.
+
+    Bfloat16 keeps 8 bits. Some hundred roundings of 1/512 add up to hundredths of a logit of size
+    1, and the last norm of these checkpoints makes its logits six times as large: 0.05 on average
+    and 0.24 at most was measured. Fast must not be further off on average than stock.
+    """
+    prompts = BATCHES["three, two of them cached"]
+    stock, fast = both_ways(bench, prompts, len(prompts))
+    want = torch.stack([oracle_logprobs(bench, prompt)[-1] for prompt in prompts])
+    off, on = (
+        (seen.output.next_token_logits.float().log_softmax(-1) - want).abs()
+        for seen in (stock, fast)
+    )
+    assert max(off.max(), on.max()) < 0.5
+    assert off.mean() < 0.1
+    assert on.mean() < 1.1 * off.mean()
