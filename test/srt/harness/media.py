@@ -86,15 +86,27 @@ def _encoded(prompt: MediaPrompt) -> Any:
     )
 
 
+def _unpadded(pixels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without the columns of patches that are padding in every image: most of the encoder's work.
+
+    Args:
+        pixels: [images, patches, pixels of a patch].
+        places: [images, patches, 2], -1 for padding, which comes last.
+    """
+    longest = int((places[..., 0] >= 0).sum(-1).max())
+    return pixels[:, :longest], places[:, :longest]
+
+
 def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[MultimodalDataItem]:
     """One item per image or sound, and one for the frames of a video."""
     items = []
     for i, span in enumerate(spans["image"]):
-        positions = {"image_position_ids": encoded["image_position_ids"][i : i + 1]}
-        items.append(("IMAGE", [span], encoded["pixel_values"][i : i + 1], positions))
+        pixels, places = _unpadded(encoded["pixel_values"], encoded["image_position_ids"])
+        positions = {"image_position_ids": places[i : i + 1]}
+        items.append(("IMAGE", [span], pixels[i : i + 1], positions))
     if spans["video"]:
-        positions = {"video_position_ids": encoded["video_position_ids"]}
-        items.append(("VIDEO", spans["video"], encoded["pixel_values_videos"], positions))
+        pixels, places = _unpadded(encoded["pixel_values_videos"], encoded["video_position_ids"])
+        items.append(("VIDEO", spans["video"], pixels, {"video_position_ids": places}))
     for i, span in enumerate(spans["audio"]):
         mask = {"input_features_mask": encoded["input_features_mask"][i : i + 1]}
         items.append(("AUDIO", [span], encoded["input_features"][i : i + 1], mask))

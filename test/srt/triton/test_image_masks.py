@@ -1,12 +1,12 @@
 """Images on SGLang's Triton backend, where their rows attend to each other in both directions.
 
-Everywhere else in the suite images attend causally: SGLang writes their masks for this backend only.
+Everywhere else in the suite images attend causally: SGLang writes masks for this backend alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from observe import (
     assert_same_objects,
     run,
 )
-from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut as product
 from sglang_gemma4_yoco import fallback, gate, report, seams
@@ -60,6 +60,14 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """With two heads: the interpreter runs a kernel once per head, in Python."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(path, dataclasses.replace(E2B_TINY, heads=2))
+    return Engine(path, device="cpu", dtype="float32", max_total_tokens=512)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
     assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"
@@ -69,42 +77,14 @@ def _fresh_decisions(engine: Engine) -> Iterator[None]:
     fallback.reset()
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One batch, three times.
-
-    Attributes:
-        stock: with the mask, if SGLang wrote one.
-        causal: stock, with SGLang kept from writing it.
-        fast: with the fast path on.
-        mask: what stock and fast both found in the runner's attention metadata.
-    """
-
-    stock: Observed
-    causal: Observed
-    fast: Observed
-    mask: torch.Tensor | None
-
-    def differs_from_causal(self) -> list[bool]:
-        """Of each prompt, whether its answer hangs on the mask."""
-        differences = self.stock.output.next_token_logits - self.causal.output.next_token_logits
-        largest = differences.abs().amax(-1)
-        assert ((largest > DIFFERENT) | (largest <= TOLERANCE)).all(), largest
-        return [bool(difference > DIFFERENT) for difference in largest]
-
-
-def compare(engine: Engine, batch: Any, kept: int) -> Compared:
-    """Stock, causal and fast; fast is shown to be active, and to equal stock."""
-    with without_masks(engine), masks(engine) as none:
-        causal = run(engine, batch, "0")
+def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tensor | None]:
+    """The stock forward and the mask it found; the fast one was active, and equal to it."""
     with masks(engine) as seen:
         stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
     total = sum(batch.extend_lens)
-    assert none.found == [None]
     assert seen.survived == [True, True]
     assert stock.rows == stock.attention_rows == whole(total)
-    expected = [rows for rows in cut(total, kept) if rows]
-    assert fast.rows == fast.attention_rows == expected
+    assert fast.rows == fast.attention_rows == [rows for rows in cut(total, kept) if rows]
     assert_same_objects(fast)
     _assert_same_inputs(stock, fast)
     assert_same_cache(stock, fast)
@@ -113,7 +93,18 @@ def compare(engine: Engine, batch: Any, kept: int) -> Compared:
     before, now = seen.found
     assert (before is None) == (now is None)
     assert before is None or torch.equal(before, now)
-    return Compared(stock, causal, fast, before)
+    return stock, before
+
+
+def hangs_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[bool]:
+    """Of each prompt, whether stock answers otherwise where its images attend causally."""
+    with without_masks(engine), masks(engine) as seen:
+        causal = run(engine, batch, "0")
+    assert seen.found == [None]
+    differences = stock.output.next_token_logits - causal.output.next_token_logits
+    largest = differences.abs().amax(-1)
+    assert ((largest > DIFFERENT) | (largest <= TOLERANCE)).all(), largest
+    return [bool(difference > DIFFERENT) for difference in largest]
 
 
 def _assert_same_inputs(stock: Observed, fast: Observed) -> None:
@@ -132,20 +123,18 @@ def flat(pattern: list[torch.Tensor]) -> torch.Tensor:
 def test_image(engine: Engine, name: str) -> None:
     prompts = CASES[name]
     batch = media_batch(engine, *prompts)
-    both = compare(engine, batch, kept=len(prompts))
-    assert both.mask is not None
-    assert torch.equal(both.mask, flat(image_pattern(batch)))
-    assert both.mask.sum() > flat(causal_pattern(batch)).sum()
-    assert both.differs_from_causal() == ["<|image|>" in prompt.text for prompt in prompts]
+    stock, mask = compare(engine, batch, kept=len(prompts))
+    assert_bidirectional(mask, batch, expected=True)
+    has_image = ["<|image|>" in prompt.text for prompt in prompts]
+    assert hangs_on_the_mask(engine, batch, stock) == has_image
 
 
 @pytest.mark.parametrize("kind", ["video", "audio"])
 def test_what_attends_causally(engine: Engine, kind: str) -> None:
     """Nobody masks frames of videos and sounds, in Hugging Face's Gemma 4 neither."""
     batch = media_batch(engine, MediaPrompt(f"see <|{kind}|> or?"))
-    both = compare(engine, batch, kept=1)
-    assert both.mask is None
-    assert both.differs_from_causal() == [False]
+    _, mask = compare(engine, batch, kept=1)
+    assert mask is None
 
 
 CHUNKED = MediaPrompt("see <|image|> or?")
@@ -155,39 +144,40 @@ IMAGE = slice(5, 11)  # the image's own rows in it
 @pytest.mark.parametrize(
     ("end", "masked"),
     [
-        (4, [False, True]),  # before the image's begin token
-        (IMAGE.start, [False, True]),
-        (IMAGE.start + 1, [False, False]),
-        (IMAGE.stop - 1, [False, False]),
-        (IMAGE.stop, [True, False]),  # the chunk's last row is the image's
-        (IMAGE.stop + 1, [True, False]),
+        pytest.param(IMAGE.start, (False, True), id="before the image"),
+        pytest.param(IMAGE.start + 1, (False, False), id="behind its first row"),
+        pytest.param(IMAGE.stop - 1, (False, False), id="before its last row"),
+        pytest.param(IMAGE.stop, (True, False), id="behind the image"),
     ],
 )
-def test_chunks(engine: Engine, end: int, masked: list[bool]) -> None:
-    """A border before, in and behind the image, which is masked only if it is whole in a chunk.
+def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
+    """Two chunks. An image is masked only if it lies in one of them as a whole.
 
-    The first chunk computes no tail; the second reads what the first has left in the cache.
+    The first computes no tail; the second reads what the first, on the fast path, left behind.
     """
     first = media_batch(engine, MediaPrompt(CHUNKED.text, end=end))
     assert first.reqs[0].multimodal_inputs.mm_items[0].offsets == [(IMAGE.start, IMAGE.stop - 1)]
-    one = compare(engine, first, kept=UNREAD)
+    _, mask = compare(engine, first, kept=UNREAD)
+    assert_bidirectional(mask, first, masked[0])
     second = engine.next_chunk(first)
     assert second.prefix_lens == [end]
-    two = compare(engine, second, kept=1)
-    for both, chunk, whole_image in zip((one, two), (first, second), masked, strict=True):
-        # SGLang writes a mask for every batch with an image; it may be no more than causal.
-        assert both.mask is not None
-        assert torch.equal(both.mask, flat(image_pattern(chunk)))
-        assert (both.mask.sum() > flat(causal_pattern(chunk)).sum()) == whole_image
-    assert two.differs_from_causal() == [masked[1]]
+    stock, mask = compare(engine, second, kept=1)
+    assert_bidirectional(mask, second, masked[1])
+    assert hangs_on_the_mask(engine, second, stock) == [masked[1]]
+
+
+def assert_bidirectional(mask: torch.Tensor | None, batch: Any, expected: bool) -> None:
+    """SGLang writes a mask for every batch with an image; it may be no more than causal."""
+    assert mask is not None
+    assert torch.equal(mask, flat(image_pattern(batch)))
+    assert bool(mask.sum() > flat(causal_pattern(batch)).sum()) == expected
 
 
 def test_an_image_in_an_unfinished_chunk_beside_a_finished_prompt(engine: Engine) -> None:
     batch = media_batch(engine, TEXT, MediaPrompt(CHUNKED.text, end=-1))
-    both = compare(engine, batch, kept=2)
-    assert both.mask is not None
-    assert torch.equal(both.mask, flat(image_pattern(batch)))
-    assert both.differs_from_causal() == [False, True]
+    stock, mask = compare(engine, batch, kept=2)
+    assert_bidirectional(mask, batch, expected=True)
+    assert hangs_on_the_mask(engine, batch, stock) == [False, True]
 
 
 def test_decoding_after_an_image(engine: Engine) -> None:
@@ -242,9 +232,9 @@ def test_input_logprobs_beside_an_image_are_stock(
 def test_logprobs_of_the_last_row_alone(engine: Engine) -> None:
     total = sum(media_batch(engine, CHUNKED).extend_lens)
     batch = media_batch(engine, MediaPrompt(CHUNKED.text, logprob_start=total - 1))
-    both = compare(engine, batch, kept=1)
-    assert both.stock.output.input_token_logprobs is not None
-    assert both.differs_from_causal() == [True]
+    stock, mask = compare(engine, batch, kept=1)
+    assert_bidirectional(mask, batch, expected=True)
+    assert stock.output.input_token_logprobs is not None
 
 
 @pytest.fixture
