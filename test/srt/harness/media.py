@@ -19,6 +19,7 @@ import torch
 from sglang.srt.managers.mm_utils import init_mm_embedding_cache
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 
+from observe import Observed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -174,7 +175,8 @@ class Masks:
 @contextmanager
 def masks(engine: Engine) -> Iterator[Masks]:
     """Watch the metadata of the engine's attention backend during the span."""
-    seen, before = Masks(), []
+    seen = Masks()
+    before: list[Any] = []
 
     def on_entry(*_: Any) -> None:
         metadata = engine.runner.attn_backend.forward_metadata
@@ -222,3 +224,11 @@ def image_pattern(batch: Any) -> list[torch.Tensor]:
                 if cached <= begin and end < pattern.shape[1]:
                     pattern[begin - cached : end + 1 - cached, begin : end + 1] = True
     return patterns
+
+
+def assert_same_inputs(stock: Observed, fast: Observed) -> None:
+    """Both forwards got the encoders' rows, and the same."""
+    embedded, again = (seen.before["mm_input_embeds"] for seen in (stock, fast))
+    assert isinstance(embedded, torch.Tensor)
+    assert isinstance(again, torch.Tensor)
+    assert torch.equal(embedded, again)

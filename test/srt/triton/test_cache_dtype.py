@@ -1,4 +1,4 @@
-"""bf16, and a KV cache that rounds because its type is not the weights', on SGLang's Triton backend.
+"""bf16, and a KV cache that rounds since its type is not the weights', on SGLang's Triton backend.
 
 This backend attends to a chunk's own K and V before they are rounded to the cache's type, except in
 layers that read another layer's. So under such a cache layer K-1 must attend as in stock, and the

@@ -16,6 +16,7 @@ from ask import TOLERANCE
 from layer_rows import UNREAD, cut, whole
 from media import (
     MediaPrompt,
+    assert_same_inputs,
     causal_pattern,
     image_pattern,
     masks,
@@ -86,13 +87,15 @@ def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tens
     assert stock.rows == stock.attention_rows == whole(total)
     assert fast.rows == fast.attention_rows == [rows for rows in cut(total, kept) if rows]
     assert_same_objects(fast)
-    _assert_same_inputs(stock, fast)
+    assert_same_inputs(stock, fast)
     assert_same_cache(stock, fast)
     if kept:
         assert_same_answers(stock, fast, TOLERANCE)
     before, now = seen.found
-    assert (before is None) == (now is None)
-    assert before is None or torch.equal(before, now)
+    if before is None or now is None:
+        assert before is now
+    else:
+        assert torch.equal(before, now)
     return stock, before
 
 
@@ -105,13 +108,6 @@ def hangs_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[bool]
     largest = differences.abs().amax(-1)
     assert ((largest > DIFFERENT) | (largest <= TOLERANCE)).all(), largest
     return [bool(difference > DIFFERENT) for difference in largest]
-
-
-def _assert_same_inputs(stock: Observed, fast: Observed) -> None:
-    """Both forwards got the encoders' rows."""
-    embedded = [seen.before["mm_input_embeds"] for seen in (stock, fast)]
-    assert isinstance(embedded[0], torch.Tensor)
-    assert torch.equal(*embedded)
 
 
 def flat(pattern: list[torch.Tensor]) -> torch.Tensor:
@@ -208,7 +204,7 @@ def assert_stock(engine: Engine, batch: Any, reason: str) -> None:
     for found in seen.found:
         assert found is not None
         assert torch.equal(found, flat(image_pattern(batch)))
-    _assert_same_inputs(stock, stepped_aside)
+    assert_same_inputs(stock, stepped_aside)
     assert_same_cache(stock, stepped_aside)
     assert_same_answers(stock, stepped_aside, tolerance=0)
 
