@@ -141,22 +141,28 @@ def _inputs(engine: Engine, prompt: MediaPrompt) -> tuple[tuple[int, ...], Multi
     return tuple(ids), inputs if items else None
 
 
+def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInputs | None]:
+    """The prompt as the engine takes it, and its media."""
+    ids, inputs = _inputs(engine, prompt)
+    rest = () if prompt.end is None or prompt.is_last else ids[prompt.end :]
+    new = ids[prompt.cached : prompt.end]
+    return Prompt(ids[: prompt.cached], new, prompt.logprob_start, rest), inputs
+
+
 def media_batch(engine: Engine, *prompts: MediaPrompt) -> Any:
     """A scheduled batch of these prompts, for an engine of an ``E2B_TINY`` checkpoint."""
     init_mm_embedding_cache(0)  # the scheduler's task: so that every forward encodes
-    plain, media = [], []
-    for prompt in prompts:
-        ids, inputs = _inputs(engine, prompt)
-        new, to_come = ids[prompt.cached : prompt.end], ids[len(ids) :]
-        if prompt.end is not None and not prompt.is_last:
-            to_come = ids[prompt.end :]
-        plain.append(Prompt(ids[: prompt.cached], new, prompt.logprob_start, to_come))
-        media.append(inputs)
+    plain, media = zip(*(_plain(engine, prompt) for prompt in prompts), strict=True)
     scheduled = engine.schedule(plain)
     for req, inputs in zip(scheduled.reqs, media, strict=True):
         req.multimodal_inputs = inputs
-    scheduled.multimodal_inputs = media
+    scheduled.multimodal_inputs = list(media)
     return scheduled
+
+
+def next_chunk(engine: Engine, batch: Any, *prompts: MediaPrompt) -> Any:
+    """What is to come of those prompts of ``batch`` that did not end in it."""
+    return engine.next_chunk(batch, [_plain(engine, prompt)[0] for prompt in prompts])
 
 
 @dataclass

@@ -26,6 +26,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
+import quick_interpreter
 import truth
 from batches import batch_of
 from interpreter import small_types
@@ -41,6 +42,8 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, donor, fallback, report
 from sglang_gemma4_yoco.donor import DonorCut
+
+quick_interpreter.install()
 
 LAYERS, FIRST_SHARED = E2B_TINY.layers, E2B_TINY.layers - E2B_TINY.kv_shared_layers
 WINDOW = E2B_TINY.sliding_window

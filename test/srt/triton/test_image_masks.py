@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import quick_interpreter
 from ask import TOLERANCE
 from layer_rows import UNREAD, cut, whole
 from media import (
@@ -21,6 +22,7 @@ from media import (
     image_pattern,
     masks,
     media_batch,
+    next_chunk,
     without_masks,
 )
 from observe import (
@@ -34,6 +36,8 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut as product
 from sglang_gemma4_yoco import fallback, gate, report, seams
+
+quick_interpreter.install()
 
 # What no mask can do: several hundred times the differences of rounding.
 DIFFERENT = 100 * TOLERANCE
@@ -151,11 +155,12 @@ def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
 
     The first computes no tail; the second reads what the first, on the fast path, left behind.
     """
-    first = media_batch(engine, MediaPrompt(CHUNKED.text, end=end))
+    prompt = MediaPrompt(CHUNKED.text, end=end)
+    first = media_batch(engine, prompt)
     assert first.reqs[0].multimodal_inputs.mm_items[0].offsets == [(IMAGE.start, IMAGE.stop - 1)]
     _, mask = compare(engine, first, kept=UNREAD)
     assert_bidirectional(mask, first, masked[0])
-    second = engine.next_chunk(first)
+    second = next_chunk(engine, first, prompt)
     assert second.prefix_lens == [end]
     stock, mask = compare(engine, second, kept=1)
     assert_bidirectional(mask, second, masked[1])
