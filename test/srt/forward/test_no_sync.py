@@ -30,8 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import batches
-from batches import batch_of, media_batch
+from batches import batch_of
 from layer_rows import FIRST_CUT, LAYERS
+from media import MediaPrompt, media_batch
 from observe import Observed, run, switched, watching
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, donor, gate, report
@@ -304,10 +305,11 @@ def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: 
 
 @pytest.mark.parametrize("cached", [0, 5])
 def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cached: int) -> None:
-    stock = read_by(engine, media_batch(engine, "image", cached), "0", unread=False)
+    prompt = MediaPrompt("what is <|image|> there?", cached=cached)
+    stock = read_by(engine, media_batch(engine, prompt), "0", unread=False)
     encoded = [read for read in stock.seen if "gemma4_vision" in read.site]
     assert encoded, "the image was not encoded"
-    fast = read_by(engine, media_batch(engine, "image", cached), "1", unread=False)
+    fast = read_by(engine, media_batch(engine, prompt), "1", unread=False)
     assert_no_more_reads(fast, stock)
 
 

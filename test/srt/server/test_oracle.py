@@ -6,14 +6,13 @@ its next token agree over the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import Gemma4ForConditionalGeneration
 
+import truth
 from ask import TOLERANCE, tokens
 from layer_rows import assert_all_fast, cut
 from server import Server
@@ -24,37 +23,7 @@ WINDOW = E2B_TINY.sliding_window
 
 @pytest.fixture(scope="module")
 def oracle(tiny_checkpoint: Path) -> Gemma4ForConditionalGeneration:
-    """Hugging Face's model, which computes every row in every layer."""
-    return Gemma4ForConditionalGeneration.from_pretrained(
-        tiny_checkpoint, dtype=torch.float32
-    ).eval()
-
-
-@torch.no_grad()
-def oracle_logprobs(model: Gemma4ForConditionalGeneration, prompt: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities of the token after ``prompt``: [vocab]."""
-    logits = model(input_ids=torch.tensor([prompt])).logits
-    logprobs: torch.Tensor = logits[0, -1].log_softmax(-1)
-    return logprobs
-
-
-def server_logprobs(server: Server, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Log-probabilities of the token after each prompt of one /generate: [prompts, vocab]."""
-    replies = server.generate(
-        input_ids=prompts,
-        sampling_params={"temperature": 0, "max_new_tokens": 1},
-        return_logprob=True,
-        top_logprobs_num=E2B_TINY.vocab_size,
-    )
-    return torch.stack([_whole_vocabulary(reply) for reply in replies])
-
-
-def _whole_vocabulary(reply: dict[str, Any]) -> torch.Tensor:
-    [best] = reply["meta_info"]["output_top_logprobs"]
-    logprobs = torch.full((E2B_TINY.vocab_size,), torch.nan)
-    for logprob, token, _ in best:
-        logprobs[token] = logprob
-    return logprobs
+    return truth.load(tiny_checkpoint)
 
 
 @pytest.mark.parametrize("length", [2, WINDOW - 1, WINDOW, WINDOW + 1, 100, 500])
@@ -63,9 +32,9 @@ def test_prompt(on_server: Server, oracle: Gemma4ForConditionalGeneration, lengt
     prompt = tokens(length, seed=length)
     on_server.forget_prefixes()
     mark = on_server.mark()
-    [got] = server_logprobs(on_server, [prompt])
+    [got] = truth.server_logprobs(on_server, [prompt])
     assert_all_fast(on_server.prefills(since=mark))
-    torch.testing.assert_close(got, oracle_logprobs(oracle, prompt), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(got, truth.logprobs(oracle, prompt), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(("cached", "new"), [(10, 5), (WINDOW, 2), (90, 20), (90, WINDOW + 20)])
@@ -75,27 +44,27 @@ def test_cached_prefix(
     """Prompts whose beginning is in the cache: the skipped rows of two forwards lie behind them."""
     prompt = tokens(cached + new, seed=cached)
     on_server.forget_prefixes()
-    server_logprobs(on_server, [prompt[:cached]])
+    truth.server_logprobs(on_server, [prompt[:cached]])
     mark = on_server.mark()
-    [got] = server_logprobs(on_server, [prompt])
+    [got] = truth.server_logprobs(on_server, [prompt])
     [prefill] = on_server.prefills(since=mark)
     assert prefill.prefix_lens == [cached]
     assert prefill.rows == cut(new, 1)
-    torch.testing.assert_close(got, oracle_logprobs(oracle, prompt), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(got, truth.logprobs(oracle, prompt), atol=TOLERANCE, rtol=0)
 
 
 def test_batch(on_server: Server, oracle: Gemma4ForConditionalGeneration) -> None:
     """Several prompts in one forward, one of them with a cached prefix."""
     prompts = [tokens(n, seed=n) for n in (300, 12, 1, 50, WINDOW, 5)]
     on_server.forget_prefixes()
-    server_logprobs(on_server, [prompts[3][:40]])
+    truth.server_logprobs(on_server, [prompts[3][:40]])
     mark = on_server.mark()
-    got = server_logprobs(on_server, prompts)
+    got = truth.server_logprobs(on_server, prompts)
     prefills = on_server.prefills(since=mark)
     assert_all_fast(prefills)
     assert any(len(prefill.extend_lens) > 1 for prefill in prefills)
     assert any(40 in prefill.prefix_lens for prefill in prefills)
-    want = torch.stack([oracle_logprobs(oracle, prompt) for prompt in prompts])
+    want = torch.stack([truth.logprobs(oracle, prompt) for prompt in prompts])
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 

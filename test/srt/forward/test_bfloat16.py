@@ -1,0 +1,139 @@
+"""The fast path in bf16, against stock in bf16 and both against fp32 (``truth``).
+
+Stock and fast round the same sums in another order, so they are close and not equal. What must be
+exact are the rows and the cache: K and V of a row hang on no other row's rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import truth
+from batches import BATCHES, batch_of
+from layer_rows import FIRST_CUT, cut, whole
+from observe import Observed, assert_same_cache, assert_same_objects, run
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import report
+
+WINDOW = E2B_TINY.sliding_window
+ALL = {
+    **BATCHES,
+    "at the window's edge": batch_of((0, WINDOW - 1), (0, WINDOW), (0, WINDOW + 1), (WINDOW, 2)),
+    "eight": batch_of(
+        *((0, 5), (3, 50), (0, 100), (40, 9)), *((0, 64), (8, 20), (0, 2), (100, 30))
+    ),
+    "long ones": batch_of((20, 10), (10, 20), (5, 100), (0, 200)),
+}
+LOGPROBS = 16  # rows kept of "input logprobs"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = dataclasses.replace(E2B_TINY, dtype="bfloat16")
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "bfloat16", shape)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Any:
+    return truth.load(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Engine:
+    made = Engine(checkpoint, device="cpu", dtype="bfloat16", max_total_tokens=4096)
+    assert made.text_model.layers[0].mlp.gate_up_proj.weight.dtype is torch.bfloat16
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stepped_aside() -> Iterator[None]:
+    report.reset()
+    yield
+    assert {*report.forwards} <= {report.ACTIVE, report.TAIL_SKIPPED, "SGLANG_GEMMA4_YOCO=0"}
+
+
+def answers(seen: Observed) -> torch.Tensor:
+    """Log-probabilities of the token after each prompt: [prompts, vocab]."""
+    assert seen.hidden is not None
+    assert seen.hidden.dtype is torch.bfloat16
+    logprobs: torch.Tensor = seen.output.next_token_logits.float().log_softmax(-1)
+    return logprobs
+
+
+def both_ways(engine: Engine, name: str) -> tuple[Observed, Observed]:
+    """The stock forward and the fast one, whose rows are as they must be."""
+    prompts = ALL[name]
+    total = sum(len(prompt.new) for prompt in prompts)
+    scheduled = engine.schedule(prompts)
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert stock.rows == stock.attention_rows == whole(total)
+    kept = LOGPROBS if name == "input logprobs" else len(prompts)
+    assert fast.rows == cut(total, kept)
+    # Several rows of one request leave the donor's attention as it is.
+    spread = kept != len(prompts)
+    assert fast.attention_rows[FIRST_CUT] == (total if spread else kept)
+    assert fast.attention_rows[FIRST_CUT + 1 :] == fast.rows[FIRST_CUT + 1 :]
+    assert {k.dtype for k, _ in fast.kv} == {torch.bfloat16}
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    return stock, fast
+
+
+def test_answers(engine: Engine, oracle: Any) -> None:
+    """All prompts together: of a few alone the errors vary too much."""
+    stock, fast, want = [], [], []
+    for name, prompts in ALL.items():
+        one, other = both_ways(engine, name)
+        stock.append(answers(one))
+        fast.append(answers(other))
+        want += [truth.logprobs(oracle, prompt.cached + prompt.new) for prompt in prompts]
+    truth.assert_no_further(torch.cat(fast), torch.cat(stock), torch.stack(want))
+
+
+def test_input_logprobs(engine: Engine, oracle: Any) -> None:
+    """Those of the prompt's own tokens: each comes from a kept row of its own."""
+    stock, fast = both_ways(engine, "input logprobs")
+    [prompt, _] = ALL["input logprobs"]
+    ids = torch.tensor(prompt.cached + prompt.new)
+    with torch.no_grad():
+        every = oracle(input_ids=ids[None]).logits[0].log_softmax(-1)
+    # The last kept row answers; the ones before it, and the first of all, score the prompt.
+    places = torch.arange(prompt.logprob_start, len(ids) - 1)
+    want = every[places, ids[places + 1]]
+    of_stock, of_fast = (
+        truth.Error.of(seen.output.input_token_logprobs[: len(want)].float(), want)
+        for seen in (stock, fast)
+    )
+    assert of_fast.rms <= 1.5 * of_stock.rms, (of_fast, of_stock)
+
+
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
+def test_an_unfinished_chunk(engine: Engine) -> None:
+    prompts: list[Prompt] = batch_of((20, 60), (0, 30), to_come=(21, 22))
+    scheduled = engine.schedule(prompts)
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert fast.rows == [90] * FIRST_CUT
+    assert_same_cache(stock, fast)
+
+
+def test_decoding_after_it(engine: Engine) -> None:
+    """Three steps from the cache that each of them has left."""
+    after = {}
+    for switch in "01":
+        scheduled = engine.schedule(ALL["three, two of them cached"])
+        run(engine, scheduled, switch)
+        after[switch] = torch.cat(
+            [engine.decode(scheduled, [30 + i, 40, 50]).next_token_logits for i in range(3)]
+        )
+    # The same bytes in the cache, the same kernels on them.
+    assert torch.equal(after["0"], after["1"])

@@ -1,0 +1,240 @@
+"""Prompts with images, videos and sounds, and the attention masks that images bring.
+
+On Triton the rows of one image attend to each other in both directions: SGLang writes a mask into
+the metadata of the runner's attention backend, between planning and the first layer. An image that
+does not lie wholly in one chunk gets none of it, nor do videos and sounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
+from typing import Any
+from unittest import mock
+
+import torch
+from sglang.srt.managers.mm_utils import init_mm_embedding_cache
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+
+from observe import Observed
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
+from sglang_gemma4_reference.engine import Engine, Prompt
+
+_FRAMES = 2
+_SAMPLES = 3200  # of sound, a fifth of a second
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """One request of a batch.
+
+    Attributes:
+        text: a token per byte; ``<|image|>``, ``<|video|>`` and ``<|audio|>`` stand for one each.
+        cached: how many of the first tokens, all of them text, are in the cache.
+        end: where this chunk ends, as an index of the prompt's tokens; None for the prompt's end.
+        is_last: the prompt is broken off at ``end``; else what follows is left for later chunks.
+        logprob_start: position from which on input logprobs are wanted; -1 for none.
+        size: (height, width) of images in pixels; 48 by 48 make one token.
+    """
+
+    text: str
+    cached: int = 0
+    end: int | None = None
+    is_last: bool = False
+    logprob_start: int = -1
+    size: tuple[int, int] = (96, 144)
+
+
+_processor = cache(build_processor)
+
+
+def _spans(ids: list[int], token: int) -> list[tuple[int, int]]:
+    """First and last place of each unbroken run of ``token``."""
+    places = [place for place, given in enumerate(ids) if given == token]
+    # Places less their rank are equal within one run.
+    runs = groupby(enumerate(places), lambda ranked: ranked[1] - ranked[0])
+    spans = [[place for _, place in run] for _, run in runs]
+    return [(span[0], span[-1]) for span in spans]
+
+
+def _encoded(prompt: MediaPrompt) -> Any:
+    """What Gemma 4's processor makes of the prompt, images and frames in the size they have."""
+    draw = torch.Generator().manual_seed(len(prompt.text))
+    media: dict[str, Any] = {
+        # Noise: rows of one colour would hardly tell whom they attend to.
+        "images": [
+            torch.randint(0, 256, (3, *prompt.size), dtype=torch.uint8, generator=draw)
+            for _ in range(prompt.text.count("<|image|>"))
+        ],
+        "videos": [
+            torch.randint(0, 256, (_FRAMES, 3, 96, 96), dtype=torch.uint8, generator=draw)
+            for _ in range(prompt.text.count("<|video|>"))
+        ],
+        "audio": [
+            torch.randn(_SAMPLES, generator=draw).numpy()
+            for _ in range(prompt.text.count("<|audio|>"))
+        ],
+    }
+    given = {name: items for name, items in media.items() if items}
+    if "videos" in given:
+        given["do_sample_frames"] = False  # as SGLang asks for it: it has sampled them itself
+    return _processor(E2B_TINY)(
+        text=prompt.text, return_tensors="pt", **given, **({"do_resize": False} if given else {})
+    )
+
+
+def _unpadded(pixels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without the columns of patches that are padding in every image: most of the encoder's work.
+
+    Args:
+        pixels: [images, patches, pixels of a patch].
+        places: [images, patches, 2], -1 for padding, which comes last.
+    """
+    longest = int((places[..., 0] >= 0).sum(-1).max())
+    return pixels[:, :longest], places[:, :longest]
+
+
+def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[MultimodalDataItem]:
+    """One item per image or sound, and one for the frames of a video."""
+    items = []
+    for i, span in enumerate(spans["image"]):
+        pixels, places = _unpadded(encoded["pixel_values"], encoded["image_position_ids"])
+        positions = {"image_position_ids": places[i : i + 1]}
+        items.append(("IMAGE", [span], pixels[i : i + 1], positions))
+    if spans["video"]:
+        pixels, places = _unpadded(encoded["pixel_values_videos"], encoded["video_position_ids"])
+        items.append(("VIDEO", spans["video"], pixels, {"video_position_ids": places}))
+    for i, span in enumerate(spans["audio"]):
+        mask = {"input_features_mask": encoded["input_features_mask"][i : i + 1]}
+        items.append(("AUDIO", [span], encoded["input_features"][i : i + 1], mask))
+    made = [
+        MultimodalDataItem(
+            modality=Modality[kind], offsets=offsets, feature=feature, model_specific_data=more
+        )
+        for kind, offsets, feature, more in items
+    ]
+    for item in made:
+        item.set_pad_value()
+    return made
+
+
+def _inputs(engine: Engine, prompt: MediaPrompt) -> tuple[tuple[int, ...], MultimodalInputs | None]:
+    """The prompt's tokens, and what its placeholders stand for."""
+    encoded = _encoded(prompt)
+    ids = encoded["input_ids"][0].tolist()
+    config = engine.runner.model.config
+    tokens = {kind: getattr(config, f"{kind}_token_id") for kind in ("image", "video", "audio")}
+    items = _items(encoded, {kind: _spans(ids, token) for kind, token in tokens.items()})
+    for item in items:
+        for begin, end in item.offsets:
+            ids[begin : end + 1] = releases.placeholders(item, end + 1 - begin)
+    inputs = MultimodalInputs(
+        mm_items=items,
+        im_token_id=tokens["image"],
+        video_token_id=tokens["video"],
+        audio_token_id=tokens["audio"],
+    )
+    return tuple(ids), inputs if items else None
+
+
+def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInputs | None]:
+    """The prompt as the engine takes it, and its media."""
+    ids, inputs = _inputs(engine, prompt)
+    rest = () if prompt.end is None or prompt.is_last else ids[prompt.end :]
+    new = ids[prompt.cached : prompt.end]
+    return Prompt(ids[: prompt.cached], new, prompt.logprob_start, rest), inputs
+
+
+def media_batch(engine: Engine, *prompts: MediaPrompt) -> Any:
+    """A scheduled batch of these prompts, for an engine of an ``E2B_TINY`` checkpoint."""
+    init_mm_embedding_cache(0)  # the scheduler's task: so that every forward encodes
+    plain, media = zip(*(_plain(engine, prompt) for prompt in prompts), strict=True)
+    scheduled = engine.schedule(plain)
+    for req, inputs in zip(scheduled.reqs, media, strict=True):
+        req.multimodal_inputs = inputs
+    scheduled.multimodal_inputs = list(media)
+    return scheduled
+
+
+def next_chunk(engine: Engine, batch: Any, *prompts: MediaPrompt) -> Any:
+    """What is to come of those prompts of ``batch`` that did not end in it."""
+    return engine.next_chunk(batch, [_plain(engine, prompt)[0] for prompt in prompts])
+
+
+@dataclass
+class Masks:
+    """What images made of attention, forward by forward of the text model.
+
+    Attributes:
+        found: the mask in the metadata of the runner's backend before the first layer, or None.
+        survived: whether that metadata and its mask are afterwards the very objects, unchanged.
+    """
+
+    found: list[torch.Tensor | None] = field(default_factory=list)
+    survived: list[bool] = field(default_factory=list)
+
+
+@contextmanager
+def masks(engine: Engine) -> Iterator[Masks]:
+    """Watch the metadata of the engine's attention backend during the span."""
+    seen = Masks()
+    before: list[Any] = []
+
+    def on_entry(*_: Any) -> None:
+        metadata = engine.runner.attn_backend.forward_metadata
+        mask = metadata.custom_mask
+        before[:] = [metadata, mask]
+        seen.found.append(None if mask is None else mask.clone())
+
+    def on_exit(*_: Any) -> None:
+        metadata, found = engine.runner.attn_backend.forward_metadata, seen.found[-1]
+        same = metadata is before[0] and metadata.custom_mask is before[1]
+        seen.survived.append(same and (found is None or torch.equal(found, before[1])))
+
+    hooks = [
+        engine.text_model.register_forward_pre_hook(on_entry),
+        engine.text_model.register_forward_hook(on_exit),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def without_masks(engine: Engine) -> Iterator[None]:
+    """Images attend causally during the span, as on any backend other than Triton."""
+    with mock.patch.object(type(engine.runner.model), "prepare_attn_masks"):
+        yield
+
+
+def causal_pattern(batch: Any) -> list[torch.Tensor]:
+    """Which of its keys each new row of each prompt of ``batch`` sees: [new, cached + new]."""
+    return [
+        torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
+        for new, cached in zip(batch.extend_lens, batch.prefix_lens, strict=True)
+    ]
+
+
+def image_pattern(batch: Any) -> list[torch.Tensor]:
+    """The same where images that lie wholly in the chunk attend in both directions."""
+    patterns = causal_pattern(batch)
+    for pattern, req, cached in zip(patterns, batch.reqs, batch.prefix_lens, strict=True):
+        for item in getattr(req.multimodal_inputs, "mm_items", ()):
+            for begin, end in item.offsets if item.is_image() else ():
+                if cached <= begin and end < pattern.shape[1]:
+                    pattern[begin - cached : end + 1 - cached, begin : end + 1] = True
+    return patterns
+
+
+def assert_same_inputs(stock: Observed, fast: Observed) -> None:
+    """Both forwards got the encoders' rows, and the same."""
+    embedded, again = (seen.before["mm_input_embeds"] for seen in (stock, fast))
+    assert isinstance(embedded, torch.Tensor)
+    assert isinstance(again, torch.Tensor)
+    assert torch.equal(embedded, again)

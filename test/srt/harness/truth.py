@@ -1,0 +1,103 @@
+"""Hugging Face's Gemma 4 in fp32: what the answers are measured against.
+
+It computes every row in every layer. From a checkpoint in bf16 it has the very same weights as a
+server in bf16, for every bf16 number is an fp32 number as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Gemma4ForConditionalGeneration
+
+from server import Server
+from sglang_gemma4_reference.checkpoint import E2B_TINY
+
+
+def load(checkpoint: Path) -> Gemma4ForConditionalGeneration:
+    """The model of ``checkpoint``, in fp32 whatever its type."""
+    return Gemma4ForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logprobs(model: Gemma4ForConditionalGeneration, prompt: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities of the token after ``prompt``: [vocab]."""
+    logits = model(input_ids=torch.tensor([prompt])).logits
+    after: torch.Tensor = logits[0, -1].log_softmax(-1)
+    return after
+
+
+def server_logprobs(server: Server, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Log-probabilities of the token after each prompt of one /generate: [prompts, vocab]."""
+    replies = server.generate(
+        input_ids=prompts,
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_logprob=True,
+        top_logprobs_num=E2B_TINY.vocab_size,
+    )
+    return torch.stack([_whole_vocabulary(reply) for reply in replies])
+
+
+def _whole_vocabulary(reply: dict[str, Any]) -> torch.Tensor:
+    [best] = reply["meta_info"]["output_top_logprobs"]
+    whole = torch.full((E2B_TINY.vocab_size,), torch.nan)
+    for logprob, token, _ in best:
+        whole[token] = logprob
+    return whole
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far log-probabilities are from others: root of the mean square, and at most."""
+
+    rms: float
+    largest: float
+
+    @classmethod
+    def of(cls, got: torch.Tensor, want: torch.Tensor) -> Error:
+        """Of all values together; those that are not finite are infinitely far."""
+        difference = (got - want).abs().double().nan_to_num(nan=torch.inf)
+        return cls(float(difference.square().mean().sqrt()), float(difference.max()))
+
+
+# Of bf16 against fp32, root of the mean square. bf16 rounds by 2**-9 at most, 2**-9 / 3**0.5 in
+# the mean square. In a layer about ten results are rounded that are as large as the stream itself
+# or what is added to it (norms, projections, attention, FFN and per-layer input, three sums):
+# over 8 layers (8 * 10)**0.5 * 2**-9 / 3**0.5 = 0.010 of a logit, whose scale is 2.3 here. So 0.023
+# is expected; four times as much is not bf16, but another model.
+_BF16_RMS = 0.1
+# Far less than any rounding to 8 bits of mantissa, far more than fp32's.
+_NOT_FP32 = 1e-3
+# Log-probabilities of one prompt hang on the 64 numbers of its last hidden state.
+_INDEPENDENT = 60
+# The largest error is a single draw, and varies more than the mean.
+_LARGEST = 1.3
+
+
+def assert_no_further(
+    fast: torch.Tensor, stock: torch.Tensor, truth: torch.Tensor, *, at_most: float = _BF16_RMS
+) -> None:
+    """The fast path is as near to fp32 as stock is, and to stock as rounding allows.
+
+    Fast and stock round the same sums in another order, for kept rows of the tail alone. Even if
+    all their errors were independent, the root mean squares of two times n draws would be within
+    3 / n**0.5 of each other: 3 standard deviations of their ratio.
+
+    Args:
+        fast: log-probabilities of the fast path: [prompts, vocab].
+        stock: of the stock forward, in the same type.
+        truth: in fp32, of the same weights.
+        at_most: of stock's error, root of the mean square; more is another model.
+    """
+    of_fast, of_stock, apart = Error.of(fast, truth), Error.of(stock, truth), Error.of(fast, stock)
+    assert _NOT_FP32 < of_stock.rms < at_most, of_stock
+    no_further = 1 + 3 / (_INDEPENDENT * len(truth)) ** 0.5
+    assert of_fast.rms <= no_further * of_stock.rms, (of_fast, of_stock)
+    assert of_fast.largest <= _LARGEST * of_stock.largest, (of_fast, of_stock)
+    # Two independent errors of one size are 2**0.5 of it apart; these share the front's.
+    assert apart.rms <= 2**0.5 * of_stock.rms, (apart, of_stock)
+    assert apart.largest <= 2 * of_stock.largest, (apart, of_stock)

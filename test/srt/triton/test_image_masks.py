@@ -1,0 +1,283 @@
+"""Images on SGLang's Triton backend, where their rows attend to each other in both directions.
+
+Everywhere else in the suite images attend causally: SGLang writes masks for this backend alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import quick_interpreter
+from ask import TOLERANCE
+from layer_rows import UNREAD, cut, whole
+from media import (
+    MediaPrompt,
+    assert_same_inputs,
+    causal_pattern,
+    image_pattern,
+    masks,
+    media_batch,
+    next_chunk,
+    without_masks,
+)
+from observe import (
+    Observed,
+    assert_same_answers,
+    assert_same_cache,
+    assert_same_objects,
+    run,
+)
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import cut as product
+from sglang_gemma4_yoco import fallback, gate, report, seams
+
+quick_interpreter.install()
+
+# What no mask can do: several hundred times the differences of rounding.
+DIFFERENT = 100 * TOLERANCE
+LONG_IMAGE = (288, 288)  # 36 tokens: more than the window of 32
+TEXT = MediaPrompt("only words")
+assert E2B_TINY.sliding_window < 36
+
+# The image is 6 tokens, between a begin and an end token.
+CASES = {
+    "at the start": [MediaPrompt("<|image|> why?")],
+    "in the middle": [MediaPrompt("see <|image|> or?")],
+    "its end token last": [MediaPrompt("see <|image|>")],
+    "its own row last": [MediaPrompt("see <|image|>", end=-1, is_last=True)],
+    "two": [MediaPrompt("a <|image|> and <|image|>")],
+    "longer than the window": [MediaPrompt("see <|image|> or?", size=LONG_IMAGE)],
+    "behind a cached prefix": [MediaPrompt("one more <|image|> or?", cached=7)],
+    "behind a prefix beyond the window": [MediaPrompt(40 * "a" + "<|image|> or?", cached=38)],
+    "beside text": [TEXT, MediaPrompt("see <|image|> or?"), MediaPrompt("a word", cached=5)],
+    "beside another image": [
+        MediaPrompt("<|image|> why?", size=(48, 144)),
+        MediaPrompt("see it: <|image|> or?", cached=5),
+    ],
+    "beside a video": [MediaPrompt("<|video|> or <|image|> or?")],
+    "beside a sound": [MediaPrompt("<|audio|> or <|image|> or?")],
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """With two heads: the interpreter runs a kernel once per head, in Python."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(path, dataclasses.replace(E2B_TINY, heads=2))
+    return Engine(path, device="cpu", dtype="float32", max_total_tokens=512)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_decisions(engine: Engine) -> Iterator[None]:
+    assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"
+    report.reset()
+    fallback.reset()
+    yield
+    fallback.reset()
+
+
+def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tensor | None]:
+    """The stock forward and the mask it found; the fast one was active, and equal to it."""
+    with masks(engine) as seen:
+        stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
+    total = sum(batch.extend_lens)
+    assert seen.survived == [True, True]
+    assert stock.rows == stock.attention_rows == whole(total)
+    assert fast.rows == fast.attention_rows == [rows for rows in cut(total, kept) if rows]
+    assert_same_objects(fast)
+    assert_same_inputs(stock, fast)
+    assert_same_cache(stock, fast)
+    if kept:
+        assert_same_answers(stock, fast, TOLERANCE)
+    before, now = seen.found
+    if before is None or now is None:
+        assert before is now
+    else:
+        assert torch.equal(before, now)
+    return stock, before
+
+
+def hangs_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[bool]:
+    """Of each prompt, whether stock answers otherwise where its images attend causally."""
+    with without_masks(engine), masks(engine) as seen:
+        causal = run(engine, batch, "0")
+    assert seen.found == [None]
+    differences = stock.output.next_token_logits - causal.output.next_token_logits
+    largest = differences.abs().amax(-1)
+    assert ((largest > DIFFERENT) | (largest <= TOLERANCE)).all(), largest
+    return [bool(difference > DIFFERENT) for difference in largest]
+
+
+def flat(pattern: list[torch.Tensor]) -> torch.Tensor:
+    """A mask as SGLang lays it out."""
+    return torch.cat([rows.flatten() for rows in pattern])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_image(engine: Engine, name: str) -> None:
+    prompts = CASES[name]
+    batch = media_batch(engine, *prompts)
+    stock, mask = compare(engine, batch, kept=len(prompts))
+    assert_bidirectional(mask, batch, expected=True)
+    has_image = ["<|image|>" in prompt.text for prompt in prompts]
+    assert hangs_on_the_mask(engine, batch, stock) == has_image
+
+
+@pytest.mark.parametrize("kind", ["video", "audio"])
+def test_what_attends_causally(engine: Engine, kind: str) -> None:
+    """Nobody masks frames of videos and sounds, in Hugging Face's Gemma 4 neither."""
+    batch = media_batch(engine, MediaPrompt(f"see <|{kind}|> or?"))
+    _, mask = compare(engine, batch, kept=1)
+    assert mask is None
+
+
+CHUNKED = MediaPrompt("see <|image|> or?")
+IMAGE = slice(5, 11)  # the image's own rows in it
+
+
+@pytest.mark.parametrize(
+    ("end", "masked"),
+    [
+        pytest.param(IMAGE.start, (False, True), id="before the image"),
+        pytest.param(IMAGE.start + 1, (False, False), id="behind its first row"),
+        pytest.param(IMAGE.stop - 1, (False, False), id="before its last row"),
+        pytest.param(IMAGE.stop, (True, False), id="behind the image"),
+    ],
+)
+def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
+    """Two chunks. An image is masked only if it lies in one of them as a whole.
+
+    The first computes no tail; the second reads what the first, on the fast path, left behind.
+    """
+    prompt = MediaPrompt(CHUNKED.text, end=end)
+    first = media_batch(engine, prompt)
+    assert first.reqs[0].multimodal_inputs.mm_items[0].offsets == [(IMAGE.start, IMAGE.stop - 1)]
+    _, mask = compare(engine, first, kept=UNREAD)
+    assert_bidirectional(mask, first, masked[0])
+    second = next_chunk(engine, first, prompt)
+    assert second.prefix_lens == [end]
+    stock, mask = compare(engine, second, kept=1)
+    assert_bidirectional(mask, second, masked[1])
+    assert hangs_on_the_mask(engine, second, stock) == [masked[1]]
+
+
+def assert_bidirectional(mask: torch.Tensor | None, batch: Any, expected: bool) -> None:
+    """SGLang writes a mask for every batch with an image; it may be no more than causal."""
+    assert mask is not None
+    assert torch.equal(mask, flat(image_pattern(batch)))
+    assert bool(mask.sum() > flat(causal_pattern(batch)).sum()) == expected
+
+
+def test_an_image_in_an_unfinished_chunk_beside_a_finished_prompt(engine: Engine) -> None:
+    batch = media_batch(engine, TEXT, MediaPrompt(CHUNKED.text, end=-1))
+    stock, mask = compare(engine, batch, kept=2)
+    assert_bidirectional(mask, batch, expected=True)
+    assert hangs_on_the_mask(engine, batch, stock) == [False, True]
+
+
+def test_decoding_after_an_image(engine: Engine) -> None:
+    """Two steps after the prefill, which is stock's or the fast path's."""
+    answers = {}
+    for switch, rows in (("0", whole), ("1", lambda total: cut(total, 2))):
+        batch = media_batch(engine, MediaPrompt(CHUNKED.text), TEXT)
+        total = sum(batch.extend_lens)
+        with masks(engine) as seen:
+            prefill = run(engine, batch, switch)
+        assert prefill.rows == rows(total)
+        assert seen.found[0] is not None
+        answers[switch] = [engine.decode(batch, [30 + step, 40]) for step in range(2)]
+        assert engine.runner.attn_backend.forward_metadata.custom_mask is None
+    for stock, fast in zip(answers["0"], answers["1"], strict=True):
+        torch.testing.assert_close(
+            fast.next_token_logits, stock.next_token_logits, atol=TOLERANCE, rtol=0
+        )
+
+
+def assert_stock(engine: Engine, batch: Any, reason: str) -> None:
+    """With the fast path on this batch is bit for bit what it is off, mask included."""
+    with masks(engine) as seen:
+        stock, stepped_aside = run(engine, batch, "0"), run(engine, batch, "1")
+    assert report.forwards[reason] == 1
+    assert stepped_aside.rows == stepped_aside.attention_rows == whole(sum(batch.extend_lens))
+    assert seen.survived == [True, True]
+    for found in seen.found:
+        assert found is not None
+        assert torch.equal(found, flat(image_pattern(batch)))
+    assert_same_inputs(stock, stepped_aside)
+    assert_same_cache(stock, stepped_aside)
+    assert_same_answers(stock, stepped_aside, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        pytest.param([MediaPrompt(CHUNKED.text, logprob_start=7)], id="of its own rows"),
+        pytest.param([MediaPrompt(CHUNKED.text, logprob_start=13)], id="of rows behind it"),
+        pytest.param(
+            [MediaPrompt(CHUNKED.text), MediaPrompt(TEXT.text, logprob_start=3)], id="of text"
+        ),
+    ],
+)
+def test_input_logprobs_beside_an_image_are_stock(
+    engine: Engine, prompts: list[MediaPrompt]
+) -> None:
+    assert_stock(engine, media_batch(engine, *prompts), gate.IMAGE_LOGPROBS)
+
+
+def test_logprobs_of_the_last_row_alone(engine: Engine) -> None:
+    total = sum(media_batch(engine, CHUNKED).extend_lens)
+    batch = media_batch(engine, MediaPrompt(CHUNKED.text, logprob_start=total - 1))
+    stock, mask = compare(engine, batch, kept=1)
+    assert_bidirectional(mask, batch, expected=True)
+    assert stock.output.input_token_logprobs is not None
+
+
+@pytest.fixture
+def without_own_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    def impossible(_: Any) -> None:
+        raise NotImplementedError("only one backend here")
+
+    with monkeypatch.context() as context:
+        context.setattr(seams, "build_attn_backend", impossible)
+        engine.runner.init_attention_backends()
+    yield engine
+    engine.runner.init_attention_backends()
+
+
+def test_one_backend_for_both_leaves_images_to_stock(without_own_backend: Engine) -> None:
+    """To plan the tail on it, and the front again for a stock forward, would lose the mask."""
+    engine = without_own_backend
+    assert product.tail_attention(engine.text_model) is None
+    assert_stock(engine, media_batch(engine, CHUNKED, TEXT), product.IMAGES_ON_ONE_BACKEND)
+    text = media_batch(engine, TEXT)
+    assert run(engine, text, "1").rows == cut(sum(text.extend_lens), 1)
+
+
+def test_a_tail_that_fails_leaves_the_mask_to_stock(engine: Engine) -> None:
+    batch = media_batch(engine, CHUNKED, TEXT)
+    stock = run(engine, batch, "0")
+    calls: list[int] = []
+
+    def fail_once(*_: Any) -> None:
+        calls.append(len(calls))
+        if calls == [0]:
+            raise RuntimeError("injected")
+
+    hook = engine.text_model.layers[-1].register_forward_pre_hook(fail_once)
+    try:
+        with masks(engine) as seen:
+            served = run(engine, batch, "1")
+    finally:
+        hook.remove()
+    assert report.forwards[report.FAILED] == 1
+    assert calls == [0, 1]
+    assert seen.survived == [True]
+    assert seen.found[0] is not None
+    assert_same_cache(stock, served)
+    assert_same_answers(stock, served, tolerance=0)
