@@ -14,15 +14,15 @@ def tokens(draw: random.Random, count: int) -> tuple[int, ...]:
     return tuple(draw.randrange(20, 500) for _ in range(count))
 
 
-def kept_rows(prompts: Sequence[Prompt]) -> int:
-    """Rows that the scheduler or the sampler reads, counted from the requests' own words."""
-    kept = 0
+def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
+    """Rows of each request that the scheduler or the sampler reads, by the request's own words."""
+    kept = []
     for prompt in prompts:
         wanted = 1
         if prompt.logprob_start >= 0:
             first = max(prompt.logprob_start - len(prompt.cached), 0)
             wanted = max(len(prompt.new) - first, 1)
-        kept += wanted
+        kept.append(wanted)
     return kept
 
 

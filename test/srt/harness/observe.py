@@ -48,12 +48,25 @@ class Attended:
         keys: rows whose K and V were handed over to be written; 0 for a layer that writes none.
         mode: the batch's forward mode at the time, by name.
         backend: the backend at the time.
+        laid_out: copies of what the batch said of its rows and requests at the time, by field.
     """
 
     queries: int
     keys: int
     mode: str
     backend: Any
+    laid_out: dict[str, torch.Tensor]
+
+
+#: The fields of a batch that attention, or a layer beside it, may read.
+_LAID_OUT = (
+    "extend_prefix_lens",
+    "extend_seq_lens",
+    "extend_start_loc",
+    "input_ids",
+    "positions",
+    "seq_lens",
+)
 
 
 @dataclass(frozen=True)
@@ -176,12 +189,15 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
 
     def attending(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = dict(zip(("q", "k", "v", "forward_batch"), args, strict=False)) | kwargs
+        batch = call["forward_batch"]
+        fields = {name: getattr(batch, name, None) for name in _LAID_OUT}
         seen.attended.append(
             Attended(
                 queries=call["q"].shape[0],
                 keys=0 if call["k"] is None else call["k"].shape[0],
-                mode=call["forward_batch"].forward_mode.name,
+                mode=batch.forward_mode.name,
                 backend=forward_context.get_forward_context().attn_backend,
+                laid_out={n: v.clone() for n, v in fields.items() if v is not None},
             )
         )
 
@@ -247,6 +263,7 @@ class Expected:
         attended: (queries, keys) of each call of the attention backend.
         front: how many of these calls belong to the front, on the runner's own plan.
         tail_mode: the batch's forward mode in the calls after those.
+        laid_out: what the batch says in those of its kept rows: they are a batch of their own.
     """
 
     rows: list[int]
@@ -254,6 +271,7 @@ class Expected:
     attended: list[tuple[int, int]]
     front: int
     tail_mode: str
+    laid_out: dict[str, list[int]]
     projected: list[tuple[int, int]]
 
 
@@ -267,7 +285,7 @@ def expected(
     """
     config = engine.text_model.config
     layers, first = config.num_hidden_layers, _first_shared(engine)
-    total, kept = sum(len(p.new) for p in prompts), kept_rows(prompts)
+    total, kept = sum(len(p.new) for p in prompts), sum(kept_rows(prompts))
     if kept == total:
         return None
     decodes, unread = kept == len(prompts), is_unread(prompts)
@@ -288,8 +306,23 @@ def expected(
         ],
         front=front,
         tail_mode="DECODE" if decodes else "EXTEND",
+        laid_out=_tail_of(prompts),
         projected=_projections(engine, total, kept, first_cut, unread),
     )
+
+
+def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    kept = kept_rows(prompts)
+    ends = [len(p.cached) + len(p.new) for p in prompts]
+    starts = [end - m for end, m in zip(ends, kept, strict=True)]
+    return {
+        "extend_prefix_lens": starts,
+        "extend_seq_lens": kept,
+        "extend_start_loc": [sum(kept[:i]) for i in range(len(kept))],
+        "input_ids": [t for p, m in zip(prompts, kept, strict=True) for t in p.new[-m:]],
+        "positions": [i for s, e in zip(starts, ends, strict=True) for i in range(s, e)],
+        "seq_lens": ends,
+    }
 
 
 def is_unread(prompts: Sequence[Prompt]) -> bool:
@@ -323,6 +356,8 @@ def assert_as_expected(seen: Observed, wanted: Expected) -> None:
     modes = [a.mode for a in seen.attended]
     assert set(modes[: wanted.front]) == {getattr(seen.before["forward_mode"], "name", None)}
     assert set(modes[wanted.front :]) <= {wanted.tail_mode}
+    for call in seen.attended[wanted.front :]:
+        assert {name: rows.tolist() for name, rows in call.laid_out.items()} == wanted.laid_out
     assert seen.projected == wanted.projected
 
 
