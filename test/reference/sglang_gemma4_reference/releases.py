@@ -210,17 +210,22 @@ def published(**arguments: Any) -> Iterator[None]:
     """A process whose server was started with these arguments, for the span."""
     from sglang.srt import runtime_context, server_args
 
-    context = runtime_context.get_context()
+    context: Any = runtime_context.get_context()
+    owner: Any
     if hasattr(context, "override_server_args"):  # 0.5.16
         with context.override_server_args(**arguments):
             yield
         return
-    previous = server_args._global_server_args
-    server_args._global_server_args = SimpleNamespace(**arguments)
+    if hasattr(context, "_server_args"):  # 0.5.15
+        owner, slot = context, "_server_args"
+    else:
+        owner, slot = server_args, "_global_server_args"
+    previous = getattr(owner, slot)
+    setattr(owner, slot, SimpleNamespace(**arguments))
     try:
         yield
     finally:
-        server_args._global_server_args = previous
+        setattr(owner, slot, previous)
 
 
 @contextmanager
