@@ -3,9 +3,12 @@
 
 ``python3 scripts/run_tests.py`` needs Python 3.10 or later and 12 GB of disk, nothing else: it
 makes the virtual environment that ``scripts/demo.py`` uses too, puts SGLang, this package, the CPU
-platform and the test tools into it, and runs the tests, which need no GPU and no network.
-``--lint`` checks style and types first. What follows ``--`` goes to pytest::
+platform and the test tools into it, and runs the tests, which need no GPU and no network, in two
+processes. ``--lint`` checks style and types first. ``--quick`` runs what takes less than three
+minutes on two cores and starts no server. What follows ``--`` goes to pytest; whoever names files
+there has them run one after another, in one process::
 
+    python3 scripts/run_tests.py --quick
     python3 scripts/run_tests.py -- test/srt/unit/test_gate.py -k LoRA
 
 The exit status is 0 when everything passed.
@@ -17,11 +20,20 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from environment import REPO, SGLANG_VERSION, SetupError, heading, prepare_environment, say, tail
 
 EXTRAS = "test,lint,scripts,eval"  # the scripts are tested too
+TESTS = Path("test/srt")
+# What takes longest comes first, so that at the end no process waits long for the other.
+FOLDERS = ("triton", "server", "forward", "scripts", "unit", "models")
+QUICK = ("-m", "(unit or forward or models) and not slow")
+QUICK_MODELS = "2"  # random ones that test_equivalence tries
+# A file's tests share what is expensive to set up, so they stay together.
+IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+_ONE_PROCESS = ("-n", "--numprocesses", "--dist", "--pdb", "no:xdist", "-pno:xdist")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,13 +44,33 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--venv", type=Path, default=REPO / ".venv", help="default: %(default)s")
     parser.add_argument("--sglang-version", default=SGLANG_VERSION, help="default: %(default)s")
     parser.add_argument("--lint", action="store_true", help="check style and types first")
+    parser.add_argument("--quick", action="store_true", help="less than three minutes, no server")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     return parser.parse_args()
 
 
-def run(python: Path, *module: str) -> bool:
-    """Run ``python -m ...`` in the repository; tell whether it succeeded."""
-    env = dict(os.environ)
+def pytest_arguments(typed: Sequence[str], *, quick: bool) -> list[str]:
+    """What pytest is called with: everything in two processes, unless the caller says otherwise."""
+    names = any(_is_path(argument) for argument in typed)
+    arguments = list(QUICK) if quick else []
+    if not names and not any(argument.startswith(_ONE_PROCESS) for argument in typed):
+        arguments += IN_TWO_PROCESSES
+    arguments += typed
+    return arguments if names else arguments + [str(TESTS / folder) for folder in FOLDERS]
+
+
+def _is_path(argument: str) -> bool:
+    """Whether it names tests, and is no option's word (``-k test``)."""
+    path = argument.partition("::")[0]
+    return ("/" in path or path.endswith(".py")) and (REPO / path).exists()
+
+
+def run(python: Path, *module: str, **variables: str) -> bool:
+    """Run ``python -m ...`` in the repository; tell whether it succeeded.
+
+    ``variables`` are added to its environment.
+    """
+    env = dict(os.environ) | variables
     # Without stored bytecode every server that a test starts compiles all of SGLang again.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     say(f"$ python -m {' '.join(module)}")
@@ -69,7 +101,9 @@ def main() -> int:
             if not run(python, *check):
                 return 1
     heading("Tests")
-    return 0 if run(python, "pytest", *args.pytest) else 1
+    models = {"YOCO_TEST_MODELS": QUICK_MODELS} if args.quick else {}
+    arguments = pytest_arguments(args.pytest, quick=args.quick)
+    return 0 if run(python, "pytest", *arguments, **models) else 1
 
 
 if __name__ == "__main__":
