@@ -1,228 +1,256 @@
 #!/usr/bin/env python3
 """Do the tests notice when the package is broken?
 
-Each mutation below breaks the package in one named way: a piece of source that must occur exactly
-once in its file, and what replaces it. For every mutation the package is copied, broken, and put
-first on the path; then the tests run until the first failure. A mutation is *caught* when a test
-fails and *survives* when all pass. Tests that start servers run last, and only for mutations that
-all others let pass.
+``mutations.py`` breaks the package in named ways. For each of them the checkout is copied, the
+copy broken, and its tests run until the first failure. A mutation is *caught* when a test fails
+that passes on the unbroken copy, and *survives* when all pass. There are two verdicts:
 
-    python scripts/mutation_check.py                        # all, about half an hour on two cores
+behavioural  ``forward/``, ``triton/`` and ``server/``: what the model computes, what clients see
+all          these, and ``unit/`` and ``models/``, which restate the code
+
+    python scripts/mutation_check.py --results benchmark/results --write benchmark/README.md
     python scripts/mutation_check.py --only stale           # those with "stale" in their names
-    python scripts/mutation_check.py --json benchmark/results/mutations.json
+    python scripts/mutation_check.py --first                # do the tests named in the list catch?
 
-Output contract: a table for people on stdout; the last line is one JSON document. The exit status
-is 1 when a mutation survives, and 2 when one no longer fits the source.
+Where each mutation is noticed is guessed in the list (``first``) and tried first, so that all of
+them take less than an hour on two cores (``--jobs``). Before any test counts, the same tests must
+pass on the unbroken copy: a test that fails there is left out, and the time that they take there
+sets the limit behind which a broken copy counts as hanging, with all its processes killed.
+``test/srt/scripts`` is not run: its tests are of the scripts.
+
+After each mutation the two files ``mutations.json`` and ``mutations_behavioural.json`` are
+rewritten. Verdicts are kept while package, tests and list are the same commit, so a run that was
+cut short goes on where it was.
+
+Output contract: a line for each verdict and a table for people on stdout; the last line is one JSON
+document. The exit status is 1 when a mutation survives either verdict or has none yet, and 2 when
+one no longer fits the source.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
-PACKAGE = "sglang_gemma4_yoco"
-# The quick ones first; what needs a server comes last.
-WITHOUT_SERVER = (
-    "test_rows.py",
-    "test_gate.py",
-    "test_threshold.py",
-    "test_tail.py",
-    "test_shadow.py",
-    "test_forward.py",
-    "models/test_gemma4_yoco_fast_prefill.py",
-    "models/test_gemma4_equivalence.py",
-    "test_no_sync.py",
-    "test_refused.py",
-    "test_recorded.py",
-    "test_cache_dtype.py",
-    "test_media.py",
-    "test_seams.py",
-    "test_switch_and_plugin.py",
+import psutil
+
+from environment import REPO, SetupError, say
+from generated import inserted
+from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
+from version_matrix import tested_commit
+
+TESTS = Path("test") / "srt"
+TESTED_PATHS = (
+    PACKAGE,
+    "test",
+    "pyproject.toml",
+    "scripts/mutation_check.py",
+    "scripts/mutations.py",
 )
-WITH_TRITON = ("models/test_gemma4_equivalence_triton.py",)
-WITH_SERVER = (
-    "test_server.py",
-    "test_http_features.py",
-    "test_modes.py",
-    "test_workload.py",
-    "test_oracle.py",
+PART_OF_DOCUMENT = "mutations"
+WITHOUT_BEHAVIOUR = ("unit", "models")
+BEHAVIOUR = ("forward", "triton", "server")
+# They start a process for each test, so they run when nothing else has noticed.
+SLOW_UNITS = ("unit/test_switch_and_plugin.py",)
+CONTROL_LIMIT = 2400.0  # seconds
+ALL, BEHAVIOURAL = "mutations.json", "mutations_behavioural.json"
+# What takes longest to import, and nothing of the package: done once, then forked.
+PRELOADED = (
+    "pytest",
+    "hypothesis",
+    "transformers",
+    "sglang.srt.models.gemma4_causal",
+    "sglang.srt.models.gemma4_mm",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.managers.scheduler",
+    "sglang.benchmark.one_batch",
+    "sglang_gemma4_reference.engine",
 )
-STAGES = (WITHOUT_SERVER, WITH_TRITON, WITH_SERVER)
+_TREE = "YOCO_MUTATION_TREE"  # in the environment of every process that a copy's tests start
+
+
+# ---------------------------------------------------------------- one run of some tests
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """One way to break the package: in ``file``, ``old`` becomes ``new``."""
+class Outcome:
+    """What became of one run.
 
-    name: str
-    file: str
-    old: str
-    new: str
+    Attributes:
+        passed: how many tests passed.
+        failed: full names of those that failed, in their order.
+        died: how the process ended, when it did not end well; None otherwise.
+        seconds: wall time.
+    """
+
+    passed: int
+    failed: tuple[str, ...]
+    died: str | None
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether tests ran and none failed."""
+        return self.passed > 0 and not self.failed and self.died is None
 
 
-MUTATIONS = (
-    # which rows
-    Mutation("wrong row: the one before the last", "tail.py",
-             "torch.cumsum(lens, dim=0) - 1", "(torch.cumsum(lens, dim=0) - 2).clamp(min=0)"),
-    Mutation("wrong suffix: shifted by one", "rows.py",
-             "range(end - m, end)", "range(max(end - m - 1, 0), max(end - 1, m))"),
-    Mutation("suffix one row short", "rows.py",
-             "min(max(n - start, 1), n)", "min(max(n - start - 1, 1), n)"),
-    Mutation("logprob start of another request", "rows.py",
-             "for n, start in zip(extend_lens, logprob_starts, strict=True)",
-             "for n, start in zip(extend_lens, logprob_starts[::-1], strict=True)"),
-    Mutation("scatter to the wrong rows", "cut.py",
-             "front.index_copy_(0, self.tail.index, seams.layer_rows(output))",
-             "front.index_copy_(0, self.tail.index.roll(1), seams.layer_rows(output))"),
-    Mutation("no scatter", "cut.py",
-             "        front.index_copy_(0, self.tail.index, seams.layer_rows(output))\n", ""),
-    # what the tail runs on
-    Mutation("stale positions in the tail", "cut.py",
-             "positions=positions if self._positions is None else self._positions,",
-             "positions=positions[: hidden_states.shape[0]],"),
-    Mutation("queries at the first positions", "cut.py",
-             "donor.queries(attention, normed_rows, self._positions)",
-             "donor.queries(attention, normed_rows, positions[: normed_rows.shape[0]])"),
-    Mutation("unpruned out_cache_loc of a suffix", "tail.py",
-             '"out_cache_loc": forward_batch.out_cache_loc.index_select(0, index),',
-             '"out_cache_loc": forward_batch.out_cache_loc,'),
-    Mutation("unpruned translated slots of a suffix", "tail.py",
-             '                "kv_loc_cols": index,\n', ""),
-    Mutation("unpruned input ids", "tail.py",
-             'fields["input_ids"] = input_ids.index_select(0, index)', "pass"),
-    Mutation("prefix lengths of the whole batch", "tail.py",
-             '"extend_prefix_lens_cpu": list(kept.prefix_lens),',
-             '"extend_prefix_lens_cpu": list(forward_batch.extend_prefix_lens_cpu),'),
-    Mutation("host and device lengths disagree", "tail.py",
-             '"extend_seq_lens_cpu": list(kept.lens),',
-             '"extend_seq_lens_cpu": list(kept.extend_lens),'),
-    Mutation("start locations of the whole batch", "tail.py",
-             '"extend_start_loc": (kept_lens.cumsum(0) - kept_lens).to(lens.dtype),',
-             '"extend_start_loc": forward_batch.extend_start_loc,'),
-    Mutation("the tail stays an extend of single rows", "tail.py",
-             '"forward_mode": seams.ForwardMode.DECODE,',
-             '"forward_mode": seams.ForwardMode.EXTEND,'),
-    Mutation("decode window one key short", "seams.py",
-             "backend.sliding_window_size = window + 1", "backend.sliding_window_size = window"),
-    Mutation("window left widened", "seams.py",
-             "    finally:\n        backend.sliding_window_size = window\n",
-             "    finally:\n        pass\n"),
-    # attention metadata
-    Mutation("the tail on the front's backend", "attention.py",
-             "seams.attn_backend_switched(attention.tail),",
-             "seams.attn_backend_switched(attention.main),"),
-    Mutation("the tail planned on the runner's own backend", "attention.py",
-             "seams.plan(self.tail, forward_batch)", "seams.plan(self.main, forward_batch)"),
-    Mutation("metadata of the batch before", "attention.py",
-             "if self._planned is not None and self._planned[0] is forward_batch:",
-             "if self._planned is not None:"),
-    Mutation("planned batches are never let go", "attention.py",
-             "        self._planned = self._refused = None\n"
-             "        self.tail.forward_metadata = None", "        pass"),
-    Mutation("metadata not rebuilt on the way out", "attention.py",
-             "    finally:\n        main.init_forward_metadata(forward_batch)",
-             "    finally:\n        pass"),
-    # restoring
-    Mutation("fields not put back", "tail.py",
-             "        for name, value in saved.items():\n"
-             "            setattr(forward_batch, name, value)", "        pass"),
-    Mutation("residual stream not put back", "tail.py",
-             'for name in (*fields, "residual_stream") if hasattr(forward_batch, name)]',
-             "for name in fields if hasattr(forward_batch, name)]"),
-    Mutation("no restore after an exception", "cut.py",
-             "        try:\n            self._leave_tail()\n        finally:",
-             "        try:\n            if error is None:\n                self._leave_tail()\n"
-             "        finally:"),
-    Mutation("shadows stay on the model", "cut.py",
-             "            self._leave_tail()\n        finally:\n            self._shadows.close()",
-             "            self._leave_tail()\n        finally:\n            pass"),
-    Mutation("shadows closed in the wrong order", "shadow.py",
-             "self._saved.pop()", "self._saved.pop(0)"),
-    # layer K-1
-    Mutation("donor K and V of kept rows only", "cut.py",
-             "            k, v = donor.keys_and_values(attention, hidden_states, positions)\n"
-             "            normed_rows",
-             "            k, v = donor.keys_and_values(attention, hidden_states, positions)\n"
-             "            k, v = k.clone(), v.clone()\n"
-             "            k[0], v[0] = k[-1], v[-1]\n"
-             "            normed_rows"),
-    Mutation("an unread chunk writes no K and V in the donor", "cut.py",
-             "        donor.attend(attention, q, k, v, self._batch)\n", ""),
-    Mutation("K of the donor without its norm", "donor.py",
-             "    k = _headwise_norm(attention.k_norm, k, heads, head_dim)\n", ""),
-    Mutation("V of the donor without its norm", "donor.py",
-             "    v = _headwise_norm(attention.v_norm, v, heads, head_dim)\n", ""),
-    Mutation("K of the donor without rotation", "donor.py",
-             "    _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)\n", ""),
-    Mutation("rounded K and V are attended to", "donor.py",
-             "if stored is not None and stored != projection.weight.dtype:", "if False:"),
-    # per-layer inputs and the final norm
-    Mutation("per-layer inputs of the first rows", "cut.py",
-             "isinstance(given, per_layer.KeptInput) else self._kept(given)",
-             "isinstance(given, per_layer.KeptInput) else given[: self.tail.kept.kept]"),
-    Mutation("per-layer inputs of the neighbouring layer", "per_layer.py",
-             "return self._rest[:, layer - self._first_cut]",
-             "return self._rest[:, layer - self._first_cut - 1]"),
-    Mutation("embeddings taken after layer 0 has overwritten them", "per_layer.py",
-             "        self._embeds = embeds.index_select(0, index)\n",
-             "        one = index.shape[0] == 1  # of one row a view, which changes with embeds\n"
-             "        self._embeds = embeds[-1:] if one else embeds.index_select(0, index)\n"),
-    Mutation("final norm of all rows but the kept", "cut.py",
-             "return front.index_copy_(0, self.tail.index, stock(self._kept(front)))",
-             "return front"),
-    # the gate
-    Mutation("gate: hidden states of all rows", "gate.py",
-             "if capture is not None and capture not in _LAST_ROW_CAPTURES and not speculates:",
-             "if False:"),
-    Mutation("gate: drafts that read every row", "gate.py",
-             'if speculates and getattr(algorithm, "name", None) not in _LAST_ROW_DRAFTS:',
-             "if False:"),
-    Mutation("gate: LoRA rows", "gate.py",
-             'if any(adapter is not None for adapter in getattr(forward_batch, "lora_ids", None) '
-             "or ()):", "if False:"),
-    Mutation("gate: captures in the tail", "gate.py",
-             "if any(layer >= first - 1 for layer in model.layers_to_capture):", "if False:"),
-    Mutation("gate: graph capture", "gate.py",
-             "return CAPTURING if seams.is_capturing() else None", "return None"),
-    Mutation("gate: server arguments", "gate.py",
-             "        if argument(name):\n            return reason", "        pass"),
-    Mutation("gate: unread although logprobs are wanted", "gate.py",
-             "        and not _wants_input_logprobs(forward_batch)\n", ""),
-    Mutation("gate: unread although a request decodes along", "gate.py",
-             "        and min(forward_batch.extend_seq_lens_cpu) > 1\n", ""),
-    Mutation("gate: all layers shared", "gate.py",
-             "return layers - shared if 0 < shared < layers else None",
-             "return layers - shared if shared else None"),
-    Mutation("gate: unproven backends", "gate.py",
-             'return f"the attention backend {type(backend).__name__} is not proven"',
-             "return None"),
-    Mutation("gate: switch read at load only", "gate.py",
-             "        if not switch.enabled():\n            return OFF\n", ""),
-    Mutation("gate: few skipped rows", "gate.py",
-             "if not threshold.pays(kept.total, read, threshold.min_skipped_rows()):", "if False:"),
-    # failures
-    Mutation("a failure is not served by stock", "patch.py",
-             "        if not fallback.is_alone():\n            raise\n", "        raise\n"),
-    Mutation("stock runs again although other ranks wait", "patch.py",
-             "        if not fallback.is_alone():\n            raise\n", ""),
-    Mutation("the second run gets overwritten embeddings", "patch.py",
-             "        fallback.failed(failure)\n        fallback.put_back(embeds, copy)\n",
-             "        fallback.failed(failure)\n"),
-    Mutation("a failing fast path is tried for ever", "fallback.py",
-             "return _failures_in_a_row >= LIMIT", "return False"),
-)  # fmt: skip
+class Recorder:
+    """A pytest plugin that notes what passes and what fails."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Count a test that passed; name one that failed, in whichever phase."""
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
+        self.passed += report.when == "call" and report.passed
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Name a file that cannot be collected."""
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def run_pytest(tree: Path, arguments: Sequence[str], notes: Path) -> None:
+    """In a process of its own: run tests of ``tree``; what became of them goes to ``notes``."""
+    with notes.with_suffix(".log").open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    os.environ |= environment(tree)
+    os.chdir(tree)
+    sys.path[:0] = [str(tree), str(tree / "test" / "reference")]
+    import pytest
+
+    recorder = Recorder()
+    status = int(pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", *arguments], [recorder]))
+    notes.write_text(json.dumps([status, recorder.passed, recorder.failed]))
+    sys.stdout.flush()
+    os._exit(0)  # a broken package may have left threads behind
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """What the tests of ``tree``, and the servers that they start, find in their environment."""
+    return {
+        "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "test" / "reference")]),
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_PLATFORM": "gemma4_cpu",
+        "YOCO_TEST_MODELS": "2",
+        _TREE: str(tree),
+    }
+
+
+def kill_all(tree: Path, process: int | None) -> None:
+    """Kill a process with all its children, and whatever else was started by the tree's tests."""
+    doomed = []
+    with suppress(psutil.Error, TypeError):
+        root = psutil.Process(process)
+        if process is not None:
+            doomed = [*root.children(recursive=True), root]
+    for other in psutil.process_iter():
+        with suppress(psutil.Error):
+            if other.environ().get(_TREE) == str(tree):
+                doomed.append(other)
+    for one in doomed:
+        with suppress(psutil.Error):
+            one.kill()
+    psutil.wait_procs(doomed, timeout=30)
+
+
+class Workplace:
+    """Two copies of the checkout, one of them to be broken; used by one thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.whole = directory / "whole"
+        self.broken = directory / "broken"
+        for tree in (self.whole, self.broken):
+            copy_checkout(tree)
+
+    def run(
+        self, tree: Path, tests: Sequence[str], limit: float, *options: str, left_out: Sequence[str]
+    ) -> Outcome:
+        """Run tests, named relative to ``test/srt``, in one of the copies."""
+        arguments = [*options, *(f"--deselect={name}" for name in left_out)]
+        arguments += [str(TESTS / name) for name in tests]
+        arguments += [f"--ignore={TESTS / name}" for name in SLOW_UNITS if name not in tests]
+        notes = tree.with_suffix(".json")
+        notes.unlink(missing_ok=True)
+        began = time.monotonic()
+        died = self._run_process(tree, arguments, notes, limit)
+        seconds = round(time.monotonic() - began, 1)
+        if not notes.exists():
+            return Outcome(0, (), died or "the test process died", seconds)
+        status, passed, failed = json.loads(notes.read_text())
+        if status > 1 and not failed:
+            log = notes.with_suffix(".log").read_text(errors="replace")
+            raise SetupError(f"pytest {' '.join(arguments)} ended with {status}:\n{log[-3000:]}")
+        return Outcome(passed, tuple(name.partition("test/srt/")[2] for name in failed), died, seconds)
+
+    def _run_process(
+        self, tree: Path, arguments: list[str], notes: Path, limit: float
+    ) -> str | None:
+        """How the process that runs the tests ended, unless it ended well."""
+        if any(f"{TESTS}/triton" in argument for argument in arguments):
+            # Triton decides at import whether it interprets, so nothing can be forked here.
+            code = "import sys, mutation_check as m; from pathlib import Path as P; "
+            code += "m.run_pytest(P(sys.argv[1]), sys.argv[3:], P(sys.argv[2]))"
+            variables = environment(tree) | {"TRITON_INTERPRET": "1"}
+            child = subprocess.Popen(
+                [sys.executable, "-c", code, tree, notes, *arguments],
+                cwd=Path(__file__).parent,
+                env=os.environ | variables,
+            )
+            wait: Callable[[float], object] = partial(_wait, child)
+            pid, ended = child.pid, child.poll
+        else:
+            context = multiprocessing.get_context("forkserver")
+            forked = context.Process(target=run_pytest, args=(tree, arguments, notes))
+            forked.start()
+            wait, pid = forked.join, forked.pid or 0
+            ended = lambda: forked.exitcode  # noqa: E731 - as ``poll`` above
+        try:
+            wait(limit)
+            code_of_end = ended()
+        finally:
+            kill_all(tree, pid)
+        if code_of_end is None:
+            return f"not done after {limit:.0f} s"
+        return None if code_of_end == 0 else f"the test process ended with {code_of_end}"
+
+
+def _wait(child: subprocess.Popen[bytes], limit: float) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(limit)
+
+
+def copy_checkout(target: Path) -> None:
+    """Copy what the tests need of this checkout, uncommitted changes included."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (REPO / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, target / name)
+
+
+# ---------------------------------------------------------------- verdicts
 
 
 @dataclass(frozen=True)
@@ -230,119 +258,272 @@ class Verdict:
     """What became of one mutation.
 
     Attributes:
-        caught_by: the first test that failed; None for a survivor.
+        caught_by: the first test that failed, or how the process that ran the tests ended; None
+            for a survivor.
+        tests: what was run when it was caught.
         seconds: how long its tests ran.
     """
 
     name: str
     file: str
     caught_by: str | None
+    tests: str | None
     seconds: float
 
 
-class StaleMutationError(Exception):
-    """A mutation's ``old`` does not occur exactly once in its file."""
+@dataclass(frozen=True)
+class Control:
+    """The same tests on the unbroken copy.
 
-
-def broken_copy(mutation: Mutation, directory: Path) -> None:
-    """Copy the package into ``directory``, with the mutation applied."""
-    shutil.copytree(REPO / PACKAGE, directory / PACKAGE, ignore=shutil.ignore_patterns("*.pyc"))
-    path = directory / PACKAGE / mutation.file
-    source = path.read_text()
-    if source.count(mutation.old) != 1:
-        raise StaleMutationError(
-            f"{mutation.name!r}: its source occurs {source.count(mutation.old)} times in "
-            f"{mutation.file}; bring the list of mutations up to date"
-        )
-    path.write_text(source.replace(mutation.old, mutation.new))
-
-
-def first_failure(tests: Sequence[str], directory: Path) -> str | None:
-    """Run tests against the copy in ``directory`` until one fails; return its name, or None."""
-    path = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "YOCO_TEST_MODELS": "4"}
-    paths = [str(REPO / "test" / "srt" / name) for name in tests]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *(path for path in paths if Path(path).exists())],
-        cwd=directory,  # python -m puts it in front of the path
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 0:
-        return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    if failed is None:
-        raise SystemExit(f"the tests did not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return failed[1].rpartition("test/srt/")[2]
-
-
-def judge(mutation: Mutation) -> Verdict:
-    """Break a copy of the package, and run the tests on it."""
-    began = time.monotonic()
-    caught_by = None
-    with tempfile.TemporaryDirectory() as directory:
-        broken_copy(mutation, Path(directory))
-        for stage in STAGES:
-            caught_by = caught_by or first_failure(stage, Path(directory))
-    return Verdict(mutation.name, mutation.file, caught_by, round(time.monotonic() - began, 1))
-
-
-def control() -> None:
-    """The tests must pass on a copy that is not broken, or a failure would mean nothing.
-
-    Raises:
-        SystemExit: one of them fails.
+    Attributes:
+        tests: what was run, relative to ``test/srt``.
+        failed: tests that fail there, so that they catch nothing.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        shutil.copytree(REPO / PACKAGE, Path(directory) / PACKAGE)
-        failed = first_failure(WITHOUT_SERVER, Path(directory))
-    if failed is not None:
-        raise SystemExit(f"{failed} fails on the unbroken package; mend that first")
+
+    tests: str
+    passed: int
+    failed: tuple[str, ...]
+    seconds: float
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a broken copy counts as hanging; well beyond what was needed."""
+        return 120 + 5 * self.seconds
 
 
-def main() -> int:
-    """Judge every mutation, and show the verdicts."""
+class Controls:
+    """Every selection of tests that was asked for, run once on the unbroken copy."""
+
+    def __init__(self, known: Iterable[Control]) -> None:
+        self.all = {control.tests: control for control in known}
+        self._lock = threading.Lock()
+        self._one_at_a_time: dict[str, threading.Lock] = {}
+
+    def of(self, tests: Sequence[str], place: Workplace) -> Control:
+        """The control of these tests."""
+        name = " ".join(tests)
+        with self._lock:
+            lock = self._one_at_a_time.setdefault(name, threading.Lock())
+        with lock:
+            if name not in self.all:
+                done = place.run(place.whole, tests, CONTROL_LIMIT, left_out=())
+                if not done.passed or done.died is not None:
+                    raise SetupError(f"{name} on the unbroken package: {done}")
+                control = Control(name, done.passed, done.failed, done.seconds)
+                for failed in control.failed:
+                    say(f"   fails on the unbroken package, and is left out: {failed}")
+                self.all[name] = control
+            return self.all[name]
+
+
+def selections(mutation: Mutation, *, only_first: bool) -> Iterator[tuple[str, ...]]:
+    """What is run for the behavioural verdict, one after the other."""
+    if mutation.first:
+        yield (mutation.first,)
+    if not only_first:
+        for folder in BEHAVIOUR:
+            for path in sorted((REPO / TESTS / folder).glob("test_*.py")):
+                yield (f"{folder}/{path.name}",)
+
+
+def judge(
+    mutation: Mutation,
+    place: Workplace,
+    controls: Controls,
+    wanted: Iterable[tuple[str, ...]],
+) -> Verdict:
+    """Break the copy, and run tests on it until one notices."""
+    package = place.broken / PACKAGE
+    shutil.rmtree(package)
+    shutil.copytree(place.whole / PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    path = package / mutation.file
+    path.write_text(broken(mutation, path.read_text()))
+    seconds, caught_by, tests = 0.0, None, None
+    for chosen in wanted:
+        control = controls.of(chosen, place)
+        done = place.run(place.broken, chosen, control.limit, "-x", left_out=control.failed)
+        seconds += done.seconds
+        caught_by = done.failed[0] if done.failed else done.died
+        if caught_by is not None:
+            tests = " ".join(chosen)
+            break
+    return Verdict(mutation.name, mutation.file, caught_by, tests, round(seconds, 1))
+
+
+def judge_both(
+    mutation: Mutation, place: Workplace, controls: Controls, *, only_first: bool
+) -> tuple[Verdict, Verdict]:
+    """The verdict of all tests, and that of the behavioural ones."""
+    behavioural = judge(mutation, place, controls, selections(mutation, only_first=only_first))
+    if only_first:
+        return behavioural, behavioural
+    every = judge(mutation, place, controls, [WITHOUT_BEHAVIOUR])
+    if every.caught_by is None and behavioural.caught_by is not None:
+        every = replace(behavioural, seconds=round(every.seconds + behavioural.seconds, 1))
+    elif every.caught_by is None:
+        every = judge(mutation, place, controls, [SLOW_UNITS])
+    return every, behavioural
+
+
+# ---------------------------------------------------------------- the results
+
+
+class Results:
+    """Both documents, rewritten after every mutation."""
+
+    def __init__(self, directory: Path | None, commit: str) -> None:
+        self._directory = directory
+        self._commit = commit
+        self._lock = threading.Lock()
+        self.verdicts: dict[str, dict[str, Verdict]] = {ALL: {}, BEHAVIOURAL: {}}
+        self.controls = Controls(())
+        if directory is not None and not commit.endswith("-dirty"):
+            self._read(directory)
+
+    def _read(self, directory: Path) -> None:
+        listed = {mutation.name for mutation in MUTATIONS}
+        for file, verdicts in self.verdicts.items():
+            path = directory / file
+            before = json.loads(path.read_text()) if path.exists() else {}
+            if before.get("commit") != self._commit:
+                continue
+            found = [Verdict(**verdict) for verdict in before["verdicts"]]
+            verdicts |= {v.name: v for v in found if v.name in listed}
+            known = [Control(**{**c, "failed": tuple(c["failed"])}) for c in before["controls"]]
+            self.controls = Controls(known)
+
+    def has(self, mutation: Mutation) -> bool:
+        """Whether both verdicts are known."""
+        return all(mutation.name in verdicts for verdicts in self.verdicts.values())
+
+    def add(self, every: Verdict, behavioural: Verdict) -> None:
+        """Keep the verdicts on one mutation."""
+        with self._lock:
+            self.verdicts[ALL][every.name] = every
+            self.verdicts[BEHAVIOURAL][every.name] = behavioural
+            if self._directory is not None:
+                for file in self.verdicts:
+                    self._write(self._directory / file, self.document(file))
+
+    @staticmethod
+    def _write(path: Path, document: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = path.with_suffix(".partial")
+        partial_file.write_text(json.dumps(document, indent=1) + "\n")
+        partial_file.replace(path)
+
+    def document(self, file: str) -> dict[str, Any]:
+        """One of the two documents."""
+        known = self.verdicts[file]
+        ordered = [known[m.name] for m in MUTATIONS if m.name in known]
+        return {
+            "commit": self._commit,
+            "sglang": version("sglang"),
+            "torch": version("torch"),
+            "folders": list(BEHAVIOUR if file == BEHAVIOURAL else BEHAVIOUR + WITHOUT_BEHAVIOUR),
+            "mutations": len(MUTATIONS),
+            "not judged": [m.name for m in MUTATIONS if m.name not in known],
+            "survivors": [verdict.name for verdict in ordered if verdict.caught_by is None],
+            "verdicts": [asdict(verdict) for verdict in ordered],
+            "controls": [asdict(control) for _, control in sorted(self.controls.all.items())],
+        }
+
+
+def table(every: dict[str, Any], behavioural: dict[str, Any]) -> str:
+    """A Markdown table of both documents."""
+    lines = [
+        f"SGLang {every['sglang']}, torch {every['torch']}, commit `{every['commit']}`. "
+        f"{every['mutations']} mutations; survivors: {_names(every['survivors'])} of all tests, "
+        f"{_names(behavioural['survivors'])} of the behavioural ones; not judged: "
+        f"{_names(behavioural['not judged'])}.",
+        "",
+        "| file | mutation | all tests: caught by | behavioural tests: caught by |",
+        "|---|---|---|---|",
+    ]
+    others = {verdict["name"]: verdict for verdict in behavioural["verdicts"]}
+    for verdict in every["verdicts"]:
+        by = [v["caught_by"] for v in (verdict, others[verdict["name"]])]
+        cells = [f"`{verdict['file']}`", verdict["name"], *(f"`{b}`" if b else "-" for b in by)]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; see ``--help``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="part of the names of the wanted mutations")
-    parser.add_argument("--json", type=Path, help="also write the JSON document to this file")
-    args = parser.parse_args()
-    from rich.console import Console
-    from rich.table import Table
-    from tqdm import tqdm
+    parser.add_argument("--first", action="store_true", help="nothing but the tests in the list")
+    parser.add_argument("--jobs", type=int, default=2, help="at a time; default: %(default)s")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="keep both documents there")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there")
+    return parser.parse_args()
 
-    wanted = [mutation for mutation in MUTATIONS if args.only in mutation.name]
+
+def preload() -> None:
+    """Have the imports done once, in the process that all others are forked from."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_PLATFORM": "gemma4_cpu"}
+    for name in [name for name in os.environ if name.startswith("SGLANG_GEMMA4_YOCO")]:
+        del os.environ[name]  # a setting of the caller's own
+    sys.path.insert(0, str(REPO / "test" / "reference"))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+
+
+def judge_all(
+    wanted: Sequence[Mutation], results: Results, jobs: int, *, only_first: bool
+) -> None:
+    """Judge the mutations side by side, each verdict said and kept at once."""
+    places = threading.local()
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(jobs) as pool:
+
+        def work(mutation: Mutation) -> None:
+            if not hasattr(places, "mine"):
+                places.mine = Workplace(Path(tempfile.mkdtemp(dir=directory)))
+            verdicts = judge_both(mutation, places.mine, results.controls, only_first=only_first)
+            results.add(*verdicts)
+            caught = [verdict.caught_by or "SURVIVED" for verdict in verdicts]
+            say(f"{mutation.file}: {mutation.name} ({verdicts[1].seconds:.0f} s)")
+            say(f"   all: {caught[0]}\n   behavioural: {caught[1]}")
+
+        for done in [pool.submit(work, mutation) for mutation in wanted]:
+            done.result()
+
+
+def main() -> int:
+    """Judge every mutation, and show the verdicts."""
+    args = parse_arguments()
     try:
-        for mutation in wanted:  # all of them before the first test runs
-            with tempfile.TemporaryDirectory() as directory:
-                broken_copy(mutation, Path(directory))
-    except StaleMutationError as stale:
-        print(f"error: {stale}", file=sys.stderr)
+        for mutation in MUTATIONS:  # all of them before the first test runs
+            broken(mutation, (REPO / PACKAGE / mutation.file).read_text())
+        commit = tested_commit(TESTED_PATHS)
+    except (StaleMutationError, SetupError) as failure:
+        print(f"error: {failure}", file=sys.stderr)
         return 2
-    control()
-    verdicts = [judge(mutation) for mutation in tqdm(wanted, unit="mutation")]
-    table = Table("mutation", "file", "caught by", "seconds")
-    for verdict in verdicts:
-        table.add_row(
-            verdict.name, verdict.file, verdict.caught_by or "SURVIVED", f"{verdict.seconds:.0f}"
-        )
-    Console(width=160).print(table)
-    survivors = [verdict.name for verdict in verdicts if verdict.caught_by is None]
-    document = {
-        "sglang": version("sglang"),
-        "mutations": len(verdicts),
-        "survivors": survivors,
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-    }
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
-    return 1 if survivors else 0
+    results = Results(None if args.first else args.results, commit)
+    named = [mutation for mutation in MUTATIONS if args.only in mutation.name]
+    preload()
+    try:
+        wanted = [mutation for mutation in named if not results.has(mutation)]
+        judge_all(wanted, results, args.jobs, only_first=args.first)
+    except SetupError as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 2
+    documents = [results.document(file) for file in (ALL, BEHAVIOURAL)]
+    say(table(*documents))
+    if args.write is not None:
+        args.write.write_text(inserted(args.write.read_text(), PART_OF_DOCUMENT, table(*documents)))
+    left = {name: document[name] for document in documents for name in ("survivors", "not judged")}
+    print(json.dumps({"commit": commit, "mutations": len(MUTATIONS), **left}))
+    known = all(results.has(mutation) for mutation in named)
+    return 0 if known and not any(document["survivors"] for document in documents) else 1
 
 
 if __name__ == "__main__":
