@@ -9,7 +9,7 @@ behavioural  ``forward/``, ``triton/`` and ``server/``: what the model computes,
 all          these, and ``unit/`` and ``models/``, which restate the code
 
     python scripts/mutation_check.py --results benchmark/results --write benchmark/README.md
-    python scripts/mutation_check.py --only stale           # those with "stale" in their names
+    python scripts/mutation_check.py --only gate.py         # those of one file; or part of a name
     python scripts/mutation_check.py --first                # do the tests named in the list catch?
 
 Where each mutation is noticed is guessed in the list (``first``) and tried first, so that all of
@@ -460,7 +460,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="part of the names of the wanted mutations")
+    parser.add_argument(
+        "--only", default="", help="part of file, name or first tests of the wanted mutations"
+    )
     parser.add_argument("--first", action="store_true", help="nothing but the tests in the list")
     parser.add_argument("--jobs", type=int, default=2, help="at a time; default: %(default)s")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="keep both documents there")
@@ -508,7 +510,7 @@ def main() -> int:
         print(f"error: {failure}", file=sys.stderr)
         return 2
     results = Results(None if args.first else args.results, commit)
-    named = [mutation for mutation in MUTATIONS if args.only in mutation.name]
+    named = [m for m in MUTATIONS if args.only in f"{m.file} {m.name} {m.first}"]
     preload()
     try:
         wanted = [mutation for mutation in named if not results.has(mutation)]

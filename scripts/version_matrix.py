@@ -201,8 +201,8 @@ def parse_arguments() -> argparse.Namespace:
 # ---------------------------------------------------------------- what to try
 
 
-def tested_commit() -> str:
-    """The last commit that changed what is tested here."""
+def tested_commit(paths: Sequence[str] = TESTED_PATHS) -> str:
+    """The last commit that changed one of these; ``-dirty`` if there are changes since."""
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", *command], cwd=REPO, capture_output=True, text=True)
@@ -210,8 +210,8 @@ def tested_commit() -> str:
             raise SetupError(f"git {command[0]} failed in {REPO}: {done.stderr.strip()}")
         return done.stdout.strip()
 
-    commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *TESTED_PATHS)
-    changed = git("status", "--porcelain", "--", *TESTED_PATHS)
+    commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *paths)
+    changed = git("status", "--porcelain", "--", *paths)
     return f"{commit}-dirty" if changed else commit
 
 

@@ -1,0 +1,639 @@
+"""The named ways in which ``mutation_check.py`` breaks the package.
+
+Written against what could break: which rows, whose metadata, what is put back, who refuses. None of
+them may leave the package's behaviour as it was. Every single entry of the gate's tables is one
+more, made from the source itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from dataclasses import dataclass
+
+from environment import REPO
+
+PACKAGE = "sglang_gemma4_yoco"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One way to break the package: in ``file``, ``old`` becomes ``new``.
+
+    Attributes:
+        old: source that occurs exactly once in its file.
+        first: the behavioural tests that should notice, relative to ``test/srt``.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    first: str
+
+
+class StaleMutationError(Exception):
+    """A mutation's ``old`` does not occur exactly once in its file."""
+
+
+def broken(mutation: Mutation, source: str) -> str:
+    """``source`` with the mutation applied.
+
+    Raises:
+        StaleMutationError: the source has changed since the mutation was written.
+    """
+    count = source.count(mutation.old)
+    if count != 1:
+        raise StaleMutationError(
+            f"{mutation.name!r}: its source occurs {count} times in {mutation.file}; "
+            "bring the list of mutations up to date"
+        )
+    return source.replace(mutation.old, mutation.new)
+
+
+def of(file: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
+    """Mutations of one file: (name, old, new, first)."""
+    return [Mutation(name, file, old, new, first) for name, old, new, first in mutations]
+
+
+FORWARD = "forward/test_forward.py"
+CUT = f"{FORWARD}::test_cut_inside_the_donor"
+LATE = f"{FORWARD}::test_stepping_aside_at_the_last_moment"
+SERVED = f"{FORWARD}::test_a_failure_is_served_by_stock"
+UNREAD = f"{FORWARD}::test_unread_chunks_skip_the_tail_at_every_cut"
+GIVES_UP = f"{FORWARD}::test_failures_in_a_row_turn_the_fast_path_off"
+REFUSED = "forward/test_refused.py"
+REFUSED_SERVERS = f"{REFUSED}::test_refused_servers"
+REFUSED_BATCHES = f"{REFUSED}::test_refused_batches"
+RECORDED = "forward/test_recorded.py"
+RANKS = "forward/test_ranks.py"
+EQUIVALENCE = "forward/test_equivalence.py"
+HARD = "triton/test_hard_batches.py"
+IMAGES = "triton/test_image_masks.py"
+FAULTS = "server/test_load_faults.py"
+DEFAULTS = "server/test_defaults.py"
+
+_WRITTEN = [
+    *of(
+        "rows.py",
+        ("wrong suffix: shifted by one",
+         "range(end - m, end)", "range(max(end - m - 1, 0), max(end - 1, m))", CUT),
+        ("suffix one row short",
+         "min(max(n - start, 1), n)", "min(max(n - start - 1, 1), n)", CUT),
+        ("no row of a request without logprobs beside one with",
+         "min(max(n - start, 1), n)", "min(n - start, n)", CUT),
+        ("logprob start of another request",
+         "for n, start in zip(extend_lens, logprob_starts, strict=True)",
+         "for n, start in zip(extend_lens, logprob_starts[::-1], strict=True)", CUT),
+        ("a suffix that begins where its request begins",
+         "p + n - m for p, n, m in", "p + m - m for p, n, m in", HARD),
+        ("a batch of suffixes taken for one of last rows",
+         "return self.kept == len(self.lens)", "return min(self.lens) == 1", CUT),
+    ),
+    *of(
+        "tail.py",
+        ("wrong row: the one before the last",
+         "torch.cumsum(lens, dim=0) - 1",
+         "(torch.cumsum(lens, dim=0) - 2).clamp(min=0)", CUT),
+        ("unpruned out_cache_loc of a suffix",
+         '"out_cache_loc": forward_batch.out_cache_loc.index_select(0, index),',
+         '"out_cache_loc": forward_batch.out_cache_loc,', HARD),
+        ("unpruned translated slots of a suffix",
+         '                "kv_loc_cols": index,\n', "", HARD),
+        ("unpruned input ids",
+         'fields["input_ids"] = input_ids.index_select(0, index)', "pass", HARD),
+        ("prefix lengths of the whole batch",
+         '"extend_prefix_lens_cpu": list(kept.prefix_lens),',
+         '"extend_prefix_lens_cpu": list(forward_batch.extend_prefix_lens_cpu),', HARD),
+        ("prefix lengths of the whole batch, on the device",
+         '"extend_prefix_lens": _to_device(kept.prefix_lens, lens.dtype, lens.device),',
+         '"extend_prefix_lens": forward_batch.extend_prefix_lens,', HARD),
+        ("host and device lengths disagree",
+         '"extend_seq_lens_cpu": list(kept.lens),',
+         '"extend_seq_lens_cpu": list(kept.extend_lens),', HARD),
+        ("lengths of the whole batch, on the device",
+         '"extend_seq_lens": kept_lens,', '"extend_seq_lens": lens,', HARD),
+        ("start locations of the whole batch",
+         '"extend_start_loc": (kept_lens.cumsum(0) - kept_lens).to(lens.dtype),',
+         '"extend_start_loc": forward_batch.extend_start_loc,', HARD),
+        ("the tail stays an extend of single rows",
+         '"forward_mode": seams.ForwardMode.DECODE,',
+         '"forward_mode": seams.ForwardMode.EXTEND,', CUT),
+        ("a chunk that nobody reads is read", "unread=gate.is_unread(forward_batch))",
+         "unread=False)", UNREAD),
+        ("positions of the whole batch",
+         'fields={**self.fields, "positions": positions}', "fields=self.fields", HARD),
+        ("fields not put back",
+         "        for name, value in saved.items():\n"
+         "            setattr(forward_batch, name, value)", "        pass", CUT),
+        ("residual stream not put back",
+         'for name in (*fields, "residual_stream") if hasattr(forward_batch, name)]',
+         "for name in fields if hasattr(forward_batch, name)]", SERVED),
+    ),
+    *of(
+        "cut.py",
+        ("scatter to the wrong rows",
+         "front.index_copy_(0, self.tail.index, seams.layer_rows(output))",
+         "front.index_copy_(0, self.tail.index.roll(1), seams.layer_rows(output))", CUT),
+        ("no scatter",
+         "        front.index_copy_(0, self.tail.index, seams.layer_rows(output))\n", "", CUT),
+        ("stale positions in the tail",
+         "positions=positions if self._positions is None else self._positions,",
+         "positions=positions[: hidden_states.shape[0]],", CUT),
+        ("queries at the first positions",
+         "donor.queries(attention, normed_rows, self._positions)",
+         "donor.queries(attention, normed_rows, positions[: normed_rows.shape[0]])", CUT),
+        ("no restore after an exception",
+         "        try:\n            self._leave_tail()\n        finally:",
+         "        try:\n            if error is None:\n                self._leave_tail()\n"
+         "        finally:", SERVED),
+        ("shadows stay on the model",
+         "            self._leave_tail()\n        finally:\n            self._shadows.close()",
+         "            self._leave_tail()\n        finally:\n            pass", CUT),
+        ("donor K and V of kept rows only",
+         "            k, v = donor.keys_and_values(attention, hidden_states, positions)\n"
+         "            normed_rows",
+         "            k, v = donor.keys_and_values(attention, hidden_states, positions)\n"
+         "            k, v = k.clone(), v.clone()\n"
+         "            k[0], v[0] = k[-1], v[-1]\n"
+         "            normed_rows", CUT),
+        ("an unread chunk writes no K and V in the donor",
+         "        donor.attend(attention, q, k, v, self._batch)\n", "", UNREAD),
+        ("an unread chunk writes K and V of unnormed rows",
+         "normed = layer.input_layernorm(hidden_states)", "normed = hidden_states", UNREAD),
+        ("an unread chunk is cut in the donor although its layer is to run",
+         "if allowed is DonorCut.AFTER_ATTENTION and self.tail.unread:", "if False:", UNREAD),
+        ("K and V apart from queries although the tail is no decode step",
+         "if allowed is DonorCut.KEYS_AND_VALUES and not self.tail.decodes:", "if False:", CUT),
+        ("attention's first rows instead of the kept ones",
+         "return self._kept(output)", "return output[: self.tail.kept.kept]",
+         f"{FORWARD}::test_donor_with_a_quantised_projection"),
+        ("per-layer inputs of the first rows",
+         "isinstance(given, per_layer.KeptInput) else self._kept(given)",
+         "isinstance(given, per_layer.KeptInput) else given[: self.tail.kept.kept]",
+         f"{FORWARD}::test_per_layer_inputs_that_cannot_be_split"),
+        ("final norm of all rows but the kept",
+         "return front.index_copy_(0, self.tail.index, stock(self._kept(front)))",
+         "return front", CUT),
+        ("the tail's residual stays the front's",
+         "        seams.write_residual(forward_batch, rows)\n", "", CUT),
+        ("cut although an update is owed to the residual",
+         "            not seams.residual_is_written(self._batch, hidden_states)\n            or",
+         "            False\n            or", LATE),
+        ("cut although rows were added on the way",
+         "            or hidden_states.shape[0] != self.tail.kept.total\n", "", FORWARD),
+        ("the donor's input is not looked at",
+         "            self._front = hidden_states\n            self._must_be_whole(hidden_states)\n",
+         "            self._front = hidden_states\n", LATE),
+        ("the first shared layer's input is not looked at",
+         "                    self._must_be_whole(hidden_states)\n                    if self.tail",
+         "                    if self.tail", LATE),
+        ("a batch that was not planned is cut",
+         "return None if attention.planned(forward_batch) is not None else NOT_PLANNED",
+         "return None", f"{FORWARD}::test_the_plan_of_another_batch_is_not_used"),
+        ("a plan for another backend is used",
+         "    if seams.current_attn_backend() is not attention.main:\n        return NOT_PLANNED\n",
+         "", FORWARD),
+        ("images lose their masks on a rebuilt backend",
+         "return IMAGES_ON_ONE_BACKEND if gate.is_multimodal(forward_batch) else None",
+         "return None", f"{IMAGES}::test_one_backend_for_both_leaves_images_to_stock"),
+        ("what the gate said when it planned is not asked for",
+         "    return gate.ineligible_reason(model, forward_batch) or _unplanned(",
+         "    return _unplanned(", FORWARD),
+    ),
+    *of(
+        "seams.py",
+        ("decode window one key short",
+         "backend.sliding_window_size = window + 1", "backend.sliding_window_size = window",
+         HARD),
+        ("window left widened",
+         "    finally:\n        backend.sliding_window_size = window\n",
+         "    finally:\n        pass\n", HARD),
+        ("extend steps are planned over a wider window too",
+         "if not (decode and _counts_the_window_short(backend)):",
+         "if not _counts_the_window_short(backend):", HARD),
+        ("the last tested release counts as newer",
+         "return Version(version(\"sglang\")) > LAST_TESTED",
+         "return Version(version(\"sglang\")) >= LAST_TESTED", HARD),
+        ("the type of the KV cache is not known",
+         "return dtype\n\n\n__all__", "return None\n\n\n__all__",
+         "forward/test_cache_dtype.py"),
+        ("the residual of a batch is not written",
+         "        residual_batch.set_written(hidden_states, forward_batch)", "        pass", CUT),
+        ("a pending residual counts as written",
+         "    if stream.pending is not None:\n        return False\n", "", FORWARD),
+        ("somebody else's residual counts as the layer's input",
+         "return stream.residual is None or stream.residual is hidden_states", "return True",
+         FORWARD),
+        ("a second backend that knows no slots of the window",
+         "            setattr(backend, name, getattr(main, name))", "            pass", HARD),
+        ("the second backend is the first",
+         "    backend = runner._get_attention_backend()\n",
+         "    backend = runner.attn_backend\n", HARD),
+        ("a quantised projection counts as plain",
+         "        type(getattr(projection, \"quant_method\", None)) is UnquantizedLinearMethod\n"
+         "        and isinstance", "        isinstance", FORWARD),
+        ("a projection packed for the CPU counts as plain",
+         "        and not getattr(projection, \"use_intel_amx_backend\", False)  # packed for the CPU\n",
+         "", FORWARD),
+        ("a projection in eight bits counts as plain",
+         "        and weight.dtype.itemsize >= 2\n", "", FORWARD),
+        ("ranks know no others",
+         '    if argument is None or (argument("tp_size") or 1) == 1:\n', "    if True:\n", RANKS),
+        ("replayed prefills are not known of",
+         'return None if name == "disabled" else name', "return None", RECORDED),
+        ("a decode or full graph that is captured is not seen",
+         "        capture_mode.get_is_capture_mode()\n        or is_in_breakable",
+         "        is_in_breakable", RECORDED),
+        ("a piecewise graph that is captured is not seen",
+         "        or is_in_tc_piecewise_cuda_graph()\n", "", RECORDED),
+        ("a hidden signature is no changed seam",
+         '    if _parameters(model.forward)[:5] != [\n', "    if False and [] != [\n",
+         f"{FAULTS}::test_server_with_a_changed_seam"),
+        ("a renamed method is no changed seam",
+         "        if not callable(getattr(ModelRunner, name, None)):\n", "        if False:\n",
+         f"{FAULTS}::test_renamed_seams"),
+        ("a model that is patched already is patched again",
+         "        if hasattr(model, name):\n", "        if False:\n",
+         f"{FORWARD}::TestInstallation"),
+    ),
+    *of(
+        "attention.py",
+        ("the tail on the front's backend",
+         "seams.attn_backend_switched(attention.tail),",
+         "seams.attn_backend_switched(attention.main),", HARD),
+        ("the tail planned on the runner's own backend",
+         "seams.plan(self.tail, forward_batch)", "seams.plan(self.main, forward_batch)", CUT),
+        ("metadata of the batch before",
+         "if self._planned is not None and self._planned[0] is forward_batch:",
+         "if self._planned is not None:",
+         f"{FORWARD}::test_the_plan_of_another_batch_is_not_used"),
+        ("planned batches are never let go",
+         "        self._planned = self._refused = None\n"
+         "        self.tail.forward_metadata = None", "        pass",
+         f"{FORWARD}::test_no_batch_is_held_after_its_forward"),
+        ("metadata not rebuilt on the way out",
+         "    finally:\n        main.init_forward_metadata(forward_batch)",
+         "    finally:\n        pass",
+         f"{FORWARD}::test_without_a_backend_of_its_own_the_tail_rebuilds_the_runners"),
+        ("the rebuilt plan is the whole batch's",
+         "            seams.plan(main, forward_batch)\n            yield\n", "            yield\n",
+         HARD),
+        ("the refusal of another batch is used",
+         "return refused[1] if refused is not None and refused[0] is forward_batch else None",
+         "return refused[1] if refused is not None else None", FORWARD),
+        ("decode steps are planned for",
+         "            if forward_batch.forward_mode is not seams.ForwardMode.DECODE:\n"
+         "                self._plan_tail(forward_batch)", "            self._plan_tail(forward_batch)",
+         f"{FORWARD}::test_decode_goes_straight_through"),
+        ("a plan that fails ends the forward",
+         "            if not fallback.is_alone():\n                raise  # the other",
+         "            if True:\n                raise  # the other",
+         f"{FORWARD}::test_an_exception_while_planning_the_tail_costs_one_stock_forward"),
+        ("a plan that fails on one rank is served by stock there",
+         "            if not fallback.is_alone():\n                raise  # the other",
+         "            if False:\n                raise  # the other", FORWARD),
+        ("a backend that was replaced is still planned for",
+         "        self._shadow.close()\n        self._model", "        self._model",
+         f"{FORWARD}::test_reinitialised_backends_are_followed"),
+    ),
+    *of(
+        "shadow.py",
+        ("shadows are not taken away",
+         "                owner.__dict__.pop(name, None)\n", "                pass\n", CUT),
+        ("what an object had of its own is not put back",
+         "                owner.__dict__[name] = previous", "                pass", FORWARD),
+        ("shadows closed in the wrong order", "self._saved.pop()", "self._saved.pop(0)", FORWARD),
+    ),
+    *of(
+        "donor.py",
+        ("K of the donor without its norm",
+         "    k = _headwise_norm(attention.k_norm, k, heads, head_dim)\n", "", CUT),
+        ("V of the donor without its norm",
+         "    v = _headwise_norm(attention.v_norm, v, heads, head_dim)\n", "", CUT),
+        ("K of the donor without rotation",
+         "    _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)\n", "", CUT),
+        ("queries of the donor without their norm",
+         "    q = _headwise_norm(attention.q_norm, q, attention.num_heads, attention.head_dim)\n",
+         "", CUT),
+        ("queries of the donor without rotation",
+         "    q, _ = attention.rotary_emb(row_positions, q, unused_keys)\n", "", CUT),
+        ("the donor writes no K and V",
+         "forward_batch=forward_batch, save_kv_cache=True)",
+         "forward_batch=forward_batch, save_kv_cache=False)", CUT),
+        ("rounded K and V are attended to",
+         "if stored is not None and stored != projection.weight.dtype:", "if False:",
+         "forward/test_cache_dtype.py"),
+        ("a quantised projection is sliced",
+         "    if not seams.is_plain_linear(projection):\n", "    if False:\n", FORWARD),
+        ("the first layer of a stage is cut",
+         'if first - getattr(model, "start_layer", 0) < 2:', "if False:", FORWARD),
+        ("a layer of another class is cut",
+         "if type(layer) is not seams.gemma4_causal.Gemma4DecoderLayer:", "if False:", FORWARD),
+        ("an attention of another class is cut",
+         "if type(layer.self_attn) is not seams.gemma4_causal.Gemma4Attention:", "if False:",
+         FORWARD),
+        ("a layer that lacks a part is cut",
+         """return f"layer {first - 1} lacks {', '.join(missing)}" if missing else None""",
+         "return None", FORWARD),
+        ("another epsilon in the norms on a GPU",
+         "            eps=norm.eps,\n", "            eps=0.1,\n", "triton/test_cuda_branches.py"),
+        ("the norms on a GPU take all heads for one",
+         "            num_q_heads=heads,\n", "            num_q_heads=1,\n",
+         "triton/test_cuda_branches.py"),
+    ),
+    *of(
+        "per_layer.py",
+        ("per-layer inputs of the neighbouring layer",
+         "return self._rest[:, layer - self._first_cut]",
+         "return self._rest[:, layer - self._first_cut - 1]", CUT),
+        ("embeddings taken after layer 0 has overwritten them",
+         "        self._embeds = embeds.index_select(0, index)\n",
+         "        one = index.shape[0] == 1  # of one row a view, which changes with embeds\n"
+         "        self._embeds = embeds[-1:] if one else embeds.index_select(0, index)\n",
+         f"{FORWARD}::test_norms_that_add_in_place"),
+        ("per-layer embeddings of the first rows",
+         "None if embedded is None else embedded.index_select(0, index)",
+         "None if embedded is None else embedded[: index.shape[0]]", CUT),
+        ("per-layer embeddings of the first layers",
+         "embedded[:, start:stop]", "embedded[:, : stop - start]", CUT),
+        ("the tail's inputs are projected by the front's weights",
+         "            start * model.hidden_size_per_layer_input, stop * model",
+         "            0, (stop - start) * model", CUT),
+        ("a quantised projection of per-layer inputs is split",
+         "return projection is not None and seams.is_plain_linear(projection)",
+         "return projection is not None", FORWARD),
+    ),
+    *of(
+        "gate.py",
+        ("hidden states of all rows",
+         "if capture is not None and capture not in _LAST_ROW_CAPTURES and not speculates:",
+         "if False:", REFUSED_BATCHES),
+        ("drafts that read every row",
+         'if speculates and getattr(algorithm, "name", None) not in _LAST_ROW_DRAFTS:',
+         "if False:", REFUSED_BATCHES),
+        ("LoRA rows",
+         'if any(adapter is not None for adapter in getattr(forward_batch, "lora_ids", None) '
+         "or ()):", "if False:", REFUSED_BATCHES),
+        ("captures in the tail",
+         "if any(layer >= first - 1 for layer in model.layers_to_capture):", "if False:",
+         f"{REFUSED}::test_layers_captured_behind_the_cut"),
+        ("a capture in the last donor",
+         "if any(layer >= first - 1 for layer", "if any(layer >= first for layer",
+         f"{REFUSED}::test_layers_captured_behind_the_cut"),
+        ("captures in the front are refused",
+         "if any(layer >= first - 1 for layer", "if any(layer >= 0 for layer",
+         f"{REFUSED}::test_layers_captured_before_the_cut"),
+        ("graph capture", "return CAPTURING if seams.is_capturing() else None", "return None",
+         RECORDED),
+        ("server arguments", "        if argument(name):\n            return reason",
+         "        pass", REFUSED_SERVERS),
+        ("server sizes", "        if (argument(name) or 1) > 1:\n", "        if False:\n",
+         REFUSED_SERVERS),
+        ("drafts of any kind",
+         'if argument("speculative_algorithm") not in (None, *_LAST_ROW_DRAFTS):', "if False:",
+         REFUSED_SERVERS),
+        ("hidden states beside drafts",
+         'if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):',
+         "if False:", REFUSED_SERVERS),
+        ("drafts on several ranks",
+         'if argument("speculative_algorithm") and _processes(argument) > 1:', "if False:",
+         REFUSED_SERVERS),
+        ("disaggregation", 'if argument("disaggregation_mode") not in (None, "null"):',
+         "if False:", REFUSED_SERVERS),
+        ("unread although logprobs are wanted",
+         "        and not _wants_input_logprobs(forward_batch)\n", "", HARD),
+        ("unread although a request decodes along",
+         "        and min(forward_batch.extend_seq_lens_cpu) > 1\n", "", HARD),
+        ("unread although its last row is captured",
+         "        and (capture is None or capture == seams.CaptureHiddenMode.NULL)\n", "", REFUSED),
+        ("read although nobody does",
+         '        not getattr(forward_batch, "contains_last_prefill_chunk", True)\n        and',
+         "        False\n        and", UNREAD),
+        ("all layers shared",
+         "return layers - shared if 0 < shared < layers else None",
+         "return layers - shared if shared else None", FORWARD),
+        ("stages that part the tail",
+         "return SPLIT_TAIL if end < layers or min(read) < start else None", "return None",
+         "server/test_parallel.py::test_stages_that_part_the_tail_from_its_donors_run_as_stock"),
+        ("unproven backends",
+         'return f"the attention backend {type(backend).__name__} is not proven"',
+         "return None", FORWARD),
+        ("switch read at load only",
+         "        if not switch.enabled():\n            return OFF\n", "", CUT),
+        ("few skipped rows",
+         "if not threshold.pays(kept.total, read, threshold.min_skipped_rows()):", "if False:",
+         DEFAULTS),
+        ("an unread chunk counts as read",
+         "read = 0 if is_unread(forward_batch) else kept.kept", "read = kept.kept", DEFAULTS),
+        ("nothing to skip", "    if kept.kept == kept.total:\n        return NOTHING_TO_SKIP\n", "",
+         f"{FORWARD}::test_a_refused_batch_is_the_stock_forward_bit_for_bit"),
+        ("given up, and going on",
+         "return fallback.GIVEN_UP if fallback.given_up() else None", "return None", GIVES_UP),
+        ("logprobs of an image prompt",
+         "return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None",
+         "return None", f"{IMAGES}::test_input_logprobs_beside_an_image_are_stock"),
+        ("any image prompt is refused", "    spread = not kept.one_per_request\n",
+         "    spread = True\n", "forward/test_media.py"),
+        ("mixed batches are refused",
+         "mode not in (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED)",
+         "mode is not seams.ForwardMode.EXTEND", HARD),
+        ("what a newer SGLang has renamed",
+         "return unseen_reason() or server_reason()", "return server_reason()", REFUSED),
+    ),
+    *of(
+        "patch.py",
+        ("a failure is not served by stock",
+         "        if not fallback.is_alone():\n            raise\n", "        raise\n", SERVED),
+        ("stock runs again although other ranks wait",
+         "        if not fallback.is_alone():\n            raise\n", "",
+         f"{FORWARD}::test_with_other_ranks_a_failure_propagates_and_leaves_all_ready"),
+        ("the second run gets overwritten embeddings",
+         "        fallback.failed(failure)\n        fallback.put_back(embeds, copy)\n",
+         "        fallback.failed(failure)\n", SERVED),
+        ("a late refusal leaves overwritten embeddings",
+         "    report.stepped_aside(reason)\n    fallback.put_back(embeds, copy)\n",
+         "    report.stepped_aside(reason)\n", FORWARD),
+        ("a success is no success", "                fallback.succeeded()\n", "",
+         f"{FORWARD}::test_a_success_between_failures_keeps_the_fast_path_on"),
+        ("stock runs on the tail's plan",
+         "if fast is not None and cut.tail_attention(model) is None:", "if False:",
+         f"{FORWARD}::test_metadata_that_cannot_be_rebuilt_is_planned_anew_for_stock"),
+        ("decode steps are judged",
+         "if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch",
+         "if torch", f"{FORWARD}::test_decode_goes_straight_through"),
+        ("a compiled forward asks the gate",
+         "is seams.ForwardMode.DECODE or torch.compiler.is_compiling():",
+         "is seams.ForwardMode.DECODE:", RECORDED),
+        ("embeddings given by name are not kept",
+         'embeds = kwargs.get("input_embeds", args[0] if args else None)',
+         "embeds = args[0] if args else None", SERVED),
+        ("the backend of a reloaded model stays planned for",
+         "        previous.detach()\n", "        pass\n",
+         f"{FORWARD}::test_reinitialised_backends_are_followed"),
+        ("the tail has no backend of its own", "        attention.attach()\n", "        pass\n",
+         "forward/test_no_sync.py::test_the_tail_is_planned_before_the_first_layer"),
+        ("embedding servers are admitted",
+         "gate.constant_reason(model) if runner.is_generation else gate.EMBEDDINGS",
+         "gate.constant_reason(model)", f"{REFUSED}::test_an_embedding_server_is_refused"),
+        ("ranks do not tell whether they planned ahead",
+         "planned ahead: {attention is not None}, ", "",
+         f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
+        ("what the ranks found out is forgotten",
+         '    facts["_yoco_server_reason"] = reason\n', "",
+         f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
+        ("replayed prefills are not announced", "    if graph is not None:\n", "    if False:\n",
+         RECORDED),
+        ("a new installation remembers old failures", "    fallback.reset()\n", "", GIVES_UP),
+        ("any SGLang is patched", "    seams.check()\n", "", f"{FAULTS}::test_renamed_seams"),
+        ("installed twice", "    if _installed:\n        raise Already",
+         "    if False:\n        raise Already", f"{FORWARD}::TestInstallation"),
+        ("another plugin's wrapper is taken out too",
+         "if getattr(owner, name) is not wrapper:", "if False:", f"{FORWARD}::TestInstallation"),
+        ("uninstalled, and still planning",
+         "    for attention in list(_attached):\n        attention.detach()\n", "",
+         f"{FORWARD}::TestInstallation"),
+    ),
+    *of(
+        "fallback.py",
+        ("a failing fast path is tried for ever",
+         "return _failures_in_a_row >= LIMIT", "return False", GIVES_UP),
+        ("a failure counts twice", "_failures_in_a_row += 1", "_failures_in_a_row += 2", GIVES_UP),
+        ("nobody hears that it gave up", "    if given_up():\n", "    if False:\n", GIVES_UP),
+        ("a rank among others counts as alone", "distributed.get_world_size() == 1", "True",
+         f"{FORWARD}::test_with_other_ranks_a_failure_propagates_and_leaves_all_ready"),
+        ("the first try's tensors stay alive",
+         "    traceback.clear_frames(error.__traceback__)\n", "",
+         f"{FORWARD}::test_the_first_try_frees_its_memory_before_the_second"),
+        ("the copy of the embeddings is the embeddings",
+         "None if embeds is None else embeds.clone()", "embeds", SERVED),
+    ),
+    *of(
+        "ranks.py",
+        ("ranks that differ go on",
+         "_ALIKE if len({store.get(key) for key in keys}) == 1 else NOT_ALIKE", "_ALIKE",
+         f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
+        ("a rank that does not come is not missed",
+         "        verdict = NOT_ALL\n", "        verdict = _ALIKE\n",
+         f"{RANKS}::test_a_rank_without_the_package_is_waited_for_once"),
+        ("every rank makes up its own mind",
+         '    verdict = store.compare_set(f"{name}/verdict", "", verdict).decode()\n', "", RANKS),
+        ("the second comparison finds the first one's verdict",
+         "next(_comparisons)", "0",
+         f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
+        ("a rank looks at its own findings only",
+         'keys = [f"{name}/{other}" for other in ranks]', 'keys = [f"{name}/{rank}"]',
+         f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
+    ),
+    *of(
+        "plugin.py",
+        ("installed although switched off", "        if not switch.enabled():\n",
+         "        switch.enabled()\n        if False:\n",
+         "server/test_server.py::test_log_of_switched_off_server"),
+        ("installed with an invalid threshold", "        threshold.min_skipped_rows()\n", "",
+         FAULTS),
+        ("any version is good", "        check_version()\n", "",
+         f"{FAULTS}::test_other_versions"),
+        ("a changed seam is SGLang's loader's affair", "    except Exception as refusal:",
+         "    except UnsupportedError as refusal:", f"{FAULTS}::test_renamed_seams"),
+        ("a moved module is not told", "        except ImportError as missing:",
+         "        except KeyError as missing:", f"{FAULTS}::test_a_module_that_moved"),
+        ("a refusal is said quietly", "        logger.error(\n", "        logger.info(\n",
+         f"{FAULTS}::test_other_versions"),
+        ("a newer SGLang is not told", "        if seams.is_newer_than_tested():\n",
+         "        if False:\n", f"{FAULTS}::test_other_versions"),
+        ("loaded twice is an error", "        if patch.is_installed():\n", "        if False:\n",
+         FAULTS),
+    ),
+    *of(
+        "switch.py",
+        ("unset means off", 'os.environ.get(VARIABLE, "1")', 'os.environ.get(VARIABLE, "0")',
+         f"{FAULTS}::test_another_plugin_on_the_same_method"),
+        ("0 means on", '"0": False', '"0": True', CUT),
+        ("whatever is not 0 means on", "return _MEANING[value]",
+         "return _MEANING.get(value, True)", "server/test_server.py::test_misspelt_switch"),
+    ),
+    *of(
+        "report.py",
+        ("a skipped tail is not told from a shortened one",
+         "forwards[TAIL_SKIPPED if tail_skipped else ACTIVE] += 1", "forwards[ACTIVE] += 1",
+         UNREAD),
+        ("a line is said every time", "    _said.add(said)\n", "",
+         f"{FORWARD}::test_each_reason_is_said_once"),
+        ("refusals are not counted", "    forwards[reason] += 1\n", "",
+         f"{FORWARD}::test_each_reason_is_said_once"),
+        ("failures are not counted", "    forwards[FAILED] += 1\n", "", SERVED),
+        ("a failure without its traceback", ", exc_info=error)", ")", SERVED),
+        ("all failures are of one kind",
+         "    kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))\n",
+         "    kind = line if raised else None\n", FORWARD),
+    ),
+    *of(
+        "threshold.py",
+        ("two skipped rows pay", "_FEWEST = 3", "_FEWEST = 2", DEFAULTS),
+        ("three skipped rows do not pay", "_FEWEST = 3", "_FEWEST = 4", DEFAULTS),
+        ("a sixteenth does not pay", "_LEAST = 16", "_LEAST = 15", DEFAULTS),
+        ("a seventeenth pays", "_LEAST = 16", "_LEAST = 17", DEFAULTS),
+        ("the operator's number is not asked for", "    if minimum is not None:\n",
+         "    if False:\n", EQUIVALENCE),
+    ),
+]  # fmt: skip
+
+# The gate's tables, by the test that goes through them in behaviour.
+_TABLES = {
+    "_REFUSING_FIELDS": REFUSED_BATCHES,
+    "_REFUSING_ARGUMENTS": REFUSED_SERVERS,
+    "_REFUSING_SIZES": REFUSED_SERVERS,
+    "_HIDDEN_STATE_ARGUMENTS": REFUSED_SERVERS,
+    "_LAST_ROW_CAPTURES": REFUSED,
+    "_LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
+    "PROVEN_BACKENDS": HARD,
+}
+_FIRST_OF_ENTRY = {"TorchNativeAttnBackend": CUT, "seams.CaptureHiddenMode.NULL": CUT}
+
+
+def _table(value: ast.expr) -> ast.expr:
+    """The dict, tuple or set that a table is made of."""
+    return value.args[0] if isinstance(value, ast.Call) else value
+
+
+def _names(table: ast.expr) -> list[str]:
+    """What the entries of a table are called."""
+    if isinstance(table, ast.Dict):
+        return [ast.unparse(key) for key in table.keys if key is not None]
+    assert isinstance(table, ast.Tuple | ast.Set), ast.dump(table)
+    return [ast.unparse(element) for element in table.elts]
+
+
+def _without(statement: ast.Assign, position: int) -> str:
+    """The source of an assignment whose table lacks one entry."""
+    changed = copy.deepcopy(statement)
+    table = _table(changed.value)
+    if isinstance(table, ast.Dict):
+        del table.keys[position], table.values[position]
+    else:
+        assert isinstance(table, ast.Tuple | ast.Set)
+        del table.elts[position]
+    return ast.unparse(changed)
+
+
+def table_entries(file: str = "gate.py") -> list[Mutation]:
+    """One mutation for every entry of the gate's tables: without it."""
+    source = (REPO / PACKAGE / file).read_text()
+    mutations = []
+    for statement in ast.parse(source).body:
+        if not isinstance(statement, ast.Assign):
+            continue
+        table = ast.unparse(statement.targets[0])
+        whole = ast.get_source_segment(source, statement)
+        if table not in _TABLES or whole is None:
+            continue
+        for position, entry in enumerate(_names(_table(statement.value))):
+            name = entry.strip("'")
+            first = _FIRST_OF_ENTRY.get(name, _TABLES[table])
+            changed = _without(statement, position)
+            mutations.append(Mutation(f"{table} without {name}", file, whole, changed, first))
+    return mutations
+
+
+MUTATIONS = (*_WRITTEN, *table_entries())
