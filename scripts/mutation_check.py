@@ -53,7 +53,7 @@ import psutil
 from environment import REPO, SetupError, say
 from generated import inserted
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
-from version_matrix import tested_commit
+from version_matrix import commit_of
 
 TESTS = Path("test") / "srt"
 TESTED_PATHS = (
@@ -201,7 +201,9 @@ class Workplace:
         if status > 1 and not failed:
             log = notes.with_suffix(".log").read_text(errors="replace")
             raise SetupError(f"pytest {' '.join(arguments)} ended with {status}:\n{log[-3000:]}")
-        return Outcome(passed, tuple(name.partition("test/srt/")[2] for name in failed), died, seconds)
+        return Outcome(
+            passed, tuple(name.partition("test/srt/")[2] for name in failed), died, seconds
+        )
 
     def _run_process(
         self, tree: Path, arguments: list[str], notes: Path, limit: float
@@ -479,9 +481,7 @@ def preload() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
 
 
-def judge_all(
-    wanted: Sequence[Mutation], results: Results, jobs: int, *, only_first: bool
-) -> None:
+def judge_all(wanted: Sequence[Mutation], results: Results, jobs: int, *, only_first: bool) -> None:
     """Judge the mutations side by side, each verdict said and kept at once."""
     places = threading.local()
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(jobs) as pool:
@@ -489,7 +489,13 @@ def judge_all(
         def work(mutation: Mutation) -> None:
             if not hasattr(places, "mine"):
                 places.mine = Workplace(Path(tempfile.mkdtemp(dir=directory)))
-            verdicts = judge_both(mutation, places.mine, results.controls, only_first=only_first)
+            try:
+                verdicts = judge_both(
+                    mutation, places.mine, results.controls, only_first=only_first
+                )
+            except SetupError as failure:  # it stays without a verdict, and the others go on
+                say(f"{mutation.file}: {mutation.name}: {failure}")
+                return
             results.add(*verdicts)
             caught = [verdict.caught_by or "SURVIVED" for verdict in verdicts]
             say(f"{mutation.file}: {mutation.name} ({verdicts[1].seconds:.0f} s)")
@@ -505,19 +511,15 @@ def main() -> int:
     try:
         for mutation in MUTATIONS:  # all of them before the first test runs
             broken(mutation, (REPO / PACKAGE / mutation.file).read_text())
-        commit = tested_commit(TESTED_PATHS)
+        commit = commit_of(TESTED_PATHS)
     except (StaleMutationError, SetupError) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 2
     results = Results(None if args.first else args.results, commit)
     named = [m for m in MUTATIONS if args.only in f"{m.file} {m.name} {m.first}"]
     preload()
-    try:
-        wanted = [mutation for mutation in named if not results.has(mutation)]
-        judge_all(wanted, results, args.jobs, only_first=args.first)
-    except SetupError as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
+    wanted = [mutation for mutation in named if not results.has(mutation)]
+    judge_all(wanted, results, args.jobs, only_first=args.first)
     documents = [results.document(file) for file in (ALL, BEHAVIOURAL)]
     say(table(*documents))
     if args.write is not None:

@@ -183,7 +183,8 @@ _WRITTEN = [
         ("cut although rows were added on the way",
          "            or hidden_states.shape[0] != self.tail.kept.total\n", "", FORWARD),
         ("the donor's input is not looked at",
-         "            self._front = hidden_states\n            self._must_be_whole(hidden_states)\n",
+         "            self._front = hidden_states\n"
+         "            self._must_be_whole(hidden_states)\n",
          "            self._front = hidden_states\n", LATE),
         ("the first shared layer's input is not looked at",
          "                    self._must_be_whole(hidden_states)\n                    if self.tail",
@@ -234,8 +235,8 @@ _WRITTEN = [
          "        type(getattr(projection, \"quant_method\", None)) is UnquantizedLinearMethod\n"
          "        and isinstance", "        isinstance", FORWARD),
         ("a projection packed for the CPU counts as plain",
-         "        and not getattr(projection, \"use_intel_amx_backend\", False)  # packed for the CPU\n",
-         "", FORWARD),
+         "        and not getattr(projection, \"use_intel_amx_backend\", False)"
+         "  # packed for the CPU\n", "", FORWARD),
         ("a projection in eight bits counts as plain",
          "        and weight.dtype.itemsize >= 2\n", "", FORWARD),
         ("ranks know no others",
@@ -284,7 +285,8 @@ _WRITTEN = [
          "return refused[1] if refused is not None else None", FORWARD),
         ("decode steps are planned for",
          "            if forward_batch.forward_mode is not seams.ForwardMode.DECODE:\n"
-         "                self._plan_tail(forward_batch)", "            self._plan_tail(forward_batch)",
+         "                self._plan_tail(forward_batch)",
+         "            self._plan_tail(forward_batch)",
          f"{FORWARD}::test_decode_goes_straight_through"),
         ("a plan that fails ends the forward",
          "            if not fallback.is_alone():\n                raise  # the other",

@@ -7,16 +7,17 @@ the test tools, sees whether the plugin accepts it, runs tests in four parts, an
 (``--keep`` keeps it). No GPU is needed. A release that cannot be installed, or that fails, does not
 stop the others.
 
-units   the gate, the seams, the switch, and forwards one by one
-model   on equals off: random models and random batches on SGLang's ModelRunner
-triton  the same on SGLang's Triton attention backend, in Triton's interpreter
-server  two real servers, fast and stock, and Hugging Face's Gemma 4 beside them
+units    functions, the gate on SGLang's own batches, the switch, the published helpers
+forward  SGLang's ModelRunner: on equals off, failures, refusals; fewer random models than usual
+triton   the same on SGLang's Triton attention backend, in Triton's interpreter
+server   two real servers, fast and stock, and Hugging Face's Gemma 4 beside them
 
-After each release the results go to ``benchmark/results/version_matrix.json`` and, as a Markdown
-table, to ``version_matrix.md`` beside it; the table is also the output, and ``--write README.md``
-puts it between the two marker lines of that file. What passed, or was
-refused, is not tried again while package, tests and scripts are the same commit (``--force`` tries
-it anyway), so a run that was cut short goes on where it was.
+Tests that are marked slow are left out. After each release the results go to
+``benchmark/results/version_matrix.json`` and, as a Markdown table with the files that ran, to
+``version_matrix.md`` beside it; the table is also the output, and ``--write README.md`` puts it
+between the two marker lines of that file. What passed, or was refused, is not tried again while
+package, tests and scripts are the same commit (``--force`` tries it anyway), so a run that was cut
+short goes on where it was.
 
 uv keeps what it has downloaded in its cache, about 10 GB for each PyTorch: ``uv cache clean``
 removes it.
@@ -34,8 +35,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,7 @@ from environment import (
 )
 from generated import inserted
 
-VERSIONS = ("0.5.14", "0.5.16", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+VERSIONS = tuple(f"0.5.{patch}" for patch in range(14, 24))
 PART_OF_DOCUMENT = "compatibility"
 SWITCH = "SGLANG_GEMMA4_YOCO"
 RESULTS = REPO / "benchmark" / "results" / "version_matrix.json"
@@ -64,21 +67,32 @@ TESTED_PATHS = (
     "scripts/environment.py",
     "scripts/version_matrix.py",
 )
-EQUIVALENCE = "test/srt/models/test_gemma4_equivalence.py"
+TESTS = "test/srt"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The tests of one part.
+
+    Attributes:
+        paths: files and folders of ``test/srt``.
+        variables: what is added to their environment.
+    """
+
+    paths: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """What pytest is called with."""
+        return ["-m", "not slow", *(f"{TESTS}/{path}" for path in self.paths)]
+
+
 PARTS = {
-    "units": (
-        "test/srt/test_seams.py",
-        "test/srt/test_gate.py",
-        "test/srt/test_rows.py",
-        "test/srt/test_shadow.py",
-        "test/srt/test_tail.py",
-        "test/srt/test_switch_and_plugin.py",
-        "test/srt/test_forward.py",
-    ),
-    # Two models with a pool of their own for the window, one without.
-    "model": (EQUIVALENCE, "-k", "model0 or model2 or model3"),
-    "triton": ("test/srt/models/test_gemma4_equivalence_triton.py",),
-    "server": ("test/srt/test_server.py", "test/srt/test_oracle.py"),
+    "units": Selection(("unit", "models")),
+    "forward": Selection(("forward",), {"YOCO_TEST_MODELS": "2"}),
+    # Set up here, so that each case counts: otherwise a file of that folder is one test.
+    "triton": Selection(("triton",), {"TRITON_INTERPRET": "1"}),
+    "server": Selection(("server/test_server.py", "server/test_oracle.py")),
 }
 
 # SGLang's own loader loads the plugin, which refuses in one line of its log.
@@ -116,12 +130,14 @@ class Part:
     Attributes:
         passed, failed, skipped: numbers of tests; an error counts as failed.
         seconds: wall time, pytest's start included.
+        files: those of which a test ran, relative to ``test/srt``.
     """
 
     passed: int
     failed: int
     skipped: int
     seconds: float
+    files: Sequence[str] = ()
 
     @property
     def good(self) -> bool:
@@ -188,6 +204,9 @@ def parse_arguments() -> argparse.Namespace:
         default=REPO / ".venv-matrix",
         help="where environments and logs go; default: %(default)s",
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="releases at a time; default: %(default)s"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument("--force", action="store_true", help="try again what has passed")
     parser.add_argument(
@@ -201,7 +220,7 @@ def parse_arguments() -> argparse.Namespace:
 # ---------------------------------------------------------------- what to try
 
 
-def tested_commit(paths: Sequence[str] = TESTED_PATHS) -> str:
+def commit_of(paths: Sequence[str]) -> str:
     """The last commit that changed one of these; ``-dirty`` if there are changes since."""
 
     def git(*command: str) -> str:
@@ -239,16 +258,18 @@ def newer_versions(work_dir: Path, log: Path) -> list[str]:
 # ---------------------------------------------------------------- one release
 
 
-def run_tests(python: Path, arguments: Sequence[str], log: Path, timeout: float) -> Part:
+def run_tests(python: Path, selection: Selection, log: Path, timeout: float) -> Part:
     """Run pytest in the repository; what it prints goes to ``log``."""
     report = log.with_suffix(".xml")
     report.unlink(missing_ok=True)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env |= selection.variables
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += selection.arguments()
     began = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*command, *arguments], cwd=REPO, env=env, stdout=output, stderr=subprocess.STDOUT
+            command, cwd=REPO, env=env, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             process.wait(timeout)
@@ -265,17 +286,33 @@ def run_tests(python: Path, arguments: Sequence[str], log: Path, timeout: float)
     seconds = round(time.monotonic() - began, 1)
     if not report.exists():
         return Part(0, 1, 0, seconds)
-    passed = failed = skipped = 0
+    part = counted(report, seconds)
+    if process.returncode and not part.failed:
+        part.failed = 1  # pytest itself did not end well
+    return part
+
+
+def counted(report: Path, seconds: float) -> Part:
+    """What became of the tests of one JUnit report."""
+    part, files = Part(0, 0, 0, seconds), set()
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
-            failed += 1
+            part.failed += 1
         elif case.find("skipped") is not None:
-            skipped += 1
+            part.skipped += 1
         else:
-            passed += 1
-    if process.returncode and not failed:
-        failed = 1  # pytest itself did not end well
-    return Part(passed, failed, skipped, seconds)
+            part.passed += 1
+            files.add(_file_of(case))
+    part.files = sorted(files)
+    return part
+
+
+def _file_of(case: ElementTree.Element) -> str:
+    """``unit/test_gate.py`` of a test whose class is ``test.srt.unit.test_gate.TestSomething``."""
+    parts = case.get("classname", "").split(".")
+    while parts and not parts[-1].startswith("test_"):
+        parts.pop()
+    return "/".join(parts).removeprefix(f"{TESTS}/") + ".py"
 
 
 def refusal_of(python: Path) -> tuple[str | None, dict[str, str]]:
@@ -320,9 +357,9 @@ def try_release(release: Release, work_dir: Path, parts: Sequence[str], timeout:
         if name in release.parts:
             continue
         log = work_dir / f"{version}-{name}.log"
-        say(f"   {name} (the log is {log})")
+        say(f"   {version} {name} (the log is {log})")
         part = release.parts[name] = run_tests(python, PARTS[name], log, timeout)
-        say(f"   {name}: {_count(part)} in {part.seconds:.0f} s")
+        say(f"   {version} {name}: {_count(part)} in {part.seconds:.0f} s")
         if not part.good:
             say(tail(log))
     bad = [name for name, part in release.parts.items() if not part.good]
@@ -368,18 +405,74 @@ def _count(part: Part) -> str:
 
 
 def table(releases: Sequence[Release]) -> str:
-    """A Markdown table of the releases."""
+    """A Markdown table of the releases, and the files that ran."""
     lines = [
-        f"| SGLang | torch | transformers | {' | '.join(PARTS)} | result |",
-        "|---|---|---|" + "---|" * (len(PARTS) + 1),
+        f"| SGLang | torch | transformers | {' | '.join(PARTS)} | minutes | result |",
+        "|---|---|---|" + "---|" * (len(PARTS) + 2),
     ]
     for release in releases:
         cells = [release.sglang]
         cells += [release.packages.get(name, "") for name in ("torch", "transformers")]
         cells += [_count(release.parts[p]) if p in release.parts else "" for p in PARTS]
+        cells.append(f"{sum(part.seconds for part in release.parts.values()) / 60:.0f}")
         cells.append(release.status + (f": {release.reason}" if release.reason else ""))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *legend(releases)]) + "\n"
+
+
+def legend(releases: Sequence[Release]) -> list[str]:
+    """A line for each part: its files, and where they ran when that was not everywhere."""
+    lines = []
+    for name in PARTS:
+        ran = {r.sglang: set(r.parts[name].files) for r in releases if name in r.parts}
+        files = []
+        for file in sorted(set().union(*ran.values())):
+            where = [version for version, found in ran.items() if file in found]
+            short = f"`{file.removesuffix('.py')}`"
+            files.append(short if len(where) == len(ran) else f"{short} ({', '.join(where)} only)")
+        if files:
+            lines.append(f"- **{name}**: {', '.join(files)}")
+    return lines
+
+
+class Matrix:
+    """All releases that were asked for, tried one after the other or side by side."""
+
+    def __init__(self, args: argparse.Namespace, work_dir: Path, commit: str) -> None:
+        self._args = args
+        self._work_dir = work_dir
+        self._commit = commit
+        self._results = load_results(args.results)
+        self._lock = threading.Lock()
+
+    def release(self, version: str) -> Release:
+        """Try one release, unless all is known; keep what was found."""
+        heading(f"SGLang {version}")
+        args, release = self._args, Release(version, FAILED, None, self._commit)
+        earlier = self._results.get(version)
+        if earlier is not None and not args.force:
+            if earlier.refused_at(self._commit):
+                release = earlier
+            release.parts = earlier.still_valid(self._commit, args.parts)
+            if release.parts:
+                release.status, release.packages = earlier.status, earlier.packages
+        if release.status == REFUSED or set(args.parts) <= set(release.parts):
+            say(f"   {version} {release.status} before, at this commit")
+            return release
+        try:
+            try_release(release, self._work_dir, args.parts, args.timeout)
+        finally:
+            if not args.keep:
+                shutil.rmtree(self._work_dir / version, ignore_errors=True)
+        say(f"   {version} {release.status}" + (f": {release.reason}" if release.reason else ""))
+        with self._lock:
+            self._results[version] = release
+            store_results(args.results, self._results)
+        return release
+
+    def table(self) -> str:
+        """Of everything that is known, now or from earlier runs."""
+        return table(in_order(self._results))
 
 
 def main() -> int:
@@ -389,7 +482,7 @@ def main() -> int:
     work_dir.mkdir(parents=True, exist_ok=True)
     args.results.parent.mkdir(parents=True, exist_ok=True)
     try:
-        commit = tested_commit()
+        commit = commit_of(TESTED_PATHS)
         versions = args.versions
         if versions is None:
             log = work_dir / "tools-install.log"
@@ -398,35 +491,14 @@ def main() -> int:
     except (SetupError, OSError) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 2
-    results = load_results(args.results)
-    tried = []
-    for version in versions:
-        heading(f"SGLang {version}")
-        release = Release(version, FAILED, None, commit)
-        earlier = results.get(version)
-        if earlier is not None and not args.force:
-            if earlier.refused_at(commit):
-                release = earlier
-            release.parts = earlier.still_valid(commit, args.parts)
-            if release.parts:
-                release.status, release.packages = earlier.status, earlier.packages
-        if release.status == REFUSED or set(args.parts) <= set(release.parts):
-            say(f"   {release.status} before, at this commit")
-        else:
-            try:
-                try_release(release, work_dir, args.parts, args.timeout)
-            finally:
-                if not args.keep:
-                    shutil.rmtree(work_dir / version, ignore_errors=True)
-            say(f"   {release.status}" + (f": {release.reason}" if release.reason else ""))
-            results[version] = release
-            store_results(args.results, results)
-        tried.append(release)
+    matrix = Matrix(args, work_dir, commit)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        tried = list(pool.map(matrix.release, versions))
     heading("Results")
     say(table(in_order({release.sglang: release for release in tried})))
     if args.write is not None:
         document = args.write.read_text()
-        args.write.write_text(inserted(document, PART_OF_DOCUMENT, table(in_order(results))))
+        args.write.write_text(inserted(document, PART_OF_DOCUMENT, matrix.table()))
     return 0 if all(release.status in (PASSED, INCOMPLETE, REFUSED) for release in tried) else 1
 
 
