@@ -157,20 +157,25 @@ def environment(tree: Path) -> dict[str, str]:
     }
 
 
-def kill_all(tree: Path, process: int | None) -> None:
-    """Kill a process with all its children, and whatever else was started by the tree's tests."""
-    doomed = []
-    with suppress(psutil.Error, TypeError):
-        root = psutil.Process(process)
-        if process is not None:
-            doomed = [*root.children(recursive=True), root]
-    for other in psutil.process_iter():
+def started_by(tree: Path) -> list[psutil.Process]:
+    """The processes that a tree's tests have started; servers are in sessions of their own."""
+    found = []
+    for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if other.environ().get(_TREE) == str(tree):
-                doomed.append(other)
-    for one in doomed:
+            if process.environ().get(_TREE) == str(tree):
+                found.append(process)
+    return found
+
+
+def kill_all(tree: Path, pid: int) -> None:
+    """Kill a test process with all its children, and whatever else the tree's tests started."""
+    doomed = started_by(tree)
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        doomed += [*root.children(recursive=True), root]
+    for process in doomed:
         with suppress(psutil.Error):
-            one.kill()
+            process.kill()
     psutil.wait_procs(doomed, timeout=30)
 
 

@@ -1,0 +1,152 @@
+"""``scripts/mutation_check.py`` and its list: every mutation fits the source of today."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import mutation_check
+from mutation_check import ALL, BEHAVIOURAL, Control, Results, Verdict
+from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken, table_entries
+from sglang_gemma4_yoco import gate
+
+REPO = Path(__file__).resolve().parents[3]
+TESTS = REPO / "test" / "srt"
+# Nothing but names: what is exported, and a file that type checkers look for.
+WITHOUT_MUTATIONS = {"__init__.py"}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.file}: {m.name}")
+def test_every_mutation_changes_the_package(mutation: Mutation) -> None:
+    source = (REPO / PACKAGE / mutation.file).read_text()
+    changed = broken(mutation, source)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+
+
+def test_no_file_is_left_out() -> None:
+    files = {path.name for path in (REPO / PACKAGE).glob("*.py")} - WITHOUT_MUTATIONS
+    assert {mutation.file for mutation in MUTATIONS} == files
+    assert len(MUTATIONS) >= 90
+
+
+def test_names_tell_mutations_apart() -> None:
+    assert [name for name, n in Counter(m.name for m in MUTATIONS).items() if n > 1] == []
+    changes = Counter((m.file, m.old, m.new) for m in MUTATIONS)
+    assert [change for change, n in changes.items() if n > 1] == []
+
+
+@pytest.mark.parametrize("first", sorted({m.first for m in MUTATIONS}))
+def test_the_first_tests_exist_and_show_behaviour(first: str) -> None:
+    file, _, test = first.partition("::")
+    assert file.partition("/")[0] in mutation_check.BEHAVIOUR
+    tree = ast.parse((TESTS / file).read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert not test or test.partition("[")[0] in names
+
+
+def test_every_entry_of_the_gates_tables_is_a_mutation() -> None:
+    counts = Counter(mutation.name.partition(" ")[0] for mutation in table_entries())
+    assert counts == {name: len(getattr(gate, name)) for name in counts}
+    assert {"_REFUSING_FIELDS", "_REFUSING_ARGUMENTS", "_REFUSING_SIZES"} <= counts.keys()
+
+
+def test_a_stale_mutation_is_reported() -> None:
+    mutation = Mutation("a name", "gate.py", "return 1", "return 2", "forward/test_forward.py")
+    assert broken(mutation, "def f(): return 1") == "def f(): return 2"
+    for source in ("def f(): return 3", "def f(): return 1\ndef g(): return 1"):
+        with pytest.raises(StaleMutationError, match="'a name'.* times in gate.py; bring the list"):
+            broken(mutation, source)
+
+
+def verdict(mutation: Mutation, caught_by: str | None) -> Verdict:
+    return Verdict(mutation.name, mutation.file, caught_by, "forward/test_forward.py", 1.5)
+
+
+def test_verdicts_are_kept_for_the_same_commit(tmp_path: Path) -> None:
+    one, other = MUTATIONS[:2]
+    results = Results(tmp_path, "0123456789ab")
+    results.controls.all["x"] = Control("x", 3, ("x::a flaky test",), 2.0)
+    results.add(verdict(one, "unit/test_a.py::test_b[c d]"), verdict(one, None))
+    again = Results(tmp_path, "0123456789ab")
+    assert again.has(one)
+    assert not again.has(other)
+    assert again.document(ALL) == results.document(ALL)
+    assert again.document(ALL)["survivors"] == []
+    assert again.document(BEHAVIOURAL)["survivors"] == [one.name]
+    assert len(again.document(ALL)["not judged"]) == len(MUTATIONS) - 1
+    for commit in ("ba9876543210", "0123456789ab-dirty"):
+        assert not Results(tmp_path, commit).has(one)
+
+
+def test_the_table_names_both_verdicts() -> None:
+    results = Results(None, "0123456789ab")
+    results.add(verdict(MUTATIONS[0], "unit/a.py::b[c | d]"), verdict(MUTATIONS[0], None))
+    written = mutation_check.table(results.document(ALL), results.document(BEHAVIOURAL))
+    assert f"| {MUTATIONS[0].name} | `unit/a.py::b[c \\| d]` | - |" in written
+    assert f"survivors: none of all tests, {MUTATIONS[0].name} of the behavioural" in written
+
+
+BROKEN = {
+    "a test that fails": ("def test_a(): assert False", ["unit/test_a.py::test_a"], None),
+    "a name with spaces": (
+        "import pytest\n@pytest.mark.parametrize('x', ['one, two'])\ndef test_a(x): assert not x",
+        ["unit/test_a.py::test_a[one, two]"],
+        None,
+    ),
+    "a file that cannot be read": ("import nothing_of_that_name", ["unit/test_a.py"], None),
+    "a test that hangs": ("import time\ndef test_a(): time.sleep(99)", [], "not done after 5 s"),
+    "a process that dies": ("import os\ndef test_a(): os._exit(7)", [], "ended with 7"),
+    "a test that passes": ("def test_a(): pass", [], None),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> mutation_check.Workplace:
+    """Copies without any of this checkout's files."""
+    place = mutation_check.Workplace.__new__(mutation_check.Workplace)
+    place.whole, place.broken = tmp_path / "whole", tmp_path / "broken"
+    (place.broken / mutation_check.TESTS / "unit").mkdir(parents=True)
+    return place
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_a_run_finds(place: mutation_check.Workplace, what: str) -> None:
+    """In real processes; none of them is left behind."""
+    source, failed, died = BROKEN[what]
+    (place.broken / mutation_check.TESTS / "unit" / "test_a.py").write_text(source)
+    limit = 5.0 if "hangs" in what else 300.0
+    done = place.run(place.broken, ["unit/test_a.py"], limit, "-x", left_out=())
+    assert list(done.failed) == failed
+    assert (done.died or "").endswith(died or "")
+    assert done.good == (what == "a test that passes")
+    assert not mutation_check.started_by(place.broken)
+
+
+def test_what_fails_on_the_unbroken_package_catches_nothing(
+    place: mutation_check.Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+
+    def run(tree: Path, tests: list[str], limit: float, *_: str, left_out: list[str]) -> object:
+        runs.append((tree.name, limit, left_out))
+        return mutation_check.Outcome(5, () if left_out else ("a flaky one",), None, 10.0)
+
+    monkeypatch.setattr(place, "run", run)
+    for tree in (place.whole, place.broken):
+        (tree / PACKAGE).mkdir(parents=True)
+        (tree / PACKAGE / "rows.py").write_text("a = 1")
+    mutation = dataclasses.replace(MUTATIONS[0], file="rows.py", old="a = 1", new="a = 2")
+    controls = mutation_check.Controls(())
+    found = mutation_check.judge(mutation, place, controls, [("forward/test_forward.py",)])
+    assert found.caught_by is None
+    assert (place.broken / PACKAGE / "rows.py").read_text() == "a = 2"
+    limit = controls.of(["forward/test_forward.py"], place).limit
+    assert limit >= 5 * 10.0
+    assert runs == [
+        ("whole", mutation_check.CONTROL_LIMIT, ()),
+        ("broken", limit, ("a flaky one",)),
+    ]
