@@ -1,0 +1,241 @@
+"""What decides whether a forward is cut, each by itself: fields, arguments, backends, plans.
+
+SGLang sets most of these together with others, or in servers that a CPU cannot start. Here one is
+set on an ordinary batch, or published, from the call of the model to that of its first layer, so
+that SGLang's own code never meets it; whether the forward was cut shows by the rows of its layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
+from batches import batch_of
+from forwards import TOLERANCE, TWO_PROMPTS, assert_fast
+from layer_rows import FIRST_CUT, LAYERS
+from observe import run
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import cut, fallback, gate, report, seams
+from stand_ins import skip_on_older
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+
+@contextmanager
+def while_deciding(
+    engine: Engine, entered: Callable[[Any], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Have every forward enter ``entered(forward_batch)`` until its first layer runs."""
+    model = engine.text_model
+    with ExitStack() as hooks, ExitStack() as deciding:
+
+        def decide(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            model.__dict__.pop("_yoco_server_reason", None)
+            batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+            deciding.enter_context(entered(batch))
+
+        def decided(*_: Any) -> None:
+            deciding.close()
+
+        hooks.callback(model.register_forward_pre_hook(decide, with_kwargs=True).remove)
+        hooks.callback(model.layers[0].register_forward_pre_hook(decided).remove)
+        yield
+    model.__dict__.pop("_yoco_server_reason", None)
+
+
+def assert_stock(engine: Engine, entered: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """No layer leaves out a row; without it, the next forward is cut."""
+    with while_deciding(engine, entered):
+        seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
+    assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
+    assert report.forwards[report.ACTIVE] == report.forwards[report.FAILED] == 0
+    assert_fast(engine)
+
+
+FIELDS = (
+    "spec_info",
+    "return_hidden_states_before_norm",
+    "return_pooled_hidden_states",
+    "dimensions",
+    "token_indices_to_pool",
+    "decision_layouts",
+    "multi_item_delimiter_indices",
+    "token_type_ids",
+    "input_embeds",
+    "replace_embeds",
+    "encoder_lens",
+    "global_num_tokens_cpu",
+    "_original_forward_mode",
+    "attn_tp_sequence_sharded",
+    "attn_cp_metadata",
+    "attn_dcp_metadata",
+    "dcp_kv_mask",
+    "kv_loc_cols",
+    "tbo_split_seq_index",
+    "tbo_parent_token_range",
+    "tbo_children",
+    "full_prefill_cuda_graph_capture",
+    "encoder_swa_replay",
+    "engram_history",
+    "ngram_embedding_info",
+)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_of_the_batch(engine: Engine, name: str) -> None:
+    skip_on_older("ForwardBatch", {name} - ForwardBatch.__dataclass_fields__.keys())
+
+    @contextmanager
+    def set_field(batch: Any) -> Iterator[None]:
+        before = getattr(batch, name)
+        assert before is None or before is False
+        setattr(batch, name, True)
+        try:
+            yield
+        finally:
+            setattr(batch, name, before)
+
+    assert_stock(engine, set_field)
+
+
+DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"enable_deterministic_inference": True},
+    {"enable_dp_attention": True},
+    {"enable_dp_lm_head": True},
+    {"enable_dense_mlp_attn_tp": True},
+    {"moe_dense_tp_size": 1},
+    {"enable_layernorm_sp": True},
+    {"enable_attn_tp_input_scattered": True},
+    {"disable_attn_tp_gather": True},
+    {"enable_prefill_cp": True},
+    {"enable_kv_cache_sharding": True},
+    {"enable_quant_communications": True},
+    {"elastic_ep_backend": "mooncake"},
+    {"enable_two_batch_overlap": True},
+    {"enable_single_batch_overlap": True},
+    {"enable_pdmux": True},
+    {"forward_hooks": [{"name": "a"}]},
+    {"enable_lora": True},
+    {"attn_dp_size": 2},
+    {"attn_cp_size": 2},
+    {"dcp_size": 2},
+    {"ep_size": 2},
+    {"moe_dp_size": 2},
+    {"dwdp_size": 2},
+    {"nnodes": 2},
+    {"speculative_algorithm": "EAGLE3"},
+    {"disaggregation_mode": "decode"},
+    {"disaggregation_mode": "prefill"},
+    {**DRAFTS, "tp_size": 2},
+    {**DRAFTS, "pp_size": 2},
+    {**DRAFTS, "enable_return_hidden_states": True},
+    {**DRAFTS, "enable_return_aux_hidden_states": True},
+    {**DRAFTS, "return_hidden_states_mode": "last"},
+)
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: ", ".join(a))
+def test_an_argument_of_the_server(engine: Engine, arguments: dict[str, Any]) -> None:
+    skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
+    assert_stock(engine, lambda _: releases.published(**arguments))
+
+
+def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
+    with while_deciding(engine, lambda _: releases.published(**DRAFTS)):
+        seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
+    assert seen.rows[-1] == len(TWO_PROMPTS)
+
+
+def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as others:
+        others.setattr(gate, "PROVEN_BACKENDS", frozenset({"AnotherBackend"}))
+        seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
+    assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
+    assert_fast(engine)
+
+
+def test_another_backend_than_the_one_that_was_planned_on(engine: Engine) -> None:
+    another = engine.runner._get_attention_backend()
+    assert_stock(engine, lambda _: seams.attn_backend_switched(another))
+    assert report.forwards[cut.NOT_PLANNED] == 1
+
+
+def test_a_chunk_whose_last_rows_are_captured_is_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it finishes no prompt."""
+    chunk = batch_of((20, 60), (0, 30), to_come=(21, 22))
+    make = ForwardBatch.init_new
+
+    @functools.wraps(make)
+    def capturing(*args: Any, **kwargs: Any) -> ForwardBatch:
+        batch: ForwardBatch = make(*args, **kwargs)
+        batch.capture_hidden_mode = CaptureHiddenMode.LAST
+        return batch
+
+    monkeypatch.setattr(ForwardBatch, "init_new", capturing)
+    stock, fast = (run(engine, engine.schedule(chunk), switch) for switch in ("0", "1"))
+    assert stock.rows[-1] == 90
+    assert fast.rows[-1] == len(chunk)
+    captured = [seen.output.hidden_states for seen in (stock, fast)]
+    torch.testing.assert_close(captured[1], captured[0], atol=TOLERANCE, rtol=1e-4)
+
+
+def test_a_plan_that_fails_beside_other_ranks_ends_the_forward(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go on with a tail, which this rank's stock forward would not fit."""
+    attention = cut.tail_attention(engine.text_model)
+    assert attention is not None
+
+    def out_of_memory(_: Any) -> None:
+        raise MemoryError("planning")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(attention.tail, "init_forward_metadata", out_of_memory)
+        broken.setattr(fallback, "is_alone", lambda: False)
+        with pytest.raises(MemoryError, match="planning"):
+            run(engine, engine.schedule(TWO_PROMPTS), "1")
+    assert_fast(engine)
+
+
+def test_what_a_layer_had_of_its_own_is_used_and_put_back(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another plugin's method on a single layer, of the front's last and of the tail."""
+    for layer in engine.text_model.layers[FIRST_CUT : FIRST_CUT + 2]:
+        calls: list[int] = []
+        stock = layer.forward
+
+        def theirs(*args: Any, _calls: list[int] = calls, _stock: Any = stock, **kw: Any) -> Any:
+            _calls.append(len(_calls))
+            return _stock(*args, **kw)
+
+        with monkeypatch.context() as plugin:
+            plugin.setattr(layer, "forward", theirs)
+            seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
+            assert seen.rows[-1] == len(TWO_PROMPTS)
+            assert calls == [0]
+            assert layer.__dict__["forward"] is theirs
+        layer.__dict__.pop("forward", None)  # where it was on the class, it stays there
+    assert_fast(engine)
+
+
+def test_attached_twice_is_taken_away_as_a_whole(engine: Engine) -> None:
+    attention = cut.tail_attention(engine.text_model)
+    assert attention is not None
+    attention.attach()
+    attention.detach()
+    try:
+        assert "init_forward_metadata" not in attention.main.__dict__
+    finally:
+        engine.runner.init_attention_backends()
+    assert_fast(engine)
