@@ -482,7 +482,8 @@ def preload() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_PLATFORM": "gemma4_cpu"}
     for name in [name for name in os.environ if name.startswith("SGLANG_GEMMA4_YOCO")]:
         del os.environ[name]  # a setting of the caller's own
-    sys.path.insert(0, str(REPO / "test" / "reference"))
+    # By the environment: the process to fork from looks at nothing else.
+    os.environ["PYTHONPATH"] = str(REPO / "test" / "reference")
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
 
 

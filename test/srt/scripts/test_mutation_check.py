@@ -129,9 +129,11 @@ def test_what_a_run_finds(place: mutation_check.Workplace, what: str) -> None:
 def test_what_fails_on_the_unbroken_package_catches_nothing(
     place: mutation_check.Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = []
+    runs: list[tuple[str, float, tuple[str, ...]]] = []
 
-    def run(tree: Path, tests: list[str], limit: float, *_: str, left_out: list[str]) -> object:
+    def run(
+        tree: Path, tests: list[str], limit: float, *_: str, left_out: tuple[str, ...]
+    ) -> object:
         runs.append((tree.name, limit, left_out))
         return mutation_check.Outcome(5, () if left_out else ("a flaky one",), None, 10.0)
 

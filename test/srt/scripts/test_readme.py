@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import gpu_report
+import mutation_check
 import plot_prefill
 import version_matrix
 from generated import inserted
@@ -68,6 +70,18 @@ def test_compatibility_table_is_up_to_date() -> None:
     assert set(results) >= set(version_matrix.VERSIONS)
     table = version_matrix.table(version_matrix.in_order(results))
     assert inserted(README, version_matrix.PART_OF_DOCUMENT, table) == README
+
+
+def test_mutation_table_is_up_to_date() -> None:
+    measurements = (REPO / "benchmark" / "README.md").read_text()
+    every, behavioural = (
+        json.loads((version_matrix.RESULTS.parent / file).read_text())
+        for file in (mutation_check.ALL, mutation_check.BEHAVIOURAL)
+    )
+    table = mutation_check.table(every, behavioural)
+    assert inserted(measurements, mutation_check.PART_OF_DOCUMENT, table) == measurements
+    for document in (every, behavioural):
+        assert document["survivors"] == document["not judged"] == []
 
 
 def test_measurements_are_up_to_date() -> None:
