@@ -316,15 +316,10 @@ def test_input_embeddings_are_refused_by_the_model_itself(
 
 
 def test_diffusion_has_a_text_model_of_its_own() -> None:
-<<<<<<< HEAD
     """Block diffusion never comes through the patched class.
 
     That is what SGLang's classes say; no diffusion model runs here.
     """
-=======
-    """Block diffusion never comes through the patched class."""
-    gemma4_diffusion = pytest.importorskip("sglang.srt.models.gemma4_diffusion")  # 0.5.20
->>>>>>> 04c5f80 (test_refused: diffusion came with a later release)
     classes = [c for _, c in inspect.getmembers(gemma4_diffusion, inspect.isclass)]
     assert any(c.__module__ == gemma4_diffusion.__name__ for c in classes)
     assert not any(issubclass(c, Gemma4TextModel) for c in classes)
