@@ -25,6 +25,8 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
 
+pytest_plugins = ["own_process"]
+
 #: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs. Those whose
 #: files take longest come first.
 FOLDERS = ("triton", "server", "forward", "scripts", "models", "unit")

@@ -17,9 +17,12 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 from batches import batch_of
-from forwards import TOLERANCE, TWO_PROMPTS, assert_fast
+from forwards import (
+    TWO_PROMPTS,
+    assert_fast,
+)
 from layer_rows import FIRST_CUT, LAYERS
-from observe import run
+from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, fallback, gate, report, seams

@@ -23,14 +23,13 @@ from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
 from batches import BATCHES, batch_of
 from forwards import (
-    FIRST_SHARED,
     assert_fast,
     assert_served_by_stock,
     assert_untouched,
     norms_that_add_in_place,
     with_image,
 )
-from layer_rows import FIRST_CUT, LAYERS
+from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from observe import SWITCH, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine

@@ -12,6 +12,7 @@ import torch
 
 from batches import batch_of, tokens
 from observe import (
+    TOLERANCE,
     Observed,
     assert_as_expected,
     assert_same_answers,
@@ -23,8 +24,6 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, NotTheLastEngineError, Prompt
-
-TOLERANCE = 5e-5
 
 
 def slots_of(engine: Engine, req: Any, count: int) -> torch.Tensor:

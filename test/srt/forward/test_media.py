@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import pytest
 
-from ask import TOLERANCE
+from layer_rows import FIRST_CUT
 from media import MediaPrompt, assert_same_inputs, media_batch
-from observe import assert_same_answers, assert_same_cache, assert_same_objects, run
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
-
-FIRST_CUT = E2B_TINY.layers - E2B_TINY.kv_shared_layers - 1
 
 
 @pytest.mark.parametrize("cached", [0, 5])

@@ -20,13 +20,12 @@ from torch.multiprocessing.spawn import spawn
 
 from demo import choose_ports
 from layer_rows import FIRST_CUT, cut, whole
-from observe import assert_same_answers, assert_same_cache, assert_same_objects, run
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import ranks
 
 RANKS = 2
-TOLERANCE = 5e-5
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
 
 TOKENS = tuple(torch.randint(20, 500, (200,), generator=torch.Generator().manual_seed(0)).tolist())

@@ -19,7 +19,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from batches import BATCHES, batch_of
+from batches import BATCHES, batch_of, kept_rows
+from layer_rows import FIRST_SHARED, LAYERS
 from observe import assert_same_answers, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import WindowedTorchNativeBackend
@@ -27,22 +28,14 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import cut, fallback, gate, report, seams
 
-LAYERS, FIRST_SHARED = E2B_TINY.layers, E2B_TINY.layers - E2B_TINY.kv_shared_layers
-
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
-
-
-def kept(prompt: Prompt) -> int:
-    """Rows of one request that are read."""
-    if prompt.logprob_start < 0:
-        return 1
-    return max(len(prompt.cached) + len(prompt.new) - prompt.logprob_start, 1)
 
 
 def kept_index(prompts: Sequence[Prompt]) -> list[int]:
     """The kept rows among all new ones."""
     ends = itertools.accumulate(len(p.new) for p in prompts)
-    return [row for p, end in zip(prompts, ends, strict=True) for row in range(end - kept(p), end)]
+    lens = kept_rows(prompts)
+    return [row for m, end in zip(lens, ends, strict=True) for row in range(end - m, end)]
 
 
 class TailsView:
@@ -74,7 +67,7 @@ class TailsView:
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: int) -> None:
     prompts = BATCHES[name]
-    lens = [kept(p) for p in prompts]
+    lens = kept_rows(prompts)
     ends = [len(p.cached) + len(p.new) for p in prompts]
     # SGLang's multimodal Gemma 4 counts positions from 1.
     positions = [at + 1 for m, end in zip(lens, ends, strict=True) for at in range(end - m, end)]

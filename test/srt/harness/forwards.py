@@ -16,8 +16,9 @@ from sglang.srt.model_executor import forward_context
 
 import observe
 from batches import batch_of
-from layer_rows import FIRST_CUT, LAYERS
+from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from observe import (
+    TOLERANCE,
     Observed,
     assert_as_expected,
     assert_same_answers,
@@ -32,10 +33,8 @@ from sglang_gemma4_yoco import cut, report
 from sglang_gemma4_yoco.donor import DonorCut
 from sglang_gemma4_yoco.shadow import Shadows
 
-FIRST_SHARED = FIRST_CUT + 1
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
-TOLERANCE = 5e-5  # fp32: kernels sum in another order for another number of rows
 TWO_PROMPTS = batch_of((0, 40), (0, 3))
 
 

@@ -21,6 +21,7 @@ from sglang_gemma4_yoco.donor import DonorCut
 
 __all__ = [
     "SWITCH",
+    "TOLERANCE",
     "Attended",
     "Expected",
     "Metadata",
@@ -37,6 +38,10 @@ __all__ = [
     "switched",
     "watching",
 ]
+
+#: Of logits of size 10, in fp32. The tail sums in another order than stock does, which moves an
+#: answer by 1e-5; one key more or less in a window moves it by 1e-2.
+TOLERANCE = 5e-5
 
 
 @dataclass(frozen=True)

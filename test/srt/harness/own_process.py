@@ -4,7 +4,9 @@ Collected in a process that is set up otherwise, such a file becomes one test, w
 file in a second pytest; collected where the environment is as it must be, it is an ordinary file.
 So ``pytest`` alone runs everything, and a single test can still be asked for by name::
 
-    TRITON_INTERPRET=1 python -m pytest test/srt/triton/test_hard_batches.py -k images
+    TRITON_INTERPRET=1 python -m pytest test/srt/triton/test_hard_batches.py -k prefixes
+
+A plugin of pytest, which ``test/srt/conftest.py`` names.
 """
 
 from __future__ import annotations
@@ -13,13 +15,34 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from sglang_gemma4_reference import cuda_branches
+
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
+FOLDER = "triton"
+INTERPRETER = {"TRITON_INTERPRET": "1"}
+# Files that need more than the interpreter. What another SGLang than theirs collects of them is one
+# skipped test, in the process that collects it: the other process would refuse to start.
+_MORE = {"test_cuda_branches.py": {cuda_branches.VARIABLE: "cuda"}}
+_RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG}
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
+    """Have another process run a file of the folder, unless this one is set up for it."""
+    name = module_path.name
+    environment = INTERPRETER | _MORE.get(name, {})
+    released_elsewhere = name in _RELEASE and version("sglang") != _RELEASE[name]
+    if module_path.parent.name != FOLDER or released_elsewhere or is_set_up(environment):
+        return None
+    file = OwnProcessFile.from_parent(parent, path=module_path)
+    file.environment = environment
+    return file
 
 
 def is_set_up(environment: Mapping[str, str]) -> bool:
@@ -31,13 +54,6 @@ class OwnProcessFile(pytest.File):
     """A test file that another process runs, as one test."""
 
     environment: Mapping[str, str]
-
-    @classmethod
-    def from_parent(cls, parent: Any, *, environment: Mapping[str, str], **kw: Any) -> Any:
-        """The collector of the file ``path``, to be run with ``environment`` added."""
-        file = super().from_parent(parent, **kw)
-        file.environment = environment
-        return file
 
     def collect(self) -> Iterator[pytest.Item]:
         """The one test."""

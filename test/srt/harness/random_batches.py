@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from batches import tokens
 from observe import (
+    TOLERANCE,
     Observed,
     assert_as_expected,
     assert_metadata_unchanged,
@@ -31,8 +32,6 @@ from observe import (
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
 from sglang_gemma4_reference.engine import Engine, Prompt
-
-TOLERANCE = 5e-5
 
 
 def has_one_pool(seed: int) -> bool:

@@ -26,10 +26,11 @@ import pytest
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-import quick_interpreter
+import interpreter
 import truth
 from batches import batch_of
 from interpreter import small_types
+from layer_rows import FIRST_SHARED, LAYERS
 from observe import (
     Observed,
     assert_same_cache,
@@ -43,9 +44,8 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, donor, fallback, report
 from sglang_gemma4_yoco.donor import DonorCut
 
-quick_interpreter.install()
+interpreter.make_quick()
 
-LAYERS, FIRST_SHARED = E2B_TINY.layers, E2B_TINY.layers - E2B_TINY.kv_shared_layers
 WINDOW = E2B_TINY.sliding_window
 BATCH = batch_of((6, 20), (0, 7), (0, 15), (WINDOW, 4), (0, 2))
 TOTAL, KEPT = 48, 5

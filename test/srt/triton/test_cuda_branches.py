@@ -26,9 +26,10 @@ if version("sglang") != cuda_branches.SGLANG:
 
 from transformers import Gemma4ForConditionalGeneration
 
-import quick_interpreter
+import interpreter
 from batches import batch_of
 from observe import (
+    TOLERANCE,
     Observed,
     assert_same_answers,
     assert_same_cache,
@@ -41,11 +42,10 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import donor, per_layer, report
 from sglang_gemma4_yoco.donor import DonorCut
 
-quick_interpreter.install()
+interpreter.make_quick()
 
 W = 8
 # Of float32 logits: sums in another order, in some hundred operations.
-TOLERANCE = 5e-5
 ORACLE_TOLERANCE = 1e-4
 
 # Small: Triton's interpreter runs the fused norm once per row and head, in Python.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-import quick_interpreter
+import interpreter
 from random_batches import (
     HARD_LAST_ROWS,
     HARD_LOGPROBS,
@@ -25,7 +25,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 
-quick_interpreter.install()
+interpreter.make_quick()
 
 # The interpreter runs a kernel's programs one by one, and a failing example would be shrunk for
 # minutes.

@@ -23,9 +23,10 @@ import pytest
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-import quick_interpreter
+import interpreter
 from batches import tokens
 from observe import (
+    TOLERANCE,
     Metadata,
     Observed,
     assert_as_expected,
@@ -44,11 +45,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import cut, fallback, report, seams
 from sglang_gemma4_yoco.donor import DonorCut
 
-quick_interpreter.install()
-
-# Of logits of size 10, in fp32. The tail sums its keys in another order than stock does, which
-# moves an answer by 1e-5; one key more or less in a window moves it by 1e-2.
-TOLERANCE = 5e-5
+interpreter.make_quick()
 
 # s for a layer with a window, f for one without; the tail is parted off. A donor is cut that has a
 # window, one that has none, and E4B's.

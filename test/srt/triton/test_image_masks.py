@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import quick_interpreter
+import interpreter
 from ask import TOLERANCE
 from layer_rows import UNREAD, cut, whole
 from media import (
@@ -37,7 +37,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut as product
 from sglang_gemma4_yoco import fallback, gate, report, seams
 
-quick_interpreter.install()
+interpreter.make_quick()
 
 # What no mask can do: several hundred times the differences of rounding.
 DIFFERENT = 100 * TOLERANCE
