@@ -139,6 +139,7 @@ class Observed:
         attention_rows: rows of each layer's attention that were projected back, likewise.
         attended: each layer's call of the attention backend, likewise.
         projected: (rows, layers) of each projection of per-layer inputs.
+        positions: [T], what the text model was given.
         hidden: [T, hidden], what the text model returned.
         output: SGLang's logits output.
         kv: K and V of each layer that owns some.
@@ -152,6 +153,7 @@ class Observed:
     attention_rows: list[int] = field(default_factory=list)
     attended: list[Attended] = field(default_factory=list)
     projected: list[tuple[int, int]] = field(default_factory=list)
+    positions: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     output: Any = None
     kv: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -174,6 +176,7 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     def on_entry(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
         seen.before = _fields(batch)
+        seen.positions = (kwargs["positions"] if "positions" in kwargs else args[1]).clone()
         seen.planned_before = Metadata.of(engine.runner.attn_backend)
 
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -269,6 +272,7 @@ class Expected:
         front: how many of these calls belong to the front, on the runner's own plan.
         tail_mode: the batch's forward mode in the calls after those.
         laid_out: what the batch says in those of its kept rows: they are a batch of their own.
+        first_position: of the forward's first row, counted from zero.
     """
 
     rows: list[int]
@@ -277,6 +281,7 @@ class Expected:
     front: int
     tail_mode: str
     laid_out: dict[str, list[int]]
+    first_position: int
     projected: list[tuple[int, int]]
 
 
@@ -312,6 +317,7 @@ def expected(
         front=front,
         tail_mode="DECODE" if decodes else "EXTEND",
         laid_out=_tail_of(prompts),
+        first_position=len(prompts[0].cached),
         projected=_projections(engine, total, kept, first_cut, unread),
     )
 
@@ -361,8 +367,12 @@ def assert_as_expected(seen: Observed, wanted: Expected) -> None:
     modes = [a.mode for a in seen.attended]
     assert set(modes[: wanted.front]) == {getattr(seen.before["forward_mode"], "name", None)}
     assert set(modes[wanted.front :]) <= {wanted.tail_mode}
+    assert seen.positions is not None
+    # SGLang's multimodal Gemma 4 counts positions from one.
+    shift = int(seen.positions[0]) - wanted.first_position
+    laid_out = {**wanted.laid_out, "positions": [p + shift for p in wanted.laid_out["positions"]]}
     for call in seen.attended[wanted.front :]:
-        assert {name: rows.tolist() for name, rows in call.laid_out.items()} == wanted.laid_out
+        assert {name: rows.tolist() for name, rows in call.laid_out.items()} == laid_out
     assert seen.projected == wanted.projected
 
 
