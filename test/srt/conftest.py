@@ -27,18 +27,15 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["own_process"]
 
-#: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs. Those whose
-#: files take longest come first.
-FOLDERS = ("triton", "server", "forward", "scripts", "models", "unit")
+#: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs.
+FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark every test with its folder's name; what runs side by side begins with what is long."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test with its folder's name."""
     for item in items:
         assert _folder(item) in FOLDERS, f"{item.path}: test/README.md names no such folder"
         item.add_marker(_folder(item))
-    if hasattr(config, "workerinput"):  # one of pytest-xdist's workers, which take file by file
-        items.sort(key=lambda item: FOLDERS.index(_folder(item)))
 
 
 def _folder(item: pytest.Item) -> str:
