@@ -57,7 +57,9 @@ class OwnProcessFile(pytest.File):
 
     def collect(self) -> Iterator[pytest.Item]:
         """The one test."""
-        yield OwnProcess.from_parent(self, name="in_its_own_process")
+        item = OwnProcess.from_parent(self, name="in_its_own_process")
+        item.add_marker(pytest.mark.timeout(SECONDS + 60))
+        yield item
 
 
 class FailedInOwnProcessError(Exception):
