@@ -128,6 +128,11 @@ def attended(engine: Engine) -> Iterator[list[torch.Tensor]]:
             hook.remove()
 
 
+def scheduled_on(engine: Engine) -> Any:
+    """The batch, its cached tokens computed by the fast path, since stock cannot."""
+    return engine.schedule(BATCH, prefix="1")
+
+
 def answers(seen: Observed) -> torch.Tensor:
     """Log-probabilities of the token after each prompt: [prompts, vocab]."""
     logprobs: torch.Tensor = seen.output.next_token_logits.float().log_softmax(-1)
@@ -143,7 +148,7 @@ def test_cut_behind_the_attention_of_the_donor(
     rounding: Engine, checkpoint: Path, request: pytest.FixtureRequest
 ) -> None:
     rounding.text_model.__dict__.pop("_yoco_donor_cut", None)
-    scheduled = rounding.schedule(BATCH)
+    scheduled = scheduled_on(rounding)
     with readable(), attended(rounding) as by_stock:
         stock = run(rounding, scheduled, "0")
     with attended(rounding) as by_fast:
@@ -169,7 +174,7 @@ def test_a_deeper_cut_would_attend_to_rounded_keys(
     rounding: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the cut behind the attention is for: it can be seen here that it is needed."""
-    scheduled = rounding.schedule(BATCH)
+    scheduled = scheduled_on(rounding)
     with attended(rounding) as right:
         run(rounding, scheduled, "1")
     monkeypatch.setattr(donor, "why_not_keys_and_values", lambda *_: None)
@@ -184,7 +189,7 @@ def test_a_deeper_cut_would_attend_to_rounded_keys(
 
 def test_stock_ends_at_the_first_shared_layer(rounding: Engine) -> None:
     """When SGLang has learned to read such a cache back, ``readable`` can go."""
-    scheduled, seen = rounding.schedule(BATCH), Observed()
+    scheduled, seen = scheduled_on(rounding), Observed()
     with (
         switched("0"),
         watching(rounding, seen),
