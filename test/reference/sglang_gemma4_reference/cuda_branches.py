@@ -41,7 +41,7 @@ from unittest import mock
 
 import torch
 
-from sglang_gemma4_reference import cuda_kernels
+from sglang_gemma4_reference import cuda_kernels, interpreter
 
 VARIABLE = "GEMMA4_CPU_BRANCHES"
 SGLANG = "0.5.23"  # the release whose modules are named here
@@ -77,7 +77,7 @@ def install() -> None:
         _run_what_the_import_skipped(import_module(f"sglang.srt.layers.{name}"))
     _choose_as_on_cuda()
     _interpret_tanh()
-    _interpret_bfloat16_products()
+    interpreter.make_exact()
     _count_triton_kernels()
     _answer_is_cuda()
 
@@ -137,23 +137,6 @@ def _interpret_tanh() -> None:
     from sglang.kernels.ops.activation import softcap
 
     softcap.libdevice = SimpleNamespace(tanh=lambda x: 2 * tl.sigmoid(2 * x) - 1)
-
-
-def _interpret_bfloat16_products() -> None:
-    """Triton's interpreter keeps a bfloat16 as the integer of its bits, and multiplies those."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    stock = InterpreterBuilder.create_dot
-
-    def create_dot(self: Any, *arguments: Any) -> Any:
-        factors = (
-            self.cast_impl(factor, tl.float32) if factor.dtype.scalar == tl.bfloat16 else factor
-            for factor in arguments[:2]
-        )
-        return stock(self, *factors, *arguments[2:])
-
-    InterpreterBuilder.create_dot = create_dot
 
 
 def _count_triton_kernels() -> None:

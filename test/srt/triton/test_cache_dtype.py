@@ -26,10 +26,8 @@ import pytest
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-import interpreter
 import truth
 from batches import batch_of
-from interpreter import small_types
 from layer_rows import FIRST_SHARED, LAYERS
 from observe import (
     Observed,
@@ -39,12 +37,14 @@ from observe import (
     switched,
     watching,
 )
+from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, donor, fallback, report
 from sglang_gemma4_yoco.donor import DonorCut
 
 interpreter.make_quick()
+interpreter.make_exact()
 
 WINDOW = E2B_TINY.sliding_window
 BATCH = batch_of((6, 20), (0, 7), (0, 15), (WINDOW, 4), (0, 2))
@@ -57,12 +57,6 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory, dtype: str) -> Path:
     """With two heads: the interpreter runs a kernel once per head, in Python."""
     shape = dataclasses.replace(E2B_TINY, heads=2, dtype=dtype)
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / dtype, shape)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_types() -> Iterator[None]:
-    with small_types():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,6 @@ if version("sglang") != cuda_branches.SGLANG:
 
 from transformers import Gemma4ForConditionalGeneration
 
-import interpreter
 from batches import batch_of
 from observe import (
     TOLERANCE,
@@ -37,6 +36,7 @@ from observe import (
     run,
     switched,
 )
+from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import donor, per_layer, report
@@ -45,7 +45,7 @@ from sglang_gemma4_yoco.donor import DonorCut
 interpreter.make_quick()
 
 W = 8
-# Of float32 logits: sums in another order, in some hundred operations.
+# Of float32 logits, against sums in an order that is Hugging Face's.
 ORACLE_TOLERANCE = 1e-4
 
 # Small: Triton's interpreter runs the fused norm once per row and head, in Python.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-import interpreter
 from random_batches import (
     HARD_LAST_ROWS,
     HARD_LOGPROBS,
@@ -21,7 +20,7 @@ from random_batches import (
     random_shape,
     unread_chunks,
 )
-from sglang_gemma4_reference import releases
+from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 

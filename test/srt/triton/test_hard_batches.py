@@ -23,7 +23,6 @@ import pytest
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-import interpreter
 from batches import tokens
 from observe import (
     TOLERANCE,
@@ -40,6 +39,7 @@ from observe import (
     run,
     step,
 )
+from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import cut, fallback, report, seams

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import interpreter
 from ask import TOLERANCE
 from layer_rows import UNREAD, cut, whole
 from media import (
@@ -32,6 +31,7 @@ from observe import (
     assert_same_objects,
     run,
 )
+from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut as product

@@ -10,11 +10,9 @@ PyTorch's own conversions, which round to the nearest even; products are summed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -31,7 +29,7 @@ _TYPES = {
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-def _converted(values: Any, given: Any, wanted: Any, rounding_mode: Any = None) -> Any:
+def _converted(values: Any, given: Any, wanted: Any, *_: Any) -> Any:
     """``values``, of the Triton type ``given``, as the bits of the type ``wanted``."""
     bits = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     tensor = torch.from_numpy(bits.copy()).view(_TYPES[given]).to(_TYPES[wanted])
@@ -52,14 +50,10 @@ def _dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
     )
 
 
-@contextmanager
-def small_types() -> Iterator[None]:
-    """Conversions and dots of small types are right during the span."""
-    with (
-        mock.patch.object(interpreter, "_convert_float", _converted),
-        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
-    ):
-        yield
+def make_exact() -> None:
+    """Have conversions and dots of small types right in this process."""
+    interpreter._convert_float = _converted
+    interpreter.InterpreterBuilder.create_dot = _dot
 
 
 class _Outermost:
