@@ -446,7 +446,7 @@ def test_on_triton_only_the_plan_reads_a_size_more(tiny_checkpoint: Path) -> Non
 def check_in_new_process(check: str, checkpoint: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, __file__, check, checkpoint],
-        env=environment,
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},  # the harness is on it
         capture_output=True,
         text=True,
         check=False,
