@@ -90,21 +90,26 @@ class Selection:
 # Media, several ranks, tracing and host reads go through parts of SGLang that differ too much from
 # release to release for the CPU platform: all tests run with the newest one only.
 FORWARD = (
-    "cache_dtype",
+    "bfloat16",
     "deciding",
     "donor",
+    "engine",
     "equivalence",
     "forward",
     "other_models",
     "refused",
+    "tails_batch",
 )
+TRITON = ("equivalence_triton", "hard_batches")
 PARTS = {
     "units": Selection(("unit", "models")),
     "forward": Selection(
         tuple(f"forward/test_{name}.py" for name in FORWARD), {"YOCO_TEST_MODELS": "2"}
     ),
     # Set up here, so that each case counts: otherwise a file of that folder is one test.
-    "triton": Selection(("triton",), {"TRITON_INTERPRET": "1"}),
+    "triton": Selection(
+        tuple(f"triton/test_{name}.py" for name in TRITON), {"TRITON_INTERPRET": "1"}
+    ),
     "server": Selection(("server/test_server.py", "server/test_oracle.py")),
 }
 
@@ -430,7 +435,14 @@ def table(releases: Sequence[Release]) -> str:
         cells.append(f"{sum(part.seconds for part in release.parts.values()) / 60:.0f}")
         cells.append(release.status + (f": {release.reason}" if release.reason else ""))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*lines, "", *legend(releases)]) + "\n"
+    return "\n".join([*lines, "", *legend(releases), *_not_tried(releases)]) + "\n"
+
+
+def _not_tried(releases: Sequence[Release]) -> list[str]:
+    """A line that names the supported releases of which nothing or not everything is known."""
+    tried = {release.sglang for release in releases if release.parts.keys() >= PARTS.keys()}
+    missing = [version for version in VERSIONS if version not in tried]
+    return [f"- not tried in all of these parts: {', '.join(missing)}"] if missing else []
 
 
 def legend(releases: Sequence[Release]) -> list[str]:

@@ -67,7 +67,6 @@ def test_gpu_figures_are_up_to_date() -> None:
 
 def test_compatibility_table_is_up_to_date() -> None:
     results = version_matrix.load_results(version_matrix.RESULTS)
-    assert set(results) >= set(version_matrix.VERSIONS)
     table = version_matrix.table(version_matrix.in_order(results))
     assert inserted(README, version_matrix.PART_OF_DOCUMENT, table) == README
 
