@@ -28,11 +28,11 @@ from environment import REPO, SGLANG_VERSION, SetupError, heading, prepare_envir
 EXTRAS = "test,lint,scripts,eval"  # the scripts are tested too
 TESTS = Path("test/srt")
 # What takes longest comes first, so that at the end no process waits long for the other.
-FOLDERS = ("triton", "server", "forward", "scripts", "unit", "models")
+FOLDERS = ("server", "triton", "forward", "scripts", "unit", "models")
 QUICK = ("-m", "(unit or forward or models) and not slow")
 QUICK_MODELS = "2"  # random ones that test_equivalence tries
-# A file's tests share what is expensive to set up, so they stay together.
-IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# test/srt/conftest.py says which tests stay together.
+IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder")
 _ONE_PROCESS = ("-n", "--numprocesses", "--dist", "--pdb", "no:xdist", "-pno:xdist")
 
 

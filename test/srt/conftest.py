@@ -32,10 +32,16 @@ FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test with its folder's name."""
+    """Mark every test with its folder's name, and with the group that one process runs.
+
+    A file's tests share what is expensive to set up. Those of servers share more than that: two
+    processes would each start the session's, and ten servers do not fit into 24 GiB.
+    """
     for item in items:
-        assert _folder(item) in FOLDERS, f"{item.path}: test/README.md names no such folder"
-        item.add_marker(_folder(item))
+        folder = _folder(item)
+        assert folder in FOLDERS, f"{item.path}: test/README.md names no such folder"
+        item.add_marker(folder)
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "server" else item.path.stem))
 
 
 def _folder(item: pytest.Item) -> str:
