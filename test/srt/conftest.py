@@ -31,6 +31,7 @@ pytest_plugins = ["own_process"]
 FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist then reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test with its folder's name, and with the group that one process runs.
 
