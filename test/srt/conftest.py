@@ -31,18 +31,16 @@ pytest_plugins = ["own_process"]
 FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist then reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test with its folder's name, and with the group that one process runs.
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test with its folder's name, and with the group that one process runs.
 
     A file's tests share what is expensive to set up. Those of servers share more than that: two
     processes would each start the session's, and ten servers do not fit into 24 GiB.
     """
-    for item in items:
-        folder = _folder(item)
-        assert folder in FOLDERS, f"{item.path}: test/README.md names no such folder"
-        item.add_marker(folder)
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "server" else item.path.stem))
+    folder = _folder(item)
+    assert folder in FOLDERS, f"{item.path}: test/README.md names no such folder"
+    item.add_marker(folder)
+    item.add_marker(pytest.mark.xdist_group(folder if folder == "server" else item.path.stem))
 
 
 def _folder(item: pytest.Item) -> str:
