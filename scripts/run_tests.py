@@ -32,7 +32,7 @@ FOLDERS = ("server", "triton", "forward", "scripts", "unit", "models")
 QUICK = ("-m", "(unit or forward or models) and not slow")
 QUICK_MODELS = "2"  # random ones that test_equivalence tries
 # test/srt/conftest.py says which tests stay together.
-IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder")
+IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
 _ONE_PROCESS = ("-n", "--numprocesses", "--dist", "--pdb", "no:xdist", "-pno:xdist")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # SGLang chooses its platform when it is first imported, in this process as in a server's.
 os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
@@ -32,15 +33,27 @@ FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test with its folder's name, and with the group that one process runs.
+    """Mark a test with its folder's name."""
+    assert _folder(item) in FOLDERS, f"{item.path}: test/README.md names no such folder"
+    item.add_marker(_folder(item))
+
+
+class FilesAndServers(LoadScopeScheduling):
+    """What one of pytest-xdist's processes runs: a file, or all files of servers.
 
     A file's tests share what is expensive to set up. Those of servers share more than that: two
     processes would each start the session's, and ten servers do not fit into 24 GiB.
     """
-    folder = _folder(item)
-    assert folder in FOLDERS, f"{item.path}: test/README.md names no such folder"
-    item.add_marker(folder)
-    item.add_marker(pytest.mark.xdist_group(folder if folder == "server" else item.path.stem))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "servers" if "/server/" in file else file
+
+
+@pytest.hookimpl(optionalhook=True)  # there is none when pytest-xdist is turned off
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndServers:
+    """Deal out the tests."""
+    return FilesAndServers(config, log)
 
 
 def _folder(item: pytest.Item) -> str:
