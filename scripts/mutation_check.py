@@ -10,7 +10,9 @@ all          these, and ``unit/`` and ``models/``, which restate the code
 
     python scripts/mutation_check.py --results benchmark/results --write benchmark/README.md
     python scripts/mutation_check.py --only gate.py         # those of one file; or part of a name
-    python scripts/mutation_check.py --first                # do the tests named in the list catch?
+    python scripts/mutation_check.py --first                # with the tests named in the list alone
+
+With ``--first`` a mutation that those do not notice stays without a verdict.
 
 Where each mutation is noticed is guessed in the list (``first``) and tried first, so that all of
 them take less than an hour on two cores (``--jobs``). Before any test counts, the same tests must
@@ -502,6 +504,9 @@ def judge_all(wanted: Sequence[Mutation], results: Results, jobs: int, *, only_f
             except SetupError as failure:  # it stays without a verdict, and the others go on
                 say(f"{mutation.file}: {mutation.name}: {failure}")
                 return
+            if only_first and verdicts[0].caught_by is None:
+                say(f"{mutation.file}: {mutation.name}: not noticed by its first tests")
+                return  # others may notice it: it stays without a verdict
             results.add(*verdicts)
             caught = [verdict.caught_by or "SURVIVED" for verdict in verdicts]
             say(f"{mutation.file}: {mutation.name} ({verdicts[1].seconds:.0f} s)")
@@ -521,7 +526,7 @@ def main() -> int:
     except (StaleMutationError, SetupError) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 2
-    results = Results(None if args.first else args.results, commit)
+    results = Results(args.results, commit)
     named = [m for m in MUTATIONS if args.only in f"{m.file} {m.name} {m.first}"]
     preload()
     wanted = [mutation for mutation in named if not results.has(mutation)]
