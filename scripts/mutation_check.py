@@ -458,6 +458,8 @@ def table(every: dict[str, Any], behavioural: dict[str, Any]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
+    if len(names) > 10:
+        return f"{len(names)}, which the document names"
     return ", ".join(names) or "none"
 
 

@@ -38,6 +38,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(_folder(item))
 
 
+# Of the other folders' files, those that use the servers of this one.
+ASKS_SERVERS = "test_eval_quality.py"
+
+
 class FilesAndServers(LoadScopeScheduling):
     """What one of pytest-xdist's processes runs: a file, or all files of servers.
 
@@ -47,7 +51,7 @@ class FilesAndServers(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "servers" if "/server/" in file else file
+        return "servers" if "/server/" in file or file.endswith(ASKS_SERVERS) else file
 
 
 @pytest.hookimpl(optionalhook=True)  # there is none when pytest-xdist is turned off
