@@ -557,8 +557,8 @@ SHOWN_BY = {
     cut.FOREIGN_RESIDUAL: (
         "forward/test_forward.py::test_a_donor_that_adds_to_something_else_is_not_cut"
     ),
-    ranks.NOT_ALIKE: "forward/test_ranks.py::test_ranks_with_different_findings_all_step_aside",
-    ranks.NOT_ALL: "forward/test_ranks.py::test_ranks_that_wait_in_vain_all_step_aside",
+    ranks.NOT_ALIKE: "unit/test_verdicts.py::test_ranks_with_different_findings_all_step_aside",
+    ranks.NOT_ALL: "unit/test_verdicts.py::test_ranks_that_wait_in_vain_all_step_aside",
 }
 
 
