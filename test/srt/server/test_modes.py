@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from ask import TOLERANCE, Compared, compare, generate, tokens
-from layer_rows import assert_all_fast, assert_all_stock, cut, whole
+from layer_rows import assert_all_fast, assert_all_stock, cut
 from server import CHUNK, Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
-from sglang_gemma4_yoco import gate
 
-STEPS_ASIDE = "Gemma 4 fast prefill steps aside"
 LABELS = [40, 300, 511]
 
 
@@ -171,42 +169,3 @@ def test_drafts_beside_input_logprobs(drafting: tuple[Server, Server]) -> None:
     )
     assert both.rows == [cut(70, 10)]
     assert both.on == both.off
-
-
-# -- hidden states ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def telling(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
-    """Servers that may be asked for hidden states."""
-    with pair(
-        tiny_checkpoint, tmp_path_factory.mktemp("telling"), "--enable-return-hidden-states"
-    ) as servers:
-        yield servers
-
-
-def test_returned_hidden_states(telling: tuple[Server, Server]) -> None:
-    """A server that may be asked for every row computes every row, whoever asks."""
-
-    def ask(server: Server) -> list[Any]:
-        sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-        return [
-            server.generate(
-                input_ids=tokens(40, seed=7),
-                sampling_params=sampling,
-                return_hidden_states=wanted,
-            )
-            for wanted in (True, False)
-        ]
-
-    both = compare(telling, ask)
-    assert both.rows[0] == whole(40)
-    for on, off in zip(both.on, both.off, strict=True):
-        assert on["output_ids"] == off["output_ids"]
-    on, off = (answers[0]["meta_info"]["hidden_states"] for answers in (both.on, both.off))
-    assert len(on[0]) == 40
-    assert on == off
-    assert telling[0].log_lines(f"{STEPS_ASIDE}: {gate.HIDDEN_STATES}")
-    assert "hidden_states" not in both.on[1]["meta_info"]
