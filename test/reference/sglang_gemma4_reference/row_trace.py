@@ -100,7 +100,9 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
                     _integers(batch.extend_logprob_start_lens_cpu) if batch.return_logprob else None
                 ),
                 captures=getattr(batch.capture_hidden_mode, "name", "NULL"),
-                multimodal=any(item is not None for item in batch.mm_inputs or ()),
+                # SGLang takes the inputs away once they are embedded.
+                multimodal=getattr(batch, "mm_input_embeds", None) is not None
+                or any(item is not None for item in batch.mm_inputs or ()),
             )
 
     def counter(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
