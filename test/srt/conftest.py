@@ -143,3 +143,18 @@ def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., N
 
     yield restart
     engine.runner.init_attention_backends()
+
+
+@pytest.fixture
+def without_own_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """The module's engine, whose tail has no attention backend of its own."""
+    from sglang_gemma4_yoco import seams
+
+    def impossible(_: Any) -> None:
+        raise NotImplementedError("only one backend here")
+
+    with monkeypatch.context() as context:
+        context.setattr(seams, "build_attn_backend", impossible)
+        engine.runner.init_attention_backends()
+    yield engine
+    engine.runner.init_attention_backends()

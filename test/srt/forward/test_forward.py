@@ -439,18 +439,6 @@ def test_decode_goes_straight_through(
     assert_same_answers(stock, fast, TOLERANCE)
 
 
-@pytest.fixture
-def without_own_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    def impossible(_: Any) -> None:
-        raise NotImplementedError("only one backend here")
-
-    with monkeypatch.context() as context:
-        context.setattr(seams, "build_attn_backend", impossible)
-        engine.runner.init_attention_backends()
-    yield engine
-    engine.runner.init_attention_backends()
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_without_a_backend_of_its_own_the_tail_rebuilds_the_runners(
     without_own_backend: Engine, name: str, monkeypatch: pytest.MonkeyPatch

@@ -49,25 +49,18 @@ interpreter.make_quick()
 
 # s for a layer with a window, f for one without; the tail is parted off. A donor is cut that has a
 # window, one that has none, and E4B's.
+TWO_POOLS = replace(  # sfs fsf
+    E2B_TINY,
+    layers=6,
+    kv_shared_layers=3,
+    sliding_per_full=1,
+    heads=2,
+    sliding_window=5,
+    seed=1,
+)
 SHAPES = {
-    "two pools": replace(  # sfs fsf
-        E2B_TINY,
-        layers=6,
-        kv_shared_layers=3,
-        sliding_per_full=1,
-        heads=2,
-        sliding_window=5,
-        seed=1,
-    ),
-    "pages of four": replace(  # as above
-        E2B_TINY,
-        layers=6,
-        kv_shared_layers=3,
-        sliding_per_full=1,
-        heads=2,
-        sliding_window=6,
-        seed=4,
-    ),
+    "two pools": TWO_POOLS,
+    "pages of four": replace(TWO_POOLS, sliding_window=6, seed=4),
     "one pool": replace(  # sfsf sf
         E2B_TINY,
         layers=6,

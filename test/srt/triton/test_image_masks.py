@@ -35,7 +35,7 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut as product
-from sglang_gemma4_yoco import fallback, gate, report, seams
+from sglang_gemma4_yoco import fallback, gate, report
 
 interpreter.make_quick()
 
@@ -236,18 +236,6 @@ def test_logprobs_of_the_last_row_alone(engine: Engine) -> None:
     stock, mask = compare(engine, batch, kept=1)
     assert_bidirectional(mask, batch, expected=True)
     assert stock.output.input_token_logprobs is not None
-
-
-@pytest.fixture
-def without_own_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    def impossible(_: Any) -> None:
-        raise NotImplementedError("only one backend here")
-
-    with monkeypatch.context() as context:
-        context.setattr(seams, "build_attn_backend", impossible)
-        engine.runner.init_attention_backends()
-    yield engine
-    engine.runner.init_attention_backends()
 
 
 def test_one_backend_for_both_leaves_images_to_stock(without_own_backend: Engine) -> None:
