@@ -38,8 +38,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(_folder(item))
 
 
-# Of the other folders' files, those that use the servers of this one.
-ASKS_SERVERS = "test_eval_quality.py"
+# Of the other folders' files, those that use the servers of this one, or start some themselves.
+ASKS_SERVERS = ("test_eval_quality.py", "test_bench_gpu.py")
 
 
 class FilesAndServers(LoadScopeScheduling):

@@ -22,10 +22,10 @@ from forwards import (
     assert_fast,
 )
 from layer_rows import FIRST_CUT, LAYERS
-from observe import TOLERANCE, run
+from observe import TOLERANCE, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import cut, fallback, gate, report, seams
+from sglang_gemma4_yoco import cut, fallback, gate, report, seams, threshold
 from stand_ins import skip_on_older
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -190,6 +190,21 @@ def test_a_chunk_whose_last_rows_are_captured_is_read(
     assert fast.rows[-1] == len(chunk)
     captured = [seen.output.hidden_states for seen in (stock, fast)]
     torch.testing.assert_close(captured[1], captured[0], atol=TOLERANCE, rtol=1e-4)
+
+
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
+def test_three_rows_that_nobody_reads_pay(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three are skipped; of a prompt of three tokens two would be, which is too few."""
+    monkeypatch.delenv(threshold.VARIABLE)
+    unfinished, whole = batch_of((20, 3), to_come=(21,)), batch_of((20, 3))
+    stock, fast = (run(engine, engine.schedule(unfinished), switch) for switch in ("0", "1"))
+    assert fast.rows == [3] * FIRST_CUT
+    assert_same_cache(stock, fast)
+    assert report.forwards[report.TAIL_SKIPPED] == 1
+    assert run(engine, engine.schedule(whole), "1").rows == [3] * LAYERS
+    assert report.forwards[gate.TOO_LITTLE] == 1
 
 
 def test_a_plan_that_fails_beside_other_ranks_ends_the_forward(

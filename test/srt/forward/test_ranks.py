@@ -106,6 +106,24 @@ def with_the_package_on_one_rank(rank: int, port: int, path: Path) -> None:
         assert_stock(start(rank, path, port), ranks.NOT_ALL if rank == 0 else None)
 
 
+def with_a_late_rank(rank: int, port: int, path: Path) -> None:
+    """Rank 1 comes when rank 0 has waited in vain and written down what follows from that."""
+    compare = ranks.compare
+
+    def late(store: Any, name: str, *others: Any) -> str | None:
+        store.wait([f"{name}/verdict"], timedelta(seconds=_DEADLINE))
+        return compare(store, name, *others)
+
+    with (
+        mock.patch.object(ranks, "_PATIENCE", timedelta(seconds=2)),
+        mock.patch.object(ranks, "compare", late if rank == 1 else compare),
+    ):
+        engine = start(rank, path, port)
+    # Before any forward: ranks that cut differently would wait for each other in the first one.
+    assert engine.text_model.__dict__["_yoco_server_reason"] == ranks.NOT_ALL
+    assert_stock(engine, ranks.NOT_ALL)
+
+
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
     """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
     arguments = (choose_ports(None)[0], *paths)
@@ -128,3 +146,7 @@ def test_tensor_parallel_ranks_cut_alike_or_not_at_all(
 
 def test_a_rank_without_the_package_is_waited_for_once(tiny_checkpoint: Path) -> None:
     on_all_ranks(with_the_package_on_one_rank, tiny_checkpoint)
+
+
+def test_a_rank_that_comes_late_steps_aside_with_the_others(tiny_checkpoint: Path) -> None:
+    on_all_ranks(with_a_late_rank, tiny_checkpoint)

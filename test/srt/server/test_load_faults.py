@@ -140,6 +140,32 @@ def test_renamed_seams(tmp_path: Path) -> None:
     assert "lacks ModelRunner.init_attention_backends" in line
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("SGLANG_GEMMA4_YOCO", "on", "use 1 (or leave it unset)"),
+        ("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS", "0", "use a whole number from 1 up"),
+        ("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS", "few", "use a whole number from 1 up"),
+    ],
+)
+def test_settings_that_mean_nothing(name: str, value: str, remedy: str) -> None:
+    line = refusal(output_of(LOAD, **{name: value}))
+    assert f"{name}={value!r} is not a valid value" in line
+    assert remedy in line
+
+
+def test_loaded_twice() -> None:
+    """The first stays, and the second says so."""
+    again = "import sglang_gemma4_yoco.plugin as ours\nours.load()\n"
+    output = output_of(LOAD.replace("from sglang.srt.models", again + "from sglang.srt.models"))
+    assert "patched True" in output
+    first, second = ours(output)
+    assert first.startswith("INFO")
+    assert "is installed" in first
+    assert second.startswith("WARNING")
+    assert "is loaded a second time" in second
+
+
 def test_excluded_by_the_operator() -> None:
     """``SGLANG_PLUGINS`` without our name: SGLang says that it skips us, and nothing is touched."""
     output = output_of(LOAD, SGLANG_PLUGINS="gemma4_row_trace")
