@@ -131,13 +131,12 @@ def forgotten_reports() -> Iterator[None]:
 @pytest.fixture
 def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., None]]:
     """Have the attention backends built again, by a server with these arguments besides."""
-    from sglang.srt.server_args import ServerArgs
-
     from forwards import ENGINE
     from sglang_gemma4_reference import releases
+    from stand_ins import server_args
 
     def restart(**arguments: Any) -> None:
-        args = ServerArgs(model_path=str(tiny_checkpoint), **(ENGINE | arguments))
+        args = server_args(model_path=str(tiny_checkpoint), **(ENGINE | arguments))
         with releases.serving(args):
             engine.runner.init_attention_backends()
 

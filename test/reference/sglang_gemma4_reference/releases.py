@@ -198,11 +198,11 @@ def placeholders(item: Any, count: int) -> list[int]:
 
 
 def unknown_arguments(names: Iterable[str]) -> list[str]:
-    """Those server arguments that ``published`` cannot take, for this SGLang has them not."""
+    """Those of these server arguments that this SGLang does not have."""
     from sglang.srt.server_args import ServerArgs
 
-    known = getattr(ServerArgs, "__struct_fields__", None)  # checked from 0.5.20 on
-    return [] if known is None else sorted(set(names) - set(known))
+    known = getattr(ServerArgs, "__struct_fields__", None)  # 0.5.20; before, a dataclass
+    return sorted(set(names) - set(known or ServerArgs.__dataclass_fields__))
 
 
 @contextmanager
@@ -247,6 +247,13 @@ def unpublished() -> Iterator[None]:
         setattr(owner, name, previous)
 
 
+def allocates_pages_without_triton() -> bool:
+    """Whether slots can be given out in pages where no Triton kernel runs (0.5.22)."""
+    from sglang.srt.platforms import interface
+
+    return hasattr(interface, "PlatformCapabilities")
+
+
 def tells_unread_chunks() -> bool:
     """Whether a forward's batch says that no request of it finishes its prompt (0.5.23)."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -255,6 +262,7 @@ def tells_unread_chunks() -> bool:
 
 
 __all__ = [
+    "allocates_pages_without_triton",
     "capabilities",
     "extend",
     "forward_batch",

@@ -16,7 +16,6 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from batches import batch_of
@@ -31,7 +30,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, gate, report
-from stand_ins import skip_on_older
+from stand_ins import server_args, skip_on_older
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)
 
@@ -110,6 +109,7 @@ def test_readouts_in_the_middle_of_a_prompt(
     engine: Engine, batches_with: Callable[..., None], field: str
 ) -> None:
     """Multi-item and setwise scoring read rows that the tail would not compute."""
+    skip_on_older("ForwardBatch", {field} - ForwardBatch.__dataclass_fields__.keys())
     prompts = [*batch_of((0, 40), logprob_start=39), *batch_of((0, 3), logprob_start=2)]
     batches_with(**{field: ROWS}, is_prefill_only=True)
     refused = assert_stock(engine, READOUTS[field], prompts)
@@ -229,7 +229,6 @@ def test_refused_servers(
 
     The arguments come to the gate by SGLang's own resolution and publication.
     """
-    skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(**arguments, **draft_model(arguments, tiny_checkpoint))
     assert said(caplog) == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
@@ -268,10 +267,15 @@ SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("arguments", "reason"), SERVERS_OF_SEVERAL_RANKS)
 def test_refused_servers_of_several_ranks(
-    engine: Engine, tiny_checkpoint: Path, arguments: dict[str, Any], reason: str | None
+    engine: Engine,
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: dict[str, Any],
+    reason: str | None,
 ) -> None:
-    skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
-    args = ServerArgs(
+    # The platform deals out cores to several ranks, which engines of one rank must not find.
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+    args = server_args(
         model_path=str(tiny_checkpoint),
         device="cpu",
         **arguments,

@@ -1,4 +1,4 @@
-"""A batch and a model as the gate sees them: SGLang's ``ForwardBatch``, and a stand-in."""
+"""What the gate sees: SGLang's batches and server arguments, and a stand-in for a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import seams
 
 
@@ -26,6 +28,17 @@ def skip_on_older(what: str, absent: Iterable[str]) -> None:
     if names:
         assert Version(version("sglang")) < seams.LAST_TESTED, f"{what} lacks {names}"
         pytest.skip(f"{what} of this SGLang has no {names}")
+
+
+def server_args(**arguments: Any) -> ServerArgs:
+    """SGLang's arguments of a server. May skip the test: where an older release refuses them."""
+    skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
+    try:
+        return ServerArgs(**arguments)
+    except ValueError as refusal:
+        if Version(version("sglang")) >= seams.LAST_TESTED:
+            raise
+        pytest.skip(f"this SGLang refuses {', '.join(arguments)}: {refusal}")
 
 
 def eligible_batch(**changes: Any) -> ForwardBatch:
