@@ -12,6 +12,7 @@ Triton's decode step by itself sees one key fewer in a window than its prefill d
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -175,21 +176,30 @@ HARDEST = (
     "nobody reads a row",
 )
 OWN, REBUILT = "own backend", "rebuilt backend"
-CASES = [
-    *[("two pools", OWN, DonorCut.KEYS_AND_VALUES, name) for name in EVERY_BATCH],
-    *[
-        ("two pools", backend, donor, name)
-        for backend in (OWN, REBUILT)
-        for donor in DonorCut
-        for name in (HARDEST if backend == OWN else HARDEST[:2])
-        if (backend, donor) != (OWN, DonorCut.KEYS_AND_VALUES)
-    ],
-    *[("one pool", OWN, DonorCut.KEYS_AND_VALUES, name) for name in HARDEST[:3]],
-    ("one pool", REBUILT, DonorCut.AFTER_ATTENTION, "prefixes at the window"),
-    ("pages of four", OWN, DonorCut.KEYS_AND_VALUES, "prefixes at the window"),
-    ("pages of four", OWN, DonorCut.KEYS_AND_VALUES, "suffixes beside last rows"),
-    ("E4B's pattern", OWN, DonorCut.KEYS_AND_VALUES, "prefixes at the window"),
-]
+
+
+def cases() -> Iterator[Any]:
+    """(shape, backend, donor cut, batch), of each combination one that is not marked slow."""
+    usual = OWN, DonorCut.KEYS_AND_VALUES
+    for name in EVERY_BATCH:
+        yield case("two pools", *usual, name, slow=name not in HARDEST)
+    for backend, donor in itertools.product((OWN, REBUILT), DonorCut):
+        if (backend, donor) != usual:
+            for i, name in enumerate(HARDEST if backend == OWN else HARDEST[:2]):
+                yield case("two pools", backend, donor, name, slow=i > 0)
+    for i, name in enumerate(HARDEST[:3]):
+        yield case("one pool", *usual, name, slow=i > 0)
+    yield case("one pool", REBUILT, DonorCut.AFTER_ATTENTION, HARDEST[0], slow=True)
+    for i, name in enumerate(HARDEST[:2]):
+        yield case("pages of four", *usual, name, slow=i > 0)
+    yield case("E4B's pattern", *usual, HARDEST[0], slow=False)
+
+
+def case(shape: str, backend: str, donor: DonorCut, name: str, *, slow: bool) -> Any:
+    """One set of parameters; the matrix of releases leaves out slow ones."""
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(shape, backend, donor, name, marks=marks)
+
 
 _played: dict[tuple[str, str], list[Observed]] = {}
 
@@ -338,7 +348,7 @@ def compare(
     assert fast[0].hidden.isfinite().all()
 
 
-@pytest.mark.parametrize(("engine", "backend", "donor", "name"), CASES, indirect=["engine"])
+@pytest.mark.parametrize(("engine", "backend", "donor", "name"), cases(), indirect=["engine"])
 def test_hard_batch(
     engine: Engine, request: pytest.FixtureRequest, backend: str, donor: DonorCut, name: str
 ) -> None:
