@@ -72,7 +72,15 @@ ARGUMENTS = f"{DECIDING}::test_an_argument_of_the_server"
 RECORDED = "forward/test_recorded.py"
 RANKS = "forward/test_ranks.py"
 EQUIVALENCE = "forward/test_equivalence.py"
-HARD = "triton/test_hard_batches.py"
+FIELDS_OF_TAIL = "forward/test_tails_batch.py::test_every_field_describes_the_kept_rows"
+_HARD = "triton/test_hard_batches.py::test_hard_batch[two pools"
+_USUAL = f"{_HARD}-own backend-DonorCut.KEYS_AND_VALUES"
+WINDOWS = f"{_USUAL}-prefixes at the window]"
+SUFFIXES = f"{_USUAL}-suffixes beside last rows]"
+BESIDE_DECODE = f"{_USUAL}-unfinished beside decode rows]"
+LOGPROBS = f"{_USUAL}-logprobs of unfinished]"
+ON_ONE = f"{_HARD}-rebuilt backend-DonorCut.AFTER_ATTENTION-prefixes at the window]"
+CUDA = "triton/test_cuda_branches.py"
 IMAGES = "triton/test_image_masks.py"
 FAULTS = "server/test_load_faults.py"
 DEFAULTS = "server/test_defaults.py"
@@ -90,7 +98,7 @@ _WRITTEN = [
          "for n, start in zip(extend_lens, logprob_starts, strict=True)",
          "for n, start in zip(extend_lens, logprob_starts[::-1], strict=True)", CUT),
         ("a suffix that begins where its request begins",
-         "p + n - m for p, n, m in", "p + m - m for p, n, m in", HARD),
+         "p + n - m for p, n, m in", "p + m - m for p, n, m in", FIELDS_OF_TAIL),
         ("a batch of suffixes taken for one of last rows",
          "return self.kept == len(self.lens)", "return min(self.lens) == 1", CUT),
     ),
@@ -101,32 +109,32 @@ _WRITTEN = [
          "(torch.cumsum(lens, dim=0) - 2).clamp(min=0)", CUT),
         ("unpruned out_cache_loc of a suffix",
          '"out_cache_loc": forward_batch.out_cache_loc.index_select(0, index),',
-         '"out_cache_loc": forward_batch.out_cache_loc,', HARD),
+         '"out_cache_loc": forward_batch.out_cache_loc,', FIELDS_OF_TAIL),
         ("unpruned translated slots of a suffix",
-         '                "kv_loc_cols": index,\n', "", HARD),
+         '                "kv_loc_cols": index,\n', "", FIELDS_OF_TAIL),
         ("unpruned input ids",
-         'fields["input_ids"] = input_ids.index_select(0, index)', "pass", HARD),
+         'fields["input_ids"] = input_ids.index_select(0, index)', "pass", FIELDS_OF_TAIL),
         ("prefix lengths of the whole batch",
          '"extend_prefix_lens_cpu": list(kept.prefix_lens),',
-         '"extend_prefix_lens_cpu": list(forward_batch.extend_prefix_lens_cpu),', HARD),
+         '"extend_prefix_lens_cpu": list(forward_batch.extend_prefix_lens_cpu),', FIELDS_OF_TAIL),
         ("prefix lengths of the whole batch, on the device",
          '"extend_prefix_lens": _to_device(kept.prefix_lens, lens.dtype, lens.device),',
-         '"extend_prefix_lens": forward_batch.extend_prefix_lens,', HARD),
+         '"extend_prefix_lens": forward_batch.extend_prefix_lens,', FIELDS_OF_TAIL),
         ("host and device lengths disagree",
          '"extend_seq_lens_cpu": list(kept.lens),',
-         '"extend_seq_lens_cpu": list(kept.extend_lens),', HARD),
+         '"extend_seq_lens_cpu": list(kept.extend_lens),', FIELDS_OF_TAIL),
         ("lengths of the whole batch, on the device",
-         '"extend_seq_lens": kept_lens,', '"extend_seq_lens": lens,', HARD),
+         '"extend_seq_lens": kept_lens,', '"extend_seq_lens": lens,', FIELDS_OF_TAIL),
         ("start locations of the whole batch",
          '"extend_start_loc": (kept_lens.cumsum(0) - kept_lens).to(lens.dtype),',
-         '"extend_start_loc": forward_batch.extend_start_loc,', HARD),
+         '"extend_start_loc": forward_batch.extend_start_loc,', FIELDS_OF_TAIL),
         ("the tail stays an extend of single rows",
          '"forward_mode": seams.ForwardMode.DECODE,',
          '"forward_mode": seams.ForwardMode.EXTEND,', CUT),
         ("a chunk that nobody reads is read", "unread=gate.is_unread(forward_batch))",
          "unread=False)", UNREAD),
         ("positions of the whole batch",
-         'fields={**self.fields, "positions": positions}', "fields=self.fields", HARD),
+         'fields={**self.fields, "positions": positions}', "fields=self.fields", FIELDS_OF_TAIL),
         ("fields not put back",
          "        for name, value in saved.items():\n"
          "            setattr(forward_batch, name, value)", "        pass", CUT),
@@ -212,16 +220,16 @@ _WRITTEN = [
         "seams.py",
         ("decode window one key short",
          "backend.sliding_window_size = window + 1", "backend.sliding_window_size = window",
-         HARD),
+         WINDOWS),
         ("window left widened",
          "    finally:\n        backend.sliding_window_size = window\n",
-         "    finally:\n        pass\n", HARD),
+         "    finally:\n        pass\n", WINDOWS),
         ("extend steps are planned over a wider window too",
          "if not (decode and _counts_the_window_short(backend)):",
-         "if not _counts_the_window_short(backend):", HARD),
+         "if not _counts_the_window_short(backend):", SUFFIXES),
         ("the last tested release counts as newer",
          "return Version(version(\"sglang\")) > LAST_TESTED",
-         "return Version(version(\"sglang\")) >= LAST_TESTED", HARD),
+         "return Version(version(\"sglang\")) >= LAST_TESTED", WINDOWS),
         ("the type of the KV cache is not known",
          "return dtype\n\n\n__all__", "return None\n\n\n__all__",
          "triton/test_cache_dtype.py"),
@@ -234,10 +242,10 @@ _WRITTEN = [
          "return stream.residual is None or stream.residual is hidden_states", "return True",
          DONOR),
         ("a second backend that knows no slots of the window",
-         "            setattr(backend, name, getattr(main, name))", "            pass", HARD),
+         "            setattr(backend, name, getattr(main, name))", "            pass", WINDOWS),
         ("the second backend is the first",
          "    backend = runner._get_attention_backend()\n",
-         "    backend = runner.attn_backend\n", HARD),
+         "    backend = runner.attn_backend\n", WINDOWS),
         ("a quantised projection counts as plain",
          "        type(getattr(projection, \"quant_method\", None)) is UnquantizedLinearMethod\n"
          "        and isinstance", "        isinstance", PROJECTIONS),
@@ -269,7 +277,7 @@ _WRITTEN = [
         "attention.py",
         ("the tail on the front's backend",
          "seams.attn_backend_switched(attention.tail),",
-         "seams.attn_backend_switched(attention.main),", HARD),
+         "seams.attn_backend_switched(attention.main),", WINDOWS),
         ("the tail planned on the runner's own backend",
          "seams.plan(self.tail, forward_batch)", "seams.plan(self.main, forward_batch)", CUT),
         ("metadata of the batch before",
@@ -286,7 +294,7 @@ _WRITTEN = [
          f"{FORWARD}::test_without_a_backend_of_its_own_the_tail_rebuilds_the_runners"),
         ("the rebuilt plan is the whole batch's",
          "            seams.plan(main, forward_batch)\n            yield\n", "            yield\n",
-         HARD),
+         ON_ONE),
         ("decode steps are planned for",
          "            if forward_batch.forward_mode is not seams.ForwardMode.DECODE:\n"
          "                self._plan_tail(forward_batch)",
@@ -346,10 +354,10 @@ _WRITTEN = [
          """return f"layer {first - 1} lacks {', '.join(missing)}" if missing else None""",
          "return None", f"{DONOR}::test_a_donor_that_lacks_a_part_is_left_alone"),
         ("another epsilon in the norms on a GPU",
-         "            eps=norm.eps,\n", "            eps=0.1,\n", "triton/test_cuda_branches.py"),
+         "            eps=norm.eps,\n", "            eps=0.1,\n", CUDA),
         ("the norms on a GPU take all heads for one",
          "            num_q_heads=heads,\n", "            num_q_heads=1,\n",
-         "triton/test_cuda_branches.py"),
+         CUDA),
     ),
     *of(
         "per_layer.py",
@@ -412,9 +420,9 @@ _WRITTEN = [
         ("disaggregation", 'if argument("disaggregation_mode") not in (None, "null"):',
          "if False:", ARGUMENTS),
         ("unread although logprobs are wanted",
-         "        and not _wants_input_logprobs(forward_batch)\n", "", HARD),
+         "        and not _wants_input_logprobs(forward_batch)\n", "", LOGPROBS),
         ("unread although a request decodes along",
-         "        and min(forward_batch.extend_seq_lens_cpu) > 1\n", "", HARD),
+         "        and min(forward_batch.extend_seq_lens_cpu) > 1\n", "", BESIDE_DECODE),
         ("unread although its last row is captured",
          "        and (capture is None or capture == seams.CaptureHiddenMode.NULL)\n", "",
          DECIDING),
@@ -448,7 +456,7 @@ _WRITTEN = [
          "    spread = True\n", "forward/test_media.py"),
         ("mixed batches are refused",
          "mode not in (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED)",
-         "mode is not seams.ForwardMode.EXTEND", HARD),
+         "mode is not seams.ForwardMode.EXTEND", BESIDE_DECODE),
         ("what a newer SGLang has renamed",
          "return unseen_reason() or server_reason()", "return server_reason()",
          f"{REFUSED}::test_a_renamed_argument_is_said_when_the_server_starts"),
@@ -602,7 +610,7 @@ _TABLES = {
     "_HIDDEN_STATE_ARGUMENTS": ARGUMENTS,
     "_LAST_ROW_CAPTURES": REFUSED,
     "_LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
-    "PROVEN_BACKENDS": HARD,
+    "PROVEN_BACKENDS": WINDOWS,
 }
 _FIRST_OF_ENTRY = {"TorchNativeAttnBackend": CUT, "seams.CaptureHiddenMode.NULL": CUT}
 
