@@ -21,8 +21,8 @@ sets the limit behind which a broken copy counts as hanging, with all its proces
 ``test/srt/scripts`` is not run: its tests are of the scripts.
 
 After each mutation the two files ``mutations.json`` and ``mutations_behavioural.json`` are
-rewritten. Verdicts are kept while package, tests and list are the same commit, so a run that was
-cut short goes on where it was.
+rewritten. Verdicts are kept while package and tests are the same commit, so a run that was cut
+short, or whose list has changed, goes on where it was.
 
 Output contract: a line for each verdict and a table for people on stdout; the last line is one JSON
 document. The exit status is 1 when a mutation survives either verdict or has none yet, and 2 when
@@ -58,13 +58,7 @@ from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
 from version_matrix import commit_of
 
 TESTS = Path("test") / "srt"
-TESTED_PATHS = (
-    PACKAGE,
-    "test",
-    "pyproject.toml",
-    "scripts/mutation_check.py",
-    "scripts/mutations.py",
-)
+TESTED_PATHS = (PACKAGE, "test", ":(exclude)test/srt/scripts", "pyproject.toml")
 PART_OF_DOCUMENT = "mutations"
 WITHOUT_BEHAVIOUR = ("unit", "models")
 BEHAVIOUR = ("forward", "triton", "server")
@@ -267,6 +261,7 @@ class Verdict:
     """What became of one mutation.
 
     Attributes:
+        change: ``Mutation.change``.
         caught_by: the first test that failed, or how the process that ran the tests ended; None
             for a survivor.
         tests: what was run when it was caught.
@@ -275,6 +270,7 @@ class Verdict:
 
     name: str
     file: str
+    change: str
     caught_by: str | None
     tests: str | None
     seconds: float
@@ -356,7 +352,9 @@ def judge(
         if caught_by is not None:
             tests = " ".join(chosen)
             break
-    return Verdict(mutation.name, mutation.file, caught_by, tests, round(seconds, 1))
+    return Verdict(
+        mutation.name, mutation.file, mutation.change, caught_by, tests, round(seconds, 1)
+    )
 
 
 def judge_both(
@@ -390,14 +388,14 @@ class Results:
             self._read(directory)
 
     def _read(self, directory: Path) -> None:
-        listed = {mutation.name for mutation in MUTATIONS}
+        listed = {(mutation.name, mutation.change) for mutation in MUTATIONS}
         for file, verdicts in self.verdicts.items():
             path = directory / file
             before = json.loads(path.read_text()) if path.exists() else {}
             if before.get("commit") != self._commit:
                 continue
             found = [Verdict(**verdict) for verdict in before["verdicts"]]
-            verdicts |= {v.name: v for v in found if v.name in listed}
+            verdicts |= {v.name: v for v in found if (v.name, v.change) in listed}
             known = [Control(**{**c, "failed": tuple(c["failed"])}) for c in before["controls"]]
             self.controls = Controls(known)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import copy
 from dataclasses import dataclass
+from hashlib import sha256
 
 from environment import REPO
 
@@ -30,6 +31,11 @@ class Mutation:
     old: str
     new: str
     first: str
+
+    @property
+    def change(self) -> str:
+        """What it does, in twelve digits: a verdict is on this, whatever the mutation is called."""
+        return sha256("\0".join((self.file, self.old, self.new)).encode()).hexdigest()[:12]
 
 
 class StaleMutationError(Exception):
@@ -76,7 +82,6 @@ FIELDS_OF_TAIL = "forward/test_tails_batch.py::test_every_field_describes_the_ke
 _HARD = "triton/test_hard_batches.py::test_hard_batch[two pools"
 _USUAL = f"{_HARD}-own backend-DonorCut.KEYS_AND_VALUES"
 WINDOWS = f"{_USUAL}-prefixes at the window]"
-SUFFIXES = f"{_USUAL}-suffixes beside last rows]"
 BESIDE_DECODE = f"{_USUAL}-unfinished beside decode rows]"
 LOGPROBS = f"{_USUAL}-logprobs of unfinished]"
 ON_ONE = f"{_HARD}-rebuilt backend-DonorCut.AFTER_ATTENTION-prefixes at the window]"
@@ -224,9 +229,9 @@ _WRITTEN = [
         ("window left widened",
          "    finally:\n        backend.sliding_window_size = window\n",
          "    finally:\n        pass\n", WINDOWS),
-        ("extend steps are planned over a wider window too",
-         "if not (decode and _counts_the_window_short(backend)):",
-         "if not _counts_the_window_short(backend):", SUFFIXES),
+        ("decode window one key long",
+         "backend.sliding_window_size = window + 1", "backend.sliding_window_size = window + 2",
+         WINDOWS),
         ("the last tested release counts as newer",
          "return Version(version(\"sglang\")) > LAST_TESTED",
          "return Version(version(\"sglang\")) >= LAST_TESTED", WINDOWS),

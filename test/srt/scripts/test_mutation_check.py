@@ -63,7 +63,14 @@ def test_a_stale_mutation_is_reported() -> None:
 
 
 def verdict(mutation: Mutation, caught_by: str | None) -> Verdict:
-    return Verdict(mutation.name, mutation.file, caught_by, "forward/test_forward.py", 1.5)
+    return Verdict(
+        mutation.name,
+        mutation.file,
+        mutation.change,
+        caught_by,
+        "forward/test_forward.py",
+        1.5,
+    )
 
 
 def test_verdicts_are_kept_for_the_same_commit(tmp_path: Path) -> None:
@@ -80,6 +87,17 @@ def test_verdicts_are_kept_for_the_same_commit(tmp_path: Path) -> None:
     assert len(again.document(ALL)["not judged"]) == len(MUTATIONS) - 1
     for commit in ("ba9876543210", "0123456789ab-dirty"):
         assert not Results(tmp_path, commit).has(one)
+
+
+def test_a_mutation_that_was_written_anew_has_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = MUTATIONS
+    Results(tmp_path, "0123456789ab").add(verdict(first, "a"), verdict(first, "a"))
+    for changes, kept in (({"first": "elsewhere"}, True), ({"new": "another"}, False)):
+        changed = dataclasses.replace(first, **changes)
+        monkeypatch.setattr(mutation_check, "MUTATIONS", (changed, *others))
+        assert Results(tmp_path, "0123456789ab").has(changed) == kept
 
 
 def test_the_table_names_both_verdicts() -> None:
