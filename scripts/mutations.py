@@ -348,7 +348,7 @@ _WRITTEN = [
          f"{DONOR}::test_a_donor_whose_weights_are_not_plain"),
         ("the first layer of a stage is cut",
          'if first - getattr(model, "start_layer", 0) < 2:', "if False:",
-         "forward/test_other_models.py"),
+         f"{DONOR}::test_a_donor_without_a_layer_before_it_is_left_alone"),
         ("a layer of another class is cut",
          "if type(layer) is not seams.gemma4_causal.Gemma4DecoderLayer:", "if False:",
          f"{DONOR}::test_a_donor_of_another_kind_is_left_alone"),
