@@ -21,8 +21,9 @@ sets the limit behind which a broken copy counts as hanging, with all its proces
 ``test/srt/scripts`` is not run: its tests are of the scripts.
 
 After each mutation the two files ``mutations.json`` and ``mutations_behavioural.json`` are
-rewritten. Verdicts are kept while package and tests are the same commit, so a run that was cut
-short, or whose list has changed, goes on where it was.
+rewritten. A run that was cut short, or whose list or tests have changed, goes on where it was: a
+mutation stays caught while the package, what tests share, and the file that caught it are as they
+were; one that survived is judged again whenever any test has changed.
 
 Output contract: a line for each verdict and a table for people on stdout; the last line is one JSON
 document. The exit status is 1 when a mutation survives either verdict or has none yet, and 2 when
@@ -46,6 +47,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,14 @@ from version_matrix import commit_of
 
 TESTS = Path("test") / "srt"
 TESTED_PATHS = (PACKAGE, "test", ":(exclude)test/srt/scripts", "pyproject.toml")
+# What every test of the package depends on, besides its own file.
+SHARED_PATHS = (
+    PACKAGE,
+    "test/reference",
+    "test/srt/harness",
+    "test/srt/conftest.py",
+    "pyproject.toml",
+)
 PART_OF_DOCUMENT = "mutations"
 WITHOUT_BEHAVIOUR = ("unit", "models")
 BEHAVIOUR = ("forward", "triton", "server")
@@ -262,6 +272,7 @@ class Verdict:
 
     Attributes:
         change: ``Mutation.change``.
+        sources: ``sources_of`` the tests that caught it, or of all.
         caught_by: the first test that failed, or how the process that ran the tests ended; None
             for a survivor.
         tests: what was run when it was caught.
@@ -271,8 +282,9 @@ class Verdict:
     name: str
     file: str
     change: str
+    sources: str | None
     caught_by: str | None
-    tests: str | None
+    tests: tuple[str, ...] | None
     seconds: float
 
 
@@ -350,11 +362,33 @@ def judge(
         seconds += done.seconds
         caught_by = done.failed[0] if done.failed else done.died
         if caught_by is not None:
-            tests = " ".join(chosen)
+            tests = chosen
             break
     return Verdict(
-        mutation.name, mutation.file, mutation.change, caught_by, tests, round(seconds, 1)
+        mutation.name,
+        mutation.file,
+        mutation.change,
+        sources_of(tests),
+        caught_by,
+        tests,
+        round(seconds, 1),
     )
+
+
+def sources_of(tests: Sequence[str] | None, revision: str = "HEAD") -> str | None:
+    """What a verdict depends on, in twelve digits; None while some of it is not committed.
+
+    Args:
+        tests: files, folders or single tests, relative to ``test/srt``; None for all.
+        revision: the commit to look at.
+    """
+    paths = [*SHARED_PATHS, *(str(TESTS / name.partition("::")[0]) for name in tests or ("",))]
+    changed = ["git", "status", "--porcelain", "--", *paths]
+    if subprocess.run(changed, cwd=REPO, check=True, capture_output=True).stdout:
+        return None
+    objects = ["git", "rev-parse", *(f"{revision}:{path}" for path in paths)]
+    found = subprocess.run(objects, cwd=REPO, check=True, capture_output=True).stdout
+    return sha256(found).hexdigest()[:12]
 
 
 def judge_both(
@@ -384,7 +418,7 @@ class Results:
         self._lock = threading.Lock()
         self.verdicts: dict[str, dict[str, Verdict]] = {ALL: {}, BEHAVIOURAL: {}}
         self.controls = Controls(())
-        if directory is not None and not commit.endswith("-dirty"):
+        if directory is not None:
             self._read(directory)
 
     def _read(self, directory: Path) -> None:
@@ -392,12 +426,15 @@ class Results:
         for file, verdicts in self.verdicts.items():
             path = directory / file
             before = json.loads(path.read_text()) if path.exists() else {}
-            if before.get("commit") != self._commit:
-                continue
-            found = [Verdict(**verdict) for verdict in before["verdicts"]]
-            verdicts |= {v.name: v for v in found if (v.name, v.change) in listed}
-            known = [Control(**{**c, "failed": tuple(c["failed"])}) for c in before["controls"]]
-            self.controls = Controls(known)
+            for record in before.get("verdicts", ()):
+                tests = record["tests"] and tuple(record["tests"])
+                verdict = Verdict(**record | {"tests": tests})
+                known = (verdict.name, verdict.change) in listed
+                if known and verdict.sources is not None and verdict.sources == sources_of(tests):
+                    verdicts[verdict.name] = verdict
+            if before.get("commit") == self._commit and not self._commit.endswith("-dirty"):
+                found = [Control(**{**c, "failed": tuple(c["failed"])}) for c in before["controls"]]
+                self.controls = Controls(found)
 
     def has(self, mutation: Mutation) -> bool:
         """Whether both verdicts are known."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batches import batch_of
-from forwards import ENGINE, assert_stock
+from forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
+from layer_rows import LAYERS
+from observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, gate, report
@@ -27,6 +30,25 @@ def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
     assert cut.tail_attention(engine.text_model) is None
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     assert_stock(engine, gate.NO_SHARED_LAYERS)
+
+
+def test_a_model_of_shared_layers_alone_is_never_touched(
+    engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the multi-token-prediction assistants are: no layer of theirs writes K and V."""
+    config, attention = engine.text_model.config, cut.tail_attention(engine.text_model)
+    assert attention is not None
+    attention.detach()
+    with monkeypatch.context() as assistant:
+        assistant.setattr(config, "num_kv_shared_layers", config.num_hidden_layers)
+        restarted()
+        assert cut.tail_attention(engine.text_model) is None
+        assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
+        seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
+        assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
+        assert report.forwards[gate.NO_SHARED_LAYERS] == 1
+    restarted()
+    assert_fast(engine)
 
 
 def test_an_embedding_server_is_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -63,17 +64,23 @@ def test_a_stale_mutation_is_reported() -> None:
 
 
 def verdict(mutation: Mutation, caught_by: str | None) -> Verdict:
-    return Verdict(
-        mutation.name,
-        mutation.file,
-        mutation.change,
-        caught_by,
-        "forward/test_forward.py",
-        1.5,
-    )
+    tests = ("forward/test_forward.py",) if caught_by else None
+    sources = mutation_check.sources_of(tests)
+    return Verdict(mutation.name, mutation.file, mutation.change, sources, caught_by, tests, 1.5)
 
 
-def test_verdicts_are_kept_for_the_same_commit(tmp_path: Path) -> None:
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> dict[Sequence[str] | None, str | None]:
+    """What git would know of the tests that are named, and of all tests."""
+    found: dict[Sequence[str] | None, str | None] = {
+        ("forward/test_forward.py",): "one",
+        None: "all",
+    }
+    monkeypatch.setattr(mutation_check, "sources_of", found.get)
+    return found
+
+
+def test_verdicts_are_kept(tmp_path: Path, sources: dict[Sequence[str] | None, str | None]) -> None:
     one, other = MUTATIONS[:2]
     results = Results(tmp_path, "0123456789ab")
     results.controls.all["x"] = Control("x", 3, ("x::a flaky test",), 2.0)
@@ -86,11 +93,38 @@ def test_verdicts_are_kept_for_the_same_commit(tmp_path: Path) -> None:
     assert again.document(BEHAVIOURAL)["survivors"] == [one.name]
     assert len(again.document(ALL)["not judged"]) == len(MUTATIONS) - 1
     for commit in ("ba9876543210", "0123456789ab-dirty"):
-        assert not Results(tmp_path, commit).has(one)
+        assert Results(tmp_path, commit).has(one)
+        assert Results(tmp_path, commit).controls.all == {}
+
+
+def test_a_survivor_is_judged_again_when_any_test_has_changed(
+    tmp_path: Path, sources: dict[Sequence[str] | None, str | None]
+) -> None:
+    caught, survivor = MUTATIONS[:2]
+    results = Results(tmp_path, "0123456789ab")
+    for mutation, by in ((caught, "forward/test_forward.py::test_a"), (survivor, None)):
+        results.add(verdict(mutation, by), verdict(mutation, by))
+    sources[None] = "all but different"
+    again = Results(tmp_path, "ba9876543210")
+    assert again.has(caught)
+    assert not again.has(survivor)
+    for now in ("another", None):  # the file that caught it: changed, or changed and not committed
+        sources["forward/test_forward.py",] = now
+        assert not Results(tmp_path, "ba9876543210").has(caught)
+
+
+def test_sources_are_what_git_knows() -> None:
+    first, other = (("forward/test_forward.py",), ("forward/test_donor.py::test_a[b c]",))
+    found = [mutation_check.sources_of(tests) for tests in (first, other, None)]
+    known = {sources for sources in found if sources is not None}
+    assert len(known) == len([sources for sources in found if sources is not None])
+    assert all(len(sources) == 12 for sources in known)
 
 
 def test_a_mutation_that_was_written_anew_has_no_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sources: dict[Sequence[str] | None, str | None],
 ) -> None:
     first, *others = MUTATIONS
     Results(tmp_path, "0123456789ab").add(verdict(first, "a"), verdict(first, "a"))
