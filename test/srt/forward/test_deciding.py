@@ -14,7 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
 
 from batches import batch_of
 from forwards import (
@@ -22,9 +26,10 @@ from forwards import (
     assert_fast,
 )
 from layer_rows import FIRST_CUT, LAYERS
-from observe import TOLERANCE, assert_same_cache, run
+from layer_rows import cut as cut_rows
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import cut, fallback, gate, report, seams, threshold
 from stand_ins import skip_on_older
 
@@ -190,6 +195,19 @@ def test_a_chunk_whose_last_rows_are_captured_is_read(
     assert fast.rows[-1] == len(chunk)
     captured = [seen.output.hidden_states for seen in (stock, fast)]
     torch.testing.assert_close(captured[1], captured[0], atol=TOLERANCE, rtol=1e-4)
+
+
+def test_a_mixed_batch_that_stays_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.23 calls it an extend before the model sees it, older releases do not."""
+    decoding = Prompt((30, 31), (32,), decodes=True)
+    scheduled = engine.schedule([*batch_of((20, 30)), decoding])
+    assert scheduled.forward_mode is ForwardMode.MIXED
+    monkeypatch.setattr(ForwardMode, "is_mixed", lambda _: False)
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert fast.before["forward_mode"] is ForwardMode.MIXED
+    assert fast.rows == cut_rows(31, 2)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, TOLERANCE)
 
 
 @pytest.mark.skipif(

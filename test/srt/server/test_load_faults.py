@@ -154,6 +154,15 @@ def test_settings_that_mean_nothing(name: str, value: str, remedy: str) -> None:
     assert remedy in line
 
 
+def test_switched_off() -> None:
+    """Nothing is patched, and the line is no error."""
+    output = output_of(LOAD, SGLANG_GEMMA4_YOCO="0")
+    assert "patched False" in output
+    (line,) = ours(output)
+    assert line.startswith("INFO")
+    assert "is off: SGLANG_GEMMA4_YOCO=0" in line
+
+
 def test_loaded_twice() -> None:
     """The first stays, and the second says so."""
     again = "import sglang_gemma4_yoco.plugin as ours\nours.load()\n"
