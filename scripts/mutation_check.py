@@ -294,10 +294,12 @@ class Control:
 
     Attributes:
         tests: what was run, relative to ``test/srt``.
+        sources: ``sources_of`` them.
         failed: tests that fail there, so that they catch nothing.
     """
 
-    tests: str
+    tests: tuple[str, ...]
+    sources: str | None
     passed: int
     failed: tuple[str, ...]
     seconds: float
@@ -314,23 +316,24 @@ class Controls:
     def __init__(self, known: Iterable[Control]) -> None:
         self.all = {control.tests: control for control in known}
         self._lock = threading.Lock()
-        self._one_at_a_time: dict[str, threading.Lock] = {}
+        self._one_at_a_time: dict[tuple[str, ...], threading.Lock] = {}
 
     def of(self, tests: Sequence[str], place: Workplace) -> Control:
         """The control of these tests."""
-        name = " ".join(tests)
+        chosen = tuple(tests)
         with self._lock:
-            lock = self._one_at_a_time.setdefault(name, threading.Lock())
+            lock = self._one_at_a_time.setdefault(chosen, threading.Lock())
         with lock:
-            if name not in self.all:
-                done = place.run(place.whole, tests, CONTROL_LIMIT, left_out=())
+            if chosen not in self.all:
+                done = place.run(place.whole, chosen, CONTROL_LIMIT, left_out=())
                 if not done.passed or done.died is not None:
-                    raise SetupError(f"{name} on the unbroken package: {done}")
-                control = Control(name, done.passed, done.failed, done.seconds)
+                    raise SetupError(f"{' '.join(chosen)} on the unbroken package: {done}")
+                sources = sources_of(chosen)
+                control = Control(chosen, sources, done.passed, done.failed, done.seconds)
                 for failed in control.failed:
                     say(f"   fails on the unbroken package, and is left out: {failed}")
-                self.all[name] = control
-            return self.all[name]
+                self.all[chosen] = control
+            return self.all[chosen]
 
 
 def selections(mutation: Mutation, *, only_first: bool) -> Iterator[tuple[str, ...]]:
@@ -432,9 +435,13 @@ class Results:
                 known = (verdict.name, verdict.change) in listed
                 if known and verdict.sources is not None and verdict.sources == sources_of(tests):
                     verdicts[verdict.name] = verdict
-            if before.get("commit") == self._commit and not self._commit.endswith("-dirty"):
-                found = [Control(**{**c, "failed": tuple(c["failed"])}) for c in before["controls"]]
-                self.controls = Controls(found)
+            found = [
+                Control(**c | {"tests": tuple(c["tests"]), "failed": tuple(c["failed"])})
+                for c in before.get("controls", ())
+            ]
+            self.controls = Controls(
+                c for c in found if c.sources is not None and c.sources == sources_of(c.tests)
+            )
 
     def has(self, mutation: Mutation) -> bool:
         """Whether both verdicts are known."""

@@ -83,7 +83,8 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> dict[Sequence[str] | None, str |
 def test_verdicts_are_kept(tmp_path: Path, sources: dict[Sequence[str] | None, str | None]) -> None:
     one, other = MUTATIONS[:2]
     results = Results(tmp_path, "0123456789ab")
-    results.controls.all["x"] = Control("x", 3, ("x::a flaky test",), 2.0)
+    tests = ("forward/test_forward.py",)
+    results.controls.all[tests] = Control(tests, "one", 3, ("x::a flaky test",), 2.0)
     results.add(verdict(one, "unit/test_a.py::test_b[c d]"), verdict(one, None))
     again = Results(tmp_path, "0123456789ab")
     assert again.has(one)
@@ -94,7 +95,7 @@ def test_verdicts_are_kept(tmp_path: Path, sources: dict[Sequence[str] | None, s
     assert len(again.document(ALL)["not judged"]) == len(MUTATIONS) - 1
     for commit in ("ba9876543210", "0123456789ab-dirty"):
         assert Results(tmp_path, commit).has(one)
-        assert Results(tmp_path, commit).controls.all == {}
+        assert Results(tmp_path, commit).controls.all == results.controls.all
 
 
 def test_a_survivor_is_judged_again_when_any_test_has_changed(
@@ -102,6 +103,8 @@ def test_a_survivor_is_judged_again_when_any_test_has_changed(
 ) -> None:
     caught, survivor = MUTATIONS[:2]
     results = Results(tmp_path, "0123456789ab")
+    tests = ("forward/test_forward.py",)
+    results.controls.all[tests] = Control(tests, "one", 3, (), 2.0)
     for mutation, by in ((caught, "forward/test_forward.py::test_a"), (survivor, None)):
         results.add(verdict(mutation, by), verdict(mutation, by))
     sources[None] = "all but different"
@@ -111,6 +114,7 @@ def test_a_survivor_is_judged_again_when_any_test_has_changed(
     for now in ("another", None):  # the file that caught it: changed, or changed and not committed
         sources["forward/test_forward.py",] = now
         assert not Results(tmp_path, "ba9876543210").has(caught)
+        assert Results(tmp_path, "ba9876543210").controls.all == {}
 
 
 def test_sources_are_what_git_knows() -> None:
