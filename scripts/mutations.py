@@ -89,6 +89,7 @@ CUDA = "triton/test_cuda_branches.py"
 IMAGES = "triton/test_image_masks.py"
 FAULTS = "server/test_load_faults.py"
 DEFAULTS = "server/test_defaults.py"
+RULE = "forward/test_measured_rule.py"
 
 _WRITTEN = [
     *of(
@@ -601,10 +602,10 @@ _WRITTEN = [
     ),
     *of(
         "threshold.py",
-        ("two skipped rows pay", "_FEWEST = 3", "_FEWEST = 2", DEFAULTS),
-        ("three skipped rows do not pay", "_FEWEST = 3", "_FEWEST = 4", DEFAULTS),
-        ("a sixteenth does not pay", "_LEAST = 16", "_LEAST = 15", DEFAULTS),
-        ("a seventeenth pays", "_LEAST = 16", "_LEAST = 17", DEFAULTS),
+        ("two skipped rows pay", "_FEWEST = 3", "_FEWEST = 2", RULE),
+        ("three skipped rows do not pay", "_FEWEST = 3", "_FEWEST = 4", RULE),
+        ("a sixteenth does not pay", "_LEAST = 16", "_LEAST = 15", RULE),
+        ("a seventeenth pays", "_LEAST = 16", "_LEAST = 17", RULE),
         ("the operator's number is not asked for", "    if minimum is not None:\n",
          "    if False:\n", EQUIVALENCE),
     ),

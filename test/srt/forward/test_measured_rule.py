@@ -1,0 +1,42 @@
+"""The measured rule at its edges, on the ModelRunner: three rows, and one of sixteen.
+
+All other engines skip whatever they can. ``server/test_defaults`` asks a server that has the rule.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from batches import batch_of
+from layer_rows import cut, whole
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import gate, report, threshold
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(threshold.VARIABLE)
+
+
+@pytest.mark.parametrize(
+    ("total", "kept", "pays"),
+    [
+        (3, 1, False),  # two rows are too few, whatever their share
+        (4, 1, True),
+        (48, 45, True),
+        (49, 46, False),
+        (64, 60, True),
+        (65, 61, False),
+        (68, 64, False),
+    ],
+)
+def test_rows_that_are_worth_skipping(engine: Engine, total: int, kept: int, pays: bool) -> None:
+    scheduled = engine.schedule(batch_of((0, total), logprob_start=total - kept))
+    stock, seen = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert seen.rows == (cut(total, kept) if pays else whole(total))
+    assert report.forwards[gate.TOO_LITTLE] == (not pays)
+    assert_same_cache(stock, seen)
+    assert_same_answers(stock, seen, TOLERANCE)
