@@ -81,6 +81,7 @@ def test_mutation_table_is_up_to_date() -> None:
     assert inserted(measurements, mutation_check.PART_OF_DOCUMENT, table) == measurements
     for document in (every, behavioural):
         assert document["survivors"] == []
+        assert document["not judged"] == []
 
 
 def test_measurements_are_up_to_date() -> None:
