@@ -40,6 +40,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 # Of the other folders' files, those that use the servers of this one, or start some themselves.
 ASKS_SERVERS = ("test_eval_quality.py", "test_bench_gpu.py")
+# Of the files here, the one that starts processes, and servers one by one, of its own.
+ASKS_NONE = "test_load_faults.py"
 
 
 class FilesAndServers(LoadScopeScheduling):
@@ -51,7 +53,8 @@ class FilesAndServers(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "servers" if "/server/" in file or file.endswith(ASKS_SERVERS) else file
+        asks = "/server/" in file and not file.endswith(ASKS_NONE)
+        return "servers" if asks or file.endswith(ASKS_SERVERS) else file
 
 
 @pytest.hookimpl(optionalhook=True)  # there is none when pytest-xdist is turned off
