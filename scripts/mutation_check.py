@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -378,18 +378,18 @@ def judge(
     )
 
 
-def sources_of(tests: Sequence[str] | None, revision: str = "HEAD") -> str | None:
+@cache  # many verdicts have the same tests, and what runs is a copy made once as well
+def sources_of(tests: tuple[str, ...] | None) -> str | None:
     """What a verdict depends on, in twelve digits; None while some of it is not committed.
 
     Args:
         tests: files, folders or single tests, relative to ``test/srt``; None for all.
-        revision: the commit to look at.
     """
     paths = [*SHARED_PATHS, *(str(TESTS / name.partition("::")[0]) for name in tests or ("",))]
     changed = ["git", "status", "--porcelain", "--", *paths]
     if subprocess.run(changed, cwd=REPO, check=True, capture_output=True).stdout:
         return None
-    objects = ["git", "rev-parse", *(f"{revision}:{path}" for path in paths)]
+    objects = ["git", "rev-parse", *(f"HEAD:{path}" for path in paths)]
     found = subprocess.run(objects, cwd=REPO, check=True, capture_output=True).stdout
     return sha256(found).hexdigest()[:12]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -69,10 +68,13 @@ def verdict(mutation: Mutation, caught_by: str | None) -> Verdict:
     return Verdict(mutation.name, mutation.file, mutation.change, sources, caught_by, tests, 1.5)
 
 
+Sources = dict[tuple[str, ...] | None, str | None]
+
+
 @pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> dict[Sequence[str] | None, str | None]:
+def sources(monkeypatch: pytest.MonkeyPatch) -> Sources:
     """What git would know of the tests that are named, and of all tests."""
-    found: dict[Sequence[str] | None, str | None] = {
+    found: Sources = {
         ("forward/test_forward.py",): "one",
         None: "all",
     }
@@ -80,7 +82,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> dict[Sequence[str] | None, str |
     return found
 
 
-def test_verdicts_are_kept(tmp_path: Path, sources: dict[Sequence[str] | None, str | None]) -> None:
+def test_verdicts_are_kept(tmp_path: Path, sources: Sources) -> None:
     one, other = MUTATIONS[:2]
     results = Results(tmp_path, "0123456789ab")
     tests = ("forward/test_forward.py",)
@@ -99,7 +101,7 @@ def test_verdicts_are_kept(tmp_path: Path, sources: dict[Sequence[str] | None, s
 
 
 def test_a_survivor_is_judged_again_when_any_test_has_changed(
-    tmp_path: Path, sources: dict[Sequence[str] | None, str | None]
+    tmp_path: Path, sources: Sources
 ) -> None:
     caught, survivor = MUTATIONS[:2]
     results = Results(tmp_path, "0123456789ab")
@@ -128,7 +130,7 @@ def test_sources_are_what_git_knows() -> None:
 def test_a_mutation_that_was_written_anew_has_no_verdict(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    sources: dict[Sequence[str] | None, str | None],
+    sources: Sources,
 ) -> None:
     first, *others = MUTATIONS
     Results(tmp_path, "0123456789ab").add(verdict(first, "a"), verdict(first, "a"))
