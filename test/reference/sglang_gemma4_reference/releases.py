@@ -141,11 +141,31 @@ def serving(args: ServerArgs) -> Iterator[None]:
         previous = runtime_context.get_server_args()
     else:
         previous = server_args.get_global_server_args()
-    _publish(args, 0)
+    try:
+        with _groups_set_aside(args):
+            _publish(args, 0)
+            yield
+    finally:
+        _publish(previous, 0)
+
+
+@contextmanager
+def _groups_set_aside(args: ServerArgs) -> Iterator[None]:
+    """Let a server of several ranks be published in a process that has groups of one rank.
+
+    0.5.21 refuses that: it compares a server's sizes with the process's groups.
+    """
+    from sglang.srt import runtime_context
+
+    if args.tp_size == 1 or not hasattr(runtime_context, "SpawnRanks"):
+        yield
+        return
+    parallel = runtime_context.get_parallel()
+    built, parallel._stamp = parallel._stamp, {}
     try:
         yield
     finally:
-        _publish(previous, 0)
+        parallel._stamp = built
 
 
 def tree_cache(runner: ModelRunner) -> Any:
