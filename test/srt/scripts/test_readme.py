@@ -71,6 +71,16 @@ def test_compatibility_table_is_up_to_date() -> None:
     assert inserted(README, version_matrix.PART_OF_DOCUMENT, table) == README
 
 
+def test_every_supported_release_has_passed_all_parts() -> None:
+    results = version_matrix.load_results(version_matrix.RESULTS)
+    assert {*version_matrix.VERSIONS} <= {*results}
+    for release in results.values():
+        assert release.status in (version_matrix.PASSED, version_matrix.REFUSED), release
+        assert release.status == version_matrix.REFUSED or {*release.parts} == {
+            *version_matrix.PARTS
+        }
+
+
 def test_mutation_table_is_up_to_date() -> None:
     measurements = (REPO / "benchmark" / "README.md").read_text()
     every, behavioural = (
