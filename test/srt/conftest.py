@@ -148,15 +148,9 @@ def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., N
 
 
 @pytest.fixture
-def without_own_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def without_own_backend(engine: Engine) -> Iterator[Engine]:
     """The module's engine, whose tail has no attention backend of its own."""
-    from sglang_gemma4_yoco import seams
+    from forwards import on_one_backend
 
-    def impossible(_: Any) -> None:
-        raise NotImplementedError("only one backend here")
-
-    with monkeypatch.context() as context:
-        context.setattr(seams, "build_attn_backend", impossible)
-        engine.runner.init_attention_backends()
-    yield engine
-    engine.runner.init_attention_backends()
+    with on_one_backend(engine):
+        yield engine

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
@@ -29,7 +30,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, report
+from sglang_gemma4_yoco import cut, report, seams
 from sglang_gemma4_yoco.donor import DonorCut
 from sglang_gemma4_yoco.shadow import Shadows
 
@@ -101,6 +102,18 @@ def assert_untouched(engine: Engine) -> None:
     attention = cut.tail_attention(model)
     if attention is not None:
         assert attention.tail.forward_metadata is None
+
+
+@contextmanager
+def on_one_backend(engine: Engine) -> Iterator[None]:
+    """The tail has no attention backend of its own."""
+    impossible = NotImplementedError("only one backend here")
+    with mock.patch.object(seams, "build_attn_backend", side_effect=impossible):
+        engine.runner.init_attention_backends()
+    try:
+        yield
+    finally:
+        engine.runner.init_attention_backends()
 
 
 class InjectedError(Exception):

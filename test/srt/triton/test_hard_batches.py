@@ -15,16 +15,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from batches import tokens
+from forwards import on_one_backend
 from observe import (
     TOLERANCE,
     Metadata,
@@ -43,7 +43,7 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, fallback, report, seams
+from sglang_gemma4_yoco import cut, fallback, report
 from sglang_gemma4_yoco.donor import DonorCut
 
 interpreter.make_quick()
@@ -223,23 +223,15 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @contextmanager
 def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
     """The tail on a backend of its own or on the runner's, and layer K-1 cut at ``donor``."""
-
-    def impossible(_: Any) -> None:
-        raise NotImplementedError("only one backend here")
-
-    if backend == REBUILT:
-        with mock.patch.object(seams, "build_attn_backend", impossible):
-            engine.runner.init_attention_backends()
     facts = engine.text_model.__dict__
-    facts["_yoco_donor_cut"] = donor
-    fallback.reset()
-    report.reset()
-    try:
-        yield
-    finally:
-        facts.pop("_yoco_donor_cut")
-        if backend == REBUILT:
-            engine.runner.init_attention_backends()
+    with on_one_backend(engine) if backend == REBUILT else nullcontext():
+        facts["_yoco_donor_cut"] = donor
+        fallback.reset()
+        report.reset()
+        try:
+            yield
+        finally:
+            facts.pop("_yoco_donor_cut")
 
 
 def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
