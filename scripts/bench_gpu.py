@@ -7,10 +7,12 @@ Seven parts, each of which can run alone:
 
     a  30 prompts of 7000 tokens in and 10 out: duration, time to first token, tokens per second
     b  8192 in and 150 out, 8 and 32 at a time: the same
-    c  one prefill of 128 to 32768 tokens against the ceiling (``bench_prefill.py``)
+    c  one prefill of 16 to 32768 tokens against the ceiling, and what the host does in it
+       (``bench_prefill.py``)
     d  peak memory of a prefill
     e  inter-token latency of running requests while long prompts arrive
-    f  a profile of one prefill: host, device, waiting, the ten largest kernels
+    f  a profile of one prefill of 16 to 8192 tokens: host, device, waiting, how many kernels were
+       launched, and the ten largest
     g  greedy tokens, and how far logits are apart
 
 "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns. Loads come from SGLang's own
@@ -113,13 +115,13 @@ FULL = Workload(
     published=Requests(30, 7000, 10),
     concurrent=(Requests(32, 8192, 150, 8), Requests(64, 8192, 150, 32)),
     repeats=3,
-    lengths=(128, 512, 2048, 8192, 32768),
+    lengths=(16, 32, 64, 128, 256, 512, 1024, 2048, 8192, 32768),
     prefill_repeats=7,
     memory=(512, 8192, 32768),
     running=Requests(8, 64, 600, 8),
     arriving=8192,
     interval=0.5,
-    profiled=(512, 8192),
+    profiled=(16, 128, 512, 2048, 8192),
     answers=Requests(30, 2000, 10),
     pool=280_000,
 )
@@ -693,7 +695,6 @@ def answer_steps(work: Workload) -> dict[str, Step]:
     def step(seed: int) -> Step:
         def run(machine: Machine) -> dict[str, Any]:
             engine = machine.engine()
-            randomise(engine)
             length = work.answers.tokens_in + seed  # not all of one length
             assert_path(engine, random_prompt(engine, length, seed), length)
             tokens, logits = {}, {}
@@ -701,6 +702,7 @@ def answer_steps(work: Workload) -> dict[str, Step]:
                 batch = random_prompt(engine, length, seed)
                 with switched(way):
                     tokens[way], logits[way] = greedy(engine, batch, work.answers.tokens_out)
+            bench_prefill.must_have_spread(logits["off"])
             differences = (logits["on"] - logits["off"]).abs()
             best = logits["off"].topk(2).values
             return {
@@ -726,23 +728,6 @@ def greedy(engine: Any, batch: Any, count: int) -> tuple[list[int], Any]:
     while len(tokens) < count:
         tokens.append(int(engine.decode(batch, tokens[-1:]).next_token_logits[0].argmax()))
     return tokens, first
-
-
-def randomise(engine: Any) -> None:
-    """Give the model weights whose answers depend on all of the prompt, which dummies do not."""
-    import torch
-
-    from sglang_gemma4_reference.checkpoint import randomise as fill
-
-    if getattr(engine, "randomised", False):
-        return
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, weight in engine.text_model.named_parameters():
-            fill(f"model.language_model.{name}", weight)
-        for layer in engine.text_model.layers:
-            layer.layer_scalar.fill_(0.95)
-    engine.randomised = True
 
 
 def summarise_answers(steps: dict[str, Any]) -> dict[str, Any]:
@@ -791,7 +776,6 @@ PARTS = {
     ),
     "d": Part("peak memory of a prefill", ("memory",), memory_steps, by_length, on_servers=False),
     "f": Part("profile of a prefill", ("profiled",), profile_steps, by_length, on_servers=False),
-    # Last: it gives the engine other weights.
     "g": Part(
         "on against off: tokens and logits",
         ("answers",),

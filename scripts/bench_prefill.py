@@ -14,7 +14,8 @@ ceiling off/front-only, and the share of the possible saving that was realised,
 (off - on) / (off - front). Beside every time it verifies that on and off give the same answer,
 and how many rows each layer computed; it refuses to report "on" where the fast path was neither
 active nor stepped aside with a reason. It also measures what the package adds to forwards that
-it leaves alone.
+it leaves alone; and, in passes of their own behind the timed ones, what the host does in a forward
+(``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes time.
 
 Output contract: tables for people on stdout; the last line is one JSON document.
 
@@ -45,13 +46,21 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 WAYS = ("off", "on", "front")
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
+HOST_REPEATS = 3
+# Of logits. Below it they are all alike, as those of SGLang's dummy weights are, which vanish on
+# their way through the layers: then on and off agree whatever they compute.
+LEAST_SPREAD = 0.01
 CONTEXT = 64  # cached tokens of a request that decodes along
 
 
@@ -108,6 +117,29 @@ class Load:
 
 
 @dataclass(frozen=True)
+class HostWork:
+    """What the host does in one forward; see ``host_work``.
+
+    Attributes:
+        operations: dispatched, outside of replays.
+        triton_launches: outside of replays.
+        device_reads: values for which the host of a GPU would wait.
+        seconds: median by region.
+        operations_by_region: those of ``operations``.
+        outside_of_layers: seconds of planning and of all that is before, behind and around layers.
+        added_outside: by how much they were more than those of the off pass beside each.
+    """
+
+    operations: int
+    triton_launches: int
+    device_reads: int
+    seconds: dict[str, float]
+    operations_by_region: dict[str, int]
+    outside_of_layers: Spread
+    added_outside: Spread
+
+
+@dataclass(frozen=True)
 class Point:
     """What was measured of one batch.
 
@@ -119,6 +151,7 @@ class Point:
         ratio: off / on.
         ceiling: off / front-only.
         realised: share of the possible saving.
+        host: what the host does, off and on.
     """
 
     load: Load
@@ -132,10 +165,11 @@ class Point:
     ratio: float
     ceiling: float
     realised: float
+    host: dict[str, HostWork]
 
 
 class NotActiveError(Exception):
-    """The fast path did not run, and gave no reason."""
+    """The fast path did not run and gave no reason, or nobody could have told that it did."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -148,12 +182,13 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument(
         "--preset",
         default="E2B_MINI",
-        help="E2B, E4B (dummy weights), E2B_MINI, E4B_MINI, E2B_TINY",
+        help="E2B, E4B (dummy weights), E2B_MINI, E4B_MINI, E2B_TINY, E2B_HOST, E4B_HOST",
     )
     parser.add_argument(
         "--weights",
         choices=["random", "dummy"],
-        help="of a preset: written to disk, or SGLang's dummies (default: dummy for E2B and E4B)",
+        help="of a preset, random either way: written to disk, or filled in behind SGLang's dummy "
+        "loader (default: dummy for E2B and E4B)",
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
@@ -164,12 +199,24 @@ def parse_arguments() -> argparse.Namespace:
         "--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs"
     )
     parser.add_argument("--repeats", type=int, default=7, help="times each of the three ways")
+    parser.add_argument(
+        "--host-repeats",
+        type=int,
+        default=HOST_REPEATS,
+        help="times off and on for the host's time by region",
+    )
+    parser.add_argument(
+        "--graphs",
+        action="store_true",
+        help="record the tail, as a server with CUDA graphs does; on a CPU (SGLang 0.5.23) a "
+        "replay runs the recorded operations one by one: look at what the host does besides",
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--json", type=Path, help="also write the JSON document to this file")
     args = parser.parse_args()
-    if min(args.lengths) < 1 or min(args.batch_sizes) < 1 or args.repeats < 1:
-        parser.error("--lengths, --batch-sizes and --repeats want numbers above 0")
+    if min(*args.lengths, *args.batch_sizes, args.repeats, args.host_repeats) < 1:
+        parser.error("--lengths, --batch-sizes and both --repeats want numbers above 0")
     if min(args.decoding) < 0 or min(args.read) < 0 or max(args.read) > 1:
         parser.error("--decoding wants numbers from 0, --read shares from 0 to 1")
     if args.model is not None and not (args.model / "config.json").exists():
@@ -203,27 +250,72 @@ def build_engine(args: argparse.Namespace, device: str, directory: Path) -> Any:
         if dummy:
             options["load_format"] = "dummy"
     largest = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
-    return Engine(
+    engine = Engine(
         path,
         device=device,
         dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
         max_total_tokens=largest + 1024,
         swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
-        disable_cuda_graph=True,
+        **({"cuda_graph_bs_decode": [1]} if args.graphs else {"disable_cuda_graph": True}),
         **options,
     )
+    if "load_format" in options:
+        randomise(engine)
+    if args.graphs:
+        record(engine)
+    return engine
+
+
+def record(engine: Any) -> None:
+    """Have the tail recorded; decode steps are launched, as without graphs.
+
+    Raises:
+        NotActiveError: it was not recorded.
+    """
+    from sglang_gemma4_reference import releases
+    from sglang_gemma4_yoco import owner
+
+    releases.record_decode_steps(engine.runner)
+    known = owner.of(engine.text_model)
+    if known.graphs is None:
+        raise NotActiveError(f"the tail is launched: {known.launched_because}")
+    engine.runner.decode_cuda_graph_runner = None
+
+
+def randomise(engine: Any) -> None:
+    """Give the model weights whose answers depend on all of the prompt, which dummies do not."""
+    import torch
+
+    from sglang_gemma4_reference.checkpoint import randomise as fill
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in engine.text_model.named_parameters():
+            fill(f"model.language_model.{name}", weight)
+        for layer in engine.text_model.layers:
+            layer.layer_scalar.fill_(0.95)
+
+
+def must_have_spread(logits: torch.Tensor) -> None:
+    """Raise ``NotActiveError`` where the answers would be the same whatever was computed."""
+    spread = float(logits.float().std())
+    if not spread >= LEAST_SPREAD:  # nor NaN
+        raise NotActiveError(f"the logits' standard deviation is {spread:.1e}: nothing is compared")
+
+
+def synchronizer(engine: Any) -> Callable[[], None]:
+    """What waits for the engine's device."""
+    import torch
+
+    return torch.cuda.synchronize if engine.runner.device == "cuda" else lambda: None
 
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    import torch
-
     from sglang_gemma4_yoco import gate
 
     os.environ[SWITCH] = "0" if way == "off" else "1"
-    synchronize: Callable[[], None] = (
-        torch.cuda.synchronize if engine.runner.device == "cuda" else lambda: None
-    )
+    synchronize = synchronizer(engine)
     # Front-only answers nothing, so no gate would ever admit it.
     pretended = mock.patch.object(gate, "is_unread", return_value=True)
     with pretended if way == "front" else nullcontext():
@@ -235,7 +327,7 @@ def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
 
 
 def rows_of_forward(engine: Any, batch: Any) -> list[int]:
-    """FFN rows of each layer with the fast path on, seen from outside of the package."""
+    """FFN rows of each layer with the fast path on, seen from outside; 0 for replayed ones."""
     rows: list[int] = []
     hooks = [
         layer.mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[0]))
@@ -246,7 +338,7 @@ def rows_of_forward(engine: Any, batch: Any) -> list[int]:
     finally:
         for hook in hooks:
             hook.remove()
-    return rows
+    return rows + [0] * (len(engine.text_model.layers) - len(rows))
 
 
 def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
@@ -260,8 +352,10 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
     report.forwards.clear()
     rows = rows_of_forward(engine, batch)
     ((outcome, _),) = report.forwards.items() or (("nothing reported", 0),)
-    fast = rows[0] == load.total and rows[-1] == load.kept < load.total
-    if fast != (outcome == report.ACTIVE) or outcome == "nothing reported":
+    replayed = outcome == report.TAIL_REPLAYED
+    launched = 0 if replayed else load.kept
+    fast = rows[0] == load.total > load.kept and rows[-1] == launched
+    if fast != (replayed or outcome == report.ACTIVE) or outcome == "nothing reported":
         raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
     return outcome, rows
 
@@ -282,15 +376,61 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
     ]
 
 
-def measure(engine: Any, load: Load, repeats: int, progress: Any) -> Point:
-    """Time one batch all three ways, in turns, and verify the answers."""
-    import torch
+def measure_host(engine: Any, batch: Any, repeats: int) -> dict[str, HostWork]:
+    """What the host does for one batch, off and on in turns. None of it is timed as a whole."""
+    from functools import partial
+    from statistics import median
+
+    import host_work
+
+    def forward(way: str) -> None:
+        with mock.patch.dict(os.environ, {SWITCH: "0" if way == "off" else "1"}):
+            engine.forward(batch)
+
+    ways = WAYS[:2]
+    counts = {way: host_work.count(engine, partial(forward, way)) for way in ways}
+    seconds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for repeat in range(repeats):
+        for way in ways if repeat % 2 else reversed(ways):
+            synchronizer(engine)()
+            seconds[way].append(host_work.clock(engine, partial(forward, way)))
+    outside = {way: [host_work.outside_of_layers(one) for one in seconds[way]] for way in ways}
+    return {
+        way: HostWork(
+            operations=counts[way].operations.total(),
+            triton_launches=counts[way].triton_launches,
+            device_reads=counts[way].device_reads,
+            seconds={
+                region: median(pass_[region] for pass_ in seconds[way])
+                for region in host_work.REGIONS
+            },
+            operations_by_region={
+                region: counts[way].operations[region] for region in host_work.REGIONS
+            },
+            outside_of_layers=Spread.of(outside[way]),
+            added_outside=Spread.of(
+                [one - off for one, off in zip(outside[way], outside["off"], strict=True)]
+            ),
+        )
+        for way in ways
+    }
+
+
+def measure(
+    engine: Any, load: Load, repeats: int, progress: Any, host_repeats: int = HOST_REPEATS
+) -> Point:
+    """Time one batch all three ways, in turns, and verify the answers.
+
+    Raises:
+        NotActiveError: the fast path did not run and gave no reason, or no answer could differ.
+    """
 
     batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     logits: dict[str, torch.Tensor] = {}
-    if load.total <= WARM_UP_ROWS:
+    # On a GPU each shape may choose, load or compile kernels of its own.
+    if load.total <= WARM_UP_ROWS or engine.runner.device == "cuda":
         for way in WAYS:
             timed(engine, batch, way)
     for repeat in range(repeats):
@@ -299,6 +439,7 @@ def measure(engine: Any, load: Load, repeats: int, progress: Any) -> Point:
             spent, logits[way] = timed(engine, batch, way)
             seconds[way].append(spent)
             progress.update()
+    must_have_spread(logits["off"])
     off, on, front = (Spread.of(seconds[way]) for way in WAYS)
     possible = off.median - front.median
     return Point(
@@ -313,6 +454,7 @@ def measure(engine: Any, load: Load, repeats: int, progress: Any) -> Point:
         ratio=off.median / on.median,
         ceiling=off.median / front.median,
         realised=(off.median - on.median) / possible if possible > 0 else float("nan"),
+        host=measure_host(engine, batch, host_repeats),
     )
 
 
@@ -333,7 +475,8 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
     from sglang_gemma4_reference.engine import Prompt
     from sglang_gemma4_yoco import patch
-    from sglang_gemma4_yoco.attention import TailAttention
+    from sglang_gemma4_yoco.attention import OwnBackend
+    from sglang_gemma4_yoco.owner import Owner, find
 
     class Backend:
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -345,9 +488,9 @@ def measure_gate(engine: Any) -> dict[str, float]:
     os.environ[SWITCH] = "1"
     backend, model = Backend(), engine.text_model
     plain_plan = backend.init_forward_metadata
-    attached = model.__dict__.get("_yoco_tail_attention")
-    attention = TailAttention(model, backend, Backend())
-    attention.attach()
+    attached = find(model)
+    owner = Owner(model, OwnBackend(backend, Backend()))
+    owner.attach()
     wrapped = patch._with_fast_prefill(stock)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
@@ -374,9 +517,9 @@ def measure_gate(engine: Any) -> dict[str, float]:
             "decode_us": round(added(decode), 3),
         }
     finally:
-        attention.detach()
+        owner.close()
         if attached is not None:
-            model.__dict__["_yoco_tail_attention"] = attached
+            model.__dict__["_yoco"] = attached
 
 
 def show(points: Sequence[Point], gate: dict[str, float]) -> None:
@@ -399,10 +542,32 @@ def show(points: Sequence[Point], gate: dict[str, float]) -> None:
         )  # fmt: skip
     console = Console(width=150)
     console.print(table)
+    console.print(host_table(points))
     console.print(
         f"Added to an ineligible prefill: {gate['ineligible_prefill_us']:.1f} us; "
         f"to a decode step: {gate['decode_us']:.2f} us"
     )
+
+
+def host_table(points: Sequence[Point]) -> Table:
+    """What the host does in each batch, off and on."""
+    from rich.table import Table
+
+    regions = list(points[0].host["off"].seconds)
+    table = Table(title="The host in one forward; milliseconds by region")
+    for heading in (
+        "tokens", "batch", "decoding", "way", "operations", "Triton launches", "device reads",
+        *regions,
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for p in points:
+        for way, host in p.host.items():
+            table.add_row(
+                f"{p.load.length}", f"{p.load.batch_size}", f"{p.load.decoding}", way,
+                f"{host.operations}", f"{host.triton_launches}", f"{host.device_reads}",
+                *(f"{host.seconds[region] * 1e3:.2f}" for region in regions),
+            )  # fmt: skip
+    return table
 
 
 def commit() -> str:
@@ -451,7 +616,7 @@ def main() -> int:
         loads = [Load(length, size, decoding, read) for size, decoding, read, length in grid]
         with tqdm(total=len(loads) * args.repeats * len(WAYS), unit="forward") as progress:
             for load in loads:
-                points.append(measure(engine, load, args.repeats, progress))
+                points.append(measure(engine, load, args.repeats, progress, args.host_repeats))
                 line = json.dumps(
                     describe(args, engine) | {"points": points, "gate": gate}, default=asdict
                 )

@@ -7,7 +7,7 @@ Markdown, one per file, each below the command that made it; ``--write`` puts ea
 marker lines that bear its file's name.
 
     cd benchmark
-    python ../scripts/plot_prefill.py results/{prefill,threshold}_*.json --write README.md
+    python ../scripts/plot_prefill.py results/{prefill,threshold,host}_*.json --write README.md
     python ../scripts/plot_prefill.py results/prefill_*.json --output prefill.svg
 
 Only batches of prompts that want no logprobs are drawn; the tables have all batches.
@@ -72,7 +72,7 @@ def spread(points: pd.DataFrame, way: str) -> pd.Series[str]:
 
 def markdown(document: dict[str, Any], points: pd.DataFrame) -> str:
     """One file's table, below the words that say where it comes from."""
-    active = points["path"] == "active"
+    active = points["path"].str.startswith("active")
     table = points.assign(
         off=spread(points, "off"),
         on=spread(points, "on"),
@@ -83,7 +83,7 @@ def markdown(document: dict[str, Any], points: pd.DataFrame) -> str:
         max_logit_difference=points["max_logit_difference"].map("{:.0e}".format),
     )
     shown = [name for name in COLUMNS if name not in ("decoding", "read") or points[name].any()]
-    gate = document["gate"]
+    gate, host = document["gate"], host_markdown(document)
     return "\n".join(
         [
             f"SGLang {document['sglang']}, torch {document['torch']}, {document['device']}, "
@@ -96,7 +96,48 @@ def markdown(document: dict[str, Any], points: pd.DataFrame) -> str:
             "",
             f"Added to a prefill that steps aside: {gate['ineligible_prefill_us']:.1f} us; "
             f"to an eager decode step: {gate['decode_us']:.2f} us.",
+            *(["", "The host in one forward:", "", host] if host else []),
         ]
+    )
+
+
+def host_markdown(document: dict[str, Any]) -> str:
+    """What the host does in each batch of a document, off and on; empty where nobody looked."""
+    rows = [
+        _host_row(point["load"], way, work, point["host"]["off"]["operations"])
+        for point in document["points"]
+        for way, work in point.get("host", {}).items()
+    ]
+    if not rows:
+        return ""
+    return str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True))
+
+
+def _host_row(load: dict[str, Any], way: str, work: dict[str, Any], stock: int) -> dict[str, str]:
+    operations, seconds = work["operations"], work["seconds"]
+    share = "" if way == "off" else f" ({operations / stock:.0%})"
+    counted = work["operations_by_region"]
+    return {
+        "tokens": str(load["length"]),
+        "prompts": str(load["batch_size"]),
+        "way": way,
+        "operations": f"{operations}{share}",
+        "Triton launches": str(work["triton_launches"]),
+        "device reads": str(work["device_reads"]),
+        **{
+            f"{region}, ms (operations)": f"{seconds[region] * 1e3:.2f} ({counted[region]})"
+            for region in seconds
+        },
+        "outside of layers, ms": _fine_spread(work["outside_of_layers"]),
+        "added there, ms": "" if way == "off" else _fine_spread(work["added_outside"]),
+        "all, ms": f"{sum(seconds.values()) * 1e3:.1f}",
+    }
+
+
+def _fine_spread(seconds: dict[str, float]) -> str:
+    """``median (p20 to p80)`` in milliseconds, for times below one, which may be negative."""
+    return "{median:.2f} ({p20:.2f} to {p80:.2f})".format(
+        **{name: value * 1e3 for name, value in seconds.items()}
     )
 
 

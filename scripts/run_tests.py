@@ -6,7 +6,8 @@ makes the virtual environment that ``scripts/demo.py`` uses too, puts SGLang, th
 platform and the test tools into it, and runs the tests, which need no GPU and no network, in two
 processes. ``--lint`` checks style and types first. ``--quick`` runs what takes less than three
 minutes on two cores and starts no server. What follows ``--`` goes to pytest; whoever names files
-there has them run one after another, in one process::
+there has them run one after another, in one process. ``--gpu`` runs the folder of tests that need a
+GPU, about five minutes, in the environment that it is called in if SGLang is installed there::
 
     python3 scripts/run_tests.py --quick
     python3 scripts/run_tests.py -- test/srt/unit/test_gate.py -k LoRA
@@ -21,6 +22,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from environment import REPO, SGLANG_VERSION, SetupError, heading, prepare_environment, say, tail
@@ -29,6 +31,7 @@ EXTRAS = "test,lint,scripts,eval"  # the scripts are tested too
 TESTS = Path("test/srt")
 # What takes longest comes first, so that at the end no process waits long for the other.
 FOLDERS = ("server", "triton", "forward", "scripts", "unit", "models")
+GPU = ("-p", "no:xdist", str(TESTS / "gpu"))
 QUICK = ("-m", "(unit or forward or models) and not slow")
 QUICK_MODELS = "2"  # random ones that test_equivalence tries
 # test/srt/conftest.py says which tests stay together.
@@ -45,6 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sglang-version", default=SGLANG_VERSION, help="default: %(default)s")
     parser.add_argument("--lint", action="store_true", help="check style and types first")
     parser.add_argument("--quick", action="store_true", help="less than three minutes, no server")
+    parser.add_argument("--gpu", action="store_true", help="what needs a GPU, and nothing else")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     return parser.parse_args()
 
@@ -77,9 +81,17 @@ def run(python: Path, *module: str, **variables: str) -> bool:
     return subprocess.run([python, "-m", *module], cwd=REPO, env=env, check=False).returncode == 0
 
 
+def run_on_gpu(python: Path) -> int:
+    """Run the tests that need a GPU; elsewhere they are skipped."""
+    heading("Tests on a GPU")
+    return 0 if run(python, "pytest", "-s", *GPU, YOCO_TEST_GPU="1") else 1
+
+
 def main() -> int:
     """Set up, check, test."""
     args = parse_arguments()
+    if args.gpu and find_spec("sglang") is not None:
+        return run_on_gpu(Path(sys.executable))
     venv = args.venv.expanduser().absolute()
     heading("Virtual environment")
     log = venv.with_name(venv.name + "-install.log")
@@ -89,12 +101,14 @@ def main() -> int:
             venv,
             log,
             sglang_version=args.sglang_version,
-            device="cpu",
+            device="auto" if args.gpu else "cpu",
             extras=EXTRAS,
         )
     except (SetupError, OSError) as failure:
         print(f"{tail(log)}\nerror: {failure}", file=sys.stderr)
         return 2
+    if args.gpu:
+        return run_on_gpu(python)
     if args.lint:
         heading("Style and types")
         for check in (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)):

@@ -11,15 +11,20 @@ turns it off. Importing this module imports neither torch nor SGLang.
 A batch travels through the package in this order::
 
     plugin.py     switch and seams -> install, or refuse with one line
-    patch.py      Gemma4TextModel.forward and ModelRunner.init_attention_backends, wrapped
-    fallback.py   when the fast path fails, stock serves the batch
-    gate.py       may this batch take the fast path? a reason, or None
+    patch.py      Gemma4TextModel.forward, and what starts a ModelRunner, wrapped
+    owner.py      all that is known of one model; found out when the runner starts
     ranks.py      may all tensor-parallel ranks? compared once, at start
+    plan.py       one batch, decided once: refused, or its rows and how its tail runs
+    gate.py       may this batch take the fast path? a reason, or None
     rows.py       which rows are kept (plain integers)
     threshold.py  whether skipping the others pays
     tail.py       the batch as the tail sees it, rewritten and restored
-    attention.py  the tail's own attention backend and its metadata
-    cut.py        one forward: gather at the last donor layer, scatter after the tail
+    attention.py  what the tail attends on: a backend of its own, or the runner's, rebuilt
+    graphs.py     the tail recorded for a few row counts, and replayed
+    proof.py      a graph must give what the launched layers give
+    forward.py    one forward: cut, or served by stock
+    fallback.py   when the fast path fails, stock serves the batch
+    cut.py        rows gathered at the last donor layer, scattered after the tail
     donor.py      the last donor layer: K and V for all rows, the rest for kept ones
     per_layer.py  per-layer inputs, projected for the rows that each layer runs on
     shadow.py     methods replaced on single objects, and put back

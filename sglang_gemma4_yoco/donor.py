@@ -162,18 +162,42 @@ def queries(attention: Any, normed_rows: torch.Tensor, row_positions: torch.Tens
     return heads
 
 
+#: The kernel that norms is compiled apart for few rows and for many.
+_FEW, _MANY = 2, 257
+
+
+@torch.no_grad()
+def compile_kernels(attention: Any) -> None:
+    """Run K and V, and queries, apart from one another once, as no stock layer does.
+
+    Else the first user's request would wait for their kernels to be compiled.
+    """
+    weight = attention.qkv_proj.weight
+    for rows in (_FEW, _MANY):
+        normed = weight.new_zeros(rows, weight.shape[1])
+        positions = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+        keys_and_values(attention, normed, positions)
+        queries(attention, normed, positions)
+
+
 def attend(
-    attention: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: Any
+    attention: Any,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    forward_batch: Any,
 ) -> torch.Tensor:
     """Write ``k`` and ``v`` of all rows to the cache, attend as the last row of each request.
 
     Args:
         q: [B, heads, head_dim].
-        k, v: [T, kv_heads, head_dim].
+        k, v: [T, kv_heads, head_dim], or None where the cache has them already.
         forward_batch: the batch as its tail sees it: a decode step.
 
     Returns:
         [B, heads * head_dim].
     """
-    output: torch.Tensor = attention.attn(q, k, v, forward_batch=forward_batch, save_kv_cache=True)
+    output: torch.Tensor = attention.attn(
+        q, k, v, forward_batch=forward_batch, save_kv_cache=k is not None
+    )
     return output.flatten(-2) if output.dim() == 3 else output

@@ -12,10 +12,13 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_gemma4_yoco import fallback, seams, switch, threshold
 from sglang_gemma4_yoco.rows import KeptRows
+
+if TYPE_CHECKING:
+    from sglang_gemma4_yoco.owner import Owner
 
 OFF = f"{switch.VARIABLE}=0"
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
@@ -242,7 +245,7 @@ def is_multimodal(forward_batch: Any) -> bool:
     )
 
 
-def _mode(model: Any, forward_batch: Any) -> str | None:
+def _mode(forward_batch: Any) -> str | None:
     mode = forward_batch.forward_mode
     if mode is None:
         return NO_MODE
@@ -255,44 +258,23 @@ def _mode(model: Any, forward_batch: Any) -> str | None:
     return None
 
 
-def _switch(model: Any, forward_batch: Any) -> str | None:
-    try:
-        if not switch.enabled():
-            return OFF
-        threshold.min_skipped_rows()
-    except ValueError as invalid:  # changed after load: a forward must not fail over it
-        return str(invalid)
-    return None
-
-
-def _failures(model: Any, forward_batch: Any) -> str | None:
+def _failures() -> str | None:
     return fallback.GIVEN_UP if fallback.given_up() else None
 
 
-def _model(model: Any, forward_batch: Any) -> str | None:
-    first = first_shared_layer(model.config)
-    if first is None:
-        return NO_SHARED_LAYERS
+def _captures(owner: Owner) -> str | None:
     # Index i captures the input of layer i. Layer K-1 takes its own when it runs, which it does
     # not as a whole when nobody reads the batch.
-    if any(layer >= first - 1 for layer in model.layers_to_capture):
+    if any(layer >= owner.first_shared - 1 for layer in owner.model.layers_to_capture):
         return CAPTURE_IN_TAIL
     return None
 
 
-def _server(model: Any, forward_batch: Any) -> str | None:
-    facts = model.__dict__
-    if "_yoco_server_reason" not in facts:
-        facts["_yoco_server_reason"] = constant_reason(model)
-    reason: str | None = facts["_yoco_server_reason"]
-    return reason
-
-
-def _graph(model: Any, forward_batch: Any) -> str | None:
+def _graph() -> str | None:
     return CAPTURING if seams.is_capturing() else None
 
 
-def _fields(model: Any, forward_batch: Any) -> str | None:
+def _fields(forward_batch: Any) -> str | None:
     for name, reason in _REFUSING_FIELDS.items():
         value = getattr(forward_batch, name, None)
         if value is not None and value is not False:
@@ -309,7 +291,7 @@ def _fields(model: Any, forward_batch: Any) -> str | None:
     return None
 
 
-def _lengths(model: Any, forward_batch: Any) -> str | None:
+def _lengths(owner: Owner, forward_batch: Any, minimum: int | None) -> str | None:
     lens = forward_batch.extend_seq_lens_cpu
     prefixes = forward_batch.extend_prefix_lens_cpu
     if type(lens) is not list or type(prefixes) is not list:
@@ -332,7 +314,7 @@ def _lengths(model: Any, forward_batch: Any) -> str | None:
     if kept.kept == kept.total:
         return NOTHING_TO_SKIP
     read = 0 if is_unread(forward_batch) else kept.kept
-    if not threshold.pays(kept.total, read, threshold.min_skipped_rows()):
+    if not threshold.pays(kept.total, read, minimum, owner.tail_cost(kept, read)):
         return TOO_LITTLE
     # An image's rows attend in both directions, which the suffix's attention does not know of.
     # The last row of a request has nothing after it, so for it that makes no difference.
@@ -340,8 +322,8 @@ def _lengths(model: Any, forward_batch: Any) -> str | None:
     return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None
 
 
-def _backend(model: Any, forward_batch: Any) -> str | None:
-    backend = seams.current_attn_backend()
+def backend_reason(backend: Any) -> str | None:
+    """Why no batch may take the fast path on this attention backend, or None."""
     if backend is None:  # outside of a forward nothing is computed
         return None
     if not PROVEN_BACKENDS.isdisjoint(base.__name__ for base in type(backend).__mro__):
@@ -349,32 +331,55 @@ def _backend(model: Any, forward_batch: Any) -> str | None:
     return f"the attention backend {type(backend).__name__} is not proven"
 
 
-# The mode first: it is what refuses an ineligible forward most often.
-_CHECKS: tuple[Callable[[Any, Any], str | None], ...] = (
-    _mode,
-    _switch,
-    _failures,
-    _model,
-    _server,
-    _graph,
-    _fields,
-    _lengths,
-    _backend,
-)
-
-
-def ineligible_reason(model: Any, forward_batch: Any) -> str | None:
+def ineligible_reason(owner: Owner, forward_batch: Any) -> str | None:
     """Why this forward must run as stock, or None when it may skip rows in the shared layers.
 
     Args:
-        model: a ``Gemma4TextModel``.
+        owner: what is known of the ``Gemma4TextModel``.
         forward_batch: the batch it is about to run, SGLang's ``ForwardBatch``.
 
     Returns:
         One line, fit for a log and as a metric's label.
     """
-    for check in _CHECKS:
-        reason = check(model, forward_batch)
-        if reason is not None:
-            return reason
-    return None
+    # The mode first: it is what refuses an ineligible forward most often.
+    reason = _mode(forward_batch)
+    if reason is not None:
+        return reason
+    try:
+        if not switch.enabled():
+            return OFF
+        minimum = threshold.min_skipped_rows()
+    except ValueError as invalid:  # changed after load: a forward must not fail over it
+        return str(invalid)
+    return (
+        _failures()
+        or owner.constant_reason
+        or _captures(owner)
+        or _graph()
+        or _fields(forward_batch)
+        or _lengths(owner, forward_batch, minimum)
+        or backend_reason(seams.current_attn_backend())
+    )
+
+
+#: What a reason or the rows may come from. Left out are a multimodal prompt's inputs, which SGLang
+#: takes from the batch on the way to the text model, leaving their embeddings there; and tensors on
+#: the device, of which the runner's own plan is made as well.
+_JUDGED = (
+    *_REFUSING_FIELDS,
+    "forward_mode",
+    "capture_hidden_mode",
+    "spec_algorithm",
+    "lora_ids",
+    "contains_last_prefill_chunk",
+    "return_logprob",
+    "extend_logprob_start_lens_cpu",
+    "extend_seq_lens_cpu",
+    "extend_prefix_lens_cpu",
+    "extend_num_tokens",
+)
+
+
+def judged(forward_batch: Any) -> tuple[object, ...]:
+    """The very objects that a batch holds in those fields."""
+    return tuple([getattr(forward_batch, name, None) for name in _JUDGED])

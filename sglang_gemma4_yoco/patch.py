@@ -1,29 +1,30 @@
 """Install the wrappers into SGLang's classes, and take them out again.
 
-Two methods are wrapped, on their classes: ``Gemma4TextModel.forward`` decides and runs the cut,
-``ModelRunner.init_attention_backends`` gives the tail its own backend. Two helpers are added to
+Wrapped are, on their classes, ``Gemma4TextModel.forward``, which ``forward`` serves, and of
+``ModelRunner`` what builds attention backends, followed by ``owner.start``, and what records
+graphs, followed by ``owner.record``. Two helpers are added to
 ``Gemma4TextModel``. Nothing is replaced, so models that imported the class by name are patched too.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import __version__, cut, fallback, gate, ranks, report, seams
-from sglang_gemma4_yoco.attention import TailAttention
+from sglang_gemma4_yoco import cut, fallback, forward, gate, owner, seams
+from sglang_gemma4_yoco.attention import RebuiltBackend, Way
+from sglang_gemma4_yoco.tail import Tail
 
 _Model = seams.gemma4_causal.Gemma4TextModel
 _Runner = seams.ModelRunner
 
+# Whether SGLang records its graphs now: up to 0.5.15 one of the wrapped methods calls the other.
+_recording = False
 # (class, attribute) -> (the original, our wrapper), while installed.
 _installed: dict[tuple[type, str], tuple[Any, Any]] = {}
-_attached: weakref.WeakSet[TailAttention] = weakref.WeakSet()
 
 
 class AlreadyInstalledError(RuntimeError):
@@ -32,13 +33,27 @@ class AlreadyInstalledError(RuntimeError):
 
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """Whether this forward may skip, in the KV-shared layers, the rows that nobody reads."""
-    return gate.ineligible_reason(self, forward_batch) is None
+    return gate.ineligible_reason(owner.of(self), forward_batch) is None
 
 
 def _yoco_truncate_to_last_tokens(
     self: Any, hidden_states: Any, positions: Any, per_layer_inputs: Any, forward_batch: Any
-) -> Any:
-    """See ``cut.truncate_to_last_tokens``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Callable[[], None]]:
+    """Cut a batch down to the rows that somebody reads.
+
+    Args:
+        hidden_states: [T, hidden].
+        positions: [T].
+        per_layer_inputs: [T, ...] (of one layer or of all), or None.
+        forward_batch: an eligible batch; on return its ``extend_*`` fields, mode, input ids and
+            positions describe the kept rows, and attention is planned for them.
+
+    Returns:
+        ``(hidden_states [B, hidden], positions [B], per_layer_inputs [B, ...], last_indices [B]
+        int64, restore_fn)``, B the number of kept rows: one per request, more for a request with
+        input logprobs. ``restore_fn()`` puts every field and the attention state back; calling it
+        again does nothing. When this function raises, all is put back already.
+    """
     if not isinstance(hidden_states, torch.Tensor):
         # The helper was published in two argument orders; in the other one the batch leads.
         forward_batch, hidden_states, positions, per_layer_inputs = (
@@ -47,79 +62,64 @@ def _yoco_truncate_to_last_tokens(
             per_layer_inputs,
             forward_batch,
         )
-    return cut.truncate_to_last_tokens(
-        self, hidden_states, positions, per_layer_inputs, forward_batch
-    )
+    tail, way = _tail_of(self, forward_batch)
+    row_inputs = None if per_layer_inputs is None else per_layer_inputs.index_select(0, tail.index)
+    gathered = cut.gather(forward_batch, tail, way, hidden_states, positions)
+    return gathered.rows, gathered.positions, row_inputs, tail.index, gathered.restore
+
+
+def _tail_of(model: Any, forward_batch: Any) -> tuple[Tail, Way]:
+    plan = owner.of(model).plan_of(forward_batch)
+    if plan is not None:
+        return plan.tail, plan.way
+    rebuilt = RebuiltBackend(seams.current_attn_backend())
+    return Tail.of(forward_batch, rebuilt.main), rebuilt
 
 
 def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def forward(
+    def text_model_forward(
         self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch.compiler.is_compiling():
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         run = functools.partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
         embeds = kwargs.get("input_embeds", args[0] if args else None)
-        return _fast_or_stock(self, forward_batch, embeds, run)
+        return forward.prefill(self, forward_batch, embeds, run)
 
-    return forward
-
-
-def _fast_or_stock(
-    model: Any, forward_batch: Any, embeds: torch.Tensor | None, run: Callable[[], Any]
-) -> Any:
-    """One prefill forward. ``run`` is the stock one, which the cut makes fast.
-
-    See ``fallback`` for what happens when that fails.
-    """
-    copy = fast = None
-    try:
-        reason = cut.refusal(model, forward_batch)
-        if reason is None:
-            copy = fallback.copy_of(embeds)
-            fast = cut.Cut(model, forward_batch)
-            with fast:
-                output = run()
-            if fast.done:
-                report.active(model, lambda: _description(model), tail_skipped=fast.tail.unread)
-                fallback.succeeded()
-            return output
-    except cut.LateRefusalError as late:
-        reason = str(late)  # on all ranks alike, as any refusal
-    except Exception as failure:
-        if not fallback.is_alone():
-            raise
-        fallback.failed(failure)
-        fallback.put_back(embeds, copy)
-        if fast is not None and cut.tail_attention(model) is None:
-            # The runner's own metadata was the tail's for a while, and this may be why it failed.
-            cut.plan_as_stock(forward_batch)
-        return run()
-    report.stepped_aside(reason)
-    fallback.put_back(embeds, copy)
-    return run()
+    return text_model_forward
 
 
-def _description(model: Any) -> str:
-    backend = type(seams.current_attn_backend()).__name__
-    planned = "planned ahead" if cut.tail_attention(model) is not None else "rebuilt at the cut"
-    return (
-        f"{type(model).__name__} with hidden size {model.config.hidden_size}, "
-        f"{cut.describe(model)}, attention by {backend}, {planned}"
-    )
-
-
-def _with_tail_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _with_owners(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         if not getattr(self, "is_draft_worker", False):
             for model in _text_models(self.model):
-                _give_tail_attention(self, model)
+                owner.start(self, model)
         return result
 
     return init_attention_backends
+
+
+def _with_recording(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's own graphs first; they are recorded at start, and anew for new weights."""
+
+    @functools.wraps(stock)
+    def record_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _recording
+        outermost, _recording = not _recording, True
+        try:
+            result = stock(self, *args, **kwargs)
+        finally:
+            if outermost:
+                _recording = False
+        if outermost and not getattr(self, "is_draft_worker", False):
+            for model in _text_models(self.model):
+                owner.record(self, model)
+        return result
+
+    return record_graphs
 
 
 def _text_models(module: torch.nn.Module) -> list[Any]:
@@ -129,51 +129,6 @@ def _text_models(module: torch.nn.Module) -> list[Any]:
         for model in module.modules()
         if isinstance(model, _Model) and gate.first_shared_layer(model.config) is not None
     ]
-
-
-def _give_tail_attention(runner: Any, model: Any) -> None:
-    """Build the tail's backend, unless this process never takes the fast path."""
-    previous = cut.tail_attention(model)
-    if previous is not None:
-        previous.detach()
-    facts = model.__dict__
-    facts.pop("_yoco_donor_cut", None)
-    reason = gate.constant_reason(model) if runner.is_generation else gate.EMBEDDINGS
-    attention = _tail_attention(runner, model) if reason is None else None
-    reason = ranks.disagreement(_findings(reason, attention)) or reason
-    facts["_yoco_server_reason"] = reason
-    if reason is not None:
-        report.once(f"Gemma 4 fast prefill steps aside for this server: {reason}")
-        return
-    if attention is not None:
-        attention.attach()
-        _attached.add(attention)
-    graph = seams.prefill_graph()
-    if graph is not None:
-        # A replay runs no Python, so nothing could be said when it happens.
-        report.once(
-            f"Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
-            f"(backend {graph!r}); --cuda-graph-backend-prefill=disabled runs them through it",
-            logging.WARNING,
-        )
-
-
-def _findings(reason: str | None, attention: TailAttention | None) -> str:
-    """What must be the same on all ranks for a batch to be cut on all of them."""
-    return f"{__version__}, planned ahead: {attention is not None}, stepping aside: {reason}"
-
-
-def _tail_attention(runner: Any, model: Any) -> TailAttention | None:
-    """The tail's own backend, or None and a line in the log. Never raises."""
-    try:
-        return TailAttention(model, runner.attn_backend, seams.build_attn_backend(runner))
-    except Exception as failure:  # noqa: BLE001 - the rebuilt backend serves as well, only slower
-        report.once(
-            f"No attention backend of its own for the tail ({failure!r}): "
-            f"{type(runner.attn_backend).__name__} is rebuilt at the cut instead",
-            logging.WARNING,
-        )
-        return None
 
 
 def is_installed() -> bool:
@@ -196,34 +151,34 @@ def install() -> None:
     fallback.reset()
     wrappers = {
         (_Model, "forward"): _with_fast_prefill(_Model.forward),
-        (_Runner, "init_attention_backends"): _with_tail_attention(_Runner.init_attention_backends),
+        (_Runner, "init_attention_backends"): _with_owners(_Runner.init_attention_backends),
+        (_Runner, "init_cuda_graphs"): _with_recording(_Runner.init_cuda_graphs),
+        (_Runner, "init_decode_cuda_graph"): _with_recording(_Runner.init_decode_cuda_graph),
     }
-    for (owner, name), wrapper in wrappers.items():
-        _installed[owner, name] = (getattr(owner, name), wrapper)
-        setattr(owner, name, wrapper)
+    for (patched, name), wrapper in wrappers.items():
+        _installed[patched, name] = (getattr(patched, name), wrapper)
+        setattr(patched, name, wrapper)
     _Model._yoco_eligibility = _yoco_eligibility
     _Model._yoco_truncate_to_last_tokens = _yoco_truncate_to_last_tokens
 
 
 def uninstall() -> None:
-    """Put the very originals back, and let go of every backend.
+    """Put the very originals back, and let go of every model and backend.
 
     Raises:
         RuntimeError: another plugin has wrapped one of the methods since; taking ours out would
             take theirs with it, so nothing is changed.
     """
-    for (owner, name), (_, wrapper) in _installed.items():
-        if getattr(owner, name) is not wrapper:
+    for (patched, name), (_, wrapper) in _installed.items():
+        if getattr(patched, name) is not wrapper:
             raise RuntimeError(
-                f"{owner.__name__}.{name} was wrapped by someone else after this package; "
+                f"{patched.__name__}.{name} was wrapped by someone else after this package; "
                 "take that wrapper out first"
             )
-    for (owner, name), (original, _) in _installed.items():
-        setattr(owner, name, original)
+    for (patched, name), (original, _) in _installed.items():
+        setattr(patched, name, original)
     if _installed:
         del _Model._yoco_eligibility
         del _Model._yoco_truncate_to_last_tokens
     _installed.clear()
-    for attention in list(_attached):
-        attention.detach()
-    _attached.clear()
+    owner.close_all()

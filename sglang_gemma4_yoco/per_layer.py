@@ -8,9 +8,8 @@ of the rest. Rows are independent of each other and so are layers, hence the res
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -43,6 +42,37 @@ class _SomeLayers:
         return functional.linear(embeds, projection.weight[self._columns], bias), None
 
 
+def project(
+    model: Any, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
+) -> torch.Tensor:
+    """Per-layer inputs of layers [start, stop), by the stock function.
+
+    Args:
+        embeds: [rows, hidden], the input embeddings.
+        embedded: [rows, stop - start, width], these layers' per-layer embeddings, or None.
+
+    Returns:
+        [rows, stop - start, width].
+    """
+    some_layers = _SomeLayers(model, start, stop)
+    projected: torch.Tensor = type(model).project_per_layer_inputs(some_layers, embeds, embedded)
+    return projected
+
+
+class Room(NamedTuple):
+    """Where recorded layers expect what their per-layer inputs are made of.
+
+    Attributes:
+        first: the first recorded layer.
+        embeds: [B, hidden], for the kept rows' input embeddings.
+        embedded: [B, L - first, width], for their per-layer embeddings; None without any.
+    """
+
+    first: int
+    embeds: torch.Tensor
+    embedded: torch.Tensor | None
+
+
 class SplitInputs:
     """Stands in for the [T, L, width] tensor: the model takes ``inputs[:, layer, :]`` from it.
 
@@ -52,38 +82,33 @@ class SplitInputs:
 
     def __init__(
         self,
-        project: Callable[..., torch.Tensor],
         model: Any,
         embeds: torch.Tensor,
         embedded: torch.Tensor | None,
         first_cut: int,
         index: torch.Tensor,
+        room: Room | None = None,
     ) -> None:
         """Project the front's part, and keep what the rest needs.
 
         Args:
-            project: the stock ``project_per_layer_inputs``, unbound.
             embeds: [T, hidden], the input embeddings.
             embedded: [T, L, width], the per-layer embeddings, or None.
             first_cut: the first layer that reads kept rows only.
             index: [B], the kept rows.
+            room: of the layers that are replayed, which project their inputs themselves.
         """
-        self._project = project
         self._model = model
         self._first_cut = first_cut
-        self._layers: int = model.config.num_hidden_layers
-        self._front = self._part(embeds, embedded, 0, first_cut)
+        self._stop: int = model.config.num_hidden_layers if room is None else room.first
+        self._front = project(model, embeds, _layers(embedded, 0, first_cut), 0, first_cut)
         # Copies made now: the embeddings are layer 0's residual, which its fused add-norm
         # overwrites.
-        self._embeds = embeds.index_select(0, index)
-        self._embedded = None if embedded is None else embedded.index_select(0, index)
+        self._embeds = _kept(embeds, index, None if room is None else room.embeds)
+        if room is not None:
+            _kept(_layers(embedded, room.first, None), index, room.embedded)
+        self._embedded = _kept(_layers(embedded, first_cut, self._stop), index)
         self._rest: torch.Tensor | None = None
-
-    def _part(
-        self, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
-    ) -> torch.Tensor:
-        part = None if embedded is None else embedded[:, start:stop]
-        return self._project(_SomeLayers(self._model, start, stop), embeds, part)
 
     def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor | KeptInput:
         rows, layer, columns = key
@@ -94,8 +119,21 @@ class SplitInputs:
     def kept(self, layer: int) -> torch.Tensor:
         """[B, width] of one layer from ``first_cut`` on; the first call projects them all."""
         if self._rest is None:
-            self._rest = self._part(self._embeds, self._embedded, self._first_cut, self._layers)
+            assert self._embeds is not None
+            self._rest = project(
+                self._model, self._embeds, self._embedded, self._first_cut, self._stop
+            )
         return self._rest[:, layer - self._first_cut]
+
+
+def _layers(embedded: torch.Tensor | None, start: int, stop: int | None) -> torch.Tensor | None:
+    return None if embedded is None or start == stop else embedded[:, start:stop]
+
+
+def _kept(
+    rows: torch.Tensor | None, index: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    return None if rows is None else torch.index_select(rows, 0, index, out=out)
 
 
 class KeptInput:

@@ -53,13 +53,14 @@ def load() -> None:
         check_version()
         # Imported late: with the switch off nothing of SGLang is touched.
         try:
-            from sglang_gemma4_yoco import patch
+            from sglang_gemma4_yoco import graphs, patch
         except ImportError as missing:
             raise UnsupportedError(
                 f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
                 "Install a supported SGLang, or a newer sglang-gemma4-yoco"
             ) from missing
 
+        graphs.most_rows()
         if patch.is_installed():
             logger.warning(
                 "Gemma 4 fast prefill %s is loaded a second time; the first stays installed",

@@ -15,10 +15,12 @@ from collections.abc import Callable, Hashable
 logger = logging.getLogger("sglang_gemma4_yoco")
 
 ACTIVE = "active"
+TAIL_REPLAYED = "active, tail replayed"
 TAIL_SKIPPED = "active, tail skipped"
 FAILED = "failed, served by stock"
 
-#: Forwards by outcome: ``ACTIVE``, ``TAIL_SKIPPED``, ``FAILED`` or the reason for stepping aside.
+#: Forwards by outcome: ``ACTIVE`` (the tail was launched), ``TAIL_REPLAYED``, ``TAIL_SKIPPED``,
+#: ``FAILED`` or the reason for stepping aside.
 forwards: Counter[str] = Counter()
 
 _said: set[Hashable] = set()
@@ -39,6 +41,11 @@ def once(line: str, level: int = logging.INFO) -> None:
         logger.log(level, "%s", line)
 
 
+def error(line: str) -> None:
+    """Log ``line`` as an error the first time it is said in this process."""
+    once(line, logging.ERROR)
+
+
 def failure(line: str, error: Exception) -> None:
     """Log ``line`` and the error with its traceback, the first time for this kind of error.
 
@@ -51,12 +58,12 @@ def failure(line: str, error: Exception) -> None:
         logger.error("%s: %r", line, error, exc_info=error)
 
 
-def active(model: object, describe: Callable[[], str], *, tail_skipped: bool) -> None:
+def active(model: object, describe: Callable[[], str], outcome: str = ACTIVE) -> None:
     """Count a forward that took the fast path; say so the first time for this ``model``.
 
     ``describe()`` says what was cut, and how; it is not called again for the same model.
     """
-    forwards[TAIL_SKIPPED if tail_skipped else ACTIVE] += 1
+    forwards[outcome] += 1
     if model not in _told_active:
         _told_active.add(model)
         once(f"Gemma 4 fast prefill is active: {describe()}")

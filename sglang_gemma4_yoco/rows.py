@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ class KeptRows:
     def one_per_request(self) -> bool:
         """Whether every request keeps exactly its last row, so that the tail is a decode step."""
         return self.kept == len(self.lens)
+
+    def start_loc(self) -> list[int]:
+        """The place of each request's first kept row among the kept ones."""
+        return [0, *accumulate(self.lens[:-1])]
 
     def indices(self) -> list[int]:
         """Positions of the kept rows among the T rows, ascending."""

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache, partial
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import torch
 from packaging.version import Version
 from sglang.srt.distributed import parallel_state
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -27,6 +32,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
     is_in_breakable_cuda_graph,
 )
@@ -37,6 +43,16 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import distributed_c10d
+
+try:
+    from sglang.srt.runtime_context import get_server_args  # 0.5.15 and later
+except ImportError:
+    from sglang.srt.server_args import get_global_server_args as get_server_args
+try:
+    # 0.5.20 and later: the record keeps what was typed, resolution is kept beside it.
+    from sglang.srt.arg_groups.overrides import resolution_result
+except ImportError:
+    resolution_result = None
 
 # From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. 0.5.21 has such streams
 # as well, for other models: hence Gemma 4's own module is asked.
@@ -120,6 +136,8 @@ def _missing() -> Iterator[str]:
         yield (
             "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds, ...)"
         )
+    if "end_layer" not in inspect.unwrap(model.forward).__code__.co_names:
+        yield "Gemma4TextModel.forward's loop up to self.end_layer"
     layer_call = _parameters(gemma4_causal.Gemma4DecoderLayer.forward)
     if layer_call[1:5] != ["positions", "hidden_states", "per_layer_input", "forward_batch"]:
         yield (
@@ -133,7 +151,12 @@ def _missing() -> Iterator[str]:
     absent = [name for name in _REQUIRED_MODES if name not in ForwardMode.__members__]
     if absent:
         yield f"ForwardMode.{', .'.join(absent)}"
-    for name in ("init_attention_backends", "_get_attention_backend"):
+    for name in (
+        "init_attention_backends",
+        "_get_attention_backend",
+        "init_cuda_graphs",
+        "init_decode_cuda_graph",
+    ):
         if not callable(getattr(ModelRunner, name, None)):
             yield f"ModelRunner.{name}"
     if _parameters(AttentionBackend.init_forward_metadata) != ["self", "forward_batch"]:
@@ -144,8 +167,9 @@ def _missing() -> Iterator[str]:
     if HAS_RESIDUAL_STREAM:
         if "residual_stream" not in fields:
             yield "ForwardBatch.residual_stream"
-        if not callable(getattr(residual_batch, "set_written", None)):
-            yield "layer_boundary.residual.batch.set_written"
+        for name in ("set_written", "start"):
+            if not callable(getattr(residual_batch, name, None)):
+                yield f"layer_boundary.residual.batch.{name}"
     elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:
         yield "gemma4_causal.residual_batch"
 
@@ -164,9 +188,14 @@ def check() -> None:
         )
 
 
+@cache  # it is read from a file, and asked for with every batch
+def _installed() -> Version:
+    return Version(version("sglang"))
+
+
 def is_newer_than_tested() -> bool:
     """Whether the installed SGLang came out after the last release that was tested."""
-    return Version(version("sglang")) > LAST_TESTED
+    return _installed() > LAST_TESTED
 
 
 def _has(owner: type, name: str) -> bool:
@@ -199,19 +228,12 @@ def server_arguments() -> Callable[[str], Any] | None:
     An argument that this SGLang does not have is None; ``unseen`` tells whether it should have it.
     """
     try:
-        from sglang.srt.runtime_context import get_server_args  # 0.5.15 and later
-    except ImportError:
-        from sglang.srt.server_args import get_global_server_args as get_server_args
-    try:
         args = get_server_args()
     except (AttributeError, ValueError, RuntimeError):  # nothing published yet
         return None
     if args is None:
         return None
-    try:
-        # 0.5.20 and later: the record keeps what was typed, resolution is kept beside it.
-        from sglang.srt.arg_groups.overrides import resolution_result
-    except ImportError:
+    if resolution_result is None:
         return lambda name: getattr(args, name, None)
     return lambda name: resolution_result(args, name) if hasattr(args, name) else None
 
@@ -249,7 +271,7 @@ def is_capturing() -> bool:
         or is_in_tc_piecewise_cuda_graph()
     ):
         return True
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def current_attn_backend() -> Any | None:
@@ -265,10 +287,12 @@ def current_attn_backend() -> Any | None:
 
 def attn_backend_switched(backend: Any) -> AbstractContextManager[None]:
     """Make ``backend`` the current one for the span of the returned context manager."""
-    current = forward_context.get_forward_context()
-    switched: AbstractContextManager[None] = forward_context.forward_context(
-        dataclasses.replace(current, attn_backend=backend)
+    current = (
+        dataclasses.replace(forward_context.get_forward_context(), attn_backend=backend)
+        if forward_context.has_forward_context()
+        else forward_context.ForwardContext(attn_backend=backend)
     )
+    switched: AbstractContextManager[None] = forward_context.forward_context(current)
     return switched
 
 
@@ -293,9 +317,21 @@ def _counts_the_window_short(backend: Any) -> bool:
     keys before the row, which itself is the W-th; in decode the row's own key is among them. With
     W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
     """
-    window = getattr(backend, "sliding_window_size", None)
-    names = {base.__name__ for base in type(backend).__mro__}
-    return "TritonAttnBackend" in names and window is not None and window > 0
+    return _triton_class(backend) is not None and _has_window(backend)
+
+
+def _triton_class(backend: Any) -> type | None:
+    kind: type = type(backend)
+    return _triton_class_of(kind)
+
+
+@cache
+def _triton_class_of(kind: type) -> type | None:
+    return next((base for base in kind.__mro__ if base.__name__ == "TritonAttnBackend"), None)
+
+
+def _has_window(backend: Any) -> bool:
+    return (getattr(backend, "sliding_window_size", None) or 0) > 0
 
 
 def decodes_like_extend(backend: Any) -> bool:
@@ -309,17 +345,239 @@ def decodes_like_extend(backend: Any) -> bool:
 
 
 def plan(backend: Any, forward_batch: Any) -> None:
-    """Build ``backend``'s attention metadata for the tail's batch, over the whole window."""
+    """Build ``backend``'s attention metadata for the tail's batch, over the whole window.
+
+    From 0.5.22 on nothing is read from the device for it; before, Triton's planner reads twice how
+    much there is to translate into the window's pool.
+    """
     decode = forward_batch.forward_mode is ForwardMode.DECODE
-    if not (decode and _counts_the_window_short(backend)):
+    with ExitStack() as span:
+        if decode:
+            span.enter_context(whole_window(backend))
+        planner = _window_planner(_triton_class(backend))
+        if planner is not None and _has_window(backend):
+            requests = forward_batch.batch_size
+            span.enter_context(_room_for_windows(backend, planner, requests))
         backend.init_forward_metadata(forward_batch)
+
+
+@contextmanager
+def whole_window(backend: Any) -> Iterator[None]:
+    """Let a decode step that is planned in the span see in its window what an extend row sees."""
+    if not _counts_the_window_short(backend):
+        yield
         return
     window = backend.sliding_window_size
     backend.sliding_window_size = window + 1
     try:
-        backend.init_forward_metadata(forward_batch)
+        yield
     finally:
         backend.sliding_window_size = window
+
+
+_WINDOW_PLANNER = "update_sliding_window_buffer"
+
+
+@cache
+def _window_planner(triton_class: type | None) -> ModuleType | None:
+    """The module whose function plans windows, if it writes into a buffer that it is given."""
+    if triton_class is None:
+        return None
+    module = sys.modules[triton_class.__module__]
+    function = getattr(module, _WINDOW_PLANNER, None)
+    if function is None or "window_kv_indices" not in _parameters(function):
+        return None
+    return module
+
+
+@contextmanager
+def _room_for_windows(backend: Any, planner: ModuleType, requests: int) -> Iterator[None]:
+    """Have the windows' keys written into a buffer that is large enough for any.
+
+    Left to itself the planner reads from the device how many keys there are, to allocate as much.
+    It writes one request's after the other's and says where each begins, so nobody reads what lies
+    behind the last. Recording into a CUDA graph it is given a buffer in this very way.
+    """
+    stock = getattr(planner, _WINDOW_PLANNER)
+    room = torch.empty(
+        requests * backend.sliding_window_size, dtype=torch.int64, device=backend.device
+    )
+    setattr(planner, _WINDOW_PLANNER, partial(stock, window_kv_indices=room))
+    try:
+        yield
+    finally:
+        setattr(planner, _WINDOW_PLANNER, stock)
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------
+
+
+def recorded_decode_steps(runner: Any) -> Any | None:
+    """SGLang's runner of its own recorded decode steps, one graph per batch size; or None."""
+    argument = server_arguments()
+    config = None if argument is None else argument("cuda_graph_config")
+    graphs = getattr(runner, "decode_cuda_graph_runner", None)
+    if not isinstance(graphs, DecodeCudaGraphRunner):
+        return None  # switched off: SGLang's eager runner stands in its place
+    return graphs if getattr(getattr(config, "decode", None), "backend", None) == "full" else None
+
+
+class GraphBackend:
+    """Graphs by key, recorded and replayed by a graph backend of SGLang's own, as its runner's.
+
+    They lie in a memory pool of their own: in the pool of all graphs, memory that is free while one
+    of SGLang's is recorded may be in use when it is replayed.
+    """
+
+    def __init__(self, decode_steps: Any) -> None:
+        self._runner = decode_steps
+        self._backend = type(decode_steps.backend)(decode_steps)
+        self.pool = self._backend._pool = decode_steps.device_module.graph_pool_handle()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The span of ``record``. With several ranks, all of them enter it together."""
+        with (
+            capture_mode.model_capture_mode(),
+            parallel_state.graph_capture(stream=self._runner.stream) as captured,
+            self._backend.capture_session(captured.stream),
+        ):
+            yield
+
+    def record(self, key: int, function: Callable[[], Any]) -> None:
+        """Run ``function`` twice, then record it."""
+        self._backend.capture_one(key, function)
+
+    def replay(self, key: int) -> Any:
+        """Run what was recorded; its outputs, which stay where they are until the next replay."""
+        return self._backend.replay(key, None)
+
+    def close(self) -> None:
+        """Let go of all graphs and of their memory."""
+        self._backend.cleanup()
+
+
+def plan_recorded(backend: Any, forward_batch: Any, live: Any | None = None) -> Any:
+    """Build ``backend``'s metadata of a decode step in its graphs' own buffers.
+
+    Args:
+        forward_batch: the batch that was, or is to be, recorded.
+        live: the batch to be served, once its lengths and requests have been filled in; None
+            before the recording.
+
+    Returns:
+        The metadata object.
+    """
+    with whole_window(backend):
+        if live is not None and hasattr(live, "kv_loc_plan"):
+            forward_batch.kv_loc_plan = live.kv_loc_plan
+        try:
+            backend.init_forward_metadata_out_graph(forward_batch, in_capture=live is None)
+        finally:
+            if live is not None and hasattr(live, "kv_loc_plan"):
+                forward_batch.kv_loc_plan = None
+    return backend.forward_metadata
+
+
+def decode_batch(**fields: Any) -> Any:
+    """A decode step of its own, whose layers write no K and V; its residual is not begun."""
+    size = fields["req_pool_indices"].shape[0]
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        seq_lens_sum=size,
+        out_cache_loc=None,
+        **fields,
+    )
+
+
+def end_residual(forward_batch: Any) -> None:
+    """Let go of the residual's memory."""
+    if HAS_RESIDUAL_STREAM:
+        forward_batch.residual_stream = None
+
+
+def write_keys_and_values(
+    backend: Any, attention: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write K and V of all rows of a batch to a layer's pool.
+
+    Args:
+        backend: the front's, with its plan of this batch.
+        attention: the layer's ``RadixAttention``.
+        k, v: [T, kv_heads, head_dim].
+    """
+    pool, slots = backend.token_to_kv_pool, forward_batch.out_cache_loc
+    window_slots = None
+    if getattr(pool, "layers_mapping", {}).get(attention.layer_id, (0, False))[1]:
+        planned = getattr(backend.forward_metadata, "swa_out_cache_loc", None)
+        window_slots = pool.translate_loc_from_full_to_swa(slots) if planned is None else planned
+    if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them
+        target = KVWriteLoc.for_batch(forward_batch, swa_loc=window_slots)
+    else:
+        target = KVWriteLoc(slots, window_slots)
+    pool.set_kv_buffer(attention, target, k, v)
+
+
+def loads_by_layer(pool: Any) -> bool:
+    """Whether layers wait for their K and V in this pool: a cache loads them while others run."""
+    pools = (pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")))
+    return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
+
+
+def await_loads(pool: Any, layers: Iterable[int]) -> None:
+    """Wait, as those wait who attend, until K and V of these layers are in the pool."""
+    for layer in layers:
+        pool.get_kv_buffer(layer)
+
+
+def lends_graph_memory() -> bool:
+    """Whether SGLang uses the memory of its graphs while none is replayed (0.5.21 and later)."""
+    lends = getattr(envs, "SGLANG_ENABLE_GRAPH_POOL_BORROW", None)
+    return lends is not None and bool(lends.get())
+
+
+def partial_sums(backend: Any) -> int:
+    """Numbers that a decode kernel of ``backend`` keeps for each row of its graphs."""
+    heads, parts = getattr(backend, "num_head", 0), getattr(backend, "max_kv_splits", 0)
+    widths = [getattr(backend, name, None) or 0 for name in ("v_head_dim", "swa_v_head_dim")]
+    return heads * parts * sum(widths)
+
+
+def drop_graph_buffers(backend: Any) -> None:
+    """Free what ``init_cuda_graph_state`` allocated on a backend that nobody else uses."""
+    for name in [name for name in vars(backend) if name.startswith("cuda_graph_")]:
+        delattr(backend, name)
+
+
+def free_device_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a GPU, what PyTorch holds in reserve among them; None on no GPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def end_failed_capture(device: torch.device, backend: GraphBackend) -> None:
+    """Leave nothing of a capture that CUDA has broken off.
+
+    Up to torch 2.13 the default random generator stays in capture mode then, so that the first
+    sampled token would end the server, and the allocator goes on serving the graph's pool.
+
+    Raises:
+        RuntimeError: random numbers cannot be drawn all the same.
+    """
+    if device.type != "cuda":
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):  # it had ended
+        torch._C._cuda_endAllocateToPool(index, backend.pool)
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+    torch.empty(1, device=device).uniform_()
+
+
+# -- the residual stream and the layers ------------------------------------------------------
 
 
 def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:
@@ -359,8 +617,14 @@ def residual_reader(layer: Any) -> Any | None:
     return None if HAS_RESIDUAL_STREAM else getattr(layer, "pre_feedforward_layernorm", None)
 
 
-def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
-    """Give the batch a residual stream that holds ``hidden_states``, where it has streams."""
+def write_residual(forward_batch: Any, hidden_states: torch.Tensor, *, begin: bool = False) -> None:
+    """Give the batch a residual stream that holds ``hidden_states``, where it has streams.
+
+    Args:
+        begin: it has none yet.
+    """
+    if begin and HAS_RESIDUAL_STREAM:
+        residual_batch.start(forward_batch)
     if getattr(forward_batch, "residual_stream", None) is not None:
         residual_batch.set_written(hidden_states, forward_batch)
 
@@ -402,13 +666,20 @@ __all__ = [
     "LAST_TESTED",
     "CaptureHiddenMode",
     "ForwardMode",
+    "GraphBackend",
     "ModelRunner",
     "SeamError",
     "attn_backend_switched",
+    "await_loads",
     "build_attn_backend",
     "check",
     "current_attn_backend",
+    "decode_batch",
     "decodes_like_extend",
+    "drop_graph_buffers",
+    "end_failed_capture",
+    "end_residual",
+    "free_device_memory",
     "gemma4_causal",
     "is_capturing",
     "is_newer_than_tested",
@@ -416,8 +687,13 @@ __all__ = [
     "kv_cache_dtype",
     "layer_output",
     "layer_rows",
+    "lends_graph_memory",
+    "loads_by_layer",
+    "partial_sums",
     "plan",
+    "plan_recorded",
     "prefill_graph",
+    "recorded_decode_steps",
     "rendezvous_store",
     "residual",
     "residual_is_written",
@@ -425,5 +701,7 @@ __all__ = [
     "server_arguments",
     "tensor_parallel_group",
     "unseen",
+    "whole_window",
+    "write_keys_and_values",
     "write_residual",
 ]

@@ -1,4 +1,4 @@
-"""Methods replaced on single objects, and put back."""
+"""Methods and numbers replaced on single objects, and put back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ABSENT = object()
 
 
 class Shadows:
-    """Owns every replacement made through it, until ``close``.
+    """Owns every replacement made through it, until ``close`` or the end of its span.
 
     The replacement goes into the instance's ``__dict__``, where ``nn.Module.__call__`` finds it
     before the class's method; other instances, and the class, are untouched.
@@ -17,6 +17,12 @@ class Shadows:
 
     def __init__(self) -> None:
         self._saved: list[tuple[Any, str, object]] = []
+
+    def __enter__(self) -> Shadows:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def add(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> None:
         """Replace ``owner.name`` by ``wrap(owner.name)``."""

@@ -11,15 +11,40 @@ with everything that is laid out by rows pruned to the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import gate, seams
 from sglang_gemma4_yoco.rows import KeptRows
+
+_ALIGNMENT = 16  # bytes
+_TYPECODES = {torch.int32: "i", torch.int64: "q"}
+
+
+class _Columns:
+    """Lists of host integers as tensors on a device, by one copy that no one waits for."""
+
+    def __init__(self, device: torch.device, *columns: tuple[Sequence[int], torch.dtype]) -> None:
+        packed, self._places = bytearray(), []
+        for values, dtype in columns:
+            part = array(_TYPECODES[dtype], values).tobytes()
+            self._places.append((len(packed), len(part), dtype))
+            # The next begins where any of its numbers may begin.
+            packed += part + bytes(-len(part) % _ALIGNMENT)
+        host = torch.frombuffer(packed, dtype=torch.uint8)
+        if device.type == "cuda":
+            host = host.pin_memory()
+        self._copied = host.to(device, non_blocking=True)
+
+    def __getitem__(self, column: int) -> torch.Tensor:
+        start, length, dtype = self._places[column]
+        return self._copied.narrow(0, start, length).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -29,25 +54,50 @@ class Tail:
     Attributes:
         kept: the kept rows, on the host.
         index: [kept] int64 on the batch's device, positions of the kept rows among all T rows.
-        fields: ForwardBatch fields of the tail, by name.
         decodes: it runs as a decode step, not as an extend of suffixes.
         unread: nobody reads any row: no request of the batch finishes its prompt.
     """
 
     kept: KeptRows
     index: torch.Tensor
-    fields: Mapping[str, object]
     decodes: bool
     unread: bool
+    _batch: Any
+    _columns: _Columns
 
     @classmethod
-    def of(cls, forward_batch: Any) -> Tail:
-        """The tail of an eligible extend batch.
+    def of(cls, forward_batch: Any, backend: Any) -> Tail:
+        """The tail of an eligible extend batch, to run on an attention backend like ``backend``.
 
-        No value travels from the device to the host; all tensors are new, none is a view.
+        No value travels from the device to the host, and what the host knows travels to the
+        device in one copy. No tensor shares memory with one of the batch's.
         """
         kept = gate.kept_rows(forward_batch)
         lens: torch.Tensor = forward_batch.extend_seq_lens
+        columns = _Columns(
+            lens.device,
+            (kept.indices(), torch.int64),
+            (kept.lens, lens.dtype),
+            (kept.prefix_lens, lens.dtype),
+            (kept.start_loc(), lens.dtype),
+        )
+        return cls(
+            kept=kept,
+            index=columns[0],
+            decodes=kept.one_per_request and seams.decodes_like_extend(backend),
+            unread=gate.is_unread(forward_batch),
+            _batch=forward_batch,
+            _columns=columns,
+        )
+
+    @cached_property
+    def fields(self) -> Mapping[str, object]:
+        """ForwardBatch fields of the tail, by name.
+
+        Made when they are first asked for, which must be while the batch is the front's; a replayed
+        tail may need none.
+        """
+        kept, index, batch = self.kept, self.index, self._batch
         fields: dict[str, object] = {
             "extend_seq_lens_cpu": list(kept.lens),
             "extend_prefix_lens_cpu": list(kept.prefix_lens),
@@ -55,48 +105,31 @@ class Tail:
             # Attention narrows its rows to this count when it is the smaller one.
             "global_num_token_non_padded_cpu": kept.kept,
             "num_token_non_padded_cpu": kept.kept,
+            "extend_seq_lens": self._columns[1],
+            "extend_prefix_lens": self._columns[2],
+            "extend_start_loc": self._columns[3],
         }
-        decodes = kept.one_per_request and seams.decodes_like_extend(seams.current_attn_backend())
-        if decodes:
-            index = torch.cumsum(lens, dim=0) - 1  # [3, 4, 2] -> [2, 6, 8], int64
-            fields |= {
-                "forward_mode": seams.ForwardMode.DECODE,
-                "extend_seq_lens": torch.ones_like(lens),
-                "extend_prefix_lens": (forward_batch.seq_lens - 1).to(lens.dtype),
-                "extend_start_loc": torch.arange(
-                    len(kept.lens), dtype=lens.dtype, device=lens.device
-                ),
-                # out_cache_loc stays [T]: layer K-1 writes K and V of all rows in this mode,
-                # and the layers after it write none.
-            }
+        if self.decodes:
+            # out_cache_loc stays [T]: layer K-1 writes K and V of all rows in this mode, and the
+            # layers after it write none.
+            fields["forward_mode"] = seams.ForwardMode.DECODE
         else:
-            index = _to_device(kept.indices(), torch.int64, lens.device)
-            kept_lens = _to_device(kept.lens, lens.dtype, lens.device)
             fields |= {
                 "forward_mode": seams.ForwardMode.EXTEND,
-                "extend_seq_lens": kept_lens,
-                "extend_prefix_lens": _to_device(kept.prefix_lens, lens.dtype, lens.device),
-                "extend_start_loc": (kept_lens.cumsum(0) - kept_lens).to(lens.dtype),
                 # Without K and V of its own a layer reads this chunk's back from these slots,
                 # row by row with the queries.
-                "out_cache_loc": forward_batch.out_cache_loc.index_select(0, index),
+                "out_cache_loc": batch.out_cache_loc.index_select(0, index),
                 # The same rows of the iteration's translated slots (SGLang 0.5.22 and later).
                 "kv_loc_cols": index,
             }
-        input_ids = getattr(forward_batch, "input_ids", None)
+        input_ids = getattr(batch, "input_ids", None)
         if input_ids is not None:
             fields["input_ids"] = input_ids.index_select(0, index)
-        return cls(kept, index, fields, decodes, unread=gate.is_unread(forward_batch))
+        return fields
 
-    def at(self, positions: torch.Tensor) -> Tail:
-        """The same tail with the kept rows' positions, which are known at the cut only."""
-        return replace(self, fields={**self.fields, "positions": positions})
-
-
-def _to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host integers as a tensor on ``device``, by a copy that no one waits for."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    def fields_at(self, positions: torch.Tensor) -> Mapping[str, object]:
+        """The same with the kept rows' positions, which are known at the cut only."""
+        return {**self.fields, "positions": positions}
 
 
 @contextmanager

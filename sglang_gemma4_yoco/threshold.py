@@ -1,4 +1,4 @@
-"""Does the fast path pay for this batch? A rule on two row counts, or the operator's own.
+"""Does the fast path pay for this batch? A rule on its rows and on how its tail runs, or a setting.
 
 The setting is the environment variable ``SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS``.
 """
@@ -6,9 +6,11 @@ The setting is the environment variable ``SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS``.
 from __future__ import annotations
 
 import os
+from enum import Enum
 
 VARIABLE = "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"
 _FEWEST = 3  # rows
+_FEWEST_LAUNCHED = 1024  # rows, on a GPU
 _LEAST = 16  # of so many rows one must be skipped
 
 
@@ -30,12 +32,22 @@ def min_skipped_rows() -> int | None:
     )
 
 
-def pays(total: int, kept: int, minimum: int | None = None) -> bool:
+class TailCost(Enum):
+    """What the tail of a batch costs besides its rows."""
+
+    NOTHING = "replayed as one graph, or not run at all"
+    LAUNCHES = "launched kernel by kernel on a GPU"
+    ARITHMETIC = "computed on a CPU"
+
+
+def pays(
+    total: int, kept: int, minimum: int | None = None, cost: TailCost = TailCost.ARITHMETIC
+) -> bool:
     """Whether skipping ``total - kept`` rows saves more than the cut itself costs.
 
-    The saving grows with the skipped rows: of a stock forward's time the tail takes a share f
-    (0.7 in E2B, 0.43 in E4B), and skipping s of T rows saves f * s / T of it. Two costs stand
-    against that.
+    **On a CPU** the saving grows with the skipped rows: of a stock forward's time the tail takes a
+    share f (0.7 in E2B, 0.43 in E4B), and skipping s of T rows saves f * s / T of it. Two costs
+    stand against that.
 
     * Small batches: a layer reads all its weights for one row as for three, so few skipped rows
       save nothing, and the fixed work of the cut remains. Measured off/on with E2B proportions
@@ -47,15 +59,34 @@ def pays(total: int, kept: int, minimum: int | None = None) -> bool:
 
     Figures: ``benchmark/results/threshold_e2b-mini_cpu_sglang-0.5.23.json``, a CPU, fp32.
 
+    **On a GPU** a forward takes as long as the longer of two: the device's work, which grows with
+    the rows, and the host's, which launches each layer's kernels for one row as for a thousand.
+
+    * A tail that is replayed, or that nobody reads, spares the host 20 layers of 35, or 18 of 42,
+      whatever the rows: one skipped row is enough.
+    * A tail that is launched spares the device alone, so that it pays only where the device is the
+      slower of the two. With h seconds of the host per layer, w multiplied weights of a layer and a
+      device of F operations per second, that is from T = h * F / (2 * w) rows on. A layer of E2B
+      has w = 5e7; h = 0.35 ms and F = 3e14 (an H100) make 1050 rows; 0.25 ms 750, 0.5 ms 1500, and
+      for E4B, whose layers are larger, 720. Hence at least 1024 skipped rows. This is a model until
+      a GPU has been measured.
+
     Args:
         total: rows of the batch, T.
         kept: rows that somebody reads; 0 for a batch that only fills the cache.
         minimum: the operator's own number of rows to skip, which replaces the rule.
+        cost: how the tail would run.
 
     >>> pays(total=2048, kept=1), pays(total=16, kept=14), pays(total=100, kept=95)
     (True, False, False)
+    >>> pays(2, 1, cost=TailCost.NOTHING), pays(800, 1, cost=TailCost.LAUNCHES)
+    (True, False)
     """
     skipped = total - kept
     if minimum is not None:
         return skipped >= minimum
+    if cost is TailCost.NOTHING:
+        return skipped >= 1
+    if cost is TailCost.LAUNCHES:
+        return skipped >= _FEWEST_LAUNCHED and skipped * _LEAST >= total
     return skipped >= _FEWEST and skipped * _LEAST >= total

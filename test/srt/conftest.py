@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 # SGLang chooses its platform when it is first imported, in this process as in a server's.
-os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
+if os.environ.get("YOCO_TEST_GPU") != "1":
+    os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
 # Tensors this small gain nothing from threads that wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -20,7 +22,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # set nothing is shown by test_threshold and server/test_defaults. Set whatever the developer has.
 os.environ["SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"] = "1"
 
-from server import DEFAULT_THRESHOLD, Server, pair, running
+from server import (
+    DEFAULT_THRESHOLD,
+    RECORDED_ARGUMENTS,
+    RECORDED_GRAPHS,
+    Server,
+    pair,
+    running,
+)
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 
 if TYPE_CHECKING:
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["own_process"]
 
 #: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs.
-FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts")
+FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts", "gpu")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -101,6 +110,17 @@ def default_server(
 
 
 @pytest.fixture(scope="session")
+def recorded_server(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server whose decode steps are replayed, and the tails of its prefills."""
+    directory = tmp_path_factory.mktemp("recorded")
+    graphs: Any = {"arguments": RECORDED_ARGUMENTS, "env": RECORDED_GRAPHS}
+    with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def on_server(servers: tuple[Server, Server]) -> Server:
     """The server with the fast path on."""
     return servers[0]
@@ -129,6 +149,27 @@ def forgotten_reports() -> Iterator[None]:
     report.reset()
     yield
     report.reset()
+
+
+@pytest.fixture
+def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have SGLang make its forward batches with these fields from here on."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    make = ForwardBatch.init_new
+
+    def change(**fields: Any) -> None:
+        @functools.wraps(make)
+        def init_new(*args: Any, **kwargs: Any) -> Any:
+            batch = make(*args, **kwargs)
+            for name, value in fields.items():
+                assert hasattr(batch, name)
+                setattr(batch, name, value)
+            return batch
+
+        monkeypatch.setattr(ForwardBatch, "init_new", init_new)
+
+    return change
 
 
 @pytest.fixture

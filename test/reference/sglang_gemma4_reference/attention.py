@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_gemma4_reference import recorder
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -20,10 +22,26 @@ if TYPE_CHECKING:
 _BLOCK = 256
 
 
-def _kv_lens(forward_batch: Any) -> list[int]:
-    """Keys of each request: read here alone, for extend and decode alike."""
-    lens: list[int] = forward_batch.seq_lens.tolist()
-    return lens
+def _listed(numbers: torch.Tensor) -> list[int]:
+    """What the host reads of a batch: here alone, for extend and decode alike."""
+    listed: list[int] = numbers.tolist()
+    return listed
+
+
+class LayerCache(NamedTuple):
+    """Where the K and V of one layer lie.
+
+    Attributes:
+        keys, values: [slots, kv_heads, head_dim].
+        slots: [requests, positions], the slot of each token.
+        window_slots: of the layer's own pool, for each slot of the full one; None for a layer
+            whose pool is the full one.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+    window_slots: torch.Tensor | None
 
 
 class WindowedTorchNativeBackend(TorchNativeAttnBackend):
@@ -38,10 +56,19 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     ``req_pool_indices``, ``seq_lens``, ``extend_seq_lens`` and ``out_cache_loc``. The rows of
     ``q`` are the *last* rows of each request, so a call may bring K/V for more rows than it
     brings queries, or no K/V at all.
+
+    A decode step can be recorded, its attention as one node of each layer.
     """
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to allocate: a recorded step reads the batch's own static tensors."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of a request that pads a recorded batch."""
+        return 1
 
     def forward_extend(
         self,
@@ -53,18 +80,29 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend as the last ``extend_seq_lens[i]`` rows of each request; see ``_forward``.
+        """Write K and V, then attend as the last ``extend_seq_lens[i]`` rows of each request.
 
         When drafts are verified, their rows come after the ``seq_lens[i]`` tokens of request i.
+
+        Args:
+            q: [sum(extend_seq_lens), heads, head_dim], or flattened to two dimensions.
+            k, v: [len(out_cache_loc), kv_heads, head_dim], or None to write nothing.
+
+        Returns:
+            [sum(extend_seq_lens), heads * head_dim].
         """
-        kv_lens = _kv_lens(forward_batch)
+        cache = self._written(k, v, layer, forward_batch, save_kv_cache)
+        kv_lens = _listed(forward_batch.seq_lens)
         if forward_batch.forward_mode.is_target_verify():
             drafts = forward_batch.spec_info.draft_token_num
             query_lens = [drafts] * len(kv_lens)
             kv_lens = [kv_len + drafts for kv_len in kv_lens]
         else:
-            query_lens = forward_batch.extend_seq_lens.tolist()
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, query_lens, kv_lens)
+            query_lens = _listed(forward_batch.extend_seq_lens)
+        requests = _listed(forward_batch.req_pool_indices)
+        return _attend(
+            _heads(q, layer), cache, requests, query_lens, kv_lens, layer.scaling, _window(layer)
+        )
 
     def forward_decode(
         self,
@@ -76,37 +114,31 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend as the last row of each request; see ``_forward``."""
-        kv_lens = _kv_lens(forward_batch)
-        query_lens = [1] * len(kv_lens)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, query_lens, kv_lens)
+        """Write K and V, then attend as the last row of each request; see ``forward_extend``."""
+        cache = self._written(k, v, layer, forward_batch, save_kv_cache)
+        attended: torch.Tensor = recorder.as_one_node(
+            _attend_with_one_row,
+            _heads(q, layer),
+            cache,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            scale=layer.scaling,
+            window=_window(layer),
+        )
+        return attended
 
-    def _forward(
+    def _written(
         self,
-        q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
-        query_lens: Iterable[int],
-        kv_lens: Iterable[int],
-    ) -> torch.Tensor:
-        """Write ``k`` and ``v`` to the cache, then attend to the cache.
-
-        Args:
-            q: [sum(query_lens), heads, head_dim], or flattened to two dimensions.
-            k, v: [len(out_cache_loc), kv_heads, head_dim], or None to write nothing.
-            query_lens: rows of ``q`` per request.
-            kv_lens: keys per request, the last of which belong to the rows of ``q``.
-
-        Returns:
-            [sum(query_lens), heads * head_dim].
-        """
+    ) -> LayerCache:
+        """The layer's cache, with ``k`` and ``v`` in it."""
         if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
             raise NotImplementedError(f"layer {layer.layer_id}: only causal self-attention")
         pool = self.token_to_kv_pool
-        window = layer.sliding_window_size if layer.sliding_window_size > 0 else None
         # Asked of the pool at hand: a draft model's backend is lent the target's pool.
         mapping = getattr(pool, "layers_mapping", None)
         in_window_pool = mapping is not None and mapping[layer.layer_id][1]
@@ -114,33 +146,78 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
             loc = forward_batch.out_cache_loc
             window_loc = pool.translate_loc_from_full_to_swa(loc) if in_window_pool else None
             pool.set_kv_buffer(layer, KVWriteLoc(loc, window_loc), k, v)
+        return LayerCache(
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            self.req_to_token_pool.req_to_token,
+            pool.full_to_swa_index_mapping if in_window_pool else None,
+        )
 
-        keys = pool.get_key_buffer(layer.layer_id)
-        values = pool.get_value_buffer(layer.layer_id)
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
-        start = 0
-        for request, kv_len, query_len in zip(
-            forward_batch.req_pool_indices.tolist(),
-            kv_lens,
-            query_lens,
-            strict=True,
-        ):
-            end = start + query_len
-            # Slots further back belong to no row of the window, and may have been given away.
-            first = 0 if window is None else max(0, kv_len - query_len - window)
-            slots = self.req_to_token_pool.req_to_token[request, first:kv_len].long()
-            if in_window_pool:
-                slots = pool.translate_loc_from_full_to_swa(slots)
-            out[start:end] = causal_attention(
-                q[start:end],
-                keys[slots].to(q.dtype),
-                values[slots].to(q.dtype),
-                scale=layer.scaling,
-                window=window,
-            )
-            start = end
-        return out.flatten(1)
+
+def _heads(q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+    return q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+
+
+def _window(layer: RadixAttention) -> int | None:
+    size: int = layer.sliding_window_size
+    return size if size > 0 else None
+
+
+def _attend_with_one_row(
+    q: torch.Tensor,
+    cache: LayerCache,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Decode attention, as a kernel of its own: it reads its lengths when it runs."""
+    kv_lens = _listed(lengths)
+    return _attend(q, cache, _listed(requests), [1] * len(kv_lens), kv_lens, scale, window)
+
+
+def _attend(
+    q: torch.Tensor,
+    cache: LayerCache,
+    requests: Iterable[int],
+    query_lens: Iterable[int],
+    kv_lens: Iterable[int],
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend to the cache.
+
+    Args:
+        q: [sum(query_lens), heads, head_dim].
+        cache: the layer's.
+        requests: row of each request in ``cache.slots``.
+        query_lens: rows of ``q`` per request.
+        kv_lens: keys per request, the last of which belong to the rows of ``q``.
+        scale: of the products.
+        window: how many keys before its own a row sees, or None for all of them.
+
+    Returns:
+        [sum(query_lens), heads * head_dim].
+    """
+    out = q.new_empty(*q.shape[:-1], cache.values.shape[-1])
+    start = 0
+    for request, kv_len, query_len in zip(requests, kv_lens, query_lens, strict=True):
+        end = start + query_len
+        # Slots further back belong to no row of the window, and may have been given away.
+        first = 0 if window is None else max(0, kv_len - query_len - window)
+        slots = cache.slots[request, first:kv_len].long()
+        if cache.window_slots is not None:
+            slots = cache.window_slots[slots]
+        out[start:end] = causal_attention(
+            q[start:end],
+            cache.keys[slots].to(q.dtype),
+            cache.values[slots].to(q.dtype),
+            scale=scale,
+            window=window,
+        )
+        start = end
+    return out.flatten(1)
 
 
 def causal_attention(

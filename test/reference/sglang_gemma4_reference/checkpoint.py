@@ -204,12 +204,32 @@ E2B_TINY = dataclasses.replace(
     max_positions=8192,
 )
 
+# Of the real models only the number of layers and what they share: so narrow that the time of a
+# forward is its host's, layer by layer.
+E2B_HOST = dataclasses.replace(
+    E2B_TINY,
+    layers=E2B.layers,
+    kv_shared_layers=E2B.kv_shared_layers,
+    sliding_per_full=E2B.sliding_per_full,
+)
+
+E4B_HOST = dataclasses.replace(
+    E2B_HOST,
+    layers=E4B.layers,
+    kv_shared_layers=E4B.kv_shared_layers,
+    sliding_per_full=E4B.sliding_per_full,
+    kv_heads=E4B.kv_heads,
+    double_wide_mlp=False,
+)
+
 PRESETS = {
     "E2B": E2B,
     "E4B": E4B,
     "E2B_MINI": E2B_MINI,
     "E4B_MINI": E4B_MINI,
     "E2B_TINY": E2B_TINY,
+    "E2B_HOST": E2B_HOST,
+    "E4B_HOST": E4B_HOST,
 }
 
 

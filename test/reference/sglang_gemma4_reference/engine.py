@@ -243,12 +243,13 @@ class Engine:
         pool = self.runner.token_to_kv_pool
         return pool.get_key_buffer(layer), pool.get_value_buffer(layer)
 
+    def kv_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
+        return [self._buffers(layer) for layer in self._layers_with_kv]
+
     def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
-        return [
-            (keys.clone(), values.clone())
-            for keys, values in (self._buffers(layer) for layer in self._layers_with_kv)
-        ]
+        """Copies of ``kv_buffers``."""
+        return [(keys.clone(), values.clone()) for keys, values in self.kv_buffers()]
 
     def poison(self, batch: ScheduleBatch) -> None:
         """Overwrite K and V at the slots that ``batch`` must write, so that a skipped write shows.

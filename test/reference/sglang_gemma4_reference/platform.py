@@ -18,9 +18,24 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+RECORDED = "GEMMA4_CPU_GRAPHS"
+
+
 def triton_is_interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, so that they work on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def decode_steps_are_recorded() -> bool:
+    """Whether SGLang records its decode steps, as it does on a GPU, and replays them.
+
+    Raises:
+        ValueError: something else was asked for.
+    """
+    value = os.environ.get(RECORDED, "")
+    if value not in ("", "decode"):
+        raise ValueError(f"{RECORDED}={value!r}: only 'decode' is known")
+    return value == "decode"
 
 
 class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -29,11 +44,16 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     The attention backend named ``triton`` is ``WindowedTorchNativeBackend``, unless
     ``TRITON_INTERPRET=1`` asks for the real one in Triton's interpreter. With
     ``GEMMA4_CPU_BRANCHES=cuda`` as well the text model takes a GPU's paths (``cuda_branches``).
+
+    Graphs are recorded and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
+    does so with its own decode steps.
     """
 
     _enum = PlatformEnum.OOT
     device_name = "gemma4_cpu"
-    capabilities = releases.capabilities(supports_triton=triton_is_interpreted())
+    capabilities = releases.capabilities(
+        supports_triton=triton_is_interpreted(), graph_capture=decode_steps_are_recorded()
+    )
 
     def get_default_attention_backend(self) -> str:
         return "triton"
@@ -59,6 +79,16 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         _deal_out_cores(server_args.dp_size * server_args.tp_size * server_args.pp_size)
 
+    def get_full_graph_backend_cls(self) -> type[Any]:
+        from sglang_gemma4_reference import graph_backend
+
+        return graph_backend.RecordedGraphBackend
+
+    def get_graph_runner_cls(self) -> Callable[[Any], Any]:
+        from sglang_gemma4_reference import graph_backend
+
+        return graph_backend.runner_of_decode_steps
+
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
         from sglang_gemma4_reference import speculation
 
@@ -81,6 +111,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.model_executor import model_runner
 
         releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
+        releases.take_graphs(of_decode_steps=decode_steps_are_recorded())
         # On a CPU heads that tensor parallelism cannot deal out evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from inspect import signature
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -32,13 +33,15 @@ def _first_of(*names: str) -> ModuleType:
     return import_module(names[-1])
 
 
-def capabilities(*, supports_triton: bool) -> Any:
+def capabilities(*, supports_triton: bool, graph_capture: bool) -> Any:
     """The platform's ``capabilities``, or None where a platform declares none (up to 0.5.21)."""
     from sglang.srt.platforms import interface
 
     if not hasattr(interface, "PlatformCapabilities"):
         return None
-    return interface.PlatformCapabilities(supports_triton=supports_triton)
+    return interface.PlatformCapabilities(
+        supports_triton=supports_triton, graph_capture=graph_capture
+    )
 
 
 def take_in_tree_paths(*, supports_triton: bool) -> None:
@@ -83,6 +86,80 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, replacement)
+
+
+def take_graphs(*, of_decode_steps: bool) -> None:
+    """Have SGLang's machinery of CUDA graphs run on a CPU, where it asks a platform (0.5.23).
+
+    Args:
+        of_decode_steps: SGLang records its own decode steps too.
+    """
+    from sglang.srt.platforms import interface
+
+    if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
+        if of_decode_steps:
+            raise RuntimeError("decode steps are recorded by SGLang 0.5.23 and later")
+        return
+    from sglang_gemma4_reference import graph_backend
+
+    graph_backend.give_graphs_to_torch_cpu()
+    # With a PyTorch for CUDA it asks CUDA for the stream of the current device.
+    _replace_everywhere(
+        "sglang.srt.utils.common", "get_current_device_stream_fast", _current_stream
+    )
+    if of_decode_steps:
+        setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+        stock = import_module(setup).capture_decode_graph
+        _replace_everywhere(setup, "capture_decode_graph", as_if_compiled(stock))
+
+
+def graph_memory_pool(device_module: Any) -> Any:
+    """The memory pool that graphs lie in: of all of them in common (0.5.15), or a new one."""
+    from sglang.srt.model_executor.runner_utils import pool
+
+    in_common = getattr(pool, "get_or_create_global_graph_memory_pool", None)
+    return device_module.graph_pool_handle() if in_common is None else in_common(device_module)
+
+
+def _current_stream() -> Any:
+    import torch
+
+    return torch.cpu.current_stream()
+
+
+def as_if_compiled(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a CPU's decode steps recorded, which SGLang does only where it compiles them."""
+    from sglang.srt.runtime_context import get_flags
+
+    def capture_decode_graph(*, model_runner: Any) -> Any:
+        capture = get_flags().capture
+        before, capture.enable_torch_compile = capture.enable_torch_compile, True
+        try:
+            return stock(model_runner=model_runner)
+        finally:
+            capture.enable_torch_compile = before
+
+    return capture_decode_graph
+
+
+def compile_no_decode_steps() -> None:
+    """Have decode steps recorded as they are (0.5.23 and later)."""
+    from sglang.srt.runtime_context import get_flags
+
+    get_flags().capture.enable_torch_compile = False
+
+
+def record_decode_steps(runner: ModelRunner) -> None:
+    """Have SGLang record the runner's decode steps, as a server does when it starts."""
+    import torch
+    from sglang.srt.model_executor import model_runner
+
+    with torch.no_grad(), ExitStack() as span:
+        if runner.device == "cpu":
+            capture = as_if_compiled(model_runner.capture_decode_graph)
+            patched = mock.patch.object(model_runner, "capture_decode_graph", capture)
+            span.enter_context(patched)
+        runner.init_decode_cuda_graph()
 
 
 def load_model(args: ServerArgs, rank: int) -> ModelRunner:
@@ -283,14 +360,17 @@ def tells_unread_chunks() -> bool:
 
 __all__ = [
     "allocates_pages_without_triton",
+    "as_if_compiled",
     "capabilities",
     "extend",
     "forward_batch",
     "load_model",
     "placeholders",
     "published",
+    "record_decode_steps",
     "row",
     "serving",
+    "take_graphs",
     "take_in_tree_paths",
     "tells_unread_chunks",
     "tree_cache",

@@ -5,12 +5,13 @@ With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward 
 
     {"mode": "EXTEND", "extend_lens": [50], "prefix_lens": [0], "rows": [50, 50, 1, 1],
      "first_layer": 0, "process": 4711, "ends_prompt": true, "logprob_starts": null,
-     "captures": "NULL", "multimodal": false}
+     "captures": "NULL", "multimodal": false, "replays": 0}
 
 It takes nobody's word: ``rows`` are the leading dimensions of the tensors that the layers' MLPs
-were called with, 0 for a layer that was not called. All else is what SGLang's scheduler put into
-the batch, read before any layer runs. PyTorch's module hooks do it, so nothing of SGLang is
-replaced.
+were called with, or had been called with while a graph was recorded (``recorder``) that was
+replayed in this forward; 0 for a layer that was not called. All else is what SGLang's scheduler
+put into the batch, read before any layer runs. PyTorch's module hooks do it, so nothing of SGLang
+is replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from sglang_gemma4_reference import recorder
 
 VARIABLE = "GEMMA4_ROW_TRACE"
 VERIFY = "TARGET_VERIFY"
@@ -46,6 +49,7 @@ class Prefill:
             None where no request of the batch wants any.
         captures: name of the mode in which hidden states are captured.
         multimodal: whether some request brings an image or sound.
+        replays: how many graphs were replayed.
     """
 
     mode: str
@@ -58,6 +62,7 @@ class Prefill:
     logprob_starts: list[int] | None = None
     captures: str = "NULL"
     multimodal: bool = False
+    replays: int = 0
 
 
 def _integers(lens: Iterable[Any] | None) -> list[int]:
@@ -78,6 +83,7 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
         # Whoever wraps the forward may hide its signature.
         batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
         current = None
+        recorder.replays.clear()
         if batch.forward_mode.is_target_verify():  # says nothing of lengths on the host
             current = Prefill(
                 mode=VERIFY,
@@ -107,14 +113,19 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
 
     def counter(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def count(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if current is not None:
-                current.rows[layer] += args[0].shape[0]
+            rows = args[0].shape[0]
+            if not recorder.note(("rows of an MLP", layer), rows) and current is not None:
+                current.rows[layer] += rows
 
         return count
 
     def end(*_: object) -> None:
         nonlocal current
         if current is not None:
+            current.replays = len(recorder.replays)
+            for graph in recorder.replays:
+                for layer in range(len(layers)):
+                    current.rows[layer] += graph.notes["rows of an MLP", layer]
             tell(current)
         current = None
 

@@ -335,7 +335,7 @@ def outcome(prefill: Prefill) -> str:
         return SERVED_BY_STOCK
     if prefill.rows[-1] == 0:
         return SKIPPED
-    if prefill.rows[-1] < total:
+    if prefill.rows[-1] < total or prefill.replays:  # a few rows may be padded to all
         return ACTIVE
     return NOTHING_TO_SKIP if total == len(prefill.extend_lens) else STOCK
 

@@ -1,12 +1,14 @@
 """What decides whether a forward is cut, each by itself: fields, arguments, backends, plans.
 
 SGLang sets most of these together with others, or in servers that a CPU cannot start. Here one is
-set on an ordinary batch, or published, from the call of the model to that of its first layer, so
-that SGLang's own code never meets it; whether the forward was cut shows by the rows of its layers.
+set on an ordinary batch, or published, while the package decides: while the batch is planned, or
+from the call of the model to that of its first layer, so that SGLang's own code never meets it;
+whether the forward was cut shows by the rows of its layers.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,8 +21,9 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.runner_utils import capture_mode
 
-from batches import batch_of
+from batches import BATCHES, batch_of
 from forwards import (
     TWO_PROMPTS,
     assert_fast,
@@ -30,37 +33,62 @@ from layer_rows import cut as cut_rows
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, fallback, gate, report, seams, threshold
+from sglang_gemma4_yoco import fallback, gate, owner, plan, report, seams, threshold
+from sglang_gemma4_yoco.shadow import Shadows
 from stand_ins import skip_on_older
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
+PLANNED, CALLED = "while it is planned", "when the model is called"
+WHEN = (PLANNED, CALLED)
+
+
 @contextmanager
 def while_deciding(
-    engine: Engine, entered: Callable[[Any], AbstractContextManager[None]]
+    engine: Engine, entered: Callable[[Any], AbstractContextManager[None]], when: str = PLANNED
 ) -> Iterator[None]:
-    """Have every forward enter ``entered(forward_batch)`` until its first layer runs."""
-    model = engine.text_model
+    """Have every forward enter ``entered(forward_batch)`` for one of the two spans.
+
+    What is known of the server is found out anew there.
+    """
+    model, backend = engine.text_model, engine.runner.attn_backend
     with ExitStack() as hooks, ExitStack() as deciding:
 
-        def decide(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            model.__dict__.pop("_yoco_server_reason", None)
-            batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        def decide(batch: Any) -> None:
+            vars(owner.of(model)).pop("constant_reason", None)
             deciding.enter_context(entered(batch))
+
+        def planning(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+            def init_forward_metadata(batch: Any) -> None:
+                with deciding:
+                    decide(batch)
+                    stock(batch)
+
+            return init_forward_metadata
+
+        def called(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            decide(kwargs["forward_batch"] if "forward_batch" in kwargs else args[2])
 
         def decided(*_: Any) -> None:
             deciding.close()
 
-        hooks.callback(model.register_forward_pre_hook(decide, with_kwargs=True).remove)
-        hooks.callback(model.layers[0].register_forward_pre_hook(decided).remove)
+        if when == PLANNED:
+            hooks.enter_context(Shadows()).add(backend, "init_forward_metadata", planning)
+        else:
+            hooks.callback(model.register_forward_pre_hook(called, with_kwargs=True).remove)
+            hooks.callback(model.layers[0].register_forward_pre_hook(decided).remove)
         yield
-    model.__dict__.pop("_yoco_server_reason", None)
+    vars(owner.of(model)).pop("constant_reason", None)
 
 
-def assert_stock(engine: Engine, entered: Callable[[Any], AbstractContextManager[None]]) -> None:
+def assert_stock(
+    engine: Engine,
+    entered: Callable[[Any], AbstractContextManager[None]],
+    when: str = PLANNED,
+) -> None:
     """No layer leaves out a row; without it, the next forward is cut."""
-    with while_deciding(engine, entered):
+    with while_deciding(engine, entered, when):
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
     assert report.forwards[report.ACTIVE] == report.forwards[report.FAILED] == 0
@@ -96,8 +124,10 @@ FIELDS = (
 )
 
 
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_of_the_batch(engine: Engine, name: str) -> None:
+def test_a_field_of_the_batch(engine: Engine, name: str, when: str) -> None:
+    """Also when it is set behind the plan's back."""
     skip_on_older("ForwardBatch", {name} - ForwardBatch.__dataclass_fields__.keys())
 
     @contextmanager
@@ -110,7 +140,49 @@ def test_a_field_of_the_batch(engine: Engine, name: str) -> None:
         finally:
             setattr(batch, name, before)
 
-    assert_stock(engine, set_field)
+    assert_stock(engine, set_field, when)
+
+
+@pytest.mark.parametrize("name", ["extend_seq_lens_cpu", "extend_prefix_lens_cpu"])
+def test_what_a_plan_was_made_from_is_replaced(engine: Engine, name: str) -> None:
+    """Nothing tells then whether the plan still fits."""
+
+    @contextmanager
+    def replaced(batch: Any) -> Iterator[None]:
+        before = getattr(batch, name)
+        setattr(batch, name, copy.copy(before))
+        try:
+            yield
+        finally:
+            setattr(batch, name, before)
+
+    assert_stock(engine, replaced, CALLED)
+    assert report.forwards[plan.NOT_PLANNED] == 1
+
+
+@contextmanager
+def with_an_image(batch: Any) -> Iterator[None]:
+    batch.mm_input_embeds = torch.zeros(len(batch.input_ids), 1)
+    try:
+        yield
+    finally:
+        batch.mm_input_embeds = None
+
+
+def test_an_image_that_comes_to_suffixes(engine: Engine) -> None:
+    """Of last rows alone nothing changes: SGLang's model itself puts embeddings there."""
+    suffixes = BATCHES["input logprobs"]
+    with while_deciding(engine, with_an_image, CALLED):
+        seen = run(engine, engine.schedule(suffixes), "1")
+        assert seen.rows == [sum(len(prompt.new) for prompt in suffixes)] * LAYERS
+        assert report.forwards[gate.IMAGE_LOGPROBS] == 1
+        assert run(engine, engine.schedule(TWO_PROMPTS), "1").rows[-1] == len(TWO_PROMPTS)
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_graph_that_is_recorded(engine: Engine, when: str) -> None:
+    assert_stock(engine, lambda _: capture_mode.model_capture_mode(), when)
+    assert report.forwards[gate.CAPTURING] == 1
 
 
 DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
@@ -172,8 +244,8 @@ def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.Monkey
 
 def test_another_backend_than_the_one_that_was_planned_on(engine: Engine) -> None:
     another = engine.runner._get_attention_backend()
-    assert_stock(engine, lambda _: seams.attn_backend_switched(another))
-    assert report.forwards[cut.NOT_PLANNED] == 1
+    assert_stock(engine, lambda _: seams.attn_backend_switched(another), CALLED)
+    assert report.forwards[plan.NOT_PLANNED] == 1
 
 
 def test_a_chunk_whose_last_rows_are_captured_is_read(
@@ -229,7 +301,7 @@ def test_a_plan_that_fails_beside_other_ranks_ends_the_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go on with a tail, which this rank's stock forward would not fit."""
-    attention = cut.tail_attention(engine.text_model)
+    attention = owner.of(engine.text_model).attention
     assert attention is not None
 
     def out_of_memory(_: Any) -> None:
@@ -266,12 +338,12 @@ def test_what_a_layer_had_of_its_own_is_used_and_put_back(
 
 
 def test_attached_twice_is_taken_away_as_a_whole(engine: Engine) -> None:
-    attention = cut.tail_attention(engine.text_model)
-    assert attention is not None
-    attention.attach()
-    attention.detach()
+    known = owner.of(engine.text_model)
+    assert known.attention is not None
+    known.attach()
+    known.close()
     try:
-        assert "init_forward_metadata" not in attention.main.__dict__
+        assert "init_forward_metadata" not in known.attention.main.__dict__
     finally:
         engine.runner.init_attention_backends()
     assert_fast(engine)

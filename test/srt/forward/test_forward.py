@@ -25,7 +25,7 @@ from forwards import (
     norms_that_add_in_place,
     with_image,
 )
-from layer_rows import LAYERS
+from layer_rows import FIRST_CUT, LAYERS
 from observe import (
     TOLERANCE,
     Observed,
@@ -39,7 +39,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import cut, fallback, gate, patch, report, seams
+from sglang_gemma4_yoco import cut, fallback, gate, owner, patch, plan, report, seams
 from sglang_gemma4_yoco.donor import DonorCut
 
 EVERY_CALL = range(10**9)
@@ -47,11 +47,11 @@ EVERY_CALL = range(10**9)
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    engine.text_model.__dict__.pop("_yoco_donor_cut", None)
+    vars(owner.of(engine.text_model)).pop("donor_cut", None)
     report.reset()
     fallback.reset()
     yield
-    engine.text_model.__dict__.pop("_yoco_donor_cut", None)
+    vars(owner.of(engine.text_model)).pop("donor_cut", None)
     fallback.reset()
 
 
@@ -74,7 +74,7 @@ def test_backend_whose_decode_is_not_proven(
 )
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorCut) -> None:
-    engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
+    owner.of(engine.text_model).donor_cut = cut_at
     unread = batch_of((20, 60), (0, 30), to_come=(21, 22))
     _, fast = assert_fast(engine, unread, cut_at)
     assert fast.hidden is not None
@@ -82,15 +82,41 @@ def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorC
     assert report.forwards[report.TAIL_SKIPPED] == 1
 
 
-@pytest.mark.skipif(seams.HAS_RESIDUAL_STREAM, reason="the batch carries the residual")
-@pytest.mark.parametrize("cut_at", [DonorCut.KEYS_AND_VALUES, DonorCut.AFTER_ATTENTION])
-def test_a_donor_that_adds_to_something_else_is_not_cut(
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
+@pytest.mark.parametrize("cut_at", [DonorCut.KEYS_AND_VALUES, DonorCut.NONE])
+def test_a_loop_that_does_not_end_where_it_is_told_to(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, cut_at: DonorCut
 ) -> None:
-    monkeypatch.setattr(seams, "residual", lambda _, layer_input: layer_input.clone())
-    engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
-    scheduled = engine.schedule(BATCHES["one prompt"])
+    model = engine.text_model
+    # Found before what an instance has of its own.
+    always = property(lambda _: len(model.layers), lambda *_: None)
+    monkeypatch.setattr(type(model), "end_layer", always, raising=False)
+    owner.of(model).donor_cut = cut_at
+    scheduled = engine.schedule(batch_of((0, 60), (0, 30), to_come=(21, 22)))
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert_served_by_stock(stock, fast)
+    assert_untouched(engine)
+    assert report.forwards == {gate.OFF: 1, cut.ENDLESS: 1}
+
+
+@pytest.mark.skipif(seams.HAS_RESIDUAL_STREAM, reason="the batch carries the residual")
+@pytest.mark.parametrize("cut_at", [DonorCut.KEYS_AND_VALUES, DonorCut.AFTER_ATTENTION])
+def test_a_donor_that_adds_to_something_else_is_not_cut(engine: Engine, cut_at: DonorCut) -> None:
+    def another(_: Any, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        normed, residual = args
+        return normed, residual.clone()
+
+    reader = seams.residual_reader(engine.text_model.layers[FIRST_CUT])
+    assert reader is not None
+    owner.of(engine.text_model).donor_cut = cut_at
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    hook = reader.register_forward_pre_hook(another)
+    try:
+        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    finally:
+        hook.remove()
     assert_served_by_stock(stock, fast)
     assert_untouched(engine)
     assert report.forwards == {gate.OFF: 1, cut.FOREIGN_RESIDUAL: 1}
@@ -197,7 +223,7 @@ def test_a_failure_is_served_by_stock(
 def test_a_failing_unread_chunk_is_served_by_stock(
     engine: Engine, place: str, cut_at: DonorCut
 ) -> None:
-    engine.text_model.__dict__["_yoco_donor_cut"] = cut_at
+    owner.of(engine.text_model).donor_cut = cut_at
     scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
     stock = run(engine, scheduled, "0")
     report.reset()
@@ -344,13 +370,13 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
 
 def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
     """Its tensors, and the metadata planned for it, are device memory."""
-    attention = cut.tail_attention(engine.text_model)
+    attention = owner.of(engine.text_model).attention
     assert attention is not None
     held: list[weakref.ref[Any]] = []
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-        assert attention.planned(batch) is not None
+        assert owner.of(engine.text_model).plan_of(batch) is not None
         held.append(weakref.ref(batch))
         # As backends that plan keep it; the CPU's own does not.
         attention.tail.forward_metadata = "planned"
@@ -369,7 +395,7 @@ def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
 def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attention = cut.tail_attention(engine.text_model)
+    attention = owner.of(engine.text_model).attention
     assert attention is not None
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
@@ -383,7 +409,7 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     assert fast.rows == stock.rows
     assert_same_objects(fast)
     assert_same_answers(stock, fast, 0.0)
-    assert report.forwards[cut.NOT_PLANNED] == 1
+    assert report.forwards[plan.NOT_PLANNED] == 1
     (record,) = [r for r in caplog.records if "Planning" in r.getMessage()]
     assert record.exc_info
     assert_fast(engine, BATCHES["one prompt"])
@@ -393,13 +419,13 @@ def test_the_plan_of_another_batch_is_not_used(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch planned without the package, after one that was planned with it and never ran."""
-    attention = cut.tail_attention(engine.text_model)
+    attention = owner.of(engine.text_model).attention
     assert attention is not None
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
     never_run = releases.forward_batch(scheduled, engine.runner)
     attention.main.init_forward_metadata(never_run)
-    assert attention.planned(never_run) is not None
+    assert owner.of(engine.text_model).plan_of(never_run) is not None
     unshadowed = functools.partial(type(attention.main).init_forward_metadata, attention.main)
     with monkeypatch.context() as bypassed:
         bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
@@ -407,7 +433,7 @@ def test_the_plan_of_another_batch_is_not_used(
         fast = run(engine, scheduled, "1")
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
-    assert report.forwards == {cut.NOT_PLANNED: 1}
+    assert report.forwards == {plan.NOT_PLANNED: 1}
     assert_fast(engine, BATCHES["one prompt"])
 
 
@@ -415,7 +441,7 @@ def test_decode_goes_straight_through(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The gate is not asked, no tail is planned, nothing is counted or said."""
-    attention = cut.tail_attention(engine.text_model)
+    attention = owner.of(engine.text_model).attention
     assert attention is not None
     steps = []
     for switch in ("0", "1"):
@@ -444,7 +470,7 @@ def test_without_a_backend_of_its_own_the_tail_rebuilds_the_runners(
     without_own_backend: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = without_own_backend
-    assert cut.tail_attention(engine.text_model) is None
+    assert owner.of(engine.text_model).attention is None
     planned: list[tuple[str, list[int]]] = []
     backend = engine.runner.attn_backend
     stock = backend.init_forward_metadata
@@ -500,7 +526,7 @@ def test_metadata_that_cannot_be_rebuilt_is_planned_anew_for_stock(
 
 
 def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
-    attention = cut.tail_attention(engine.text_model)
+    attention = owner.of(engine.text_model).attention
     assert attention is not None
     assert attention.main is engine.runner.attn_backend
     assert attention.tail is not attention.main
@@ -508,9 +534,9 @@ def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
 
 
 def test_reinitialised_backends_are_followed(engine: Engine) -> None:
-    before = cut.tail_attention(engine.text_model)
+    before = owner.of(engine.text_model).attention
     engine.runner.init_attention_backends()
-    after = cut.tail_attention(engine.text_model)
+    after = owner.of(engine.text_model).attention
     assert after is not None
     assert before is not None
     assert after is not before

@@ -15,7 +15,7 @@ from layer_rows import LAYERS
 from observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import cut, gate, report
+from sglang_gemma4_yoco import gate, owner, report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -27,7 +27,7 @@ def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
     shape = dataclasses.replace(E2B_TINY, kv_shared_layers=0, layers=5)
     engine = engine_of(tmp_path, shape)
-    assert cut.tail_attention(engine.text_model) is None
+    assert owner.of(engine.text_model).attention is None
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     assert_stock(engine, gate.NO_SHARED_LAYERS)
 
@@ -36,13 +36,13 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
     engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the multi-token-prediction assistants are: no layer of theirs writes K and V."""
-    config, attention = engine.text_model.config, cut.tail_attention(engine.text_model)
-    assert attention is not None
-    attention.detach()
+    config, known = engine.text_model.config, owner.of(engine.text_model)
+    assert known.attention is not None
+    known.close()
     with monkeypatch.context() as assistant:
         assistant.setattr(config, "num_kv_shared_layers", config.num_hidden_layers)
         restarted()
-        assert cut.tail_attention(engine.text_model) is None
+        assert owner.find(engine.text_model) is None
         assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
@@ -60,7 +60,7 @@ def test_an_embedding_server_is_refused(
     assert [m for m in caplog.messages if "steps aside" in m] == [
         f"Gemma 4 fast prefill steps aside for this server: {gate.EMBEDDINGS}"
     ]
-    assert cut.tail_attention(engine.text_model) is None
+    assert owner.of(engine.text_model).attention is None
     assert_stock(engine, gate.EMBEDDINGS)
 
 

@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from sglang.srt.platforms import interface
 from torch.multiprocessing.spawn import spawn
 
 from demo import choose_ports
-from layer_rows import FIRST_CUT, cut, whole
+from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import ranks
+from sglang_gemma4_yoco import owner, ranks
 
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
@@ -48,7 +51,7 @@ BATCHES = {
 }
 
 
-def start(rank: int, path: Path, port: int) -> Engine:
+def start(rank: int, path: Path, port: int, **arguments: Any) -> Engine:
     return Engine(
         path,
         rank=rank,
@@ -57,10 +60,12 @@ def start(rank: int, path: Path, port: int) -> Engine:
         device="cpu",
         dtype="float32",
         max_total_tokens=4096,
+        **arguments,
     )
 
 
-def assert_every_batch_is_cut(engine: Engine) -> None:
+def assert_every_batch_is_cut(engine: Engine, *, recorded: int = 0) -> None:
+    """As by stock, and what has so few rows as are recorded is replayed."""
     attention = engine.text_model.layers[FIRST_CUT].self_attn
     assert attention.num_heads == E2B_TINY.heads // RANKS
     assert attention.num_kv_heads == 1
@@ -69,7 +74,8 @@ def assert_every_batch_is_cut(engine: Engine) -> None:
         total = sum(len(prompt.new) for prompt in prompts)
         stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
         assert stock.rows == whole(total)
-        assert fast.rows == [rows for rows in cut(total, kept) if rows], name
+        replayed = kept == len(prompts) <= recorded
+        assert fast.rows == [rows for rows in cut(total, 0 if replayed else kept) if rows], name
         assert_same_objects(fast)
         assert_same_cache(stock, fast)
         if kept:
@@ -82,7 +88,8 @@ def assert_stock(engine: Engine, reason: str | None) -> None:
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert fast.rows == stock.rows == whole(70)
     assert_same_answers(stock, fast, 0.0)
-    assert engine.text_model.__dict__.get("_yoco_server_reason") == reason
+    known = owner.find(engine.text_model)
+    assert (known and known.constant_reason) == reason
 
 
 def with_the_package(rank: int, port: int, shared_head: Path, head_each: Path) -> None:
@@ -120,8 +127,51 @@ def with_a_late_rank(rank: int, port: int, path: Path) -> None:
     ):
         engine = start(rank, path, port)
     # Before any forward: ranks that cut differently would wait for each other in the first one.
-    assert engine.text_model.__dict__["_yoco_server_reason"] == ranks.NOT_ALL
+    assert owner.of(engine.text_model).constant_reason == ranks.NOT_ALL
     assert_stock(engine, ranks.NOT_ALL)
+
+
+def with_the_recorded_tail(rank: int, port: int, path: Path) -> None:
+    """Its collectives are recorded too: one behind each attention, and one behind each FFN."""
+    from decode_graphs import record_tail
+
+    engine = start(rank, path, port, cuda_graph_bs_decode=[2])
+    tail = record_tail(engine, 2)
+    (graph, _) = tail._recorded._backend.graphs.values()
+    collectives = [call for call in graph._calls if call.function.__name__ == "all_reduce"]
+    assert len(collectives) == 2 * (LAYERS - FIRST_CUT)
+    assert_every_batch_is_cut(engine, recorded=2)
+
+
+def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None:
+    from sglang_gemma4_yoco import graphs
+
+    engine = start(rank, path, port, cuda_graph_bs_decode=[2])
+    known = owner.of(engine.text_model)
+    with mock.patch.dict(os.environ, {graphs.VARIABLE: "0" if rank == 1 else "2"}):
+        releases.record_decode_steps(engine.runner)
+    assert known.graphs is None
+    assert known.launched_because == ranks.NOT_ALIKE
+    assert_every_batch_is_cut(engine)
+
+
+def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
+    from sglang_gemma4_yoco import proof
+
+    engine = start(rank, path, port, cuda_graph_bs_decode=[2])
+    known = owner.of(engine.text_model)
+    prove = proof.prove
+
+    def strict(graphs: Any, runner: Any) -> None:
+        prove(graphs, runner)
+        if rank == 1:
+            graphs.drop(1)
+
+    with mock.patch.object(proof, "prove", strict):
+        releases.record_decode_steps(engine.runner)
+    assert known.graphs is None
+    assert known.launched_because == ranks.NOT_ALIKE
+    assert_every_batch_is_cut(engine)
 
 
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
@@ -150,3 +200,19 @@ def test_a_rank_without_the_package_is_waited_for_once(tiny_checkpoint: Path) ->
 
 def test_a_rank_that_comes_late_steps_aside_with_the_others(tiny_checkpoint: Path) -> None:
     on_all_ranks(with_a_late_rank, tiny_checkpoint)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        with_the_recorded_tail,
+        with_the_recorded_tail_on_one_rank,
+        with_a_graph_that_one_rank_drops,
+    ],
+)
+def test_the_tail_is_recorded_on_all_ranks_or_on_none(
+    tiny_checkpoint: Path, work: Callable[..., None]
+) -> None:
+    if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
+        pytest.skip("this SGLang asks no platform for its graphs")
+    on_all_ranks(work, tiny_checkpoint)

@@ -30,7 +30,7 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import cut, gate, report, seams
+from sglang_gemma4_yoco import gate, owner, report, seams
 
 REPLAYED = "does not reach prefills that are replayed"
 
@@ -89,7 +89,7 @@ def trace(forward: Callable[..., Any], batch: Any) -> tuple[list[str], Any]:
 def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     """``torch.compile(fullgraph=True)`` records the same operations with and without the patch."""
     engine, model = traceable, traceable.text_model
-    attention = cut.tail_attention(model)
+    attention = owner.of(model).attention
     assert attention is not None
     batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
     stock = type(model).forward.__wrapped__
@@ -99,7 +99,8 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
         forward_context(ForwardContext(attn_backend=attention.main)),
     ):
         attention.main.init_forward_metadata(batch)
-        assert attention.planned(batch) is not None, "it would be cut, were it not being traced"
+        would_be_cut = owner.of(model).plan_of(batch) is not None
+        assert would_be_cut, "were it not being traced"
         # Eagerly first: what SGLang's layers find out on their first call cannot be traced.
         expected = stock(model, batch.input_ids, batch.positions, batch)
         want, computed_by_stock = trace(lambda *args: stock(model, *args), batch)

@@ -6,7 +6,6 @@ through SGLang, each followed by an ordinary forward that is cut again.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,31 +28,12 @@ from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import cut, gate, report
+from sglang_gemma4_yoco import gate, owner, report
 from stand_ins import server_args, skip_on_older
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
-
-
-@pytest.fixture
-def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have SGLang make its forward batches with these fields from here on."""
-    make = ForwardBatch.init_new
-
-    def change(**fields: Any) -> None:
-        @functools.wraps(make)
-        def init_new(*args: Any, **kwargs: Any) -> Any:
-            batch = make(*args, **kwargs)
-            for name, value in fields.items():
-                assert hasattr(batch, name)
-                setattr(batch, name, value)
-            return batch
-
-        monkeypatch.setattr(ForwardBatch, "init_new", init_new)
-
-    return change
 
 
 ROWS = [torch.tensor([1, 5]), torch.tensor([0])]  # of each request, what a readout wants
@@ -232,7 +212,7 @@ def test_refused_servers(
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(**arguments, **draft_model(arguments, tiny_checkpoint))
     assert said(caplog) == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
-    assert cut.tail_attention(engine.text_model) is None
+    assert owner.of(engine.text_model).attention is None
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)
@@ -305,7 +285,7 @@ def test_a_renamed_argument_is_said_when_the_server_starts(
         restarted()
     [line] = said(caplog)
     assert " lacks ServerArgs.enable_adapters, which may go by another name now" in line
-    assert cut.tail_attention(engine.text_model) is None
+    assert owner.of(engine.text_model).attention is None
     assert_stock(engine, line.partition("server: ")[2])
 
 

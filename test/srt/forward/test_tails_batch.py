@@ -25,7 +25,7 @@ from observe import run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, gate, report, seams
+from sglang_gemma4_yoco import gate, owner, plan, report, seams
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -102,7 +102,7 @@ def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: i
 @pytest.fixture
 def planned(engine: Engine) -> Iterator[Callable[[Sequence[Prompt]], Any]]:
     """Batches that are planned on the runner's backend, inside a forward's context."""
-    attention = cut.tail_attention(engine.text_model)
+    attention = owner.of(engine.text_model).attention
     assert attention is not None
 
     def plan(prompts: Sequence[Prompt]) -> Any:
@@ -128,7 +128,7 @@ class TestPublishedHelpers:
         self, engine: Engine, planned: Callable[..., Any], name: str, batch_first: bool
     ) -> None:
         batch, model = planned(BATCHES[name]), engine.text_model
-        attention = cut.tail_attention(model)
+        attention = owner.of(model).attention
         assert attention is not None
         before = MappingProxyType(dict(vars(batch)))
         total = len(batch.input_ids)
@@ -151,13 +151,27 @@ class TestPublishedHelpers:
         assert seams.current_attn_backend() is attention.main
         assert {n for n, value in vars(batch).items() if before[n] is not value} == set()
 
+    def test_truncation_of_another_batch_than_the_planned_one(
+        self, engine: Engine, planned: Callable[..., Any]
+    ) -> None:
+        batch, model = planned(BATCHES["one prompt"]), engine.text_model
+        planned(BATCHES["three, two of them cached"])
+        assert owner.of(model).plan_of(batch) is None
+        hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
+        rows, _, _, index, restore = model._yoco_truncate_to_last_tokens(
+            hidden, batch.positions, None, batch
+        )
+        restore()
+        assert index.tolist() == kept_index(BATCHES["one prompt"])
+        assert torch.equal(rows, hidden[index])
+
 
 class TestPlansThatNobodyUses:
     def test_the_refusal_of_another_batch_is_not_this_ones(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A batch is refused and never runs; the next is planned by somebody else."""
-        attention = cut.tail_attention(engine.text_model)
+        attention = owner.of(engine.text_model).attention
         assert attention is not None
         scheduled = engine.schedule(batch_of((0, 1), (0, 1)))
         never_run = releases.forward_batch(scheduled, engine.runner)
@@ -168,7 +182,7 @@ class TestPlansThatNobodyUses:
             bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert report.forwards == {cut.NOT_PLANNED: 1}
+        assert report.forwards == {plan.NOT_PLANNED: 1}
 
     def test_a_refused_batch_is_not_held(self, engine: Engine) -> None:
         held: list[weakref.ref[Any]] = []

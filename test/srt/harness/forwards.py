@@ -30,7 +30,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, report, seams
+from sglang_gemma4_yoco import cut, owner, report, seams
 from sglang_gemma4_yoco.donor import DonorCut
 from sglang_gemma4_yoco.shadow import Shadows
 
@@ -95,11 +95,12 @@ def assert_untouched(engine: Engine) -> None:
     model = engine.text_model
     owners = [model, model.norm, *model.layers, *(layer.self_attn for layer in model.layers)]
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
+    assert model.end_layer == len(model.layers)
     norms = [getattr(layer, "pre_feedforward_layernorm", None) for layer in model.layers]
     added = [norm.__dict__.get("forward") for norm in norms if norm is not None]
     assert [f for f in added if f is not None and f.__module__ == cut.__name__] == []
     assert not forward_context.has_forward_context()
-    attention = cut.tail_attention(model)
+    attention = owner.of(model).attention
     if attention is not None:
         assert attention.tail.forward_metadata is None
 

@@ -6,7 +6,7 @@ writes K/V: its FFN already computes kept rows only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
@@ -36,28 +36,42 @@ def local(rows: list[int], prefill: Prefill) -> list[int]:
     return rows[prefill.first_layer :][: len(prefill.rows)]
 
 
-def fast_rows(prefill: Prefill, minimum: int | None = 1) -> list[int]:
+def fast_rows(prefill: Prefill, minimum: int | None = 1, recorded: Sequence[int] = ()) -> list[int]:
     """The rows that the fast path's layers must compute of this batch, neither more nor less.
 
     Args:
         minimum: the server's threshold; None where nobody set one.
+        recorded: the row counts for which its tail is recorded; others are padded to them.
     """
     total = sum(prefill.extend_lens)
     kept = due_rows(prefill, lambda total, read: threshold.pays(total, read, minimum))
+    if kept == len(prefill.extend_lens) < total:
+        kept = min((rows for rows in recorded if rows >= kept), default=kept)
     return local(cut(total, kept), prefill)
 
 
-def assert_all_fast(prefills: Iterable[Prefill], minimum: int | None = 1) -> None:
+def assert_all_fast(
+    prefills: Iterable[Prefill], minimum: int | None = 1, recorded: Sequence[int] = ()
+) -> None:
     """Every forward computed just the rows that the fast path must.
 
-    A forward whose requests have one new token each has nothing to skip, and may be whole. There
-    must be a forward that kept at least one row but not all.
+    What can be replayed was, and nothing else. A forward whose requests have one new token each has
+    nothing to skip, and may be whole. There must be a forward that kept at least one row but not
+    all.
     """
     ended = 0
     for prefill in prefills:
-        assert prefill.rows == fast_rows(prefill, minimum), prefill
+        assert prefill.rows == fast_rows(prefill, minimum, recorded), prefill
+        assert prefill.replays == is_replayed(prefill, minimum, recorded), prefill
         ended += 0 < prefill.rows[-1] < sum(prefill.extend_lens)
     assert ended, "no prompt ended on the fast path"
+
+
+def is_replayed(prefill: Prefill, minimum: int | None, recorded: Sequence[int]) -> bool:
+    """Whether a tail recorded for these row counts must be replayed for this batch."""
+    total = sum(prefill.extend_lens)
+    kept = due_rows(prefill, lambda total, read: threshold.pays(total, read, minimum))
+    return kept == len(prefill.extend_lens) < total and kept <= max(recorded, default=0)
 
 
 def assert_all_stock(prefills: Iterable[Prefill]) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "assert_same_objects",
     "assert_stock",
     "expected",
+    "replayed",
     "run",
     "step",
     "switched",
@@ -319,6 +320,21 @@ def expected(
         laid_out=_tail_of(prompts),
         first_position=len(prompts[0].cached),
         projected=_projections(engine, total, kept, first_cut, unread),
+    )
+
+
+def replayed(wanted: Expected, first: int) -> Expected:
+    """``wanted`` where layers ``first`` to the last are replayed: their Python does not run."""
+    launched_of_tail = [rows for rows in wanted.projected[1:] if wanted.projected[0][1] < first]
+    return dataclasses.replace(
+        wanted,
+        rows=wanted.rows[:first],
+        attention_rows=wanted.attention_rows[:first],
+        attended=wanted.attended[:first],
+        projected=[
+            wanted.projected[0],
+            *((kept, first - wanted.projected[0][1]) for kept, _ in launched_of_tail),
+        ],
     )
 
 

@@ -27,6 +27,15 @@ CHUNK = 128  # tokens per prefill forward
 #: For a server's environment: the threshold is the rule that users have who set nothing.
 DEFAULT_THRESHOLD: Mapping[str, str | None] = {threshold.VARIABLE: None}
 
+#: What a server replays with ``RECORDED_GRAPHS`` and ``RECORDED_ARGUMENTS``: its decode steps, and
+#: the tails of batches with so many rows.
+RECORDED_ROWS = (1, 2, 4)
+RECORDED_GRAPHS: Mapping[str, str | None] = {
+    "GEMMA4_CPU_GRAPHS": "decode",
+    "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": str(RECORDED_ROWS[-1]),
+}
+RECORDED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, RECORDED_ROWS))
+
 _ARGUMENTS = (
     *("--device", "cpu"),
     *("--dtype", "float32"),
@@ -340,15 +349,26 @@ def pair(
     directory: Path,
     *arguments: str,
     env: Mapping[str, str | None] | None = None,
+    recorded: bool = False,
 ) -> Iterator[tuple[Server, Server]]:
-    """Two servers with the same arguments: the fast path on (by default), and switched off."""
+    """Two servers with the same arguments: the fast path on (by default), and switched off.
+
+    Args:
+        recorded: the fast one replays its decode steps, and the tails of its prefills.
+    """
     with ExitStack() as stack:
         # Starting is mostly importing, so they start side by side.
         on, off = (
             stack.enter_context(
-                started(checkpoint, directory / name, switch=switch, arguments=arguments, env=env)
+                started(
+                    checkpoint,
+                    directory / name,
+                    switch=switch,
+                    arguments=[*arguments, *(RECORDED_ARGUMENTS if graphs else ())],
+                    env={**(env or {}), **(RECORDED_GRAPHS if graphs else {})},
+                )
             )
-            for name, switch in (("on", None), ("off", "0"))
+            for name, switch, graphs in (("on", None, recorded), ("off", "0", False))
         )
         on.wait_until_ready()
         off.wait_until_ready()

@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import gate, owner, seams
 
 
 def skip_on_older(what: str, absent: Iterable[str]) -> None:
@@ -78,3 +78,8 @@ def model(**changes: Any) -> SimpleNamespace:
         }
         | changes
     )
+
+
+def reason_of(served: Any, forward_batch: Any) -> str | None:
+    """Why the gate refuses a batch of this model, or None."""
+    return gate.ineligible_reason(owner.of(served), forward_batch)

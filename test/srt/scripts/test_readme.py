@@ -97,7 +97,8 @@ def test_mutation_table_is_up_to_date() -> None:
 def test_measurements_are_up_to_date() -> None:
     measurements = (REPO / "benchmark" / "README.md").read_text()
     results = [*version_matrix.RESULTS.parent.glob("prefill_*.json")]
-    results += version_matrix.RESULTS.parent.glob("threshold_*.json")
+    for kind in ("threshold", "host"):
+        results += version_matrix.RESULTS.parent.glob(f"{kind}_*.json")
     assert len(results) > 5
     for path in results:
         table = plot_prefill.markdown(*plot_prefill.load(path))

@@ -33,4 +33,4 @@ def test_everything_in_two_processes_unless_told_otherwise(
 
 def test_every_folder_is_run() -> None:
     tests = Path(__file__).parents[1]
-    assert {*run_tests.FOLDERS} == {path.parent.name for path in tests.glob("*/test_*.py")}
+    assert {*run_tests.FOLDERS, "gpu"} == {path.parent.name for path in tests.glob("*/test_*.py")}

@@ -146,6 +146,7 @@ def test_renamed_seams(tmp_path: Path) -> None:
         ("SGLANG_GEMMA4_YOCO", "on", "use 1 (or leave it unset)"),
         ("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS", "0", "use a whole number from 1 up"),
         ("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS", "few", "use a whole number from 1 up"),
+        ("SGLANG_GEMMA4_YOCO_GRAPH_ROWS", "all", "use a whole number from 0 up"),
     ],
 )
 def test_settings_that_mean_nothing(name: str, value: str, remedy: str) -> None:

@@ -6,14 +6,15 @@ A short form of ``scripts/random_workload.py``, on the servers that other tests 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
 import pytest
+from sglang.srt.platforms.interface import SRTPlatform
 
 from layer_rows import assert_all_fast, fast_rows
-from server import Server
+from server import RECORDED_ROWS, Server
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.workload import (
@@ -37,13 +38,16 @@ from sglang_gemma4_reference.workload import (
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
 
 
-def ask(server: Server, minimum: int | None = 1) -> tuple[list[Answer], Counter[str]]:
+def ask(
+    server: Server, minimum: int | None = 1, recorded: Sequence[int] = ()
+) -> tuple[list[Answer], Counter[str]]:
     """All answers of one server, and what became of its prefill forwards; nothing may leak.
 
     Of each forward that took the fast path the rows are those, and only those, that are read.
 
     Args:
         minimum: the server's threshold; None where nobody set one.
+        recorded: the row counts for which its tail is recorded.
     """
     server.forget_prefixes()
     mark = server.mark()
@@ -54,7 +58,7 @@ def ask(server: Server, minimum: int | None = 1) -> tuple[list[Answer], Counter[
     prefills = server.prefills(since=mark)
     for prefill in prefills:
         if outcome(prefill) in (ACTIVE, SKIPPED):
-            assert prefill.rows == fast_rows(prefill, minimum), prefill
+            assert prefill.rows == fast_rows(prefill, minimum, recorded), prefill
     return answers, outcomes(prefills)
 
 
@@ -91,6 +95,25 @@ def test_random_traffic_with_default_settings(
     mark = default_server.mark()
     answers, forwards = ask(default_server, minimum=None)
     assert_all_fast(default_server.prefills(since=mark), minimum=None)
+    assert forwards[ACTIVE] >= 10
+    assert forwards[SKIPPED] >= 1
+    assert_same(off_server, stock, answers)
+
+
+@pytest.mark.skipif(
+    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
+    reason="this SGLang asks no platform for its graphs",
+)
+def test_random_traffic_with_the_recorded_tail(
+    recorded_server: Server, off_server: Server, stock: list[Answer]
+) -> None:
+    """SGLang replays decode steps, and the package the tails of batches with few rows."""
+    mark = recorded_server.mark()
+    answers, forwards = ask(recorded_server, recorded=RECORDED_ROWS)
+    prefills = recorded_server.prefills(since=mark)
+    assert_all_fast(prefills, recorded=RECORDED_ROWS)
+    assert sum(prefill.replays for prefill in prefills) >= 10
+    assert any(prefill.rows[-1] > max(RECORDED_ROWS) for prefill in prefills)
     assert forwards[ACTIVE] >= 10
     assert forwards[SKIPPED] >= 1
     assert_same(off_server, stock, answers)

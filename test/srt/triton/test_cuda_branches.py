@@ -39,7 +39,7 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import donor, per_layer, report
+from sglang_gemma4_yoco import donor, owner, per_layer, report
 from sglang_gemma4_yoco.donor import DonorCut
 
 interpreter.make_quick()
@@ -163,7 +163,7 @@ def both_ways(
     tail: str = "decode",
 ) -> tuple[Observed, Observed]:
     """The forward off and on, K/V equal byte for byte, after the kernels and rows were counted."""
-    bench.engine.text_model.__dict__["_yoco_donor_cut"] = cut
+    owner.of(bench.engine.text_model).donor_cut = cut
     scheduled = bench.engine.schedule(prompts)
     report.reset()
     (stock, stock_calls), (fast, fast_calls) = (
@@ -303,8 +303,7 @@ class LateInputs(per_layer.SplitInputs):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        _, _, self._read_late, _, _, index = args
-        self._late_index = index
+        _, self._read_late, _, _, self._late_index, _ = args
 
     def kept(self, layer: int) -> torch.Tensor:
         self._embeds = self._read_late.index_select(0, self._late_index)

@@ -21,12 +21,15 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from batches import tokens
+from decode_graphs import record_tail
 from forwards import on_one_backend
 from observe import (
     TOLERANCE,
+    Expected,
     Metadata,
     Observed,
     assert_as_expected,
@@ -37,13 +40,14 @@ from observe import (
     assert_stock,
     expected,
     is_unread,
+    replayed,
     run,
     step,
 )
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, fallback, report
+from sglang_gemma4_yoco import fallback, graphs, owner, plan, report
 from sglang_gemma4_yoco.donor import DonorCut
 
 interpreter.make_quick()
@@ -62,16 +66,6 @@ TWO_POOLS = replace(  # sfs fsf
 SHAPES = {
     "two pools": TWO_POOLS,
     "pages of four": replace(TWO_POOLS, sliding_window=6, seed=4),
-    "one pool": replace(  # sfsf sf
-        E2B_TINY,
-        layers=6,
-        kv_shared_layers=2,
-        sliding_per_full=1,
-        kv_heads=2,
-        head_dim=E2B_TINY.global_head_dim,  # SGLang's one pool has one width of heads
-        sliding_window=7,
-        seed=2,
-    ),
     "E4B's pattern": replace(  # sssssf sssssf
         E2B_TINY,
         layers=12,
@@ -81,6 +75,16 @@ SHAPES = {
         double_wide_mlp=False,
         sliding_window=8,
         seed=3,
+    ),
+    "one pool": replace(  # sfsf sf
+        E2B_TINY,
+        layers=6,
+        kv_shared_layers=2,
+        sliding_per_full=1,
+        kv_heads=2,
+        head_dim=E2B_TINY.global_head_dim,  # SGLang's one pool has one width of heads
+        sliding_window=7,
+        seed=2,
     ),
 }
 
@@ -175,7 +179,17 @@ HARDEST = (
     "prefill beside decode rows",
     "nobody reads a row",
 )
-OWN, REBUILT = "own backend", "rebuilt backend"
+# With the recorded tail: as many requests as a graph has rows, fewer, more, and with suffixes.
+REPLAYED_OR_NOT = (
+    "prefixes at the window",
+    "prefill beside decode rows",
+    "one prefix of two requests",
+    "one request",
+    "five requests",
+    "suffixes beside last rows",
+)
+OWN, REBUILT, RECORDED = "own backend", "rebuilt backend", "recorded tail"
+MOST_RECORDED = 4
 
 
 def cases() -> Iterator[Any]:
@@ -187,6 +201,11 @@ def cases() -> Iterator[Any]:
         if (backend, donor) != usual:
             for i, name in enumerate(HARDEST if backend == OWN else HARDEST[:2]):
                 yield case("two pools", backend, donor, name, slow=i > 0)
+    for i, name in enumerate(REPLAYED_OR_NOT):
+        yield case("one pool", RECORDED, usual[1], name, slow=i > 0)
+    for donor in DonorCut:  # whose donor has a window
+        yield case("two pools", RECORDED, donor, HARDEST[0], slow=False)
+    yield case("pages of four", RECORDED, usual[1], HARDEST[0], slow=True)
     for i, name in enumerate(HARDEST[:3]):
         yield case("one pool", *usual, name, slow=i > 0)
     yield case("one pool", REBUILT, DonorCut.AFTER_ATTENTION, HARDEST[0], slow=True)
@@ -201,37 +220,67 @@ def case(shape: str, backend: str, donor: DonorCut, name: str, *, slow: bool) ->
     return pytest.param(shape, backend, donor, name, marks=marks)
 
 
+def in_order() -> list[Any]:
+    """``cases``, so that an engine is made, and its tail is recorded, as seldom as possible."""
+    shapes, donors = list(SHAPES), list(DonorCut)
+
+    def place(one: Any) -> tuple[int, bool, int]:
+        shape, backend, donor, _ = one.values
+        return shapes.index(shape), backend == RECORDED, donors.index(donor)
+
+    return sorted(cases(), key=place)
+
+
+# SGLang's own; while the tail is planned another stands in its place.
+_WINDOW_PLANNER = triton_backend.update_sliding_window_buffer
 _played: dict[tuple[str, str], list[Observed]] = {}
+_last_engine: dict[str, Engine] = {}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine of one of ``SHAPES``, by its name."""
+    """An engine of one of ``SHAPES``, by its name, kept until another one is wanted.
+
+    pytest would make a module's fixture anew for each combination with other parameters.
+    """
+    if request.param not in _last_engine:
+        _last_engine.clear()
+        _last_engine[request.param] = made(request.param, tmp_path_factory)
+    return _last_engine[request.param]
+
+
+def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """A new engine of one of ``SHAPES``."""
     return Engine(
-        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES[request.param]),
+        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES[shape]),
         device="cpu",
         dtype="float32",
         max_total_tokens=512,
         max_running_requests=8,
         # Each part is a program, and the interpreter runs them one by one.
         triton_attention_num_kv_splits=2,
-        disable_hybrid_swa_memory=request.param == "one pool",
-        page_size=4 if request.param == "pages of four" else 1,
+        disable_hybrid_swa_memory=shape == "one pool",
+        page_size=4 if shape == "pages of four" else 1,
+        cuda_graph_bs_decode=[MOST_RECORDED],
     )
 
 
 @contextmanager
 def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
     """The tail on a backend of its own or on the runner's, and layer K-1 cut at ``donor``."""
-    facts = engine.text_model.__dict__
     with on_one_backend(engine) if backend == REBUILT else nullcontext():
-        facts["_yoco_donor_cut"] = donor
+        known = owner.of(engine.text_model)
+        known.donor_cut = donor
         fallback.reset()
         report.reset()
+        if backend != RECORDED:
+            known.launch(graphs.OFF)
+        elif known.graphs is None or known.graphs.first != first_recorded(engine, donor):
+            record_tail(engine, MOST_RECORDED)
         try:
             yield
         finally:
-            facts.pop("_yoco_donor_cut")
+            del known.donor_cut
 
 
 def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -292,8 +341,10 @@ def assert_fast(
     wanted = expected(engine, prompts, donor)
     main = engine.runner.attn_backend
     assert type(main) is TritonAttnBackend
-    attention = cut.tail_attention(engine.text_model)
-    assert (attention is not None) == (backend == OWN)
+    attention = owner.of(engine.text_model).attention
+    assert (attention is not None) == (backend != REBUILT)
+    if wanted is not None and backend == RECORDED and is_replayed(prompts, wanted):
+        wanted = replayed(wanted, first_recorded(engine, donor))
     if wanted is None:
         assert_stock(engine, prompts, seen)
     else:
@@ -303,6 +354,7 @@ def assert_fast(
         assert [a.backend is main for a in seen.attended[: wanted.front]] == [True] * wanted.front
         assert all(a.backend is tail for a in seen.attended[wanted.front :])
     assert_same_objects(seen)
+    assert triton_backend.update_sliding_window_buffer is _WINDOW_PLANNER
     if attention is not None:
         assert attention.main is main
         assert attention.tail is not main
@@ -314,6 +366,17 @@ def assert_fast(
         assert seen.planned_before is not None
         assert seen.planned_after is not None
         assert seen.planned_before.differences(seen.planned_after) == []
+
+
+def is_replayed(prompts: Sequence[Prompt], wanted: Expected) -> bool:
+    """Whether there is a graph for a batch of which this is expected when it is launched."""
+    decodes = wanted.tail_mode == "DECODE"
+    return decodes and not is_unread(prompts) and len(prompts) <= MOST_RECORDED
+
+
+def first_recorded(engine: Engine, donor: DonorCut) -> int:
+    """The first layer whose Python a replay does not run: K-1 or K."""
+    return owner.of(engine.text_model).first_shared - (donor is DonorCut.KEYS_AND_VALUES)
 
 
 def compare(
@@ -340,7 +403,7 @@ def compare(
     assert fast[0].hidden.isfinite().all()
 
 
-@pytest.mark.parametrize(("engine", "backend", "donor", "name"), cases(), indirect=["engine"])
+@pytest.mark.parametrize(("engine", "backend", "donor", "name"), in_order(), indirect=["engine"])
 def test_hard_batch(
     engine: Engine, request: pytest.FixtureRequest, backend: str, donor: DonorCut, name: str
 ) -> None:
@@ -350,6 +413,28 @@ def test_hard_batch(
     with fast_path(engine, backend, donor):
         fast = play(engine, prompts, "1", stock=stock)
         compare(engine, prompts, donor, backend, stock, fast)
+
+
+@pytest.mark.parametrize("engine", ["one pool"], indirect=True)
+def test_what_was_planned_for_a_graph_can_be_launched(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph's metadata describe the kept rows as well as metadata of their own do."""
+    name, donor = HARDEST[0], DonorCut.KEYS_AND_VALUES
+    prompts = hard_batches(SHAPES["one pool"].sliding_window)[name][:3]
+    stock = play(engine, prompts, "0")
+    ahead = plan.ahead
+
+    def launched(*args: Any) -> Any:
+        planned = ahead(*args)
+        assert isinstance(planned, plan.Plan)
+        assert planned.replay is not None
+        return replace(planned, replay=None)
+
+    with fast_path(engine, RECORDED, donor):
+        monkeypatch.setattr(plan, "ahead", launched)
+        fast = play(engine, prompts, "1", stock=stock)
+        compare(engine, prompts, donor, OWN, stock, fast)
 
 
 @pytest.mark.parametrize("name", ["prefixes at the window", "prefill beside decode rows"])

@@ -42,9 +42,12 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import cut, fallback, gate, ranks, seams, threshold
-from sglang_gemma4_yoco.attention import TailAttention
-from stand_ins import eligible_batch, model, skip_on_older
+from sglang_gemma4_yoco import cut, fallback, gate, plan, ranks, seams, threshold
+from sglang_gemma4_yoco import owner as owners
+from sglang_gemma4_yoco.attention import OwnBackend
+from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.plan import Refusal
+from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +58,7 @@ def _on_and_outside_of_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def test_the_unchanged_batch_is_eligible() -> None:
-    assert gate.ineligible_reason(model(), eligible_batch()) is None
+    assert reason_of(model(), eligible_batch()) is None
 
 
 ONES = {
@@ -153,7 +156,7 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("changes", "reason"), [row[1:] for row in BATCHES], ids=[row[0] for row in BATCHES]
 )
 def test_refused_batches(changes: dict[str, Any], reason: str) -> None:
-    assert gate.ineligible_reason(model(), eligible_batch(**changes)) == reason
+    assert reason_of(model(), eligible_batch(**changes)) == reason
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ def test_refused_batches(changes: dict[str, Any], reason: str) -> None:
     ],
 )
 def test_admitted_batches(changes: dict[str, Any]) -> None:
-    assert gate.ineligible_reason(model(), eligible_batch(**changes)) is None
+    assert reason_of(model(), eligible_batch(**changes)) is None
 
 
 MODELS: list[tuple[dict[str, Any], str | None]] = [
@@ -199,7 +202,7 @@ MODELS: list[tuple[dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("changes", "reason"), MODELS)
 def test_models(changes: dict[str, Any], reason: str | None) -> None:
-    assert gate.ineligible_reason(model(**changes), eligible_batch()) == reason
+    assert reason_of(model(**changes), eligible_batch()) == reason
 
 
 def stage(start: int, end: int) -> SimpleNamespace:
@@ -230,16 +233,16 @@ STAGES = [
 
 @pytest.mark.parametrize(("start", "end", "reason"), STAGES)
 def test_pipeline_stages(start: int, end: int, reason: str | None) -> None:
-    assert gate.ineligible_reason(stage(start, end), eligible_batch()) == reason
+    assert reason_of(stage(start, end), eligible_batch()) == reason
 
 
 def test_images_are_known_on_every_pipeline_stage() -> None:
     suffixes = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 4, 2]}
     behind_the_first = {"mm_inputs": [None, object(), None], "mm_input_embeds": None}
     batch = eligible_batch(**suffixes, **behind_the_first)
-    assert gate.ineligible_reason(model(), batch) == gate.IMAGE_LOGPROBS
+    assert reason_of(model(), batch) == gate.IMAGE_LOGPROBS
     batch = eligible_batch(**suffixes, mm_inputs=[None, None, None])
-    assert gate.ineligible_reason(model(), batch) is None
+    assert reason_of(model(), batch) is None
 
 
 @pytest.mark.parametrize(("value", "reason"), [("0", gate.OFF), ("1", None)])
@@ -247,12 +250,12 @@ def test_switch_is_read_per_forward(
     monkeypatch: pytest.MonkeyPatch, value: str, reason: str | None
 ) -> None:
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
-    assert gate.ineligible_reason(model(), eligible_batch()) == reason
+    assert reason_of(model(), eligible_batch()) == reason
 
 
 def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "maybe")
-    reason = gate.ineligible_reason(model(), eligible_batch())
+    reason = reason_of(model(), eligible_batch())
     assert reason is not None
     assert "SGLANG_GEMMA4_YOCO='maybe'" in reason
 
@@ -321,7 +324,7 @@ SERVERS: list[tuple[dict[str, Any], str | None]] = [
 def test_servers(arguments: dict[str, Any], reason: str | None) -> None:
     skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
     with releases.published(**arguments):
-        assert gate.ineligible_reason(model(), eligible_batch()) == reason
+        assert reason_of(model(), eligible_batch()) == reason
 
 
 @pytest.mark.parametrize(
@@ -334,8 +337,8 @@ def test_servers(arguments: dict[str, Any], reason: str | None) -> None:
 )
 def test_graph_capture(capturing: Any) -> None:
     with capturing():
-        assert gate.ineligible_reason(model(), eligible_batch()) == gate.CAPTURING
-    assert gate.ineligible_reason(model(), eligible_batch()) is None
+        assert reason_of(model(), eligible_batch()) == gate.CAPTURING
+    assert reason_of(model(), eligible_batch()) is None
 
 
 class Derived(TritonAttnBackend):
@@ -358,26 +361,26 @@ def test_attention_backends(kind: type | None, reason: str | None) -> None:
     if kind is not None:  # the gate asks for its class alone
         context = forward_context(ForwardContext(attn_backend=object.__new__(kind)))
     with context:
-        assert gate.ineligible_reason(model(), eligible_batch()) == reason
+        assert reason_of(model(), eligible_batch()) == reason
 
 
 def test_too_few_rows_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(threshold.VARIABLE, "7")
-    assert gate.ineligible_reason(model(), eligible_batch()) == gate.TOO_LITTLE
+    assert reason_of(model(), eligible_batch()) == gate.TOO_LITTLE
     monkeypatch.setenv(threshold.VARIABLE, "6")
-    assert gate.ineligible_reason(model(), eligible_batch()) is None
+    assert reason_of(model(), eligible_batch()) is None
 
 
 def test_failures_in_a_row() -> None:
     fallback.reset()
     try:
         for _ in range(fallback.LIMIT):
-            assert gate.ineligible_reason(model(), eligible_batch()) is None
+            assert reason_of(model(), eligible_batch()) is None
             fallback.failed(RuntimeError("a failure"))
-        assert gate.ineligible_reason(model(), eligible_batch()) == fallback.GIVEN_UP
+        assert reason_of(model(), eligible_batch()) == fallback.GIVEN_UP
     finally:
         fallback.reset()
-    assert gate.ineligible_reason(model(), eligible_batch()) is None
+    assert reason_of(model(), eligible_batch()) is None
 
 
 class PlansNothing(TorchNativeAttnBackend):
@@ -391,29 +394,36 @@ class PlansNothing(TorchNativeAttnBackend):
 
 
 class TestUnplannedTails:
-    """What the gate admits, and the cut refuses, for want of attention metadata."""
+    """What the gate admits, and the plan refuses, for want of attention metadata."""
+
+    def reason(self, served: Any, batch: Any) -> str | None:
+        decided = owners.of(served).decision(batch)
+        return decided.reason if isinstance(decided, Refusal) else None
+
+    def model(self) -> Any:
+        return model(layers=[None] * 35)
 
     def test_images_without_a_backend_of_the_tails_own(self) -> None:
         image = eligible_batch(mm_inputs=[None, object(), None])
-        assert gate.ineligible_reason(model(), image) is None
-        assert cut.refusal(model(), image) == cut.IMAGES_ON_ONE_BACKEND
-        assert cut.refusal(model(), eligible_batch()) is None
+        assert reason_of(model(), image) is None
+        assert self.reason(self.model(), image) == plan.IMAGES_ON_ONE_BACKEND
+        assert self.reason(self.model(), eligible_batch()) is None
 
     def test_batches_that_were_not_planned(self) -> None:
         main, other, tail = (PlansNothing() for _ in range(3))
-        planned = model()
-        TailAttention(planned, main, tail).attach()
+        planned = self.model()
+        Owner(planned, OwnBackend(main, tail)).attach()
         batch = eligible_batch()
         for current in (main, other):
             with forward_context(ForwardContext(attn_backend=current)):
-                assert gate.ineligible_reason(planned, batch) is None
-                assert cut.refusal(planned, batch) == cut.NOT_PLANNED
+                assert reason_of(planned, batch) is None
+                assert self.reason(planned, batch) == plan.NOT_PLANNED
         main.init_forward_metadata(batch)
         with forward_context(ForwardContext(attn_backend=main)):
-            assert cut.refusal(planned, batch) is None
-            assert cut.refusal(planned, eligible_batch()) == cut.NOT_PLANNED
+            assert self.reason(planned, batch) is None
+            assert self.reason(planned, eligible_batch()) == plan.NOT_PLANNED
         with forward_context(ForwardContext(attn_backend=other)):
-            assert cut.refusal(planned, batch) == cut.NOT_PLANNED
+            assert self.reason(planned, batch) == plan.NOT_PLANNED
 
 
 # ---------------------------------------------------------------- names that SGLang has renamed
@@ -449,17 +459,17 @@ def test_a_name_that_is_gone_refuses_from_its_first_release_on(
     for release in (str(first), f"{first}.post1", str(seams.LAST_TESTED), "0.6.0"):
         monkeypatch.setattr(seams, "version", lambda _, release=release: release)
         lacks = f"SGLang {release} lacks {full_name}, which may go by another name now"
-        assert gate.ineligible_reason(model(), eligible_batch()) == lacks
+        assert reason_of(model(), eligible_batch()) == lacks
     if full_name in seams._SINCE:
         before = f"{first.major}.{first.minor}.{first.micro - 1}"
         monkeypatch.setattr(seams, "version", lambda _: before)
-        assert gate.ineligible_reason(model(), eligible_batch()) is None
+        assert reason_of(model(), eligible_batch()) is None
 
 
 @pytest.mark.parametrize("table", ["_REFUSING_ARGUMENTS", "_REFUSING_SIZES", "_REFUSING_FIELDS"])
 def test_an_entry_that_no_release_has_refuses(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
     monkeypatch.setitem(getattr(gate, table), "enable_surprises", "surprises")
-    reason = gate.ineligible_reason(model(), eligible_batch())
+    reason = reason_of(model(), eligible_batch())
     owner = "ForwardBatch" if table == "_REFUSING_FIELDS" else "ServerArgs"
     assert reason is not None
     assert f" lacks {owner}.enable_surprises, " in reason
@@ -470,7 +480,7 @@ def test_names_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seams, "unseen", lambda *_: asked.append("once"))
     served = model()
     for _ in range(3):
-        assert gate.ineligible_reason(served, eligible_batch()) is None
+        assert reason_of(served, eligible_batch()) is None
     assert asked == ["once"]
 
 
@@ -551,8 +561,12 @@ SHOWN_BY = {
         "unit/test_gate.py::test_a_name_that_is_gone_refuses_from_its_first_release_on"
     ),
     fallback.GIVEN_UP: "unit/test_gate.py::test_failures_in_a_row",
-    cut.IMAGES_ON_ONE_BACKEND: "unit/test_gate.py::test_images_without_a_backend_of_the_tails_own",
-    cut.NOT_PLANNED: "unit/test_gate.py::test_batches_that_were_not_planned",
+    plan.IMAGES_ON_ONE_BACKEND: "unit/test_gate.py::test_images_without_a_backend_of_the_tails_own",
+    plan.NOT_PLANNED: "unit/test_gate.py::test_batches_that_were_not_planned",
+    cut.ENDLESS: "forward/test_forward.py::test_a_loop_that_does_not_end_where_it_is_told_to",
+    cut.OTHER_INPUTS: (
+        "forward/test_replayed_tail.py::test_without_per_layer_embeddings_stock_serves"
+    ),
     cut.STREAM_PENDING: "forward/test_donor.py::test_a_residual_that_is_owed_an_update",
     cut.FOREIGN_RESIDUAL: (
         "forward/test_forward.py::test_a_donor_that_adds_to_something_else_is_not_cut"
@@ -602,11 +616,11 @@ def test_every_reason_has_a_row() -> None:
     shown.update(SHOWN_BY)
     for table in (SERVERS, MODELS, STAGES, BACKENDS):
         shown |= {row[-1] for row in table}
-    modules = (gate, cut, ranks, fallback)
+    modules = (gate, plan, cut, ranks, fallback)
     constants = {reason for module in modules for reason in _constants(module)}
     assert len(constants) > 20
     assert constants - shown == set()
-    patterns = {pattern for module in (gate, cut, seams) for pattern in _returned(module)}
+    patterns = {pattern for module in (gate, plan, cut, seams) for pattern in _returned(module)}
     assert len(patterns) > 5
     reasons = [reason for reason in shown if reason is not None]
     assert [p for p in patterns if not any(re.fullmatch(p, reason) for reason in reasons)] == []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -17,11 +18,15 @@ class Planning(TritonAttnBackend):
     """SGLang's Triton backend, but that it only notes the window that it plans with."""
 
     def __init__(self, window: int | None) -> None:
+        self.device = "cpu"
         self.sliding_window_size = window
         self.planned: list[int | None] = []
+        self.rooms: list[int | None] = []
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.planned.append(self.sliding_window_size)
+        given = getattr(triton_backend.update_sliding_window_buffer, "keywords", {})
+        self.rooms.append(len(given["window_kv_indices"]) if given else None)
         if forward_batch.fails:
             raise MemoryError
 
@@ -31,32 +36,64 @@ class OtherBackend(Planning):
 
 
 def batch(mode: ForwardMode, *, fails: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(forward_mode=mode, fails=fails)
+    return SimpleNamespace(forward_mode=mode, fails=fails, batch_size=3)
 
 
 @pytest.mark.parametrize(
-    ("window", "mode", "planned"),
+    ("window", "mode", "planned", "room"),
     [
-        (511, ForwardMode.DECODE, 512),
-        (511, ForwardMode.EXTEND, 511),
-        (None, ForwardMode.DECODE, None),
-        (-1, ForwardMode.DECODE, -1),
+        (511, ForwardMode.DECODE, 512, 3 * 512),
+        (511, ForwardMode.EXTEND, 511, 3 * 511),
+        (None, ForwardMode.DECODE, None, None),
+        (-1, ForwardMode.DECODE, -1, None),
     ],
 )
 def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
-    window: int | None, mode: ForwardMode, planned: int | None
+    window: int | None, mode: ForwardMode, planned: int | None, room: int | None
 ) -> None:
+    """And there is room for all of it: a planner that writes behind its buffer says nothing."""
+    stock = triton_backend.update_sliding_window_buffer
     backend = Planning(window)
     seams.plan(backend, batch(mode))
     assert backend.planned == [planned]
+    assert backend.rooms == [room]
     assert backend.sliding_window_size == window
+    assert triton_backend.update_sliding_window_buffer is stock
 
 
 def test_the_window_comes_back_after_an_exception() -> None:
+    stock = triton_backend.update_sliding_window_buffer
     backend = Planning(511)
     with pytest.raises(MemoryError):
         seams.plan(backend, batch(ForwardMode.DECODE, fails=True))
     assert backend.sliding_window_size == 511
+    assert triton_backend.update_sliding_window_buffer is stock
+
+
+def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a newer release may have it: it then reads how large one must be."""
+    calls: list[Any] = []
+    monkeypatch.setattr(triton_backend, "update_sliding_window_buffer", lambda *a: calls.append(a))
+    seams._window_planner.cache_clear()
+    try:
+        backend = Planning(511)
+        seams.plan(backend, batch(ForwardMode.DECODE))
+    finally:
+        seams._window_planner.cache_clear()
+    assert backend.planned == [512]
+    assert backend.rooms == [None]
+
+
+def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(
+        self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any
+    ) -> None:
+        for layer in self.layers:
+            layer(positions)
+
+    monkeypatch.setattr(seams.gemma4_causal.Gemma4TextModel, "forward", forward)
+    with pytest.raises(seams.SeamError, match=r"loop up to self\.end_layer"):
+        seams.check()
 
 
 def test_an_untested_release_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def batch(**changes: Any) -> SimpleNamespace:
 
 def seen_within(forward_batch: SimpleNamespace, tail: Tail) -> dict[str, Any]:
     before = dict(vars(forward_batch))
-    with rewritten(forward_batch, tail.at(forward_batch.positions[tail.index]).fields):
+    with rewritten(forward_batch, tail.fields_at(forward_batch.positions[tail.index])):
         within = dict(vars(forward_batch))
     assert all(vars(forward_batch)[name] is value for name, value in before.items())
     assert vars(forward_batch).keys() == before.keys()
@@ -47,7 +47,7 @@ def seen_within(forward_batch: SimpleNamespace, tail: Tail) -> dict[str, Any]:
 
 def test_one_row_each_is_a_decode_step() -> None:
     forward_batch = batch()
-    tail = Tail.of(forward_batch)
+    tail = Tail.of(forward_batch, None)
     within = seen_within(forward_batch, tail)
     assert tail.index.tolist() == [2, 6, 8]
     assert within["forward_mode"] is ForwardMode.DECODE
@@ -67,7 +67,7 @@ def test_one_row_each_is_a_decode_step() -> None:
 
 def test_suffixes_are_an_extend_batch_pruned_together() -> None:
     forward_batch = batch(return_logprob=True, extend_logprob_start_lens_cpu=[1, 4, 2])
-    tail = Tail.of(forward_batch)
+    tail = Tail.of(forward_batch, None)
     within = seen_within(forward_batch, tail)
     assert tail.index.tolist() == [1, 2, 6, 8]
     assert within["forward_mode"] is ForwardMode.EXTEND
@@ -87,7 +87,7 @@ def test_restored_after_an_exception() -> None:
     before = dict(vars(forward_batch))
     with (
         pytest.raises(RuntimeError, match="inside"),
-        rewritten(forward_batch, Tail.of(forward_batch).fields),
+        rewritten(forward_batch, Tail.of(forward_batch, None).fields),
     ):
         forward_batch.residual_stream = object()
         raise RuntimeError("inside")
@@ -132,4 +132,4 @@ def test_restored_after_an_exception() -> None:
     ids=["finished", "unfinished", "mixed", "captured", "last row's logprob", "no logprob"],
 )
 def test_unread_batches(changes: dict[str, Any], unread: bool) -> None:
-    assert Tail.of(batch(**changes)).unread is unread
+    assert Tail.of(batch(**changes), None).unread is unread

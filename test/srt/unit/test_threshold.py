@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_gemma4_yoco import gate, threshold
-from stand_ins import eligible_batch, model
+from sglang_gemma4_yoco.threshold import TailCost
+from stand_ins import eligible_batch, model, reason_of
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "ten", " 3", "٣"])
@@ -21,7 +22,7 @@ def test_invalid_values_name_the_variable_and_the_remedy(
     monkeypatch.setenv(threshold.VARIABLE, value)
     with pytest.raises(ValueError, match=rf"{threshold.VARIABLE}=.*whole number from 1 up.*unset"):
         threshold.min_skipped_rows()
-    reason = gate.ineligible_reason(model(), eligible_batch())
+    reason = reason_of(model(), eligible_batch())
     assert reason is not None
     assert threshold.VARIABLE in reason
 
@@ -37,7 +38,7 @@ def test_valid_values(monkeypatch: pytest.MonkeyPatch, value: str | None) -> Non
 def test_off_comes_before_an_invalid_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(threshold.VARIABLE, "ten")
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
-    assert gate.ineligible_reason(model(), eligible_batch()) == gate.OFF
+    assert reason_of(model(), eligible_batch()) == gate.OFF
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,25 @@ def test_off_comes_before_an_invalid_threshold(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_the_rule(total: int, kept: int, expected: bool) -> None:
     assert threshold.pays(total, kept) is expected
+
+
+@pytest.mark.parametrize(
+    ("cost", "total", "kept", "expected"),
+    [
+        (TailCost.NOTHING, 2, 1, True),
+        (TailCost.NOTHING, 33, 32, True),
+        (TailCost.NOTHING, 8, 8, False),
+        (TailCost.LAUNCHES, 1024, 1, False),
+        (TailCost.LAUNCHES, 1025, 1, True),
+        (TailCost.LAUNCHES, 20000, 18751, False),  # less than a sixteenth
+    ],
+)
+def test_the_rule_knows_how_the_tail_runs(
+    cost: TailCost, total: int, kept: int, expected: bool
+) -> None:
+    assert threshold.pays(total, kept, cost=cost) is expected
+    assert threshold.pays(total, kept, minimum=total - kept, cost=cost)
+    assert not threshold.pays(total, kept, minimum=total - kept + 1, cost=cost)
 
 
 @given(total=st.integers(1, 10**6), skipped=st.integers(0, 10**6), more=st.integers(0, 100))
@@ -106,12 +126,12 @@ def test_the_gate_follows_rule_and_setting(
     monkeypatch.delenv(threshold.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(threshold.VARIABLE, value)
-    assert gate.ineligible_reason(model(), suffix(kept)) == reason
+    assert reason_of(model(), suffix(kept)) == reason
 
 
 def test_an_unread_chunk_skips_all_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
     monkeypatch.setenv(threshold.VARIABLE, "9")
-    assert gate.ineligible_reason(model(), eligible_batch()) == gate.TOO_LITTLE
+    assert reason_of(model(), eligible_batch()) == gate.TOO_LITTLE
     unread = eligible_batch(contains_last_prefill_chunk=False)
-    assert gate.ineligible_reason(model(), unread) is None
+    assert reason_of(model(), unread) is None

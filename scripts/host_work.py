@@ -1,0 +1,203 @@
+"""What does the host do in one forward? Operations, launches, reads of the device, time by region.
+
+Seen from outside of the package, in passes of their own: whatever counts is slow. ``count`` says
+how often, ``clock`` how long.
+
+What a replayed graph runs is the device's work, so counting, the replay itself is one operation.
+While the clock runs the CPU's recorded graphs are not run at all, and hand out what the last replay
+left: a GPU's host does not do that work either, and here it would leave the caches cold for what
+follows. A CUDA graph's replay is left out of the time.
+
+An attention call of the CPU platform's own backend is one operation too, for it stands for a
+kernel. All that is dispatched counts, views and allocations as well.
+
+Reads are those that ``host_reads`` sees.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_gemma4_reference import host_reads
+from sglang_gemma4_reference.attention import WindowedTorchNativeBackend
+from sglang_gemma4_reference.recorder import RecordedGraph, unseen
+
+# In the order of a forward. The donor layer is K-1, the tail ends where the final norm begins.
+REGIONS = ("planning", "front", "donor layer", "tail", "rest")
+
+
+@dataclass
+class Counts:
+    """How often the host did something in one forward.
+
+    Attributes:
+        operations: dispatched to the device, by region.
+        triton_launches: of Triton's kernels.
+        device_reads: values that the host waited for.
+    """
+
+    operations: Counter[str] = field(default_factory=Counter)
+    triton_launches: int = 0
+    device_reads: int = 0
+
+
+class _Regions:
+    """Where in a forward of ``engine`` the host is, as long as ``followed``."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._now = "rest"
+        self._since = time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @property
+    def now(self) -> str:
+        return self._now
+
+    def enter(self, region: str) -> str:
+        """From here on it is in ``region``; returns where it was."""
+        moment = time.perf_counter()
+        self.seconds[self._now] += moment - self._since
+        before, self._now, self._since = self._now, region, moment
+        return before
+
+    @contextmanager
+    def within(self, region: str) -> Iterator[None]:
+        before = self.enter(region)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        model, backend = self._engine.text_model, self._engine.runner.attn_backend
+        config = model.config
+        first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+        begins = {0: "front", first_shared - 1: "donor layer", first_shared: "tail"}
+        plan = self._inside("planning", backend.init_forward_metadata)
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(backend, "init_forward_metadata", plan))
+            for layer, region in begins.items():
+                hook = model.layers[layer].register_forward_pre_hook(self._entering(region))
+                stack.callback(hook.remove)
+            hook = model.norm.register_forward_pre_hook(self._entering("rest"))
+            stack.callback(hook.remove)
+            self._since = time.perf_counter()
+            yield
+            self.enter("rest")
+
+    def _entering(self, region: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self.enter(region)
+
+        return hook
+
+    def _inside(self, region: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self.within(region):
+                return call(*args, **kwargs)
+
+        return inside
+
+
+def outside_of_layers(seconds: Mapping[str, float]) -> float:
+    """Of the seconds by region, those of planning and of the rest: where no layer runs."""
+    return seconds["planning"] + seconds["rest"]
+
+
+def clock(engine: Any, forward: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of one ``forward`` by region, without those in which a graph was replayed."""
+    regions = _Regions(engine)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(RecordedGraph, "replay", _left_out))
+        replay = functools.partial(_replayed, torch.cuda.CUDAGraph.replay, regions)
+        stack.enter_context(mock.patch.object(torch.cuda.CUDAGraph, "replay", _method(replay)))
+        stack.enter_context(regions.followed())
+        forward()
+    return {region: regions.seconds.get(region, 0.0) for region in REGIONS}
+
+
+def _left_out(_: RecordedGraph) -> None:
+    """Instead of a replay; a mock would take longer."""
+
+
+def _replayed(stock: Callable[..., Any], regions: _Regions, graph: Any) -> None:
+    with regions.within("replay"):
+        stock(graph)
+
+
+def _method(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` as a function, which binds to an instance as a partial object does not."""
+    return lambda *args, **kwargs: call(*args, **kwargs)
+
+
+def count(engine: Any, forward: Callable[[], Any]) -> Counts:
+    """How often the host did what in one ``forward``."""
+    counts, regions = Counts(), _Regions(engine)
+
+    def one_operation(*_: Any) -> None:
+        counts.operations[regions.now] += 1
+
+    def one_launch(*_: Any) -> None:
+        counts.triton_launches += 1
+
+    def one_read(_: str) -> None:
+        counts.device_reads += 1
+
+    with ExitStack() as stack:
+        for owner, name, note in (
+            (WindowedTorchNativeBackend, "forward_extend", one_operation),
+            (WindowedTorchNativeBackend, "forward_decode", one_operation),
+            (RecordedGraph, "replay", one_operation),
+            (torch.cuda.CUDAGraph, "replay", one_operation),
+            *((owner, name, one_launch) for owner, name in _launchers()),
+        ):
+            noting = functools.partial(_noted, getattr(owner, name), note)
+            stack.enter_context(mock.patch.object(owner, name, _method(noting)))
+        stack.enter_context(regions.followed())
+        stack.enter_context(host_reads.noted(one_read))
+        stack.enter_context(_Dispatched(one_operation))
+        forward()
+    return counts
+
+
+def _noted(
+    stock: Callable[..., Any], note: Callable[[], None], /, *args: Any, **kwargs: Any
+) -> Any:
+    note()
+    with unseen():
+        return stock(*args, **kwargs)
+
+
+def _launchers() -> list[tuple[Any, str]]:
+    """Through what Triton launches its kernels: compiled ones, and those in its interpreter."""
+    try:
+        from triton.runtime.interpreter import GridExecutor
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        return []
+    return [(JITFunction, "run"), (GridExecutor, "__call__")]
+
+
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._note()
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,79 @@
+"""One prefill forward: cut if its plan says so, served by stock if not, or if the cut fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import fallback, owner, report, seams
+from sglang_gemma4_yoco.cut import Cut, LateRefusalError
+from sglang_gemma4_yoco.graphs import ReplayError
+from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.plan import Plan
+
+
+def prefill(
+    model: Any, forward_batch: Any, embeds: torch.Tensor | None, run: Callable[[], Any]
+) -> Any:
+    """Run one forward that is no decode step.
+
+    Args:
+        embeds: [T, hidden], the input embeddings that the model was called with, or None.
+        run: the stock forward, which the cut makes fast.
+    """
+    known = owner.of(model)
+    copy = plan = None
+    try:
+        decided = known.decision(forward_batch)
+        if isinstance(decided, Plan):
+            plan = decided
+            copy = fallback.copy_of(embeds)
+            return _cut(known, plan, run)
+        known.release()
+        reason = decided.reason
+    except LateRefusalError as late:
+        reason = str(late)  # on all ranks alike, as any refusal
+    except Exception as failure:
+        if not fallback.is_alone():
+            raise
+        fallback.failed(failure)
+        fallback.put_back(embeds, copy)
+        if plan is not None:
+            plan.way.after_failure(forward_batch)
+            if isinstance(failure, ReplayError):
+                known.launch(f"a replay failed: {type(failure.__cause__).__name__}")
+        return run()
+    report.stepped_aside(reason)
+    fallback.put_back(embeds, copy)
+    return run()
+
+
+def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> Any:
+    try:
+        with Cut(known, plan) as cut:
+            output = run()
+    finally:
+        known.release()
+    if cut.output is not None:
+        report.active(known.model, lambda: _description(known, plan), _outcome(plan))
+        fallback.succeeded()
+    return output
+
+
+def _outcome(plan: Plan) -> str:
+    if plan.tail.unread:
+        return report.TAIL_SKIPPED
+    return report.ACTIVE if plan.replay is None else report.TAIL_REPLAYED
+
+
+def _description(known: Owner, plan: Plan) -> str:
+    model, backend = known.model, type(seams.current_attn_backend()).__name__
+    tail = f"tail launched ({known.launched_because})"
+    if known.graphs is not None:
+        tail = f"tail replayed for up to {known.graphs.rows[-1]} rows"
+    return (
+        f"{type(model).__name__} with hidden size {model.config.hidden_size}, "
+        f"{known.describe()}, attention by {backend}, {plan.way.told}, {tail}"
+    )

@@ -1,0 +1,461 @@
+"""The tail, recorded once per row count in CUDA graphs, and replayed.
+
+On a GPU the host launches 20 layers kernel by kernel, for one row as for thousands, and for a short
+prompt that is what a prefill takes. The tail has few rows and always the same shapes: one per
+request. So it is recorded when the server starts, after SGLang's own decode steps and by the same
+machinery, for 1, 2, 4, ... rows, and a batch costs the host one launch for all of its tail.
+
+What is recorded begins with the queries of layer K-1 where that layer is cut behind its K and V,
+else with layer K, and ends behind layer L-1. It reads and writes static tensors: ``Inputs``, the
+weights, the pools, and the tail's backend's own buffers. A batch of B rows is replayed with the
+graph of b >= B rows; the b - B rows that pad it are requests of one token, the reserved row and
+slot 0, and nobody reads what becomes of them. With graphs for 1, 2 and 4 rows, three prompts run as
+lengths [40, 3, 700, 1].
+
+Before any batch is replayed with it, a graph must give what the same layers give when they are
+launched (``proof``).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import donor, per_layer, seams
+from sglang_gemma4_yoco.attention import OwnBackend
+from sglang_gemma4_yoco.rows import KeptRows
+from sglang_gemma4_yoco.shadow import Shadows
+from sglang_gemma4_yoco.tail import Tail
+
+VARIABLE = "SGLANG_GEMMA4_YOCO_GRAPH_ROWS"
+_ROWS = (1, 2, 4, 8, 16, 32)
+
+NOT_YET = "it is not recorded yet"
+OFF = f"{VARIABLE}=0"
+NO_BACKEND = "the tail has no attention backend of its own"
+NO_GRAPHS = "SGLang has recorded no decode steps in full CUDA graphs"
+NOT_DECODING = "its rows are no decode step on this attention backend"
+QUANTISED = "the per-layer inputs are quantised"
+# The backend's graphs read nothing but their own buffers, which are filled while planning.
+_BACKENDS = frozenset({"TritonAttnBackend", "WindowedTorchNativeBackend"})
+NONE_GOOD = "no graph gave what the launched layers give"
+LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
+# Server arguments with which memory is not what it was when it was recorded.
+_REFUSED = {
+    "enable_hierarchical_cache": LOADED_MEANWHILE,
+    "enable_memory_saver": "memory may be taken away and given back",
+    "enable_symm_mem": "collectives need memory of their own",
+    "enable_unified_memory": "the pools of K and V share their memory",
+    "disable_cuda_graph_padding": "rows must not be padded",
+}
+_RESERVE = 1 << 30  # bytes that recording leaves free, beside three times what it needs
+
+
+def most_rows() -> int:
+    """The largest row count that the operator wants recorded; 0 for none. Unset means all of ours.
+
+    Raises:
+        ValueError: the variable is no whole number from 0 up; the message names both the variable
+            and the accepted values.
+    """
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return _ROWS[-1]
+    if value.isascii() and value.isdecimal():
+        return int(value)
+    raise ValueError(
+        f"{VARIABLE}={value!r} is not a valid value: use a whole number from 0 up (0: the tail is "
+        f"never recorded), or leave it unset for {_ROWS[-1]}"
+    )
+
+
+def row_counts(most: int, requests: int) -> tuple[int, ...]:
+    """The row counts to record, ascending.
+
+    Args:
+        most: the operator's largest.
+        requests: the largest number of requests that run at a time.
+
+    >>> row_counts(32, 5), row_counts(3, 100), row_counts(100, 100)
+    ((1, 2, 4), (1, 2), (1, 2, 4, 8, 16, 32))
+    """
+    return tuple(rows for rows in _ROWS if rows <= min(most, requests))
+
+
+def why_not(runner: Any, model: Any, attention: OwnBackend | None) -> str | None:
+    """Why the tail of this server is not recorded, or None.
+
+    Args:
+        attention: the tail's own backend.
+    """
+    try:
+        if most_rows() == 0:
+            return OFF
+    except ValueError as invalid:  # changed after load
+        return str(invalid)
+    if attention is None:
+        return NO_BACKEND
+    if seams.recorded_decode_steps(runner) is None:
+        return NO_GRAPHS
+    kind = type(attention.tail).__name__
+    if kind not in _BACKENDS:
+        return f"attention by {kind} is not known to be recordable"
+    if not seams.decodes_like_extend(attention.tail):
+        return NOT_DECODING
+    if getattr(model, "per_layer_model_projection", None) is not None and not (
+        per_layer.can_be_split(model)
+    ):
+        return QUANTISED
+    argument = seams.server_arguments()
+    assert argument is not None, "SGLang has recorded its own graphs"
+    for name, reason in _REFUSED.items():
+        if argument(name):
+            return f"--{name.replace('_', '-')}: {reason}"
+    if (argument("pp_size") or 1) > 1:
+        return "--pp-size: a stage has no per-layer inputs of its own"
+    if seams.lends_graph_memory():
+        return "SGLang lends the memory of its graphs"
+    if seams.loads_by_layer(attention.tail.token_to_kv_pool):  # when it is recorded anew
+        return LOADED_MEANWHILE
+    return _no_memory(runner, attention.tail)
+
+
+def _no_memory(runner: Any, backend: Any) -> str | None:
+    free = seams.free_device_memory(torch.device(runner.device))
+    if free is None:
+        return None
+    rows = max(row_counts(most_rows(), runner.req_to_token_pool.size))
+    slots = runner.req_to_token_pool.req_to_token.shape[1]
+    # The backend lists every token of every request, in numbers of 8 bytes, and keeps the partial
+    # sums of each part of their keys in fp32; all else is small.
+    needed = rows * (8 * slots + 4 * seams.partial_sums(backend)) + (64 << 20)
+    if free >= _RESERVE + 3 * needed:
+        return None
+    return f"only {free >> 20} MiB of the GPU's memory are free"
+
+
+# ---------------------------------------------------------------- what a graph reads
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Static inputs, for as many rows as the largest graph has; a smaller one reads the first.
+
+    Attributes:
+        rows: [n, hidden], the residual of the kept rows at the input of the first recorded layer.
+        positions: [n] int64.
+        requests: [n], the requests' rows in SGLang's table of tokens; 0 is nobody's.
+        lengths: [n], tokens of each request.
+        input_ids: [n] int64; only its shape is read.
+        embeds: [n, hidden], the kept rows' input embeddings; None without per-layer inputs.
+        embedded: [n, recorded layers, width], their per-layer embeddings; None without any.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    input_ids: torch.Tensor
+    embeds: torch.Tensor | None
+    embedded: torch.Tensor | None
+
+    @classmethod
+    @torch.inference_mode(False)  # they are written in forwards of any mode
+    def of(cls, runner: Any, model: Any, buffers: Any, layers: int, rows: int) -> Inputs:
+        """For graphs of up to ``rows`` rows, whose last ``layers`` layers are recorded.
+
+        Args:
+            buffers: static inputs of SGLang's own decode steps, whose types are taken over.
+        """
+        config, device = model.config, runner.device
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.zeros(rows, *shape, dtype=runner.dtype, device=device)
+
+        def numbers(like: torch.Tensor | None, value: int) -> torch.Tensor:
+            dtype = torch.int64 if like is None else like.dtype
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
+        embeds = embedded = None
+        if getattr(model, "per_layer_model_projection", None) is not None:
+            embeds = floats(config.hidden_size)
+        if embeds is not None and model.embed_tokens_per_layer is not None:
+            embedded = floats(layers, model.hidden_size_per_layer_input)
+        return cls(
+            rows=floats(config.hidden_size),
+            positions=numbers(None, 0),
+            requests=numbers(buffers.req_pool_indices, 0),
+            lengths=numbers(buffers.seq_lens, 1),
+            input_ids=numbers(None, 0),
+            embeds=embeds,
+            embedded=embedded,
+        )
+
+    def first(self, rows: int) -> Inputs:
+        """The same memory, of the first rows."""
+        return replace(self, **{name: t[:rows] for name, t in vars(self).items() if t is not None})
+
+    def say_who(self, requests: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Set requests and lengths of the first rows, both [B]; the others pad."""
+        kept = requests.shape[0]
+        if kept == self.requests.shape[0]:
+            self.requests.copy_(requests)
+            self.lengths.copy_(lengths)
+        else:
+            self.requests[:kept].copy_(requests)
+            self.lengths[:kept].copy_(lengths)
+            self.requests[kept:].zero_()
+            self.lengths[kept:].fill_(1)
+            # Else a scale that is taken over all rows would hang on the batch before.
+            for floats in (self.rows, self.embeds, self.embedded):
+                if floats is not None:
+                    floats[kept:].zero_()
+
+
+# ---------------------------------------------------------------- graphs
+
+
+@dataclass
+class _Graph:
+    """One row count.
+
+    Attributes:
+        inputs: of so many rows.
+        batch: the decode step that is recorded. What it holds is read whenever it is replayed.
+        metadata: its attention metadata, over the backend's buffers for graphs.
+    """
+
+    inputs: Inputs
+    batch: Any
+    metadata: Any = None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A graph, planned for one batch.
+
+    Attributes:
+        with_donor: layer K-1 is recorded from its queries on; else layer K is the first.
+        inputs: of the batch's kept rows, to be filled.
+        room: those of them that come before the first layer; None without per-layer inputs.
+        run: runs it, and returns [B, hidden], which the next replay overwrites.
+    """
+
+    with_donor: bool
+    inputs: Inputs
+    room: per_layer.Room | None
+    run: Callable[[], torch.Tensor]
+
+
+class ReplayError(Exception):
+    """The graph could not be run; its cause says why."""
+
+
+class TailGraphs:
+    """All recorded tails of one model.
+
+    Attributes:
+        with_donor: layer K-1 is recorded, from its queries on.
+        first: the first recorded layer, K-1 or K.
+        layers: the recorded layers; of layer K-1 K and V are not recorded.
+        rows: the recorded row counts, ascending.
+        seconds: how long recording took.
+    """
+
+    def __init__(
+        self, runner: Any, model: Any, first_shared: int, cut: donor.DonorCut, attention: OwnBackend
+    ) -> None:
+        """Prepare for recording; nothing is recorded yet."""
+        self.with_donor = cut is donor.DonorCut.KEYS_AND_VALUES
+        self.seconds = 0.0
+        self._model = model
+        self.first = first_shared - self.with_donor
+        self.layers = list(model.layers)[self.first :]
+        self._read = {layer.self_attn.attn.layer_id for layer in self.layers}
+        self._backend = attention.tail
+        self._runner = runner
+        self._counts = row_counts(most_rows(), runner.req_to_token_pool.size)
+        decode_steps = seams.recorded_decode_steps(runner)
+        assert decode_steps is not None, "the tail is recorded after them"
+        self._inputs = Inputs.of(
+            runner, model, decode_steps.buffers, len(self.layers), self._counts[-1]
+        )
+        self._of_first = [self._inputs.first(rows) for rows in range(self._counts[-1] + 1)]
+        self._graphs: dict[int, _Graph] = {}
+        self.rows: tuple[int, ...] = ()
+        self._recorded = seams.GraphBackend(decode_steps)
+
+    def describe(self) -> str:
+        """What is recorded, for the log."""
+        what = "the queries of layer" if self.with_donor else "layer"
+        rows = ", ".join(map(str, self.rows))
+        return (
+            f"the tail, from {what} {self.first} on, is recorded for {rows} rows "
+            f"in {self.seconds:.1f} s"
+        )
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Record all of them, the largest first; when this raises, ``close`` is still due."""
+        began = time.monotonic()
+        with seams.whole_window(self._backend):
+            self._backend.init_cuda_graph_state(self._counts[-1], self._counts[-1])
+        try:
+            with self._recorded.session():
+                for rows in reversed(self._counts):
+                    graph = self._graph(rows)
+                    graph.metadata = seams.plan_recorded(self._backend, graph.batch)
+                    self._recorded.record(rows, partial(self._tail, graph))
+                    self._graphs[rows] = graph
+            self.rows = tuple(sorted(self._graphs))
+        except BaseException:
+            seams.end_failed_capture(torch.device(self._runner.device), self._recorded)
+            raise
+        finally:
+            self._backend.forward_metadata = None
+        self.seconds = time.monotonic() - began
+
+    def drop(self, rows: int) -> None:
+        """Never replay the graph of this row count again."""
+        del self._graphs[rows]
+        self.rows = tuple(sorted(self._graphs))
+
+    def close(self) -> None:
+        """Let go of all graphs, and of the backend's buffers for them."""
+        self._graphs.clear()
+        self.rows = ()
+        self._recorded.close()
+        seams.drop_graph_buffers(self._backend)
+
+    # -- one batch ---------------------------------------------------------------------------
+
+    def size_for(self, kept: KeptRows) -> int | None:
+        """The rows of the smallest graph with room for these, if they are one per request."""
+        if not kept.one_per_request:
+            return None
+        return next((rows for rows in self.rows if rows >= len(kept.lens)), None)
+
+    def planned(self, forward_batch: Any, tail: Tail) -> Replay | None:
+        """Plan the tail of this batch for a graph; None if there is none for it.
+
+        Rows of suffixes are no decode step, and of an unread chunk there is no tail to run.
+        """
+        rows, size = len(tail.kept.lens), self.size_for(tail.kept)
+        if size is None or tail.unread or not tail.decodes:
+            return None
+        graph = self._graphs[size]
+        graph.inputs.say_who(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self._plan(graph, forward_batch)
+        inputs, room = self._of_first[rows], None
+        if inputs.embeds is not None:
+            room = per_layer.Room(self.first, inputs.embeds, inputs.embedded)
+        return Replay(
+            with_donor=self.with_donor,
+            inputs=inputs,
+            room=room,
+            run=partial(self._run, size, rows),
+        )
+
+    def _run(self, size: int, rows: int) -> torch.Tensor:
+        # A cache that loads prefixes layer by layer makes whoever asks for a layer's K and V wait
+        # until they are there. A replay asks for nothing.
+        seams.await_loads(self._backend.token_to_kv_pool, self._read)
+        try:
+            output: torch.Tensor = self._recorded.replay(size)
+        except Exception as failure:
+            raise ReplayError("the recorded tail could not be run") from failure
+        return output[:rows]
+
+    def _plan(self, graph: _Graph, forward_batch: Any) -> None:
+        seams.plan_recorded(self._backend, graph.batch, live=forward_batch)
+        # A tail that is launched after all finds its metadata there: of at least as many rows.
+        self._backend.forward_metadata = graph.metadata
+
+    @torch.no_grad()
+    def both(
+        self, size: int, rows: int, fill: Callable[[Inputs], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layers give for the same inputs, launched and replayed: each [rows, hidden].
+
+        Args:
+            size: of the graph.
+            rows: how many of its rows are not padding.
+            fill: sets the inputs of those.
+        """
+        replayed, launched = self._graphs[size], self._graph(rows)
+        fill(launched.inputs)
+        launched.batch.seq_lens_sum = int(launched.inputs.lengths.sum())
+        try:
+            seams.plan(self._backend, launched.batch)
+            output = self._tail(launched)
+            replayed.inputs.say_who(launched.inputs.requests, launched.inputs.lengths)
+            self._plan(replayed, launched.batch)
+            return output, self._run(size, rows)
+        finally:
+            self._backend.forward_metadata = None
+
+    # -- recording ---------------------------------------------------------------------------
+
+    def _graph(self, rows: int) -> _Graph:
+        """A tail of so many rows, not planned."""
+        inputs = self._of_first[rows]
+        batch = seams.decode_batch(
+            input_ids=inputs.input_ids,
+            req_pool_indices=inputs.requests,
+            seq_lens=inputs.lengths,
+            positions=inputs.positions,
+        )
+        return _Graph(inputs, batch)
+
+    def _tail(self, graph: _Graph) -> torch.Tensor:
+        """The recorded layers, launched: [rows, hidden]."""
+        inputs, batch = graph.inputs, graph.batch
+        # Layers add into their input in place, and what pads would grow from replay to replay.
+        rows = inputs.rows.clone()
+        projected = self._projected(inputs)
+        try:
+            with seams.attn_backend_switched(self._backend), self._donor_without_keys(batch):
+                seams.write_residual(batch, rows, begin=True)
+                for number, layer in enumerate(self.layers):
+                    output = layer(
+                        positions=inputs.positions,
+                        hidden_states=rows,
+                        per_layer_input=None if projected is None else projected[:, number, :],
+                        forward_batch=batch,
+                    )
+                    rows = seams.layer_rows(output)
+        finally:
+            seams.end_residual(batch)
+        return rows
+
+    def _projected(self, inputs: Inputs) -> torch.Tensor | None:
+        """[rows, recorded layers, width]."""
+        if inputs.embeds is None:
+            return None
+        stop = len(self._model.layers)
+        return per_layer.project(self._model, inputs.embeds, inputs.embedded, self.first, stop)
+
+    @contextmanager
+    def _donor_without_keys(self, batch: Any) -> Iterator[None]:
+        """Layer K-1 of the kept rows alone: K and V of all rows are in the pool by then."""
+        if not self.with_donor:
+            yield
+            return
+        attention = self.layers[0].self_attn
+
+        def attend(positions: torch.Tensor, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+            q = donor.queries(attention, hidden_states, positions)
+            output: torch.Tensor
+            output, _bias = attention.o_proj(donor.attend(attention, q, None, None, batch))
+            return output
+
+        with Shadows() as shadows:
+            shadows.add(attention, "forward", lambda _: attend)
+            yield

@@ -1,0 +1,139 @@
+"""One batch, decided once: refused for a reason, or which rows are kept and how its tail runs.
+
+Where the tail has an attention backend of its own that is when the runner plans its attention,
+before the first layer; else when the model is called. The gate is asked there and not again.
+
+Between the two SGLang runs code of its own, so this is looked at when the model is called:
+
+- the object itself: a batch that was planned by another way, or is a copy, is not this one;
+- the fields that the gate judged or the rows come from: each must still hold the very object that
+  it held. Of these SGLang sets one in between, context parallelism's, in some releases. A
+  multimodal prompt's inputs and embeddings do change on the way; they matter for suffixes alone,
+  and are asked for again there;
+- whether a graph is being recorded or replayed, which is a span and no property of the batch: on
+  AMD SGLang enters one after planning;
+- the current attention backend, which must be the one that was planned on.
+
+If anything is different the gate is asked once more, and an admitted batch counts as not planned.
+
+The server's arguments, the model and its weights are constant. The switch, the threshold and the
+count of failures decide what is wanted, not what is right, and count as they were when the batch
+was planned. For the same reason a refusal stands: what has changed since then can only make it
+needless, never wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_gemma4_yoco import gate, seams
+from sglang_gemma4_yoco.attention import RebuiltBackend, Way
+from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco.graphs import Replay
+from sglang_gemma4_yoco.tail import Tail
+
+if TYPE_CHECKING:
+    from sglang_gemma4_yoco.owner import Owner
+
+NOT_PLANNED = "the tail's attention was not planned for this batch"
+IMAGES_ON_ONE_BACKEND = "a multimodal prompt without an attention backend of the tail's own"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A batch that runs as stock.
+
+    Attributes:
+        batch: the batch.
+        reason: why, in one line.
+    """
+
+    batch: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch that is cut.
+
+    Attributes:
+        batch: the batch.
+        judged: what the gate saw of it.
+        tail: its kept rows, and the batch as the tail sees it.
+        donor: how layer K-1 is cut, as deep as model and batch allow.
+        way: the attention that the tail runs on.
+        replay: its recorded tail, planned; None if its layers are launched.
+    """
+
+    batch: Any
+    judged: tuple[object, ...]
+    tail: Tail
+    donor: DonorCut
+    way: Way
+    replay: Replay | None = None
+
+    @classmethod
+    def of(cls, owner: Owner, forward_batch: Any, way: Way) -> Plan:
+        """The plan of an eligible batch; a replay is planned already. The batch is not changed."""
+        tail = Tail.of(forward_batch, way.main)
+        replay = None if owner.graphs is None else owner.graphs.planned(forward_batch, tail)
+        return cls(
+            batch=forward_batch,
+            judged=gate.judged(forward_batch),
+            tail=tail,
+            donor=_deepest(owner.donor_cut, tail),
+            way=way,
+            replay=replay,
+        )
+
+    def still_holds(self) -> bool:
+        """Whether nothing has come about since that this plan does not know of."""
+        now = gate.judged(self.batch)
+        return (
+            all(one is other for one, other in zip(self.judged, now, strict=True))
+            and (self.tail.kept.one_per_request or not gate.is_multimodal(self.batch))
+            and not seams.is_capturing()
+            and seams.current_attn_backend() is self.way.main
+        )
+
+
+def _deepest(allowed: DonorCut, tail: Tail) -> DonorCut:
+    if allowed is DonorCut.KEYS_AND_VALUES and not tail.decodes:
+        # Only in decode mode does one attention call take fewer queries than keys to write.
+        allowed = DonorCut.AFTER_ATTENTION
+    if allowed is DonorCut.AFTER_ATTENTION and tail.unread:
+        return DonorCut.NONE  # the whole layer is K and V then, but for its attention
+    return allowed
+
+
+def ahead(owner: Owner, forward_batch: Any) -> Plan | Refusal:
+    """Decide before the first layer, and plan the tail on the backend of its own."""
+    reason = gate.ineligible_reason(owner, forward_batch)
+    if reason is not None:
+        return Refusal(forward_batch, reason)
+    assert owner.attention is not None
+    plan = Plan.of(owner, forward_batch, owner.attention)
+    if plan.replay is None:
+        owner.attention.plan(forward_batch, plan.tail.fields)
+    return plan
+
+
+def at_the_forward(owner: Owner, forward_batch: Any) -> Plan | Refusal:
+    """What was decided ahead, or what can still be decided when the model is called."""
+    planned = owner.planned
+    if (
+        planned is not None
+        and planned.batch is forward_batch
+        and (isinstance(planned, Refusal) or planned.still_holds())
+    ):
+        return planned
+    reason = gate.ineligible_reason(owner, forward_batch)
+    if reason is None and owner.attention is not None:
+        reason = NOT_PLANNED
+    if reason is None and gate.is_multimodal(forward_batch):
+        # Rebuilding would drop the image masks that the model wrote into the metadata.
+        reason = IMAGES_ON_ONE_BACKEND
+    if reason is not None:
+        return Refusal(forward_batch, reason)
+    return Plan.of(owner, forward_batch, RebuiltBackend(seams.current_attn_backend()))

@@ -1,0 +1,100 @@
+"""A recorded tail must give what the same layers give when they are launched, or it is not used.
+
+Recording can go wrong without a sound: a tensor that is not where it was, a branch taken for the
+recording's batch alone, a kernel that CUDA left out. So each graph is replayed on random inputs,
+over a request of random K and V that reaches beyond the window, and compared, row by row; the
+largest is replayed once more with a row that pads. What lay where that request is written is put
+back: a server that records anew may have cached prefixes.
+
+Both sides plan with the same planner, over the same widened window: whether that is right, the
+tests show that compare with stock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.graphs import Inputs, TailGraphs
+
+# The largest relative error of a row, in the L2 norm: kernels may split sums otherwise, no more.
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+_BEYOND = 9  # tokens, of the request, before the window of its last one
+
+
+def prove(graphs: TailGraphs, runner: Any) -> None:
+    """Compare every graph with the launched layers, and drop what differs, with one error line."""
+    generator = torch.Generator(runner.device).manual_seed(0)
+    attentions = [layer.self_attn.attn for layer in graphs.layers]
+    with _a_request(runner, attentions, generator) as tokens:
+        fill = partial(_fill, tokens=tokens, generator=generator)
+        largest = graphs.rows[-1]
+        for size in graphs.rows:
+            for rows in {size, size - 1} if size == largest > 1 else {size}:
+                launched, replayed = graphs.both(size, rows, fill)
+                error = _relative_error(launched, replayed)
+                if not error <= _ROUNDING[launched.dtype]:  # NaN differs too
+                    graphs.drop(size)
+                    report.error(
+                        f"Gemma 4 fast prefill: the tail recorded for {size} rows differs from "
+                        f"the launched one (relative error {error:.1e}) and is not used"
+                    )
+                    break
+
+
+def _relative_error(launched: torch.Tensor, replayed: torch.Tensor) -> float:
+    """The largest of a row, in the L2 norm."""
+    if torch.equal(launched, replayed):  # zeros among them
+        return 0.0
+    difference = (launched.double() - replayed.double()).norm(dim=-1)
+    return float((difference / launched.double().norm(dim=-1)).max())
+
+
+def _fill(inputs: Inputs, tokens: int, generator: torch.Generator) -> None:
+    """Random rows of one request: with n of them, at 1/n, 2/n, ... of its length."""
+    rows = inputs.rows.shape[0]
+    for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
+        if tensor is not None:
+            tensor.copy_(_random(tensor, generator))
+    lengths = [max(1, tokens * (row + 1) // rows) for row in range(rows)]
+    inputs.lengths.copy_(torch.tensor(lengths))
+    inputs.positions.copy_(inputs.lengths - 1)
+    inputs.requests.zero_()
+
+
+def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(like.shape, generator=generator, device=like.device)
+
+
+@contextmanager
+def _a_request(runner: Any, attentions: list[Any], generator: torch.Generator) -> Iterator[int]:
+    """Give the reserved row of SGLang's table tokens with random K and V; yields how many.
+
+    Their slots are in random order, and of other numbers in the window's pool than in the full one.
+    """
+    pool = runner.token_to_kv_pool
+    tables = [runner.req_to_token_pool.req_to_token[0]]
+    mapping = getattr(pool, "full_to_swa_index_mapping", None)
+    if mapping is not None:
+        tables.append(mapping)
+    layers = {attention.layer_id for attention in attentions}
+    caches = [buffer for layer in layers for buffer in pool.get_kv_buffer(layer)]
+    window = max(attention.sliding_window_size or 0 for attention in attentions)
+    tokens = min(window + _BEYOND, *(tensor.shape[0] for tensor in (*tables, *caches)))
+    places = [tensor[:tokens] for tensor in (*tables, *caches)]
+    saved = [place.clone() for place in places]
+    try:
+        for table in tables:
+            shuffled = torch.randperm(tokens, generator=generator, device=generator.device)
+            table[:tokens].copy_(shuffled)
+        for cache in caches:
+            cache[:tokens].copy_(_random(cache[:tokens], generator))
+        yield tokens
+    finally:
+        for place, values in zip(places, saved, strict=True):
+            place.copy_(values)

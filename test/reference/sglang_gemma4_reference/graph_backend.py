@@ -1,0 +1,130 @@
+"""SGLang's graph backend on a CPU: what ``FullCudaGraphBackend`` is on CUDA, with ``recorder``.
+
+Several graphs of one memory pool use it in turns, as on a GPU: whatever lay there when an earlier
+one was recorded and was free again by then, a later one was given for its own tensors. So a replay
+of the earlier one overwrites the outputs of the later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_gemma4_reference import recorder, releases
+from sglang_gemma4_reference.recorder import RecordedGraph
+
+_WARM_UPS = 2
+
+
+class Pool:
+    """A memory pool of graphs: those that were recorded in it, in this order."""
+
+    def __init__(self) -> None:
+        self.graphs: list[RecordedGraph] = []
+
+    def replay(self, graph: RecordedGraph) -> None:
+        """Run one of them. What the later ones left is gone."""
+        graph.replay()
+        for later in self.graphs[self.graphs.index(graph) + 1 :]:
+            later.spoil()
+
+
+class RecordedGraphBackend(BaseCudaGraphBackend):
+    """One recorded graph per shape; constructed and called as ``FullCudaGraphBackend`` is."""
+
+    def __init__(
+        self,
+        cuda_graph_runner: Any,
+        *,
+        enable_memory_saver: bool = False,
+        reuse_output_buffer: bool = False,
+    ) -> None:
+        if enable_memory_saver or reuse_output_buffer:
+            raise NotImplementedError("neither a memory saver nor one buffer for all outputs")
+        self._device_module = cuda_graph_runner.device_module
+        self._tp_group = get_parallel().tp_group
+        self._graphs: dict[Any, RecordedGraph] = {}
+        self._pool: Pool | None = None
+
+    @property
+    def graphs(self) -> dict[Any, RecordedGraph]:
+        """The graphs by their shape's key, in the order in which they were recorded."""
+        return dict(self._graphs)
+
+    @contextmanager
+    def capture_session(self, stream: Any) -> Iterator[None]:  # noqa: ARG002 - SGLang's
+        """The span of ``capture_one``; in the pool of all, unless ``_pool`` was set before."""
+        if self._pool is None:
+            self._pool = releases.graph_memory_pool(self._device_module)
+        yield
+
+    def capture_one(
+        self,
+        shape_key: Any,
+        forward_fn: Callable[[], Any],
+        capture_inputs: Any = None,  # noqa: ARG002 - not held on to, as on CUDA
+        post_warmup_hook: Callable[[], None] | None = None,
+    ) -> None:
+        """Run ``forward_fn`` twice, all ranks together, then record it."""
+        if self._pool is None:
+            raise RuntimeError("capture_one() outside of capture_session()")
+        for _ in range(_WARM_UPS):
+            self._tp_group.barrier()
+            forward_fn()
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+        graph = RecordedGraph.of(forward_fn)
+        self._pool.graphs.append(graph)
+        self._graphs[shape_key] = graph
+
+    def can_run(self, forward_batch: Any, shape_key: Any) -> bool:  # noqa: ARG002 - SGLang's
+        """Whether there is a graph of this shape."""
+        return shape_key in self._graphs
+
+    @contextmanager
+    def replay_session(self) -> Iterator[None]:
+        """Nothing is to be prepared."""
+        yield
+
+    def replay(
+        self,
+        shape_key: Any,
+        static_forward_batch: Any,  # noqa: ARG002 - SGLang's
+        **_: Any,
+    ) -> Any:
+        """Run the graph of this shape, and return its outputs, which the next replay overwrites."""
+        graph = self._graphs[shape_key]
+        assert self._pool is not None
+        self._pool.replay(graph)
+        return graph.outputs
+
+    def cleanup(self) -> None:
+        """Let go of all graphs."""
+        if self._pool is not None:
+            for graph in self._graphs.values():
+                self._pool.graphs.remove(graph)
+        self._graphs.clear()
+        self._pool = None
+
+
+def runner_of_decode_steps(model_runner: Any) -> DecodeCudaGraphRunner:
+    """SGLang's own, which records decode steps as they are and compiles none."""
+    releases.compile_no_decode_steps()
+    return DecodeCudaGraphRunner(model_runner)
+
+
+def give_graphs_to_torch_cpu() -> None:
+    """Let ``torch.cpu``, which SGLang asks as its device's module, have what graphs need of it."""
+    additions = {
+        "graph_pool_handle": Pool,
+        "is_current_stream_capturing": recorder.is_recording,
+    }
+    for name, function in additions.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, function)

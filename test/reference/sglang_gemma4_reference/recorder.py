@@ -1,0 +1,426 @@
+"""What a CUDA graph does to the code that it records, on a CPU: operations, recorded and replayed.
+
+As with a CUDA graph:
+
+- A replay runs no Python of what was recorded. Numbers, branches and objects are those of the
+  recording; what it reads and writes are tensors, at the place where they lay then. A weight that
+  has been given other memory since is not followed.
+- Memory that somebody else held when it was recorded is not kept for the graph. Once nobody else
+  holds it any more, a replay raises; a GPU would read what lies there by then.
+- Memory that was allocated while recording belongs to the graph. Nothing in it lasts until the next
+  replay, and but for the outputs nothing in it may be read behind one: it is full of NaN (numbers
+  that are no floats: of 1) before each replay and, but for the outputs, after it.
+- What the host cannot know while recording raises: values (``host_reads``), shapes made of values,
+  tensors made of the host's numbers, tensors that are given other memory.
+
+A Triton kernel in Triton's interpreter is one node, and so is whatever goes through
+``as_one_node``: host code that stands for a kernel and reads values as a kernel does.
+
+Collectives are nodes too, where they fill a tensor that they are given; others raise. All ranks
+record, and replay, in the same order.
+
+What it cannot show: streams, events and races; failures of CUDA's own while capturing (lazy loading
+of modules, autotuning, other threads); workspaces of libraries; registration of custom all-reduce;
+launch grids, which are the recording's here as well, but for kernels whose grid is no number;
+random numbers; and code that runs on CUDA alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from sglang_gemma4_reference import host_reads
+
+aten = torch.ops.aten
+
+# They would give a tensor other memory than the graph knows.
+_REBINDING = {aten.resize_, aten.resize_as_, aten.set_}
+# In place, but of the tensor's shape alone: later calls are recorded with the new one.
+_RESHAPING = {aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_}
+# They allocate and write nothing, so a replay leaves what was there.
+_BLANK = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted),
+    *(aten.new_empty, aten.new_empty_strided),
+}
+
+_recording: ContextVar[Recording | None] = ContextVar("_recording", default=None)
+
+#: The latest replays of this process: for observers of a forward, who see no module run in one.
+replays: deque[RecordedGraph] = deque(maxlen=16)
+
+
+class CaptureError(RuntimeError):
+    """The code under recording did what a CUDA stream under capture refuses."""
+
+
+class FreedMemoryError(RuntimeError):
+    """A replay would read or write memory that its owner has let go of."""
+
+
+def is_recording() -> bool:
+    """Whether this thread's operations are being recorded."""
+    return _recording.get() is not None
+
+
+def note(what: Hashable, count: int) -> bool:
+    """If this is recorded, count it with the graph's ``notes``, and say so."""
+    recording = _recording.get()
+    if recording is None:
+        return False
+    recording.graph.notes[what] += count
+    return True
+
+
+def as_one_node(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``kernel``; if this is recorded, as one node of the graph.
+
+    Args:
+        kernel: may read and write its arguments as it likes, on the host too. It gets all tensors
+            that it touches as arguments, bare or in lists, tuples and dictionaries.
+    """
+    recording = _recording.get()
+    return kernel(*args, **kwargs) if recording is None else recording.node(kernel, args, kwargs)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """No mode of PyTorch sees what runs in the span: it stands for the device's work."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+# ---------------------------------------------------------------- memory
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree of lists, tuples, dictionaries and dataclasses, in its order."""
+    if is_dataclass(tree) and not isinstance(tree, type):
+        tree = [getattr(tree, field.name) for field in fields(tree)]
+    leaves = tree_leaves(tree, is_leaf=lambda node: node is not tree and is_dataclass(node))
+    return [
+        tensor
+        for leaf in leaves
+        for tensor in ([leaf] if isinstance(leaf, torch.Tensor) else _of_dataclass(leaf))
+    ]
+
+
+def _of_dataclass(leaf: Any) -> list[torch.Tensor]:
+    return tensors_in(leaf) if is_dataclass(leaf) and not isinstance(leaf, type) else []
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What is the same for all tensors on the same memory, for as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _owners(memory: int) -> int:
+    return int(torch._C._storage_Use_Count(memory))
+
+
+# PyTorch itself holds a storage that Python has once seen.
+_UNSEEN = _owners(_memory(alone := torch.empty(1))) - 1
+
+
+def _in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor on the same memory, which stays there whatever becomes of this one."""
+    return tensor.data
+
+
+@dataclass
+class _Foreign:
+    """Memory that the recorded code touched and had not allocated.
+
+    Attributes:
+        tensor: the first tensor that was seen on it.
+        call: the operation that it was seen in.
+        held: how many of the graph's tensors lie on it.
+    """
+
+    tensor: torch.Tensor
+    call: str
+    held: int
+
+    def is_let_go(self) -> bool:
+        """Whether nobody but graphs holds it any more."""
+        memory = _memory(self.tensor)
+        held = sum(graph.held(memory) for graph in _graphs)
+        return _owners(memory) - _UNSEEN <= held
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[torch.Tensor, ...]
+
+    def again(self) -> None:
+        """Run it; its results go where they went when it was recorded."""
+        out = self.function(*self.args, **self.kwargs)
+        for then, now in zip(self.outputs, tensors_in(out), strict=True):
+            if _memory(then) != _memory(now):
+                then.copy_(now)
+
+
+# ---------------------------------------------------------------- recording
+
+_graphs: weakref.WeakSet[RecordedGraph] = weakref.WeakSet()
+
+
+class RecordedGraph:
+    """Operations on tensors, recorded once: ``torch.cuda.CUDAGraph``, for a CPU.
+
+    Attributes:
+        outputs: what the recorded function returned; filled by each replay.
+        notes: what observers counted while it was recorded.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: Any = None
+        self.notes: Counter[Hashable] = Counter()
+        self._calls: list[_Call] = []
+        self._own: dict[int, torch.Tensor] = {}
+        self._foreign: dict[int, _Foreign] = {}
+        self._constants: dict[int, torch.Tensor] = {}
+        _graphs.add(self)
+
+    @classmethod
+    def of(cls, function: Callable[[], Any]) -> RecordedGraph:
+        """Record one call of ``function``.
+
+        As on a GPU nothing can be read from its outputs before the first replay.
+
+        Raises:
+            CaptureError: it cannot be recorded.
+        """
+        graph = cls()
+        with Recording(graph):
+            graph.outputs = function()
+        graph.spoil()
+        return graph
+
+    def __len__(self) -> int:
+        """How many nodes a replay runs."""
+        return len(self._calls)
+
+    def held(self, memory: int) -> int:
+        """How many of its tensors lie on this memory, if it is not its own."""
+        return self._foreign[memory].held if memory in self._foreign else 0
+
+    def undeclared(self, *declared: Any) -> list[tuple[torch.Tensor, str]]:
+        """What was captured by accident: a tensor for each foreign memory, and who touched it.
+
+        Args:
+            declared: (trees of) tensors that stay where they are for as long as the graph lives.
+        """
+        known = {_memory(tensor) for tensor in tensors_in(declared)}
+        return [
+            (foreign.tensor, foreign.call)
+            for memory, foreign in self._foreign.items()
+            if memory not in known and memory not in self._constants
+        ]
+
+    def replay(self) -> None:
+        """Run it on what its tensors hold now.
+
+        Raises:
+            FreedMemoryError: nothing was run.
+        """
+        self._must_be_held()
+        replays.append(self)
+        with unseen(), torch.inference_mode():
+            self.spoil()
+            for call in self._calls:
+                call.again()
+            self.spoil(keep=tensors_in(self.outputs))
+
+    def spoil(self, keep: Iterable[torch.Tensor] = ()) -> None:
+        """Overwrite all memory of its own but that of the tensors in ``keep``."""
+        kept = {_memory(tensor) for tensor in keep}
+        with torch.inference_mode():
+            for memory, tensor in self._own.items():
+                if memory not in kept:
+                    number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+                    whole = tensor.new_empty(0).set_(tensor.untyped_storage())
+                    whole.fill_(float("nan") if number else 1)
+
+    def _must_be_held(self) -> None:
+        for memory, foreign in self._foreign.items():
+            if memory not in self._constants and foreign.is_let_go():
+                raise FreedMemoryError(
+                    f"{foreign.call} was recorded with a tensor of shape "
+                    f"{tuple(foreign.tensor.shape)} that nobody holds any more"
+                )
+
+    # -- while recording ---------------------------------------------------------------------
+
+    def constant(self, tensor: torch.Tensor) -> None:
+        """Note a number of the host, which goes into a node as such."""
+        self._constants[_memory(tensor)] = _in_place(tensor)
+
+    def allocated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note memory of its own."""
+        for tensor in tensors:
+            self._own.setdefault(_memory(tensor), _in_place(tensor))
+
+    def add(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
+        """Append a node."""
+        held = functools.partial(self._held, call=_name(function))
+        args, kwargs = tree_map_only(torch.Tensor, held, (args, kwargs))
+        outputs = tuple(held(tensor) for tensor in tensors_in(out))
+        self._calls.append(_Call(function, args, kwargs, outputs))
+
+    def _held(self, tensor: torch.Tensor, call: str) -> torch.Tensor:
+        """The node's own tensor on this memory."""
+        memory, here = _memory(tensor), _in_place(tensor)
+        if memory in self._foreign:
+            self._foreign[memory].held += 1
+        elif memory not in self._own and tensor.numel():
+            self._foreign[memory] = _Foreign(here, call, held=1)
+        return here
+
+
+class Recording(TorchDispatchMode):
+    """While entered, every operation of this thread becomes a node of the graph."""
+
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
+        self.graph = graph
+        self._span = ExitStack()
+
+    def __enter__(self) -> Recording:
+        if is_recording():
+            raise CaptureError("a recording inside a recording")
+        with ExitStack() as stack:
+            stack.callback(_recording.reset, _recording.set(self))
+            stack.enter_context(_interpreted_kernels_as_nodes(self))
+            stack.enter_context(_collectives_as_nodes())
+            stack.enter_context(host_reads.noted(_refuse))
+            super().__enter__()  # type: ignore[no-untyped-call] # torch gives it no annotations
+            self._span = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._span.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        packet = func.overloadpacket
+        if packet in _REBINDING:
+            _refuse(str(func))
+        if packet is aten.lift_fresh:
+            if args[0].dim():
+                _refuse("a tensor of the host's numbers")
+            self.graph.constant(args[0])
+        if packet in _RESHAPING or packet is aten.lift_fresh:
+            return func(*args, **(kwargs or {}))
+        return self._note(
+            func, args, kwargs or {}, writes=func._schema.is_mutable, blank=packet in _BLANK
+        )
+
+    def node(self, kernel: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record a call of ``kernel`` as one node."""
+        span = _recording.set(None)  # what it calls in its turn is part of it
+        try:
+            with unseen():
+                return self._note(kernel, args, kwargs, writes=True, blank=False)
+        finally:
+            _recording.reset(span)
+
+    def _note(
+        self, function: Any, args: Any, kwargs: dict[str, Any], *, writes: bool, blank: bool
+    ) -> Any:
+        inputs = tensors_in((args, kwargs))
+        out = function(*args, **kwargs)
+        given = {_memory(tensor) for tensor in inputs}
+        fresh = [tensor for tensor in tensors_in(out) if _memory(tensor) not in given]
+        self.graph.allocated(fresh)
+        if writes or (fresh and not blank):  # else a view, or bare memory
+            self.graph.add(function, args, kwargs, out)
+        return out
+
+
+def _refuse(what: str) -> None:
+    raise CaptureError(f"{what} while a graph is recorded, in {host_reads.caller(__file__)}")
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return _name(function.args[0]) if function.args else _name(function.func)
+    return str(getattr(function, "__name__", function))
+
+
+@contextmanager
+def _interpreted_kernels_as_nodes(recording: Recording) -> Iterator[None]:
+    """Have each launch of a kernel in Triton's interpreter recorded as one node."""
+    try:
+        from triton.runtime.interpreter import GridExecutor
+    except ImportError:
+        yield
+        return
+    stock = GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        launched = _Launch(stock, self)
+        if _recording.get() is recording:
+            recording.node(launched, args, kwargs)
+        else:
+            launched(*args, **kwargs)
+
+    GridExecutor.__call__ = launch
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = stock
+
+
+# The dispatcher's modes do not see them.
+_FILLING = ("all_reduce", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor")
+_OTHER = ("all_gather", "all_gather_object", "all_to_all_single", "gather", "recv", "send")
+
+
+@contextmanager
+def _collectives_as_nodes() -> Iterator[None]:
+    """Have each collective of ``torch.distributed`` recorded as one node, or refused."""
+
+    def refused(name: str) -> Callable[..., None]:
+        return lambda *_, **__: _refuse(name)
+
+    def recorded(stock: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(stock)(functools.partial(as_one_node, stock))
+
+    with ExitStack() as stack:
+        for name in _FILLING:
+            stock = getattr(distributed, name)
+            stack.enter_context(mock.patch.object(distributed, name, recorded(stock)))
+        for name in _OTHER:
+            stack.enter_context(mock.patch.object(distributed, name, refused(name)))
+        yield
+
+
+@dataclass(frozen=True)
+class _Launch:
+    stock: Callable[..., None]
+    executor: Any
+
+    @property
+    def __name__(self) -> str:
+        return str(getattr(self.executor.fn, "__name__", self.executor.fn))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.stock(self.executor, *args, **kwargs)

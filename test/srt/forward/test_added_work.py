@@ -1,0 +1,302 @@
+"""What a forward costs the host besides its layers: everything that is asked is asked once.
+
+On a GPU the host decides how long a short prompt takes, and between the plan and the first layer
+nothing is queued: what is lost there is lost to the user.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from audited import audited
+from batches import BATCHES, batch_of
+from forwards import TWO_PROMPTS, assert_fast, assert_stock
+from observe import run
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import donor, gate, owner, report, seams, switch, threshold
+from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco.tail import Tail
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+PACKAGE = Path(gate.__file__).parent
+NOTHING_TO_SKIP = batch_of((5, 1), (0, 1))
+
+
+# ---------------------------------------------------------------- files, modules, variables
+
+
+def test_files_and_imports_are_seen(tmp_path: Path) -> None:
+    with audited() as seen:
+        (tmp_path / "a").write_text("")
+        with pytest.raises(ImportError):
+            import no_such_module  # type: ignore[import-not-found] # noqa: F401
+    assert seen["open", str(tmp_path / "a")] == 1
+    assert seen["import", "no_such_module"] == 1
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_fast_forward_opens_no_file(engine: Engine, name: str) -> None:
+    """From its planning to its logits, and imports nothing; on Triton: ``test_no_sync``."""
+    scheduled = engine.schedule(BATCHES[name])
+    seen = {}
+    for switched in ("0", "1", "0", "1"):
+        with audited() as seen[switched]:
+            rows = run(engine, scheduled, switched).rows
+        assert (rows[-1] < rows[0]) == (switched == "1")
+    assert seen["1"] - seen["0"] == Counter()
+
+
+def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
+    """An import within a function is looked up whenever it runs. Loading may be late, once."""
+    late = [
+        (path.name, function.name)
+        for path in PACKAGE.glob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert set(late) == {("plugin.py", "load")}
+
+
+class Counting(dict[str, str]):
+    """An environment that counts who is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(os.environ)
+        self.asked: Counter[str] = Counter()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked[name] += 1
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> str:
+        self.asked[name] += 1
+        return super().__getitem__(name)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
+    monkeypatch.setenv(switch.VARIABLE, "1")
+    counting = Counting()
+    with monkeypatch.context() as counted:
+        counted.setattr(os, "environ", counting)
+        yield counting
+
+
+def test_variables_are_read_once_per_forward(engine: Engine, environment: Counting) -> None:
+    for prompts in (TWO_PROMPTS, NOTHING_TO_SKIP):
+        scheduled = engine.schedule(prompts, prefix="1")
+        environment.asked.clear()
+        engine.forward(scheduled)
+        ours = {
+            name: n for name, n in environment.asked.items() if name.startswith(switch.VARIABLE)
+        }
+        assert ours == {switch.VARIABLE: 1, threshold.VARIABLE: 1}
+    assert report.forwards == {report.ACTIVE: 2, gate.NOTHING_TO_SKIP: 1}
+
+
+# ---------------------------------------------------------------- the gate
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The batches that the gate is asked about."""
+    batches: list[Any] = []
+    stock = gate.ineligible_reason
+
+    def counting(known: Any, forward_batch: Any) -> str | None:
+        batches.append(forward_batch)
+        return stock(known, forward_batch)
+
+    monkeypatch.setattr(gate, "ineligible_reason", counting)
+    return batches
+
+
+@pytest.mark.parametrize("name", [*BATCHES, "nothing to skip"])
+def test_the_gate_is_asked_once(engine: Engine, asked: list[Any], name: str) -> None:
+    scheduled = engine.schedule(BATCHES.get(name, NOTHING_TO_SKIP))
+    asked.clear()
+    assert (run(engine, scheduled, "1").rows[-1] < sum(scheduled.extend_lens)) == (name in BATCHES)
+    assert len(asked) == 1
+
+
+def test_it_is_asked_once_where_nothing_is_planned_ahead(
+    without_own_backend: Engine, asked: list[Any]
+) -> None:
+    engine = without_own_backend
+    scheduled = engine.schedule(TWO_PROMPTS)
+    asked.clear()
+    assert run(engine, scheduled, "1").rows[-1] == len(TWO_PROMPTS)
+    assert len(asked) == 1
+
+
+# ---------------------------------------------------------------- what travels to the device
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that run while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_all_that_the_host_knows_travels_at_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One copy to the device, and nothing is computed there that is known already."""
+    forward_batch = releases.forward_batch(engine.schedule(BATCHES[name]), engine.runner)
+    copied: list[tuple[Any, ...]] = []
+    stock = torch.Tensor.to
+
+    def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copied.append((*args, kwargs))
+        return stock(tensor, *args, **kwargs)
+
+    with Operations() as ran, monkeypatch.context() as noted:
+        noted.setattr(torch.Tensor, "to", noting)
+        tail = Tail.of(forward_batch, engine.runner.attn_backend)
+        assert tail.fields
+    assert copied == [(torch.device("cpu"), {"non_blocking": True})]
+    assert {"cumsum", "sub", "arange", "ones_like", "_to_copy"}.isdisjoint(ran.names)
+    # Input ids, and the slots of suffixes: those are on the device only.
+    assert ran.names.count("index_select") == (1 if tail.decodes else 2)
+
+
+# ---------------------------------------------------------------- what is built at start
+
+
+def test_no_backend_is_built_where_the_gate_will_refuse(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = type(engine.runner.attn_backend).__name__
+    reason = f"the attention backend {kind} is not proven"
+    built: list[Any] = []
+    with monkeypatch.context() as unproven, caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        unproven.setattr(gate, "PROVEN_BACKENDS", frozenset({"AnotherBackend"}))
+        unproven.setattr(seams, "build_attn_backend", built.append)
+        engine.runner.init_attention_backends()
+        assert built == []
+        assert owner.of(engine.text_model).attention is None
+        said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
+        assert said == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
+        assert_stock(engine, reason)
+    engine.runner.init_attention_backends()
+    assert_fast(engine)
+
+
+@pytest.fixture
+def projected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(what, rows) of each time that the donor's K and V, or its queries, are computed apart."""
+    seen: list[tuple[str, int]] = []
+
+    def noting(name: str) -> None:
+        stock = getattr(donor, name)
+
+        def noted(attention: Any, normed: torch.Tensor, positions: torch.Tensor) -> Any:
+            seen.append((name, normed.shape[0]))
+            return stock(attention, normed, positions)
+
+        monkeypatch.setattr(donor, name, noted)
+
+    noting("keys_and_values")
+    noting("queries")
+    return seen
+
+
+def test_the_donors_kernels_are_compiled_at_start(
+    engine: Engine, projected: list[tuple[str, int]]
+) -> None:
+    """For few rows and for many: SGLang takes another kernel from 257 rows on."""
+    engine.runner.init_attention_backends()
+    few, many = donor._FEW, donor._MANY
+    assert 1 < few <= 256 < many
+    parts = ("keys_and_values", "queries")
+    assert projected == [(part, rows) for rows in (few, many) for part in parts]
+    assert_fast(engine)
+
+
+@pytest.mark.parametrize("own_backend", [True, False])
+def test_the_cut_is_decided_on_the_runners_backend(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, own_backend: bool
+) -> None:
+    """Its cache's type decides how deep the cut may be, and at start no backend is current."""
+    asked: list[Any] = []
+
+    def impossible(_: Any) -> None:
+        raise NotImplementedError("only one backend here")
+
+    with monkeypatch.context() as watched:
+        watched.setattr(seams, "kv_cache_dtype", asked.append)
+        if not own_backend:
+            watched.setattr(seams, "build_attn_backend", impossible)
+        engine.runner.init_attention_backends()
+        assert owner.of(engine.text_model).donor_cut is DonorCut.KEYS_AND_VALUES
+    assert [backend is engine.runner.attn_backend for backend in asked] == [True]
+    engine.runner.init_attention_backends()
+
+
+def test_kernels_that_are_not_needed_are_not_compiled(
+    engine: Engine, projected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as shallow:
+        shallow.setattr(donor, "why_not_keys_and_values", lambda *_: "a reason")
+        engine.runner.init_attention_backends()
+        assert owner.of(engine.text_model).donor_cut is DonorCut.AFTER_ATTENTION
+    assert projected == []
+    engine.runner.init_attention_backends()
+
+
+def test_kernels_that_cannot_be_compiled_are_no_servers_end(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def impossible(_: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(donor, "compile_kernels", impossible)
+        engine.runner.init_attention_backends()
+    [record] = [r for r in caplog.records if r.name == report.logger.name]
+    assert "no compiler" in record.getMessage()
+    assert record.exc_info
+    assert_fast(engine)
+
+
+# ---------------------------------------------------------------- one owner
+
+
+def test_one_entry_is_all_that_a_model_carries(engine: Engine) -> None:
+    added = {name for name in vars(engine.text_model) if "yoco" in name}
+    assert added == {"_yoco"}
+    known = owner.of(engine.text_model)
+    assert owner.find(engine.text_model) is known
+    engine.runner.init_attention_backends()
+    assert owner.of(engine.text_model) is not known
+    known = owner.of(engine.text_model)
+    known.close()
+    assert not {name for name in vars(engine.text_model) if "yoco" in name}
+    # Asked about once more, the model gets one that knows of no backend; its batches are cut.
+    seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
+    assert seen.rows[-1] == len(TWO_PROMPTS)
+    assert owner.of(engine.text_model).attention is None
+    engine.runner.init_attention_backends()
+    assert_fast(engine)

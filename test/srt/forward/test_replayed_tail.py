@@ -1,0 +1,673 @@
+"""The recorded tail on the ModelRunner: when it is replayed, what it must give, how it is let go.
+
+What is recorded are operations on a CPU (``recorder``). A replay runs no Python of the layers: rows
+and modules of the tail are not seen, which shows that it ran. On Triton: ``test_hard_batches``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+import observe
+from batches import BATCHES, batch_of
+from decode_graphs import record_tail, static_tensors
+from forwards import ENGINE, TWO_PROMPTS, InjectedError, assert_untouched
+from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from media import MediaPrompt, assert_same_inputs, media_batch
+from observe import (
+    TOLERANCE,
+    Observed,
+    assert_as_expected,
+    assert_same_answers,
+    assert_same_cache,
+    assert_same_objects,
+    expected,
+    replayed,
+    run,
+    step,
+)
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
+from sglang_gemma4_yoco import gate, graphs, owner, patch, proof, report, seams, threshold
+from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco.graphs import TailGraphs
+
+pytest.importorskip(
+    "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
+    reason="this SGLang asks no platform for its graphs",
+)
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+MOST = 4
+TOO_MANY = batch_of((0, 9), (3, 5), (40, 2), (0, 33), (7, 1))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Engine:
+    """The engine of other tests, whose graphs may be recorded."""
+    return Engine(tiny_checkpoint, **ENGINE, cuda_graph_bs_decode=[MOST])
+
+
+@pytest.fixture
+def tail(engine: Engine) -> TailGraphs:
+    """The engine's recorded tail, from layer K-1 on; whoever lets it go has it recorded anew."""
+    known = owner.of(engine.text_model)
+    return known.graphs or record_tail(engine, MOST)
+
+
+def assert_replayed(
+    engine: Engine, prompts: Sequence[Prompt], *, first: int = FIRST_CUT, launched: bool = False
+) -> tuple[Observed, Observed]:
+    """``prompts`` are served as by stock, and the tail's Python runs, or not."""
+    donor = owner.of(engine.text_model).donor_cut
+    wanted = expected(engine, prompts, donor)
+    assert wanted is not None
+    if not launched:
+        wanted = replayed(wanted, first)
+    scheduled = engine.schedule(prompts)
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    observe.assert_stock(engine, prompts, stock)
+    assert_as_expected(fast, wanted)
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    if not observe.is_unread(prompts):
+        assert_same_answers(stock, fast, TOLERANCE)
+    assert_untouched(engine)
+    return stock, fast
+
+
+def outcomes() -> dict[str, int]:
+    """How forwards with the fast path on ended, since reports were forgotten."""
+    off = f"{observe.SWITCH}=0"
+    return {outcome: n for outcome, n in report.forwards.items() if outcome != off}
+
+
+def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
+    """The recorder's own graphs, by row count."""
+    found: dict[int, RecordedGraph] = tail._recorded._backend.graphs
+    return found
+
+
+# ---------------------------------------------------------------- what is replayed
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 4])
+def test_one_row_of_each_request(engine: Engine, tail: TailGraphs, requests: int) -> None:
+    """Three are padded to four; with windows of 32, some see all of their keys and some do not."""
+    prompts = batch_of((0, 40), (5, 3), (90, 1), (33, 20))[:requests]
+    assert_replayed(engine, prompts)
+    assert outcomes() == {report.TAIL_REPLAYED: 1}
+    assert tail.rows == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        pytest.param(TOO_MANY, id="more rows than the largest graph"),
+        pytest.param(BATCHES["input logprobs"], id="suffixes"),
+        pytest.param(batch_of((0, 9), (3, 5), to_come=(7, 8)), id="unread"),
+    ],
+)
+def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:
+    assert_replayed(engine, prompts, launched=True)
+    assert report.TAIL_REPLAYED not in report.forwards
+    assert_replayed(engine, TWO_PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("donor", "first"),
+    [(DonorCut.NONE, FIRST_SHARED), (DonorCut.AFTER_ATTENTION, FIRST_SHARED)],
+)
+@pytest.mark.parametrize("name", ["one prompt", "three, two of them cached"])
+def test_other_cuts_are_replayed_from_the_first_shared_layer(
+    engine: Engine, donor: DonorCut, first: int, name: str
+) -> None:
+    known = owner.of(engine.text_model)
+    known.donor_cut = donor
+    try:
+        assert record_tail(engine, MOST).first == first
+        assert_replayed(engine, BATCHES[name], first=first)
+    finally:
+        del known.donor_cut
+        known.launch(graphs.NOT_YET)
+
+
+@pytest.mark.parametrize("cached", [0, 5])
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_media(engine: Engine, tail: TailGraphs, kind: str, cached: int) -> None:
+    text = f"what do you see here? <|{kind}|> and there?"
+    scheduled = media_batch(engine, MediaPrompt(text, cached=cached, size=(336, 480)))
+    (total,) = scheduled.extend_lens
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert_same_inputs(stock, fast)
+    assert fast.rows == [total] * FIRST_CUT
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, TOLERANCE)
+
+
+def test_chunks_and_the_steps_after_them(engine: Engine, tail: TailGraphs) -> None:
+    """An unread chunk, then the rest of its prompt, then decode steps on the K and V of both."""
+    prompts = batch_of((3, 20), (0, 33), to_come=tuple(range(20, 60)))
+    seen: dict[str, list[Observed]] = {}
+    for switch in ("0", "1"):
+        batch = engine.schedule(prompts)
+        seen[switch] = [run(engine, batch, switch)]
+        batch = engine.next_chunk(batch, prompts)
+        seen[switch].append(run(engine, batch, switch))
+        seen[switch] += [step(engine, batch, [7, 9], switch) for _ in range(2)]
+    assert seen["1"][1].rows == [80] * FIRST_CUT
+    assert report.forwards[report.TAIL_REPLAYED] == 1
+    for stock, fast in zip(seen["0"], seen["1"], strict=True):
+        assert_same_cache(stock, fast)
+    for stock, fast in zip(seen["0"][1:], seen["1"][1:], strict=True):
+        assert_same_answers(stock, fast, TOLERANCE)
+
+
+def test_prefixes_of_replayed_prefills_are_as_good(engine: Engine, tail: TailGraphs) -> None:
+    """What is in the cache was itself written before a replay."""
+    prompts = batch_of((60, 9), (31, 12))
+    stock = run(engine, engine.schedule(prompts, prefix="0"), "0")
+    fast = run(engine, engine.schedule(prompts, prefix="1"), "1")
+    assert fast.rows == [21] * FIRST_CUT
+    assert_same_answers(stock, fast, TOLERANCE)
+    assert outcomes() == {report.TAIL_REPLAYED: 2}
+
+
+def test_batches_leave_nothing_to_one_another(engine: Engine, tail: TailGraphs) -> None:
+    """Large and small ones in turns: what pads a batch are rows of the one before."""
+    batches = [batch_of(*[(5 * i, 9 + i)] * n) for i, n in enumerate((4, 3, 1, 2, 4, 1, 3))]
+    for prompts in batches:
+        assert_replayed(engine, prompts)
+
+
+def test_what_pads_a_batch_is_read_by_nobody(engine: Engine, tail: TailGraphs) -> None:
+    """Its static rows are poisoned, and K and V of the slot that it attends to."""
+    prompts = batch_of((0, 40), (5, 3), (90, 1))
+    inputs = tail._inputs
+    floats = [t for t in vars(inputs).values() if t is not None and t.is_floating_point()]
+    assert len(floats) == 3
+    for tensor in floats:
+        tensor.fill_(float("nan"))
+    places = [cache[0] for layer in engine.kv_buffers() for cache in layer]
+    saved = [place.clone() for place in places]
+    try:
+        for place in places:
+            place.fill_(float("nan"))
+        assert_replayed(engine, prompts)
+    finally:
+        for place, values in zip(places, saved, strict=True):
+            place.copy_(values)
+        for tensor in floats:
+            tensor.zero_()
+
+
+def test_a_mixed_batch(engine: Engine, tail: TailGraphs) -> None:
+    assert_replayed(engine, [*batch_of((5, 30)), *batch_of((9, 1), decodes=True)])
+
+
+def test_full_capture_of_frozen_kv_drafts(
+    engine: Engine, tail: TailGraphs, batches_with: Callable[..., None]
+) -> None:
+    """An assistant that drafts starts from the last rows, which were replayed."""
+    batches_with(
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        spec_algorithm=SpeculativeAlgorithm.FROZEN_KV_MTP,
+    )
+    stock, fast = assert_replayed(engine, TWO_PROMPTS)
+    batch = engine.schedule(TWO_PROMPTS)
+    read = [select_last_extend_hidden(batch, seen.output.hidden_states) for seen in (stock, fast)]
+    assert read[0].shape == (len(TWO_PROMPTS), E2B_TINY.hidden_size)
+    torch.testing.assert_close(read[1], read[0], atol=TOLERANCE, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- when it pays
+
+
+def test_by_default_one_skipped_row_is_enough(
+    engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(threshold.VARIABLE)
+    two_tokens = batch_of((0, 2))
+    assert_replayed(engine, two_tokens)
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    observe.assert_stock(engine, two_tokens, run(engine, engine.schedule(two_tokens), "1"))
+    assert outcomes() == {report.TAIL_REPLAYED: 1, gate.TOO_LITTLE: 1}
+
+
+def test_suffixes_must_skip_as_many_as_ever(
+    engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are launched, whatever is recorded."""
+    monkeypatch.delenv(threshold.VARIABLE)
+    assert tail.rows
+    suffix = batch_of((0, 12), logprob_start=2)
+    observe.assert_stock(engine, suffix, run(engine, engine.schedule(suffix), "1"))
+    assert outcomes() == {gate.TOO_LITTLE: 1}
+
+
+def test_on_a_gpu_a_launched_tail_must_skip_many(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the backend's device were one; of an unread chunk nothing is launched."""
+    known = owner.of(engine.text_model)
+    known.launch(graphs.NOT_YET)
+    monkeypatch.delenv(threshold.VARIABLE)
+    monkeypatch.setitem(known.__dict__, "_on_gpu", True)
+    short, long, unread = batch_of((0, 1024)), batch_of((0, 1025)), batch_of((0, 9), to_come=(7,))
+    observe.assert_stock(engine, short, run(engine, engine.schedule(short), "1"))
+    assert_replayed(engine, long, launched=True)
+    if releases.tells_unread_chunks():
+        assert_replayed(engine, unread, launched=True)
+    assert outcomes()[gate.TOO_LITTLE] == 1
+
+
+# ---------------------------------------------------------------- what a graph reads
+
+
+def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
+    backend = owner.of(engine.text_model).attention
+    assert backend is not None
+    declared = [*static_tensors_of(engine), *tensors_in([vars(tail._inputs)])]
+    without_rows = [t for t in declared if t.data_ptr() != tail._inputs.rows.data_ptr()]
+    for rows, graph in recorded(tail).items():
+        assert len(graph) > 20 * (LAYERS - FIRST_CUT)
+        assert graph.undeclared(declared, list(vars(backend.tail).values())) == [], rows
+        assert len(graph.undeclared(without_rows, list(vars(backend.tail).values()))) == 1
+
+
+def static_tensors_of(engine: Engine) -> list[torch.Tensor]:
+    """All that stays where it is while a server runs, but for SGLang's own graphs' inputs."""
+    with mock.patch.object(
+        engine.runner, "decode_cuda_graph_runner", SimpleNamespace(buffers=SimpleNamespace())
+    ):
+        return static_tensors(engine)
+
+
+@pytest.mark.parametrize("name", ["rows", "positions", "requests", "lengths", "embeds", "embedded"])
+def test_each_input_is_filled_for_each_batch(engine: Engine, tail: TailGraphs, name: str) -> None:
+    """Left as another batch had it, the answers are others: so the comparisons above can fail."""
+    prompts, static = batch_of((0, 40), (5, 3)), getattr(tail._inputs, name)
+    scheduled = engine.schedule(prompts)
+    stock = run(engine, scheduled, "0")
+    replay = seams.GraphBackend.replay
+
+    def stale(backend: Any, key: int) -> Any:
+        other = static[:2].flip(0) if name != "rows" else static[:2].neg()
+        static[:2].copy_(other)
+        return replay(backend, key)
+
+    with mock.patch.object(seams.GraphBackend, "replay", stale):
+        fast = run(engine, scheduled, "1")
+    assert fast.rows == [43] * FIRST_CUT
+    want, got = stock.output.next_token_logits, fast.output.next_token_logits
+    assert (want - got).abs().max() > 100 * TOLERANCE
+    assert_replayed(engine, prompts)
+
+
+def test_loads_of_prefixes_are_waited_for(engine: Engine, tail: TailGraphs) -> None:
+    """A cache that loads them layer by layer is told of by whoever asks for a layer's K and V."""
+    asked: list[int] = []
+    pool = engine.runner.token_to_kv_pool
+    stock = pool.get_kv_buffer
+
+    def noting(layer: int) -> Any:
+        asked.append(layer)
+        return stock(layer)
+
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with mock.patch.object(pool, "get_kv_buffer", noting):
+        fast = run(engine, scheduled, "1")
+    assert fast.rows == [sum(scheduled.extend_lens)] * FIRST_CUT
+    read = {layer.self_attn.attn.layer_id for layer in engine.text_model.layers[FIRST_CUT:]}
+    assert set(asked) == read
+    assert FIRST_CUT in read
+
+
+def test_new_weights_are_recorded_anew(engine: Engine, tail: TailGraphs) -> None:
+    """As SGLang does after an update of weights: ``init_decode_cuda_graph`` once more."""
+    weight = engine.text_model.layers[-1].mlp.down_proj.weight
+    old = weight.data
+    try:
+        weight.data = old.flip(0)
+        again = record_tail(engine, MOST)
+        assert again is not tail
+        assert tail.rows == ()
+        assert_replayed(engine, TWO_PROMPTS)
+    finally:
+        weight.data = old
+        owner.of(engine.text_model).launch(graphs.NOT_YET)
+
+
+# ---------------------------------------------------------------- it proves itself
+
+
+def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: TailGraphs) -> None:
+    table = engine.runner.req_to_token_pool.req_to_token
+    mapping = engine.runner.token_to_kv_pool.full_to_swa_index_mapping
+    caches = [cache for layer in engine.kv_buffers() for cache in layer]
+    tensors = (table, mapping, *caches)
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.fill_(1)  # a proof writes the same each time
+        proof.prove(tail, engine.runner)
+        assert tail.rows == (1, 2, 4)
+        assert [tensor.eq(1).all().item() for tensor in tensors] == [True] * len(tensors)
+    finally:
+        for tensor, before in zip(tensors, saved, strict=True):
+            tensor.copy_(before)
+
+
+def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> None:
+    """So that a key more or less in a window shows."""
+    attentions = [layer.self_attn.attn for layer in tail.layers]
+    caches = [buffer for attention in attentions for buffer in _caches(engine, attention)]
+    with proof._a_request(engine.runner, attentions, torch.Generator().manual_seed(0)) as tokens:
+        assert tokens > E2B_TINY.sliding_window
+        row = engine.runner.req_to_token_pool.req_to_token[0, :tokens]
+        assert len(row.unique()) == tokens
+        for cache in caches:
+            assert len(cache[:tokens].flatten(1).unique(dim=0)) == tokens
+
+
+def _caches(engine: Engine, attention: Any) -> Sequence[torch.Tensor]:
+    buffers: Sequence[torch.Tensor] = engine.runner.token_to_kv_pool.get_kv_buffer(
+        attention.layer_id
+    )
+    return buffers
+
+
+def _wrong_weight(graph: RecordedGraph, engine: Engine) -> None:
+    """One node multiplies by another weight than the layer does."""
+    layers = engine.text_model.layers
+    right, wrong = (layers[i].mlp.down_proj.weight for i in (-1, -2))
+    [(number, call)] = [
+        (number, call)
+        for number, call in enumerate(graph._calls)
+        if any(t.data_ptr() == right.data_ptr() for t in tensors_in(call.args))
+    ]
+    args = tuple(
+        wrong.data.T
+        if isinstance(arg, torch.Tensor) and arg.data_ptr() == right.data_ptr()
+        else arg
+        for arg in call.args
+    )
+    graph._calls[number] = dataclasses.replace(call, args=args)
+
+
+def _lost_node(graph: RecordedGraph, _: Engine) -> None:
+    """The last one but one is not run."""
+    del graph._calls[-2]
+
+
+@pytest.mark.parametrize("broken", [_wrong_weight, _lost_node])
+def test_a_graph_that_differs_is_not_used(
+    engine: Engine,
+    tail: TailGraphs,
+    caplog: pytest.LogCaptureFixture,
+    broken: Callable[[RecordedGraph, Engine], None],
+) -> None:
+    broken(recorded(tail)[2], engine)
+    try:
+        with caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+            proof.prove(tail, engine.runner)
+        [record] = [r for r in caplog.records if r.name == report.logger.name]
+        assert "the tail recorded for 2 rows differs" in record.getMessage()
+        assert tail.rows == (1, 4)
+        assert_replayed(engine, TWO_PROMPTS)  # by the next larger one
+    finally:
+        owner.of(engine.text_model).launch(graphs.NOT_YET)
+
+
+def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = owner.of(engine.text_model)
+    monkeypatch.setattr(proof, "_relative_error", lambda *_: float("nan"))
+    with pytest.raises(AssertionError, match="no graph gave what the launched layers give"):
+        record_tail(engine, MOST)
+    assert known.graphs is None
+    assert_replayed(engine, TWO_PROMPTS, launched=True)
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_failing_recording_leaves_a_working_server(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = owner.of(engine.text_model)
+    known.launch(graphs.NOT_YET)
+
+    def impossible(*_: Any) -> None:
+        raise InjectedError("no memory for a graph")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(seams.GraphBackend, "record", impossible)
+        with pytest.raises(AssertionError, match="recording failed: InjectedError"):
+            record_tail(engine, MOST)
+    assert known.graphs is None
+    [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert "no memory for a graph" in record.getMessage()
+    assert_replayed(engine, TWO_PROMPTS, launched=True)
+
+
+def test_a_failing_replay_is_served_by_stock(
+    engine: Engine, tail: TailGraphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And from then on the tail is launched."""
+    caplog.set_level("INFO", "sglang_gemma4_yoco")
+    scheduled = engine.schedule(TWO_PROMPTS)
+    stock = run(engine, scheduled, "0")
+
+    def impossible(*_: Any) -> None:
+        raise InjectedError("no graph")
+
+    with mock.patch.object(seams.GraphBackend, "replay", impossible):
+        fast = run(engine, scheduled, "1")
+    total = sum(scheduled.extend_lens)
+    assert fast.rows == [total] * FIRST_CUT + [total] * LAYERS
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, 0.0)
+    assert outcomes() == {report.FAILED: 1}
+    assert tail.rows == ()
+    assert_replayed(engine, TWO_PROMPTS, launched=True)
+    assert outcomes() == {report.FAILED: 1, report.ACTIVE: 1}
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert said[-1].endswith("tail launched (a replay failed: InjectedError)")
+    assert said[-2].endswith("is launched layer by layer: a replay failed: InjectedError")
+
+
+def test_a_failure_elsewhere_keeps_the_graphs(engine: Engine, tail: TailGraphs) -> None:
+    def failing(*_: Any) -> None:
+        raise InjectedError("first layer")
+
+    hook = engine.text_model.layers[0].mlp.register_forward_pre_hook(failing)
+    try:
+        with pytest.raises(InjectedError):
+            run(engine, engine.schedule(TWO_PROMPTS), "1")
+    finally:
+        hook.remove()
+    assert_untouched(engine)
+    assert_replayed(engine, TWO_PROMPTS)
+
+
+# ---------------------------------------------------------------- when, and what is said
+
+
+def reason(engine: Engine) -> str:
+    """Why the tail is launched after SGLang has recorded its graphs."""
+    known = owner.of(engine.text_model)
+    known.record(engine.runner)
+    assert known.graphs is None
+    return known.launched_because
+
+
+@pytest.fixture
+def recordable(engine: Engine) -> Iterator[None]:
+    """SGLang has recorded decode steps, and but for the test's reason the tail could be."""
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    with mock.patch.object(seams, "recorded_decode_steps", return_value=mock.Mock()):
+        yield
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+
+
+def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
+    assert engine.runner.decode_cuda_graph_runner is None
+    assert reason(engine) == graphs.NO_GRAPHS
+
+
+@pytest.mark.usefixtures("recordable")
+class TestReasons:
+    def test_switched_off(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(graphs.VARIABLE, "0")
+        assert reason(engine) == graphs.OFF
+        assert_replayed(engine, TWO_PROMPTS, launched=True)
+
+    @pytest.mark.parametrize("value", ["all", "-1", "1.5", "", " 3", "٣"])
+    def test_a_setting_that_means_nothing(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch, value: str
+    ) -> None:
+        """Where it was changed since the plugin was loaded, which refuses it."""
+        monkeypatch.setenv(graphs.VARIABLE, value)
+        said = f"{graphs.VARIABLE}={value!r} is not a valid value: use a whole number from 0 up"
+        assert reason(engine).startswith(said)
+
+    def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(graphs, "_BACKENDS", frozenset())
+        assert reason(engine) == (
+            "attention by WindowedTorchNativeBackend is not known to be recordable"
+        )
+
+    def test_a_planner_that_is_not_proven(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(seams, "decodes_like_extend", lambda _: False)
+        assert reason(engine) == graphs.NOT_DECODING
+
+    def test_quantised_inputs(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        projection = engine.text_model.per_layer_model_projection
+        monkeypatch.setattr(projection, "quant_method", object())
+        assert reason(engine) == graphs.QUANTISED
+
+    @pytest.mark.parametrize("name", graphs._REFUSED)
+    def test_arguments(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        stock = seams.server_arguments()
+        assert stock is not None
+        monkeypatch.setattr(
+            seams, "server_arguments", lambda: lambda asked: asked == name or stock(asked)
+        )
+        assert reason(engine).startswith(f"--{name.replace('_', '-')}: ")
+
+    def test_pipelines(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        stock = seams.server_arguments()
+        assert stock is not None
+        monkeypatch.setattr(
+            seams,
+            "server_arguments",
+            lambda: lambda asked: 2 if asked == "pp_size" else stock(asked),
+        )
+        assert reason(engine).startswith("--pp-size: ")
+
+    def test_lent_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
+        assert reason(engine) == "SGLang lends the memory of its graphs"
+
+    @pytest.mark.parametrize("part", [None, "full_kv_pool", "swa_kv_pool"])
+    def test_prefixes_that_are_loaded_while_layers_run(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch, part: str | None
+    ) -> None:
+        pool = engine.runner.token_to_kv_pool
+        pool = pool if part is None else getattr(pool, part)
+        monkeypatch.setattr(pool, "layer_transfer_counter", object(), raising=False)
+        assert reason(engine) == graphs.LOADED_MEANWHILE
+
+    def test_too_little_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(seams, "free_device_memory", lambda _: 900 << 20)
+        assert reason(engine) == "only 900 MiB of the GPU's memory are free"
+
+
+def test_the_refused_arguments_exist() -> None:
+    assert seams.unseen(graphs._REFUSED, ()) is None
+
+
+def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        record_tail(engine, MOST)
+        for _ in range(2):
+            assert_replayed(engine, TWO_PROMPTS)
+    said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
+    said.remove(f"Gemma 4 fast prefill steps aside: {observe.SWITCH}=0")
+    assert len(said) == 2
+    start = f"the tail, from the queries of layer {FIRST_CUT} on, is recorded for 1, 2, 4 rows in "
+    assert start in said[0]
+    assert said[1].endswith(f"planned ahead, tail replayed for up to {MOST} rows")
+
+
+def test_only_as_many_rows_as_are_asked_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    assert record_tail(engine, 2).rows == (1, 2)
+    assert_replayed(engine, TWO_PROMPTS)
+    assert_replayed(engine, batch_of((0, 9), (0, 8), (0, 7)), launched=True)
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+
+
+def test_no_more_rows_than_requests_can_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention backend's buffers have room for so many requests."""
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    pool = SimpleNamespace(**vars(engine.runner.req_to_token_pool))
+    pool.size = 3
+    with monkeypatch.context() as small:
+        small.setattr(engine.runner, "req_to_token_pool", pool)
+        assert record_tail(engine, MOST, of=2).rows == (1, 2)
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+
+
+def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
+    """New backends, new buffers: what was recorded on the old ones is let go."""
+    engine.runner.init_attention_backends()
+    assert tail.rows == ()
+    known = owner.of(engine.text_model)
+    assert known.launched_because == graphs.NOT_YET
+    assert_replayed(engine, TWO_PROMPTS, launched=True)
+    known.close()
+    engine.runner.init_attention_backends()
+
+
+def test_uninstalled(engine: Engine, tail: TailGraphs) -> None:
+    patch.uninstall()
+    try:
+        assert tail.rows == ()
+        stock = engine.schedule(TWO_PROMPTS)
+        assert run(engine, stock, "1").rows == [sum(stock.extend_lens)] * LAYERS
+    finally:
+        patch.install()
+    engine.runner.init_attention_backends()
+
+
+def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGraphs) -> None:
+    """A caller of the text model may leave them out; the graph was recorded with them."""
+    with mock.patch.object(type(engine.text_model), "get_per_layer_inputs", return_value=None):
+        scheduled = engine.schedule(TWO_PROMPTS)
+        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert fast.rows == stock.rows
+    assert_same_answers(stock, fast, 0.0)
+    assert_replayed(engine, TWO_PROMPTS)

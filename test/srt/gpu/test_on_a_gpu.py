@@ -1,0 +1,264 @@
+"""What only a GPU can show: its kernels' answers, its waits, its launches, its graphs and memory.
+
+``python3 scripts/run_tests.py --gpu``, in an environment whose SGLang runs on the GPU. The model
+has E2B's dimensions and random weights: no checkpoint is needed. Tolerances are bf16's; whatever
+reads a wrong row, key or weight is off by far more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from batches import batch_of, tokens
+
+if os.environ.get("YOCO_TEST_GPU") != "1" or not torch.cuda.is_available():
+    pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
+
+from bench_prefill import must_have_spread, randomise
+from observe import run, switched
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import graphs, owner, report
+from sglang_gemma4_yoco.graphs import TailGraphs
+
+LEAST_COSINE = 0.9999  # of the logits, off against on
+LARGEST_KV_ERROR = 0.02  # relative, of the L2 norm of a layer's K or V
+# Around the window of 512, where a key more or less would show; and where SGLang changes kernels.
+LENGTHS = (6, 40, 257, 300, 511, 512, 513, 600, 1024, 2048)
+BATCHES = {
+    **{f"{length} tokens": batch_of((0, length)) for length in LENGTHS},
+    "three prompts": batch_of((0, 3), (0, 700), (0, 1)),
+    "second chunks around the window": batch_of((511, 40), (512, 40), (513, 40)),
+    "beside decode rows": [*batch_of((0, 300)), *batch_of((100, 1), decodes=True)],
+    "more rows than are recorded": batch_of(*[(20 * i, 9 + i) for i in range(40)]),
+    "input logprobs": [*batch_of((10, 300), logprob_start=280), *batch_of((0, 90))],
+    "an unfinished chunk": batch_of((0, 300), to_come=(21, 22)),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    path = write_checkpoint(tmp_path_factory.mktemp("E2B"), PRESETS["E2B"], weights=False)
+    engine = Engine(
+        path, device="cuda", dtype="bfloat16", max_total_tokens=16384, load_format="dummy"
+    )
+    randomise(engine)
+    return engine
+
+
+@pytest.fixture
+def tail(engine: Engine) -> TailGraphs:
+    """The recorded tail."""
+    known = owner.of(engine.text_model)
+    if known.graphs is None:
+        releases.record_decode_steps(engine.runner)
+        engine.runner.decode_cuda_graph_runner = None
+    assert known.graphs is not None, known.launched_because
+    return known.graphs
+
+
+@pytest.fixture
+def launched(engine: Engine) -> None:
+    """The tail is launched kernel by kernel."""
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+
+
+def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> None:
+    scheduled = engine.schedule(prompts)
+    report.reset()
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert report.forwards[outcome] == 1, report.forwards
+    for layer, (wanted, got) in enumerate(zip(stock.kv, fast.kv, strict=True)):
+        for one, other in zip(wanted, got, strict=True):
+            error = (one.double() - other.double()).norm() / one.double().norm()
+            assert error <= LARGEST_KV_ERROR, f"layer {layer}: {error:.1e}"
+    if outcome == report.TAIL_SKIPPED:
+        return
+    wanted, got = stock.output.next_token_logits, fast.output.next_token_logits
+    must_have_spread(wanted)
+    cosines = torch.nn.functional.cosine_similarity(wanted.double(), got.double(), dim=-1)
+    assert cosines.min() > LEAST_COSINE, cosines
+
+
+def outcome_of(name: str, *, recorded: bool) -> str:
+    if name == "an unfinished chunk" and releases.tells_unread_chunks():
+        return report.TAIL_SKIPPED
+    eager = name in ("more rows than are recorded", "input logprobs")
+    return report.TAIL_REPLAYED if recorded and not eager else report.ACTIVE
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.usefixtures("launched")
+def test_launched(engine: Engine, name: str) -> None:
+    assert_alike(engine, BATCHES[name], outcome_of(name, recorded=False))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_replayed(engine: Engine, tail: TailGraphs, name: str) -> None:
+    assert_alike(engine, BATCHES[name], outcome_of(name, recorded=True))
+
+
+# ---------------------------------------------------------------- waits and launches
+
+
+@contextmanager
+def refusing_waits(engine: Engine) -> Iterator[None]:
+    """CUDA refuses every wait of the host for the device inside the text model."""
+    forward = engine.text_model.forward
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    engine.text_model.__dict__["forward"] = refusing
+    try:
+        yield
+    finally:
+        del engine.text_model.__dict__["forward"]
+
+
+@pytest.mark.parametrize("name", ["600 tokens", "input logprobs", "an unfinished chunk"])
+@pytest.mark.parametrize("kind", ["launched", "replayed"])
+def test_the_host_waits_for_nothing(
+    engine: Engine, request: pytest.FixtureRequest, kind: str, name: str
+) -> None:
+    request.getfixturevalue("tail" if kind == "replayed" else "launched")
+    scheduled = engine.schedule(BATCHES[name])
+    for switch in ("0", "1"):
+        with switched(switch):
+            engine.forward(scheduled)  # compiles its kernels
+            report.reset()
+            with refusing_waits(engine):
+                engine.forward(scheduled)
+    assert report.forwards[outcome_of(name, recorded=kind == "replayed")] == 1
+
+
+def launches(forward: Callable[[], Any]) -> Counter[str]:
+    """How often the host called the CUDA driver for a kernel, a graph or a copy."""
+    forward()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        forward()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() or ()]
+    kinds = {"LaunchKernel": "kernels", "GraphLaunch": "graphs", "Memcpy": "copies"}
+    return Counter(
+        kind for name in names for part, kind in kinds.items() if part in name and "cu" in name[:4]
+    )
+
+
+def test_a_replay_is_one_launch(
+    engine: Engine, tail: TailGraphs, record_property: Callable[[str, object], None]
+) -> None:
+    """Predicted: about 900 launches as stock and launched, about 400 replayed."""
+    scheduled, seen = engine.schedule(batch_of((0, 512))), {}
+
+    def forward(switch: str) -> Callable[[], Any]:
+        def run_once() -> Any:
+            with switched(switch):
+                return engine.forward(scheduled)
+
+        return run_once
+
+    seen["stock"], seen["replayed"] = launches(forward("0")), launches(forward("1"))
+    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    seen["launched"] = launches(forward("1"))
+    for way, counts in seen.items():
+        record_property(way, dict(counts))
+        print(way, dict(counts))
+    assert (seen["replayed"]["graphs"], seen["launched"]["graphs"]) == (1, 0)
+    assert seen["replayed"]["kernels"] <= 0.6 * seen["stock"]["kernels"]
+
+
+# ---------------------------------------------------------------- graphs
+
+
+def test_replayed_equals_launched_bit_for_bit(engine: Engine, tail: TailGraphs) -> None:
+    """For as many rows as were recorded: the same kernels on the same numbers."""
+
+    def fill(inputs: graphs.Inputs) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
+            if tensor is not None:
+                tensor.normal_(generator=generator)
+        inputs.lengths.fill_(1)
+        inputs.positions.zero_()
+        inputs.requests.zero_()
+
+    for rows in tail.rows:
+        launched_rows, replayed_rows = tail.both(rows, rows, fill)
+        assert torch.equal(launched_rows, replayed_rows), rows
+
+
+def test_what_recording_costs(engine: Engine, launched: None) -> None:
+    """At most 200 MiB beside SGLang's own graphs; the README says 60 to 90."""
+    engine.runner.init_decode_cuda_graph()
+    known = owner.of(engine.text_model)
+    known.launch(graphs.NOT_YET)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    known.record(engine.runner)
+    torch.cuda.synchronize()
+    used = (free - torch.cuda.mem_get_info()[0]) / 2**20
+    print(f"recording: {used:.0f} MiB")
+    engine.runner.decode_cuda_graph_runner = None
+    assert known.graphs is not None, known.launched_because
+    assert used <= 200
+
+
+def test_a_recording_that_fails_leaves_a_working_device(
+    engine: Engine, launched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CUDA refuses while it captures: a value that the host waits for."""
+    stock = TailGraphs._tail
+
+    def waiting(self: TailGraphs, graph: Any) -> torch.Tensor:
+        rows = stock(self, graph)
+        rows.sum().item()
+        return rows
+
+    with monkeypatch.context() as broken:
+        broken.setattr(TailGraphs, "_tail", waiting)
+        releases.record_decode_steps(engine.runner)
+    known = owner.of(engine.text_model)
+    assert known.graphs is None
+    assert known.launched_because.startswith("recording failed")
+    torch.zeros(64 << 20, device="cuda").sum().item()
+    torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
+    assert_alike(engine, BATCHES["600 tokens"], report.ACTIVE)
+    known.record(engine.runner)
+    engine.runner.decode_cuda_graph_runner = None
+    assert known.graphs is not None, known.launched_because
+    assert_alike(engine, BATCHES["600 tokens"], report.TAIL_REPLAYED)
+
+
+def test_decode_steps_after_a_replay(engine: Engine, tail: TailGraphs) -> None:
+    """They read the K and V that were written before it."""
+    prompts, steps = batch_of((0, 600), (512, 40)), tokens(random.Random(0), 4)
+    logits = {}
+    for switch in ("0", "1"):
+        batch = engine.schedule(prompts)
+        with switched(switch):
+            engine.forward(batch)
+            logits[switch] = [
+                engine.decode(batch, [token] * 2).next_token_logits.double() for token in steps
+            ]
+    for wanted, got in zip(logits["0"], logits["1"], strict=True):
+        assert torch.nn.functional.cosine_similarity(wanted, got, dim=-1).min() > LEAST_COSINE
+
+
+def test_it_is_sglangs_own_attention(engine: Engine) -> None:
+    assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"

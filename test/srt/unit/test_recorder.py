@@ -1,0 +1,337 @@
+"""The recorder in place of CUDA graphs: what it replays, and each defect that it must show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import triton.language as tl
+from torch import nn
+from torch.nn import functional
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+
+from sglang_gemma4_reference import recorder
+from sglang_gemma4_reference.recorder import (
+    CaptureError,
+    FreedMemoryError,
+    RecordedGraph,
+    as_one_node,
+)
+
+HIDDEN, HEADS, DIM, SLOTS, KEYS, ROWS = 16, 2, 8, 64, 5, 4
+
+
+class Layer(nn.Module):
+    """Attention to a pool, an in-place residual, a scratch buffer, a number of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.calls = 0
+
+    def forward(
+        self, rows: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, scale: float = 2.0
+    ) -> torch.Tensor:
+        self.calls += 1
+        rows = rows.clone()
+        kv = pool.index_select(0, slots.flatten()).view(len(rows), KEYS, HEADS, DIM).transpose(1, 2)
+        q = self.q(rows).view(-1, 1, HEADS, DIM).transpose(1, 2)
+        rows.add_(
+            self.o(functional.scaled_dot_product_attention(q, kv, kv).reshape(len(rows), HIDDEN))
+        )
+        scratch = torch.empty_like(rows)
+        torch.mul(rows, 1.0 / scale, out=scratch)
+        return functional.gelu(scratch) + scratch[:, :1]
+
+
+class Static:
+    """A layer, and the buffers that its graph reads."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.layer = Layer()
+        self.rows, self.slots = live(1)
+        self.pool = torch.randn(SLOTS, HIDDEN)
+
+    def graph(self, **numbers: float) -> RecordedGraph:
+        return RecordedGraph.of(lambda: self.layer(self.rows, self.slots, self.pool, **numbers))
+
+    def eager(self, seed: int, **numbers: float) -> torch.Tensor:
+        out: torch.Tensor = self.layer(*live(seed), self.pool, **numbers)
+        return out
+
+    def load(self, seed: int) -> None:
+        rows, slots = live(seed)
+        self.rows.copy_(rows)
+        self.slots.copy_(slots)
+
+
+def live(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(ROWS, HIDDEN, generator=draw)
+    return rows, torch.randint(SLOTS, (ROWS, KEYS), generator=draw)
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def static() -> Static:
+    return Static()
+
+
+def test_a_replay_equals_an_eager_call(static: Static) -> None:
+    graph = static.graph()
+    for seed in (2, 3, 4):
+        static.pool.normal_()  # the cache moves on, where it is
+        static.load(seed)
+        graph.replay()
+        assert torch.equal(graph.outputs, static.eager(seed))
+        graph.replay()  # it has left its inputs alone
+        assert torch.equal(graph.outputs, static.eager(seed))
+
+
+def test_a_replay_runs_no_python(static: Static) -> None:
+    graph = static.graph(scale=3.0)
+    graph.replay()
+    assert static.layer.calls == 1
+    assert torch.equal(graph.outputs, static.eager(1, scale=3.0))
+
+
+def test_inference_mode_makes_no_difference(static: Static) -> None:
+    with torch.inference_mode():
+        graph = static.graph()
+    static.load(2)
+    graph.replay()
+    assert torch.equal(graph.outputs, static.eager(2))
+
+
+# ---------------------------------------------------------------- each defect shows
+
+
+def test_a_static_buffer_that_is_not_filled(static: Static) -> None:
+    graph = static.graph()
+    static.rows.copy_(live(2)[0])
+    graph.replay()
+    assert not torch.allclose(graph.outputs, static.eager(2))
+
+
+def test_a_weight_that_was_replaced(static: Static) -> None:
+    """Replaced while others hold the old one, it is not followed; let go of, it is an error."""
+    graph, old = static.graph(), static.layer.q.weight
+    static.layer.q.weight = nn.Parameter(torch.randn_like(old))
+    graph.replay()
+    assert not torch.allclose(graph.outputs, static.eager(1))
+    del old
+    with pytest.raises(FreedMemoryError, match=r"\(16, 16\)"):
+        graph.replay()
+
+
+def test_a_weight_that_was_given_other_memory(static: Static) -> None:
+    graph = static.graph()
+    static.layer.q.weight.data = torch.randn(HIDDEN, HIDDEN)
+    with pytest.raises(FreedMemoryError):
+        graph.replay()
+
+
+def test_a_weight_that_was_loaded_in_place_is_followed(static: Static) -> None:
+    graph = static.graph()
+    static.layer.q.weight.copy_(torch.randn(HIDDEN, HIDDEN))
+    graph.replay()
+    assert torch.equal(graph.outputs, static.eager(1))
+
+
+def test_a_tensor_of_the_batch_is_undeclared(static: Static) -> None:
+    slots = live(1)[1]
+    graph = RecordedGraph.of(lambda: static.layer(static.rows, slots, static.pool))
+    declared = [static.rows, static.pool, *static.layer.parameters()]
+    ((found, call),) = graph.undeclared(declared)
+    assert found.data_ptr() == slots.data_ptr()
+    assert "index_select" in call
+    assert graph.undeclared(declared, {"slots": slots}) == []
+
+
+def test_a_tensor_of_the_batch_that_is_gone(static: Static) -> None:
+    batch = {"slots": live(1)[1]}
+    graph = RecordedGraph.of(lambda: static.layer(static.rows, batch["slots"], static.pool))
+    graph.replay()
+    batch.clear()
+    with pytest.raises(FreedMemoryError, match="index_select"):
+        graph.replay()
+
+
+def test_graphs_do_not_hold_memory_for_one_another(static: Static) -> None:
+    graphs = [static.graph(), static.graph()]
+    static.layer.q.weight.data = torch.randn(HIDDEN, HIDDEN)
+    for graph in graphs:
+        with pytest.raises(FreedMemoryError):
+            graph.replay()
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.sum() > 0),
+    "slice by a value": lambda x: x[: x[0, 0].long()],
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "mask": lambda x: x[x > 0],
+    "assignment by a mask": lambda x: x.__setitem__(x > 0, 0),
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: x.unique(),
+    "resize": lambda x: x.resize_(2, 2),
+    "other memory": lambda x: x.set_(torch.ones(3).untyped_storage()),
+    "numbers of the host": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    "index by a list": lambda x: x[[0, 1]],
+    "a recording": lambda x: RecordedGraph.of(lambda: x + 1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_capture_refuses(name: str) -> None:
+    with pytest.raises(CaptureError, match=r"while a graph is recorded|inside a recording"):
+        RecordedGraph.of(lambda: REFUSED[name](torch.ones(4, 4)))
+    assert not recorder.is_recording()
+    torch.ones(3).tolist()  # and nothing is left behind
+
+
+ACCEPTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "assignment of a number": lambda x: x.clone().index_fill_(0, torch.zeros(1).long(), 2.0),
+    "a number by slices": lambda x: torch.cat([x[:1], x[1:] * 0.5]),
+    "where a number": lambda x: torch.where(x > 0, x, 0.0),
+    "a number as a tensor": lambda x: x * torch.tensor(3.0),
+    "transposed in place": lambda x: x.clone().t_() + 1,
+    "no memory yet": lambda x: torch.mul(x, 2, out=torch.empty(0)),
+    "split": lambda x: torch.stack(x.chunk(2)),
+    "in place of a view": lambda x: torch.zeros(4, 4)[:, :2].copy_(x[:, :2]),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_a_capture_takes(name: str) -> None:
+    x = torch.randn(4, 4)
+    graph = RecordedGraph.of(lambda: ACCEPTED[name](x))
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(graph.outputs, ACCEPTED[name](x))
+
+
+def test_memory_that_nobody_wrote_is_dirty() -> None:
+    x = torch.ones(4)
+    seen: list[torch.Tensor] = []
+
+    def body() -> torch.Tensor:
+        seen.append(x * 2)
+        half = torch.empty(8)
+        half[:4].copy_(seen[0])  # the other half is never written
+        return half + 0
+
+    graph = RecordedGraph.of(body)
+    assert graph.outputs.isnan().all(), "a recording computes nothing"
+    graph.replay()
+    assert graph.outputs[:4].tolist() == [2] * 4
+    assert graph.outputs[4:].isnan().all()
+    assert seen[0].isnan().all(), "what is no output is gone behind a replay"
+
+
+def test_a_sum_that_is_kept_in_the_graphs_own_memory() -> None:
+    """Memory of the graph's own carries nothing from one replay to the next."""
+    kept: list[torch.Tensor] = []
+
+    def body() -> torch.Tensor:
+        if not kept:
+            kept.append(torch.empty(2))
+        return kept[0].add_(1)
+
+    graph = RecordedGraph.of(body)
+    graph.replay()
+    assert graph.outputs.isnan().all()
+
+
+def test_an_input_that_is_written_in_place_grows() -> None:
+    """A body that forgets to copy its static rows: what a replay leaves is the next one's input."""
+    rows = torch.ones(3)
+    graph = RecordedGraph.of(lambda: rows.view(3, 1).add_(1))
+    rows.fill_(1)
+    graph.replay()
+    assert graph.outputs.flatten().tolist() == [2] * 3
+    assert rows.tolist() == [2] * 3, "through the view"
+    graph.replay()
+    assert graph.outputs.flatten().tolist() == [3] * 3
+
+
+def test_outputs_in_static_memory_stay() -> None:
+    """Only memory of the graph's own is given away; an output may lie elsewhere."""
+    x, logits = torch.ones(3), torch.zeros(3)
+    graph = RecordedGraph.of(lambda: logits.copy_(x * 2))
+    graph.replay()
+    graph.spoil()
+    assert logits.tolist() == [2] * 3
+
+
+def test_a_kernel_on_the_host_is_one_node_that_reads_anew() -> None:
+    lens, pool, out = torch.tensor([2, 3]), torch.arange(8.0), torch.zeros(2)
+
+    def kernel(lens: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, *, bias: float) -> None:
+        for row, length in enumerate(lens.tolist()):
+            out[row] = pool[:length].sum() + bias
+
+    def body() -> torch.Tensor:
+        as_one_node(kernel, lens, pool, out, bias=1.0)
+        return out * 2
+
+    graph = RecordedGraph.of(body)
+    assert len(graph) == 2
+    lens.copy_(torch.tensor([4, 1]))
+    graph.replay()
+    assert graph.outputs.tolist() == [14, 2]
+    assert graph.undeclared(lens, out) == [(graph.undeclared(lens, out)[0][0], "kernel")]
+    as_one_node(kernel, lens, pool, out, bias=0.0)  # without a recording: a call
+    assert out.tolist() == [6, 0]
+
+
+def test_what_a_node_calls_is_part_of_it() -> None:
+    x, out = torch.arange(4.0), torch.zeros(4)
+
+    def outer() -> torch.Tensor:
+        as_one_node(inner, x, out)
+        return out + torch.tensor(1.0)
+
+    def inner(x: torch.Tensor, out: torch.Tensor) -> None:
+        as_one_node(out.copy_, x)
+        InterpretedFunction(double)[(1,)](out.clone(), out)
+
+    graph = RecordedGraph.of(outer)
+    assert len(graph) == 2
+    assert graph.undeclared(x, out) == [], "a number is no tensor"
+    x.fill_(3)
+    graph.replay()
+    assert graph.outputs.tolist() == [7] * 4
+
+
+def double(x: torch.Tensor, out: torch.Tensor) -> None:
+    """A Triton kernel; its arguments are pointers there."""
+    where = tl.arange(0, 4)
+    tl.store(out + where, 2 * tl.load(x + where))
+
+
+def test_a_triton_kernel_is_one_node() -> None:
+    kernel, x, out = InterpretedFunction(double), torch.arange(4.0), torch.zeros(4)
+    stock = GridExecutor.__call__
+
+    def body() -> torch.Tensor:
+        kernel[(1,)](x, out)
+        return out + 1
+
+    graph = RecordedGraph.of(body)
+    assert GridExecutor.__call__ is stock
+    assert len(graph) == 2
+    assert [call for _, call in graph.undeclared(out)] == ["double"]
+    x.copy_(torch.tensor([5.0, 6.0, 7.0, 8.0]))
+    graph.replay()
+    assert graph.outputs.tolist() == [11, 13, 15, 17]
