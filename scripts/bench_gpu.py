@@ -270,8 +270,13 @@ class Machine:
                 lengths=[longest],
                 batch_sizes=[1],
                 decoding=[0],
+                graphs=True,
             )
             self._engine = bench_prefill.build_engine(options, self.device, self._directory)
+            try:
+                bench_prefill.record(self._engine)
+            except NotActiveError as launched:  # measured all the same; each point says its path
+                say(str(launched))
         return self._engine
 
     def synchronize(self) -> None:

@@ -235,7 +235,7 @@ def choose_device(wanted: str) -> str:
 
 
 def build_engine(args: argparse.Namespace, device: str, directory: Path) -> Any:
-    """The model on SGLang's ModelRunner, with room for the largest batch."""
+    """The model on SGLang's ModelRunner, with room for the largest batch; nothing is recorded."""
     from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
     from sglang_gemma4_reference.engine import Engine
 
@@ -261,8 +261,6 @@ def build_engine(args: argparse.Namespace, device: str, directory: Path) -> Any:
     )
     if "load_format" in options:
         randomise(engine)
-    if args.graphs:
-        record(engine)
     return engine
 
 
@@ -611,6 +609,8 @@ def main() -> int:
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as directory:
         engine = build_engine(args, device, Path(directory))
+        if args.graphs:
+            record(engine)
         gate = measure_gate(engine)
         grid = product(args.batch_sizes, args.decoding, args.read, args.lengths)
         loads = [Load(length, size, decoding, read) for size, decoding, read, length in grid]

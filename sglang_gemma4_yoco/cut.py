@@ -369,56 +369,36 @@ def _behind_keys_and_values(cut: Cut) -> None:
 
 def _unread_behind_keys_and_values(cut: Cut) -> None:
     """K and V are all that an unfinished chunk needs of layer K-1. Its output is its input."""
-    layer, parts = cut.donor, cut.donor.self_attn
+    parts = cut.donor.self_attn
 
-    def writing(_: _Call) -> _Call:
-        def forward(
-            positions: torch.Tensor,
-            hidden_states: torch.Tensor,
-            per_layer_input: Any,
-            forward_batch: Any,
-            **__: Any,
-        ) -> Any:
-            k, v = cut.keys_and_values(hidden_states, positions)
-            rows = cut.gather(hidden_states, positions)
-            # A backend writes where it attends; what these queries see is thrown away.
-            q = rows.new_zeros(rows.shape[0], parts.num_heads, parts.head_dim)
-            donor.attend(parts, q, k, v, forward_batch)
-            cut.restore()
-            return seams.layer_output(cut.finish(hidden_states))
+    def nothing_else(
+        batch: Any, front: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        rows = cut.gather(front, positions)
+        # A backend writes where it attends; what these queries see is thrown away.
+        q = rows.new_zeros(rows.shape[0], parts.num_heads, parts.head_dim)
+        donor.attend(parts, q, k, v, batch)
+        cut.restore()
+        return front
 
-        return forward
-
-    cut.end_before(0)
-    cut.shadow(layer, "forward", writing)
+    _end_in_donor(cut, nothing_else)
 
 
 def _replayed_behind_keys_and_values(cut: Cut) -> None:
     """Layer K-1 makes K and V of all rows; what follows them, to layer L-1, is one graph."""
-    layer, parts, replay = cut.donor, cut.donor.self_attn, cut.replay
+    attention, replay = cut.donor.self_attn.attn, cut.replay
     assert replay is not None
 
-    def writing(_: _Call) -> _Call:
-        def forward(
-            positions: torch.Tensor,
-            hidden_states: torch.Tensor,
-            per_layer_input: Any,
-            forward_batch: Any,
-            **__: Any,
-        ) -> Any:
-            k, v = cut.keys_and_values(hidden_states, positions)
-            backend = seams.current_attn_backend()
-            seams.write_keys_and_values(backend, parts.attn, forward_batch, k, v)
-            index = cut.tail.index
-            torch.index_select(hidden_states, 0, index, out=replay.inputs.rows)
-            torch.index_select(positions, 0, index, out=replay.inputs.positions)
-            rows = replay.run()
-            return seams.layer_output(cut.finish(hidden_states.index_copy_(0, index, rows)))
+    def at_once(
+        batch: Any, front: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        seams.write_keys_and_values(seams.current_attn_backend(), attention, batch, k, v)
+        index = cut.tail.index
+        torch.index_select(front, 0, index, out=replay.inputs.rows)
+        torch.index_select(positions, 0, index, out=replay.inputs.positions)
+        return front.index_copy_(0, index, replay.run())
 
-        return forward
-
-    cut.end_before(0)
-    cut.shadow(layer, "forward", writing)
+    _end_in_donor(cut, at_once)
 
 
 _AT_THE_CUT: dict[tuple[DonorCut, bool], Callable[[Cut], None]] = {
@@ -438,6 +418,32 @@ def _strategies(plan: Plan) -> tuple[Callable[[Cut], None], ...]:
     if plan.tail.unread:
         return (at_the_cut,)
     return (_launched if plan.replay is None else _replayed), at_the_cut
+
+
+def _end_in_donor(cut: Cut, rest: Callable[..., torch.Tensor]) -> None:
+    """Layer K-1 makes K and V of all rows, and is the last layer: ``rest`` does what follows.
+
+    Args:
+        rest: called with batch, front [T, hidden], positions [T], K and V [T, kv_heads, head_dim];
+            returns the front [T, hidden], with the tail's output in its kept rows.
+    """
+
+    def donor_layer(_: _Call) -> _Call:
+        def forward(
+            positions: torch.Tensor,
+            hidden_states: torch.Tensor,
+            per_layer_input: Any,
+            forward_batch: Any,
+            **__: Any,
+        ) -> Any:
+            k, v = cut.keys_and_values(hidden_states, positions)
+            output = rest(forward_batch, hidden_states, positions, k, v)
+            return seams.layer_output(cut.finish(output))
+
+        return forward
+
+    cut.end_before(0)
+    cut.shadow(cut.donor, "forward", donor_layer)
 
 
 def _shadow_donor(cut: Cut, attention: Callable[..., torch.Tensor]) -> None:

@@ -12,7 +12,9 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_gemma4_yoco import fallback, seams, switch, threshold
 from sglang_gemma4_yoco.rows import KeptRows
@@ -121,6 +123,43 @@ _REFUSING_SIZES = {
 }
 # Those that ``server_reason`` asks for by name.
 _OTHER_ARGUMENTS = ("speculative_algorithm", "tp_size", "pp_size", "disaggregation_mode")
+
+
+#: What a reason or the rows may come from. Left out are a multimodal prompt's inputs, which SGLang
+#: takes from the batch on the way to the text model, leaving their embeddings there; and tensors on
+#: the device, of which the runner's own plan is made as well.
+_JUDGED = (
+    *_REFUSING_FIELDS,
+    "forward_mode",
+    "capture_hidden_mode",
+    "spec_algorithm",
+    "lora_ids",
+    "contains_last_prefill_chunk",
+    "return_logprob",
+    "extend_logprob_start_lens_cpu",
+    "extend_seq_lens_cpu",
+    "extend_prefix_lens_cpu",
+    "extend_num_tokens",
+)
+
+
+class Admission(NamedTuple):
+    """What the gate found out about a batch that may be cut.
+
+    Attributes:
+        kept: the rows whose logits the sampler and the logprobs read.
+        unread: nobody reads any of them.
+        judged: what it looked at; see ``judged``.
+    """
+
+    kept: KeptRows
+    unread: bool
+    judged: tuple[object, ...]
+
+
+def judged(forward_batch: Any) -> tuple[object, ...]:
+    """The very objects that a batch holds in those fields."""
+    return tuple(map(getattr, repeat(forward_batch), _JUDGED, repeat(None)))
 
 
 def first_shared_layer(config: Any) -> int | None:
@@ -265,7 +304,8 @@ def _failures() -> str | None:
 def _captures(owner: Owner) -> str | None:
     # Index i captures the input of layer i. Layer K-1 takes its own when it runs, which it does
     # not as a whole when nobody reads the batch.
-    if any(layer >= owner.first_shared - 1 for layer in owner.model.layers_to_capture):
+    captured = owner.model.layers_to_capture
+    if captured and max(captured) >= owner.first_shared - 1:
         return CAPTURE_IN_TAIL
     return None
 
@@ -274,9 +314,9 @@ def _graph() -> str | None:
     return CAPTURING if seams.is_capturing() else None
 
 
-def _fields(forward_batch: Any) -> str | None:
-    for name, reason in _REFUSING_FIELDS.items():
-        value = getattr(forward_batch, name, None)
+def _fields(forward_batch: Any, values: tuple[object, ...]) -> str | None:
+    # What is judged begins with the refusing fields.
+    for value, reason in zip(values, _REFUSING_FIELDS.values(), strict=False):
         if value is not None and value is not False:
             return reason
     algorithm = getattr(forward_batch, "spec_algorithm", None)
@@ -291,7 +331,7 @@ def _fields(forward_batch: Any) -> str | None:
     return None
 
 
-def _lengths(owner: Owner, forward_batch: Any, minimum: int | None) -> str | None:
+def _lengths(forward_batch: Any) -> str | None:
     lens = forward_batch.extend_seq_lens_cpu
     prefixes = forward_batch.extend_prefix_lens_cpu
     if type(lens) is not list or type(prefixes) is not list:
@@ -310,11 +350,17 @@ def _lengths(owner: Owner, forward_batch: Any, minimum: int | None) -> str | Non
         starts = forward_batch.extend_logprob_start_lens_cpu
         if type(starts) is not list or len(starts) != len(lens):
             return UNKNOWN_LENGTHS
-    kept = kept_rows(forward_batch)
-    if kept.kept == kept.total:
+    return None
+
+
+def _rows(
+    owner: Owner, forward_batch: Any, kept: KeptRows, unread: bool, minimum: int | None
+) -> str | None:
+    total, rows = kept.total, kept.kept
+    if rows == total:
         return NOTHING_TO_SKIP
-    read = 0 if is_unread(forward_batch) else kept.kept
-    if not threshold.pays(kept.total, read, minimum, owner.tail_cost(kept, read)):
+    read = 0 if unread else rows
+    if not threshold.pays(total, read, minimum, owner.tail_cost(kept, read)):
         return TOO_LITTLE
     # An image's rows attend in both directions, which the suffix's attention does not know of.
     # The last row of a request has nothing after it, so for it that makes no difference.
@@ -326,20 +372,31 @@ def backend_reason(backend: Any) -> str | None:
     """Why no batch may take the fast path on this attention backend, or None."""
     if backend is None:  # outside of a forward nothing is computed
         return None
-    if not PROVEN_BACKENDS.isdisjoint(base.__name__ for base in type(backend).__mro__):
-        return None
-    return f"the attention backend {type(backend).__name__} is not proven"
+    kind: type = type(backend)
+    return None if _is_proven(kind) else f"the attention backend {kind.__name__} is not proven"
+
+
+@cache
+def _is_proven(backend: type) -> bool:
+    return not PROVEN_BACKENDS.isdisjoint(base.__name__ for base in backend.__mro__)
 
 
 def ineligible_reason(owner: Owner, forward_batch: Any) -> str | None:
-    """Why this forward must run as stock, or None when it may skip rows in the shared layers.
+    """Why this forward must run as stock, or None when it may skip rows in the shared layers."""
+    verdict = judge(owner, forward_batch)
+    return verdict if isinstance(verdict, str) else None
+
+
+def judge(owner: Owner, forward_batch: Any) -> str | Admission:
+    """May this forward skip rows in the shared layers?
 
     Args:
         owner: what is known of the ``Gemma4TextModel``.
         forward_batch: the batch it is about to run, SGLang's ``ForwardBatch``.
 
     Returns:
-        One line, fit for a log and as a metric's label.
+        What was found out of it; or why it must run as stock, in one line, fit for a log and as a
+        metric's label.
     """
     # The mode first: it is what refuses an ineligible forward most often.
     reason = _mode(forward_batch)
@@ -351,35 +408,20 @@ def ineligible_reason(owner: Owner, forward_batch: Any) -> str | None:
         minimum = threshold.min_skipped_rows()
     except ValueError as invalid:  # changed after load: a forward must not fail over it
         return str(invalid)
-    return (
+    seen = judged(forward_batch)
+    reason = (
         _failures()
         or owner.constant_reason
         or _captures(owner)
         or _graph()
-        or _fields(forward_batch)
-        or _lengths(owner, forward_batch, minimum)
-        or backend_reason(seams.current_attn_backend())
+        or _fields(forward_batch, seen)
+        or _lengths(forward_batch)
     )
-
-
-#: What a reason or the rows may come from. Left out are a multimodal prompt's inputs, which SGLang
-#: takes from the batch on the way to the text model, leaving their embeddings there; and tensors on
-#: the device, of which the runner's own plan is made as well.
-_JUDGED = (
-    *_REFUSING_FIELDS,
-    "forward_mode",
-    "capture_hidden_mode",
-    "spec_algorithm",
-    "lora_ids",
-    "contains_last_prefill_chunk",
-    "return_logprob",
-    "extend_logprob_start_lens_cpu",
-    "extend_seq_lens_cpu",
-    "extend_prefix_lens_cpu",
-    "extend_num_tokens",
-)
-
-
-def judged(forward_batch: Any) -> tuple[object, ...]:
-    """The very objects that a batch holds in those fields."""
-    return tuple([getattr(forward_batch, name, None) for name in _JUDGED])
+    if reason is not None:
+        return reason
+    kept, unread = kept_rows(forward_batch), is_unread(forward_batch)
+    return (
+        _rows(owner, forward_batch, kept, unread, minimum)
+        or backend_reason(seams.current_attn_backend())
+        or Admission(kept, unread, seen)
+    )

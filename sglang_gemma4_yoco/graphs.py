@@ -18,7 +18,6 @@ launched (``proof``).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import donor, per_layer, seams
+from sglang_gemma4_yoco import donor, per_layer, seams, switch
 from sglang_gemma4_yoco.attention import OwnBackend
 from sglang_gemma4_yoco.rows import KeptRows
 from sglang_gemma4_yoco.shadow import Shadows
@@ -65,15 +64,8 @@ def most_rows() -> int:
         ValueError: the variable is no whole number from 0 up; the message names both the variable
             and the accepted values.
     """
-    value = os.environ.get(VARIABLE)
-    if value is None:
-        return _ROWS[-1]
-    if value.isascii() and value.isdecimal():
-        return int(value)
-    raise ValueError(
-        f"{VARIABLE}={value!r} is not a valid value: use a whole number from 0 up (0: the tail is "
-        f"never recorded), or leave it unset for {_ROWS[-1]}"
-    )
+    wanted = switch.whole_number(VARIABLE, 0, "the tail is never recorded", str(_ROWS[-1]))
+    return _ROWS[-1] if wanted is None else wanted
 
 
 def row_counts(most: int, requests: int) -> tuple[int, ...]:
@@ -202,21 +194,14 @@ class Inputs:
         """The same memory, of the first rows."""
         return replace(self, **{name: t[:rows] for name, t in vars(self).items() if t is not None})
 
-    def say_who(self, requests: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Set requests and lengths of the first rows, both [B]; the others pad."""
-        kept = requests.shape[0]
-        if kept == self.requests.shape[0]:
-            self.requests.copy_(requests)
-            self.lengths.copy_(lengths)
-        else:
-            self.requests[:kept].copy_(requests)
-            self.lengths[:kept].copy_(lengths)
-            self.requests[kept:].zero_()
-            self.lengths[kept:].fill_(1)
-            # Else a scale that is taken over all rows would hang on the batch before.
-            for floats in (self.rows, self.embeds, self.embedded):
-                if floats is not None:
-                    floats[kept:].zero_()
+    def pad(self, kept: int) -> None:
+        """Make the rows behind the first ``kept`` ones nobody's."""
+        self.requests[kept:].zero_()
+        self.lengths[kept:].fill_(1)
+        # Else a scale that is taken over all rows would hang on the batch before.
+        for floats in (self.rows, self.embeds, self.embedded):
+            if floats is not None:
+                floats[kept:].zero_()
 
 
 # ---------------------------------------------------------------- graphs
@@ -265,7 +250,6 @@ class TailGraphs:
         with_donor: layer K-1 is recorded, from its queries on.
         first: the first recorded layer, K-1 or K.
         layers: the recorded layers; of layer K-1 K and V are not recorded.
-        rows: the recorded row counts, ascending.
         seconds: how long recording took.
     """
 
@@ -289,8 +273,13 @@ class TailGraphs:
         )
         self._of_first = [self._inputs.first(rows) for rows in range(self._counts[-1] + 1)]
         self._graphs: dict[int, _Graph] = {}
-        self.rows: tuple[int, ...] = ()
+        self._replays: dict[tuple[int, int], Replay] = {}
         self._recorded = seams.GraphBackend(decode_steps)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The recorded row counts, ascending."""
+        return tuple(sorted(self._graphs))
 
     def describe(self) -> str:
         """What is recorded, for the log."""
@@ -314,7 +303,6 @@ class TailGraphs:
                     graph.metadata = seams.plan_recorded(self._backend, graph.batch)
                     self._recorded.record(rows, partial(self._tail, graph))
                     self._graphs[rows] = graph
-            self.rows = tuple(sorted(self._graphs))
         except BaseException:
             seams.end_failed_capture(torch.device(self._runner.device), self._recorded)
             raise
@@ -325,12 +313,11 @@ class TailGraphs:
     def drop(self, rows: int) -> None:
         """Never replay the graph of this row count again."""
         del self._graphs[rows]
-        self.rows = tuple(sorted(self._graphs))
 
     def close(self) -> None:
         """Let go of all graphs, and of the backend's buffers for them."""
         self._graphs.clear()
-        self.rows = ()
+        self._replays.clear()
         self._recorded.close()
         seams.drop_graph_buffers(self._backend)
 
@@ -340,7 +327,7 @@ class TailGraphs:
         """The rows of the smallest graph with room for these, if they are one per request."""
         if not kept.one_per_request:
             return None
-        return next((rows for rows in self.rows if rows >= len(kept.lens)), None)
+        return min((rows for rows in self._graphs if rows >= len(kept.lens)), default=None)
 
     def planned(self, forward_batch: Any, tail: Tail) -> Replay | None:
         """Plan the tail of this batch for a graph; None if there is none for it.
@@ -350,18 +337,17 @@ class TailGraphs:
         rows, size = len(tail.kept.lens), self.size_for(tail.kept)
         if size is None or tail.unread or not tail.decodes:
             return None
-        graph = self._graphs[size]
-        graph.inputs.say_who(forward_batch.req_pool_indices, forward_batch.seq_lens)
-        self._plan(graph, forward_batch)
+        self._plan(size, rows, forward_batch)
+        # Nothing in it is the batch's own, so each is made once.
+        if (size, rows) not in self._replays:
+            self._replays[size, rows] = self._replay(size, rows)
+        return self._replays[size, rows]
+
+    def _replay(self, size: int, rows: int) -> Replay:
         inputs, room = self._of_first[rows], None
         if inputs.embeds is not None:
             room = per_layer.Room(self.first, inputs.embeds, inputs.embedded)
-        return Replay(
-            with_donor=self.with_donor,
-            inputs=inputs,
-            room=room,
-            run=partial(self._run, size, rows),
-        )
+        return Replay(self.with_donor, inputs, room, partial(self._run, size, rows))
 
     def _run(self, size: int, rows: int) -> torch.Tensor:
         # A cache that loads prefixes layer by layer makes whoever asks for a layer's K and V wait
@@ -373,7 +359,12 @@ class TailGraphs:
             raise ReplayError("the recorded tail could not be run") from failure
         return output[:rows]
 
-    def _plan(self, graph: _Graph, forward_batch: Any) -> None:
+    def _plan(self, size: int, rows: int, forward_batch: Any) -> None:
+        graph, inputs = self._graphs[size], self._of_first[rows]
+        inputs.requests.copy_(forward_batch.req_pool_indices)
+        inputs.lengths.copy_(forward_batch.seq_lens)
+        if rows < size:
+            graph.inputs.pad(rows)
         seams.plan_recorded(self._backend, graph.batch, live=forward_batch)
         # A tail that is launched after all finds its metadata there: of at least as many rows.
         self._backend.forward_metadata = graph.metadata
@@ -389,14 +380,13 @@ class TailGraphs:
             rows: how many of its rows are not padding.
             fill: sets the inputs of those.
         """
-        replayed, launched = self._graphs[size], self._graph(rows)
+        launched = self._graph(rows)
         fill(launched.inputs)
         launched.batch.seq_lens_sum = int(launched.inputs.lengths.sum())
         try:
             seams.plan(self._backend, launched.batch)
             output = self._tail(launched)
-            replayed.inputs.say_who(launched.inputs.requests, launched.inputs.lengths)
-            self._plan(replayed, launched.batch)
+            self._plan(size, rows, launched.batch)
             return output, self._run(size, rows)
         finally:
             self._backend.forward_metadata = None

@@ -49,6 +49,7 @@ class Owner:
         launched_because: why it is not, if it is not.
         planned: what was decided of the batch that the runner planned last, until it has run. One
             forward at a time.
+        told_active: the log says that the fast path is active.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Owner:
         self.graphs: TailGraphs | None = None
         self.launched_because = graphs.NOT_YET
         self.planned: Plan | Refusal | None = None
+        self.told_active = False
         self._backend = backend if attention is None else attention.main
         self._shadows = Shadows()
 
@@ -79,7 +81,7 @@ class Owner:
         assert first is not None, "the gate admits models with a tail only"
         return first
 
-    @property
+    @cached_property
     def tail_layers(self) -> list[Any]:
         """Layers K to L-1."""
         return list(self.model.layers)[self.first_shared :]

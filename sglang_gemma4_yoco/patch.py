@@ -73,7 +73,8 @@ def _tail_of(model: Any, forward_batch: Any) -> tuple[Tail, Way]:
     if plan is not None:
         return plan.tail, plan.way
     rebuilt = RebuiltBackend(seams.current_attn_backend())
-    return Tail.of(forward_batch, rebuilt.main), rebuilt
+    kept, unread = gate.kept_rows(forward_batch), gate.is_unread(forward_batch)
+    return Tail.of(forward_batch, kept, unread, rebuilt.main), rebuilt
 
 
 def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:

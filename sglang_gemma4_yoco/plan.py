@@ -24,6 +24,7 @@ needless, never wrong.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from sglang_gemma4_yoco.graphs import Replay
 from sglang_gemma4_yoco.tail import Tail
 
 if TYPE_CHECKING:
+    from sglang_gemma4_yoco.gate import Admission
     from sglang_gemma4_yoco.owner import Owner
 
 NOT_PLANNED = "the tail's attention was not planned for this batch"
@@ -74,13 +76,13 @@ class Plan:
     replay: Replay | None = None
 
     @classmethod
-    def of(cls, owner: Owner, forward_batch: Any, way: Way) -> Plan:
+    def of(cls, owner: Owner, forward_batch: Any, admission: Admission, way: Way) -> Plan:
         """The plan of an eligible batch; a replay is planned already. The batch is not changed."""
-        tail = Tail.of(forward_batch, way.main)
+        tail = Tail.of(forward_batch, admission.kept, admission.unread, way.main)
         replay = None if owner.graphs is None else owner.graphs.planned(forward_batch, tail)
         return cls(
             batch=forward_batch,
-            judged=gate.judged(forward_batch),
+            judged=admission.judged,
             tail=tail,
             donor=_deepest(owner.donor_cut, tail),
             way=way,
@@ -91,7 +93,7 @@ class Plan:
         """Whether nothing has come about since that this plan does not know of."""
         now = gate.judged(self.batch)
         return (
-            all(one is other for one, other in zip(self.judged, now, strict=True))
+            all(map(operator.is_, self.judged, now))
             and (self.tail.kept.one_per_request or not gate.is_multimodal(self.batch))
             and not seams.is_capturing()
             and seams.current_attn_backend() is self.way.main
@@ -109,11 +111,11 @@ def _deepest(allowed: DonorCut, tail: Tail) -> DonorCut:
 
 def ahead(owner: Owner, forward_batch: Any) -> Plan | Refusal:
     """Decide before the first layer, and plan the tail on the backend of its own."""
-    reason = gate.ineligible_reason(owner, forward_batch)
-    if reason is not None:
-        return Refusal(forward_batch, reason)
+    verdict = gate.judge(owner, forward_batch)
+    if isinstance(verdict, str):
+        return Refusal(forward_batch, verdict)
     assert owner.attention is not None
-    plan = Plan.of(owner, forward_batch, owner.attention)
+    plan = Plan.of(owner, forward_batch, verdict, owner.attention)
     if plan.replay is None:
         owner.attention.plan(forward_batch, plan.tail.fields)
     return plan
@@ -128,12 +130,13 @@ def at_the_forward(owner: Owner, forward_batch: Any) -> Plan | Refusal:
         and (isinstance(planned, Refusal) or planned.still_holds())
     ):
         return planned
-    reason = gate.ineligible_reason(owner, forward_batch)
-    if reason is None and owner.attention is not None:
-        reason = NOT_PLANNED
-    if reason is None and gate.is_multimodal(forward_batch):
+    verdict = gate.judge(owner, forward_batch)
+    if isinstance(verdict, str):
+        return Refusal(forward_batch, verdict)
+    if owner.attention is not None:
+        return Refusal(forward_batch, NOT_PLANNED)
+    if gate.is_multimodal(forward_batch):
         # Rebuilding would drop the image masks that the model wrote into the metadata.
-        reason = IMAGES_ON_ONE_BACKEND
-    if reason is not None:
-        return Refusal(forward_batch, reason)
-    return Plan.of(owner, forward_batch, RebuiltBackend(seams.current_attn_backend()))
+        return Refusal(forward_batch, IMAGES_ON_ONE_BACKEND)
+    rebuilt = RebuiltBackend(seams.current_attn_backend())
+    return Plan.of(owner, forward_batch, verdict, rebuilt)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 logger = logging.getLogger("sglang_gemma4_yoco")
 
@@ -24,7 +23,6 @@ FAILED = "failed, served by stock"
 forwards: Counter[str] = Counter()
 
 _said: set[Hashable] = set()
-_told_active: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def _first(said: Hashable) -> bool:
@@ -58,15 +56,9 @@ def failure(line: str, error: Exception) -> None:
         logger.error("%s: %r", line, error, exc_info=error)
 
 
-def active(model: object, describe: Callable[[], str], outcome: str = ACTIVE) -> None:
-    """Count a forward that took the fast path; say so the first time for this ``model``.
-
-    ``describe()`` says what was cut, and how; it is not called again for the same model.
-    """
+def active(outcome: str = ACTIVE) -> None:
+    """Count a forward that took the fast path."""
     forwards[outcome] += 1
-    if model not in _told_active:
-        _told_active.add(model)
-        once(f"Gemma 4 fast prefill is active: {describe()}")
 
 
 def stepped_aside(reason: str) -> None:
@@ -85,4 +77,3 @@ def reset() -> None:
     """Forget counters and what was said (for tests and for a new measurement)."""
     forwards.clear()
     _said.clear()
-    _told_active.clear()

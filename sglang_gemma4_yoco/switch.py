@@ -1,7 +1,7 @@
-"""The one setting: the environment variable ``SGLANG_GEMMA4_YOCO``.
+"""The settings are environment variables; the switch, ``SGLANG_GEMMA4_YOCO``, is one of them.
 
-An environment variable and not a server flag, because a plugin cannot add flags to SGLang's
-parser, and because spawned ranks inherit the environment.
+Not server flags, because a plugin cannot add flags to SGLang's parser, and because spawned ranks
+inherit the environment.
 """
 
 from __future__ import annotations
@@ -10,6 +10,28 @@ import os
 
 VARIABLE = "SGLANG_GEMMA4_YOCO"
 _MEANING = {"1": True, "0": False}
+
+
+def whole_number(variable: str, least: int, smallest: str, unset: str) -> int | None:
+    """The value of an environment variable that holds a whole number; None where it is unset.
+
+    Args:
+        least: the smallest accepted number.
+        smallest: what that one does, for the message.
+        unset: what holds when it is unset, for the message.
+
+    Raises:
+        ValueError: it holds something else; the message names the variable and what it accepts.
+    """
+    value = os.environ.get(variable)
+    if value is None:
+        return None
+    if value.isascii() and value.isdecimal() and int(value) >= least:
+        return int(value)
+    raise ValueError(
+        f"{variable}={value!r} is not a valid value: use a whole number from {least} up "
+        f"({least}: {smallest}), or leave it unset for {unset}"
+    )
 
 
 def enabled() -> bool:

@@ -12,7 +12,7 @@ with everything that is laid out by rows pruned to the same rows.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,31 +20,12 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import gate, seams
+from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.rows import KeptRows
 
-_ALIGNMENT = 16  # bytes
-_TYPECODES = {torch.int32: "i", torch.int64: "q"}
-
-
-class _Columns:
-    """Lists of host integers as tensors on a device, by one copy that no one waits for."""
-
-    def __init__(self, device: torch.device, *columns: tuple[Sequence[int], torch.dtype]) -> None:
-        packed, self._places = bytearray(), []
-        for values, dtype in columns:
-            part = array(_TYPECODES[dtype], values).tobytes()
-            self._places.append((len(packed), len(part), dtype))
-            # The next begins where any of its numbers may begin.
-            packed += part + bytes(-len(part) % _ALIGNMENT)
-        host = torch.frombuffer(packed, dtype=torch.uint8)
-        if device.type == "cuda":
-            host = host.pin_memory()
-        self._copied = host.to(device, non_blocking=True)
-
-    def __getitem__(self, column: int) -> torch.Tensor:
-        start, length, dtype = self._places[column]
-        return self._copied.narrow(0, start, length).view(dtype)
+# Triton compiles a kernel anew for a tensor that does not begin at a multiple of 16 bytes, which is
+# what 4 numbers of 4 bytes take: the lengths of 3 requests are followed by 1 number of padding.
+_ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
@@ -63,31 +44,31 @@ class Tail:
     decodes: bool
     unread: bool
     _batch: Any
-    _columns: _Columns
+    _packed: torch.Tensor
 
     @classmethod
-    def of(cls, forward_batch: Any, backend: Any) -> Tail:
+    def of(cls, forward_batch: Any, kept: KeptRows, unread: bool, backend: Any) -> Tail:
         """The tail of an eligible extend batch, to run on an attention backend like ``backend``.
 
         No value travels from the device to the host, and what the host knows travels to the
         device in one copy. No tensor shares memory with one of the batch's.
         """
-        kept = gate.kept_rows(forward_batch)
-        lens: torch.Tensor = forward_batch.extend_seq_lens
-        columns = _Columns(
-            lens.device,
-            (kept.indices(), torch.int64),
-            (kept.lens, lens.dtype),
-            (kept.prefix_lens, lens.dtype),
-            (kept.start_loc(), lens.dtype),
-        )
+        device = forward_batch.extend_seq_lens.device
+        numbers, padding = kept.indices(), [0] * (-len(kept.lens) % _ALIGNMENT)
+        for column in (kept.lens, kept.prefix_lens, kept.start_loc()):
+            numbers += column
+            numbers += padding
+        packed = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+        if device.type == "cuda":
+            packed = packed.pin_memory()
+        packed = packed.to(device, non_blocking=True)
         return cls(
             kept=kept,
-            index=columns[0],
+            index=packed[: kept.kept],
             decodes=kept.one_per_request and seams.decodes_like_extend(backend),
-            unread=gate.is_unread(forward_batch),
+            unread=unread,
             _batch=forward_batch,
-            _columns=columns,
+            _packed=packed,
         )
 
     @cached_property
@@ -98,6 +79,8 @@ class Tail:
         tail may need none.
         """
         kept, index, batch = self.kept, self.index, self._batch
+        columns = self._packed[kept.kept :].to(batch.extend_seq_lens.dtype).view(3, -1)
+        lens, prefix_lens, start_loc = columns[:, : len(kept.lens)]
         fields: dict[str, object] = {
             "extend_seq_lens_cpu": list(kept.lens),
             "extend_prefix_lens_cpu": list(kept.prefix_lens),
@@ -105,9 +88,9 @@ class Tail:
             # Attention narrows its rows to this count when it is the smaller one.
             "global_num_token_non_padded_cpu": kept.kept,
             "num_token_non_padded_cpu": kept.kept,
-            "extend_seq_lens": self._columns[1],
-            "extend_prefix_lens": self._columns[2],
-            "extend_start_loc": self._columns[3],
+            "extend_seq_lens": lens,
+            "extend_prefix_lens": prefix_lens,
+            "extend_start_loc": start_loc,
         }
         if self.decodes:
             # out_cache_loc stays [T]: layer K-1 writes K and V of all rows in this mode, and the

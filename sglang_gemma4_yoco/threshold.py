@@ -5,8 +5,9 @@ The setting is the environment variable ``SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS``.
 
 from __future__ import annotations
 
-import os
 from enum import Enum
+
+from sglang_gemma4_yoco import switch
 
 VARIABLE = "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"
 _FEWEST = 3  # rows
@@ -21,14 +22,8 @@ def min_skipped_rows() -> int | None:
         ValueError: the variable is no whole number from 1 up; the message names both the variable
             and the accepted values.
     """
-    value = os.environ.get(VARIABLE)
-    if value is None:
-        return None
-    if value.isascii() and value.isdecimal() and int(value) >= 1:
-        return int(value)
-    raise ValueError(
-        f"{VARIABLE}={value!r} is not a valid value: use a whole number from 1 up (1: the fast "
-        "path runs whenever it can skip a row), or leave it unset for the measured rule"
+    return switch.whole_number(
+        VARIABLE, 1, "the fast path runs whenever it can skip a row", "the measured rule"
     )
 
 

@@ -25,7 +25,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import donor, gate, owner, report, seams, switch, threshold
 from sglang_gemma4_yoco.donor import DonorCut
-from sglang_gemma4_yoco.tail import Tail
+from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -114,13 +114,13 @@ def test_variables_are_read_once_per_forward(engine: Engine, environment: Counti
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The batches that the gate is asked about."""
     batches: list[Any] = []
-    stock = gate.ineligible_reason
+    stock = gate.judge
 
-    def counting(known: Any, forward_batch: Any) -> str | None:
+    def counting(known: Any, forward_batch: Any) -> Any:
         batches.append(forward_batch)
         return stock(known, forward_batch)
 
-    monkeypatch.setattr(gate, "ineligible_reason", counting)
+    monkeypatch.setattr(gate, "judge", counting)
     return batches
 
 
@@ -163,7 +163,8 @@ class Operations(TorchDispatchMode):
 def test_all_that_the_host_knows_travels_at_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """One copy to the device, and nothing is computed there that is known already."""
+    """One copy to the device. Nothing is computed there that is known already; lengths are made
+    of the batch's own type there, all at once."""
     forward_batch = releases.forward_batch(engine.schedule(BATCHES[name]), engine.runner)
     copied: list[tuple[Any, ...]] = []
     stock = torch.Tensor.to
@@ -174,10 +175,11 @@ def test_all_that_the_host_knows_travels_at_once(
 
     with Operations() as ran, monkeypatch.context() as noted:
         noted.setattr(torch.Tensor, "to", noting)
-        tail = Tail.of(forward_batch, engine.runner.attn_backend)
+        tail = tail_of(forward_batch, engine.runner.attn_backend)
         assert tail.fields
-    assert copied == [(torch.device("cpu"), {"non_blocking": True})]
-    assert {"cumsum", "sub", "arange", "ones_like", "_to_copy"}.isdisjoint(ran.names)
+    assert copied == [(torch.device("cpu"), {"non_blocking": True}), (torch.int32, {})]
+    assert {"cumsum", "sub", "arange", "ones_like"}.isdisjoint(ran.names)
+    assert ran.names.count("_to_copy") == 1
     # Input ids, and the slots of suffixes: those are on the device only.
     assert ran.names.count("index_select") == (1 if tail.decodes else 2)
 

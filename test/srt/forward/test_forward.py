@@ -336,7 +336,7 @@ def test_a_failing_gate_is_served_by_stock(
         raise AttributeError("a batch without lengths")
 
     with monkeypatch.context() as broken:
-        broken.setattr(gate, "ineligible_reason", surprised)
+        broken.setattr(gate, "judge", surprised)
         seen = run(engine, scheduled, "1")
         assert seen.rows == stock.rows
         assert_served_by_stock(stock, seen)
@@ -451,9 +451,7 @@ def test_decode_goes_straight_through(
         caplog.clear()
         asked: list[Any] = []
         with monkeypatch.context() as counted, caplog.at_level("DEBUG", "sglang_gemma4_yoco"):
-            counted.setattr(
-                gate, "ineligible_reason", lambda *args, asked=asked: asked.append(args)
-            )
+            counted.setattr(gate, "judge", lambda *args, asked=asked: asked.append(args))
             counted.setattr(attention.tail, "init_forward_metadata", asked.append)
             steps.append(step(engine, scheduled, [30, 31], switch))
         assert asked == []

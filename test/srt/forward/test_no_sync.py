@@ -174,7 +174,7 @@ def spans(reads: HostReads) -> AbstractContextManager[Any]:
 
         patch.setattr(owner, name, classmethod(marked) if function is not stock else marked)
 
-    mark(gate, "ineligible_reason", "gate")
+    mark(gate, "judge", "gate")
     mark(Tail, "of", "row indices")
     mark(cut.Cut, "gather", "gather")
     mark(cut.Cut, "kept", "gather")
@@ -276,11 +276,11 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
 
 
 def _reading_gate(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def ineligible_reason(model: Any, forward_batch: Any) -> Any:
+    def judge(known: Any, forward_batch: Any) -> Any:
         assert int(forward_batch.seq_lens.max()) > 0
-        return stock(model, forward_batch)
+        return stock(known, forward_batch)
 
-    return ineligible_reason
+    return judge
 
 
 def _reading_gather(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,7 +304,7 @@ def _reading_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("owner", "name", "breaks"),
     [
-        (gate, "ineligible_reason", _reading_gate),
+        (gate, "judge", _reading_gate),
         (cut.Cut, "kept", _reading_gather),
         (cut.Cut, "scatter", _reading_scatter),
     ],

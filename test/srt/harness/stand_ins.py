@@ -20,6 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import gate, owner, seams
+from sglang_gemma4_yoco.tail import Tail
 
 
 def skip_on_older(what: str, absent: Iterable[str]) -> None:
@@ -83,3 +84,9 @@ def model(**changes: Any) -> SimpleNamespace:
 def reason_of(served: Any, forward_batch: Any) -> str | None:
     """Why the gate refuses a batch of this model, or None."""
     return gate.ineligible_reason(owner.of(served), forward_batch)
+
+
+def tail_of(forward_batch: Any, backend: Any = None) -> Tail:
+    """The tail of a batch, as it is planned once the gate has admitted it."""
+    kept, unread = gate.kept_rows(forward_batch), gate.is_unread(forward_batch)
+    return Tail.of(forward_batch, kept, unread, backend)

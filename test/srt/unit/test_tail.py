@@ -10,6 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from sglang_gemma4_yoco.tail import Tail, rewritten
+from stand_ins import tail_of
 
 
 def batch(**changes: Any) -> SimpleNamespace:
@@ -47,7 +48,7 @@ def seen_within(forward_batch: SimpleNamespace, tail: Tail) -> dict[str, Any]:
 
 def test_one_row_each_is_a_decode_step() -> None:
     forward_batch = batch()
-    tail = Tail.of(forward_batch, None)
+    tail = tail_of(forward_batch)
     within = seen_within(forward_batch, tail)
     assert tail.index.tolist() == [2, 6, 8]
     assert within["forward_mode"] is ForwardMode.DECODE
@@ -67,7 +68,7 @@ def test_one_row_each_is_a_decode_step() -> None:
 
 def test_suffixes_are_an_extend_batch_pruned_together() -> None:
     forward_batch = batch(return_logprob=True, extend_logprob_start_lens_cpu=[1, 4, 2])
-    tail = Tail.of(forward_batch, None)
+    tail = tail_of(forward_batch)
     within = seen_within(forward_batch, tail)
     assert tail.index.tolist() == [1, 2, 6, 8]
     assert within["forward_mode"] is ForwardMode.EXTEND
@@ -87,7 +88,7 @@ def test_restored_after_an_exception() -> None:
     before = dict(vars(forward_batch))
     with (
         pytest.raises(RuntimeError, match="inside"),
-        rewritten(forward_batch, Tail.of(forward_batch, None).fields),
+        rewritten(forward_batch, tail_of(forward_batch).fields),
     ):
         forward_batch.residual_stream = object()
         raise RuntimeError("inside")
@@ -132,4 +133,4 @@ def test_restored_after_an_exception() -> None:
     ids=["finished", "unfinished", "mixed", "captured", "last row's logprob", "no logprob"],
 )
 def test_unread_batches(changes: dict[str, Any], unread: bool) -> None:
-    assert Tail.of(batch(**changes), None).unread is unread
+    assert tail_of(batch(**changes)).unread is unread
