@@ -706,7 +706,7 @@ _WRITTEN = [
          "return SPLIT_TAIL if end < layers or min(read) < start else None", "return None",
          "server/test_parallel.py::test_stages_that_part_the_tail_from_its_donors_run_as_stock"),
         ("unproven backends",
-         'f"the attention backend {kind.__name__} is not proven"', "None", DECIDING),
+         'return f"the attention backend {kind.__name__} is not proven"', "return None", DECIDING),
         ("switch read at load only",
          "        if not switch.enabled():\n            return OFF\n", "", CUT),
         ("the threshold is read twice", "kept, unread, minimum)\n",

@@ -57,10 +57,7 @@ def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> Any:
     finally:
         known.release()
     if cut.output is not None:
-        report.active(_outcome(plan))
-        if not known.told_active:
-            known.told_active = True
-            report.once(f"Gemma 4 fast prefill is active: {_description(known, plan)}")
+        report.active(known.model, lambda: _description(known, plan), _outcome(plan))
         fallback.succeeded()
     return output
 

@@ -373,12 +373,14 @@ def backend_reason(backend: Any) -> str | None:
     if backend is None:  # outside of a forward nothing is computed
         return None
     kind: type = type(backend)
-    return None if _is_proven(kind) else f"the attention backend {kind.__name__} is not proven"
+    if _is_one_of(kind, PROVEN_BACKENDS):
+        return None
+    return f"the attention backend {kind.__name__} is not proven"
 
 
 @cache
-def _is_proven(backend: type) -> bool:
-    return not PROVEN_BACKENDS.isdisjoint(base.__name__ for base in backend.__mro__)
+def _is_one_of(kind: type, names: frozenset[str]) -> bool:
+    return not names.isdisjoint(base.__name__ for base in kind.__mro__)
 
 
 def ineligible_reason(owner: Owner, forward_batch: Any) -> str | None:

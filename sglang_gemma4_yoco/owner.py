@@ -49,7 +49,6 @@ class Owner:
         launched_because: why it is not, if it is not.
         planned: what was decided of the batch that the runner planned last, until it has run. One
             forward at a time.
-        told_active: the log says that the fast path is active.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Owner:
         self.graphs: TailGraphs | None = None
         self.launched_because = graphs.NOT_YET
         self.planned: Plan | Refusal | None = None
-        self.told_active = False
         self._backend = backend if attention is None else attention.main
         self._shadows = Shadows()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import traceback
+import weakref
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 logger = logging.getLogger("sglang_gemma4_yoco")
 
@@ -23,6 +24,7 @@ FAILED = "failed, served by stock"
 forwards: Counter[str] = Counter()
 
 _said: set[Hashable] = set()
+_told_active: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def _first(said: Hashable) -> bool:
@@ -56,9 +58,15 @@ def failure(line: str, error: Exception) -> None:
         logger.error("%s: %r", line, error, exc_info=error)
 
 
-def active(outcome: str = ACTIVE) -> None:
-    """Count a forward that took the fast path."""
+def active(model: object, describe: Callable[[], str], outcome: str = ACTIVE) -> None:
+    """Count a forward that took the fast path; say so the first time for this ``model``.
+
+    ``describe()`` says what was cut, and how; it is not called again for the same model.
+    """
     forwards[outcome] += 1
+    if model not in _told_active:
+        _told_active.add(model)
+        once(f"Gemma 4 fast prefill is active: {describe()}")
 
 
 def stepped_aside(reason: str) -> None:
@@ -77,3 +85,4 @@ def reset() -> None:
     """Forget counters and what was said (for tests and for a new measurement)."""
     forwards.clear()
     _said.clear()
+    _told_active.clear()
