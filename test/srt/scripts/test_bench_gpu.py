@@ -15,6 +15,7 @@ import pytest
 import bench_gpu
 import gpu_report
 from generated import begin, end
+from sglang_gemma4_yoco import report
 
 SCRIPT = Path(bench_gpu.__file__)
 COMMAND = [sys.executable, str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--commit", "c0ffee"]
@@ -55,7 +56,7 @@ def test_every_part_is_measured(finished: Path) -> None:
     summary = {key: part["summary"] for key, part in document["parts"].items()}
     [published] = summary["a"]
     assert published["off"]["duration"] > 0 < published["on"]["median_ttft_ms"]
-    assert [point["path"] for point in summary["c"]] == ["active", "active"]
+    assert [point["path"] for point in summary["c"]] == [report.TAIL_REPLAYED] * 2
     assert summary["e"][1]["on"]["long_prompts"] >= 1
     [profile] = summary["f"]
     assert 0 < len(profile["on"]["largest"]) <= 10
