@@ -68,11 +68,8 @@ def why_not_keys_and_values(model: Any, backend: Any) -> str | None:
     """Why K and V of layer K-1 cannot be computed apart from its queries, or None."""
     first = gate.first_shared_layer(model.config)
     assert first is not None
-    projection = model.layers[first - 1].self_attn.qkv_proj
-    if not seams.is_plain_linear(projection):
-        return "its projection is quantised or packed"
     stored = seams.kv_cache_dtype(backend)
-    if stored is not None and stored != projection.weight.dtype:
+    if stored is not None and stored != _dtype(model.layers[first - 1].self_attn):
         # Stock attends to this chunk's own K/V before rounding them to the cache's type.
         return f"the KV cache holds {stored}"
     return None
@@ -87,6 +84,30 @@ def donor_cut(model: Any, backend: Any) -> tuple[DonorCut, str | None]:
     if reason is not None:
         return DonorCut.AFTER_ATTENTION, reason
     return DonorCut.KEYS_AND_VALUES, None
+
+
+def _dtype(attention: Any) -> torch.dtype:
+    """The type of K and V. The projection's weights may be quantised; the norm's never are."""
+    dtype: torch.dtype = attention.k_norm.weight.dtype
+    return dtype
+
+
+def _projected(attention: Any, normed: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Some columns of the fused projection of queries, K and V.
+
+    Plain weights are sliced. Of quantised or packed ones all columns are computed, as stock does,
+    and the others dropped: exact for every kind whose rows do not depend on each other.
+
+    Args:
+        normed: [rows, hidden].
+    """
+    projection = attention.qkv_proj
+    if not seams.is_plain_linear(projection):
+        whole: torch.Tensor
+        whole, _bias = projection(normed)
+        return whole[:, columns]
+    bias = None if projection.bias is None else projection.bias[columns]
+    return functional.linear(normed, projection.weight[columns], bias)
 
 
 def _headwise_norm(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
@@ -122,16 +143,14 @@ def keys_and_values(
     """K and V of every row, as the stock layer would write them.
 
     Args:
-        attention: a ``Gemma4Attention`` with a plain fused projection.
+        attention: a ``Gemma4Attention``.
         normed: [T, hidden], the layer's normed input.
         positions: [T].
 
     Returns:
         ``(k, v)``, each [T, kv_heads, head_dim].
     """
-    projection, q_size = attention.qkv_proj, attention.q_size
-    bias = None if projection.bias is None else projection.bias[q_size:]
-    k, v = functional.linear(normed, projection.weight[q_size:], bias).split(
+    k, v = _projected(attention, normed, slice(attention.q_size, None)).split(
         [attention.kv_size, attention.kv_size], dim=-1
     )
     heads, head_dim = attention.num_kv_heads, attention.head_dim
@@ -152,9 +171,7 @@ def queries(attention: Any, normed_rows: torch.Tensor, row_positions: torch.Tens
     Returns:
         [B, heads, head_dim].
     """
-    projection, q_size = attention.qkv_proj, attention.q_size
-    bias = None if projection.bias is None else projection.bias[:q_size]
-    q = functional.linear(normed_rows, projection.weight[:q_size], bias)
+    q = _projected(attention, normed_rows, slice(attention.q_size))
     q = _headwise_norm(attention.q_norm, q, attention.num_heads, attention.head_dim)
     unused_keys = q.new_zeros(q.shape[0], attention.kv_size)
     q, _ = attention.rotary_emb(row_positions, q, unused_keys)
@@ -172,9 +189,9 @@ def compile_kernels(attention: Any) -> None:
 
     Else the first user's request would wait for their kernels to be compiled.
     """
-    weight = attention.qkv_proj.weight
+    weight = attention.k_norm.weight
     for rows in (_FEW, _MANY):
-        normed = weight.new_zeros(rows, weight.shape[1])
+        normed = weight.new_zeros(rows, attention.qkv_proj.input_size)
         positions = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         keys_and_values(attention, normed, positions)
         queries(attention, normed, positions)

@@ -646,6 +646,7 @@ def is_plain_linear(projection: Any) -> bool:
     return (
         type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod
         and isinstance(weight, torch.Tensor)
+        and type(weight.data) is torch.Tensor  # torchao's quantised ones are a class of their own
         and weight.dim() == 2
         and weight.dtype.is_floating_point
         and weight.dtype.itemsize >= 2

@@ -35,6 +35,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, donor, fallback, owner, per_layer, report, seams
 from sglang_gemma4_yoco.donor import DonorCut
+from stand_ins import Doubled, halved_weights
 
 
 @pytest.fixture(autouse=True)
@@ -53,26 +54,15 @@ def donor_layer(engine: Engine) -> Any:
 # ---------------------------------------------------------------- what a linear layer computes
 
 
-class Doubled(UnquantizedLinearMethod):
-    """Weights that are kept at half their size, as a quantised layer keeps them scaled."""
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        output: torch.Tensor = super().apply(layer, x, bias) * 2
-        return output
-
-
 @pytest.fixture
 def doubled() -> Iterator[Callable[[Any], None]]:
     """Have a linear layer compute what it did, from weights of half the size."""
     with ExitStack() as stack:
+        yield lambda projection: stack.enter_context(halved_weights(projection))
 
-        def double(projection: Any) -> None:
-            method, weight = projection.quant_method, projection.weight.data
-            stack.callback(setattr, projection, "quant_method", method)
-            stack.callback(setattr, projection.weight, "data", weight)
-            projection.quant_method, projection.weight.data = Doubled(), weight * 0.5
 
-        yield double
+class Packed(torch.Tensor):
+    """Weights of a class of their own, as torchao's quantised ones are."""
 
 
 def _give(**values: Any) -> Callable[[Any], None]:
@@ -102,6 +92,7 @@ NOT_PLAIN: dict[str, Callable[[Any], None]] = {
     "weights by another name": _lose("weight"),
     "one dimension": _store(torch.flatten),
     "int16": _store(lambda weight: weight.to(torch.int16)),
+    "a class of tensors": _store(lambda weight: weight.as_subclass(Packed)),
     "fp8": _store(lambda weight: weight.to(torch.float8_e4m3fn)),
     "packed for the CPU": _give(use_intel_amx_backend=True),
     "a bias of which nobody knows": _lose("bias"),
@@ -142,13 +133,22 @@ def test_sglangs_quantised_layers_cannot_be_sliced(config: Any) -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_donor_whose_weights_are_not_plain(
-    engine: Engine, doubled: Callable[[Any], None], caplog: pytest.LogCaptureFixture, name: str
+    engine: Engine, doubled: Callable[[Any], None], name: str
+) -> None:
+    """All of its projection is computed, and what is not needed dropped."""
+    doubled(donor_layer(engine).self_attn.qkv_proj)
+    assert_fast(engine, BATCHES[name])
+
+
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
+def test_an_unread_chunk_in_a_donor_whose_weights_are_not_plain(
+    engine: Engine, doubled: Callable[[Any], None]
 ) -> None:
     doubled(donor_layer(engine).self_attn.qkv_proj)
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        assert_fast(engine, BATCHES[name], DonorCut.AFTER_ATTENTION)
-    [told] = [m for m in caplog.messages if "because" in m]
-    assert told.endswith("because its projection is quantised or packed")
+    assert_fast(engine, batch_of((20, 60), (0, 30), to_come=(21, 22)))
+    assert report.forwards[report.TAIL_SKIPPED] > 0
 
 
 def test_slicing_them_all_the_same_would_show(

@@ -45,6 +45,7 @@ from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
 from sglang_gemma4_yoco import gate, graphs, owner, patch, proof, report, seams, threshold
 from sglang_gemma4_yoco.donor import DonorCut
 from sglang_gemma4_yoco.graphs import TailGraphs
+from stand_ins import halved_weights
 
 pytest.importorskip(
     "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
@@ -144,6 +145,15 @@ def test_other_cuts_are_replayed_from_the_first_shared_layer(
     finally:
         del known.donor_cut
         known.launch(graphs.NOT_YET)
+
+
+@pytest.mark.parametrize("name", ["one prompt", "three, two of them cached"])
+def test_a_donor_whose_weights_are_not_plain(engine: Engine, name: str) -> None:
+    known = owner.of(engine.text_model)
+    with halved_weights(engine.text_model.layers[FIRST_CUT].self_attn.qkv_proj):
+        assert record_tail(engine, MOST).first == FIRST_CUT
+        assert_replayed(engine, BATCHES[name])
+    known.launch(graphs.NOT_YET)
 
 
 @pytest.mark.parametrize("cached", [0, 5])

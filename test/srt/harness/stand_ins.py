@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -84,6 +86,25 @@ def model(**changes: Any) -> SimpleNamespace:
 def reason_of(served: Any, forward_batch: Any) -> str | None:
     """Why the gate refuses a batch of this model, or None."""
     return gate.ineligible_reason(owner.of(served), forward_batch)
+
+
+class Doubled(UnquantizedLinearMethod):
+    """Weights that are kept at half their size, as a quantised layer keeps them scaled."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        output: torch.Tensor = super().apply(layer, x, bias) * 2
+        return output
+
+
+@contextmanager
+def halved_weights(projection: Any) -> Iterator[None]:
+    """A linear layer computes what it did, from weights of half the size."""
+    method, weight = projection.quant_method, projection.weight.data
+    projection.quant_method, projection.weight.data = Doubled(), weight * 0.5
+    try:
+        yield
+    finally:
+        projection.quant_method, projection.weight.data = method, weight
 
 
 def tail_of(forward_batch: Any, backend: Any = None) -> Tail:
