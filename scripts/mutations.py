@@ -74,6 +74,7 @@ GIVES_UP = f"{FORWARD}::test_failures_in_a_row_turn_the_fast_path_off"
 REFUSED = "forward/test_refused.py"
 REFUSED_BATCHES = f"{REFUSED}::test_refused_batches"
 DECIDING = "forward/test_deciding.py"
+KINDS = f"{DECIDING}::test_a_kind_of_linear_layer"
 FIELDS = f"{DECIDING}::test_a_field_of_the_batch"
 ARGUMENTS = f"{DECIDING}::test_an_argument_of_the_server"
 # What the gate returns for a batch that may be cut.
@@ -160,7 +161,7 @@ _WRITTEN = [
          FIELDS_OF_TAIL),
         ("lists that travel together begin anywhere",
          "[0] * (-len(kept.lens) % _ALIGNMENT)", "[]",
-         "unit/test_tail.py::test_each_column_begins_where_triton_expects_it"),
+         f"{HOST_WORK}::test_all_that_the_host_knows_travels_at_once"),
         ("each list travels alone",
          "        packed = packed.to(device, non_blocking=True)\n",
          "        packed = torch.cat([part.to(device) for part in packed.split(16)])\n",
@@ -633,6 +634,38 @@ _WRITTEN = [
          CUDA),
     ),
     *of(
+        "arguments.py",
+        ("what is judged elsewhere counts as not judged",
+         "(*HARMLESS.values(), *ELSEWHERE.values())", "HARMLESS.values()", CUT),
+    ),
+    *of(
+        "quantised.py",
+        ("the last donor's own layers are not looked at", "shared_layers - 1", "shared_layers",
+         KINDS),
+        ("any linear layer will do", "and not keeps_rows_apart(part):", "and False:",
+         f"{REFUSED}::test_layers_whose_rows_may_depend_on_each_other"),
+        ("another package's methods count by their names",
+         "        return False\n    name", "        pass\n    name",
+         KINDS),
+        ("weights of a class of their own count as plain",
+         "return seams.is_plain_tensor(layer.weight)", "return True",
+         KINDS),
+        ("columns that are picked by all rows do no harm",
+         "return not layer.quant_method.quant_config.load_in_8bit", "return True",
+         KINDS),
+        ("a method without its scheme is known",
+         "and _scheme(layer) not in _SCHEMES_APART.get(name, ()):",
+         "and name not in _SCHEMES_APART:",
+         KINDS),
+        ("one scale for all rows does no harm",
+         "return not _is_scaled_by_the_batch(layer) and", "return", KINDS),
+        ("one scale is for all rows everywhere",
+         "        torch.version.hip is not None\n        and scale", "        scale",
+         KINDS),
+        ("weights for few rows do no harm",
+         " and not _is_converted_for_few_rows(layer)", "", KINDS),
+    ),
+    *of(
         "per_layer.py",
         ("per-layer inputs of the neighbouring layer",
          "return self._rest[:, layer - self._first_cut]",
@@ -716,6 +749,12 @@ _WRITTEN = [
         ("the threshold is read twice", "kept, unread, minimum)\n",
          "kept, unread, threshold.min_skipped_rows())\n",
          f"{HOST_WORK}::test_variables_are_read_once_per_forward"),
+        ("an argument that nobody has judged does no harm", "    if unjudged:\n", "    if False:\n",
+         f"{DECIDING}::test_an_argument_that_nobody_has_judged"),
+        ("a group of one offloaded layer is none", '(argument("offload_group_size") or 0) > 0',
+         '(argument("offload_group_size") or 0) > 1', ARGUMENTS),
+        ("offloading that is off refuses", '(argument("offload_group_size") or 0) > 0',
+         '(argument("offload_group_size") or 0) != 0', CUT),
         ("few skipped rows",
          "if not threshold.pays(total, read, minimum, owner.tail_cost(kept, read)):",
          "if False:",
@@ -736,7 +775,7 @@ _WRITTEN = [
          "mode not in (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED)",
          "mode is not seams.ForwardMode.EXTEND", f"{DECIDING}::test_a_mixed_batch_that_stays_one"),
         ("what a newer SGLang has renamed",
-         "return unseen_reason() or server_reason()", "return server_reason()",
+         "        unseen_reason() or server_reason()", "        server_reason()",
          f"{REFUSED}::test_a_renamed_argument_is_said_when_the_server_starts"),
     ),
     *of(

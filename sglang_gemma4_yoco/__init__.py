@@ -15,7 +15,9 @@ A batch travels through the package in this order::
     owner.py      all that is known of one model; found out when the runner starts
     ranks.py      may all tensor-parallel ranks? compared once, at start
     plan.py       one batch, decided once: refused, or its rows and how its tail runs
-    gate.py       may this batch take the fast path? a reason, or None
+    gate.py       may this batch take the fast path? a reason, or what it found out
+    arguments.py  the server arguments that need no refusal, and why
+    quantised.py  which linear layers compute each row for itself
     rows.py       which rows are kept (plain integers)
     threshold.py  whether skipping the others pays
     tail.py       the batch as the tail sees it, rewritten and restored

@@ -16,7 +16,7 @@ from functools import cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_gemma4_yoco import fallback, seams, switch, threshold
+from sglang_gemma4_yoco import arguments, fallback, quantised, seams, switch, threshold
 from sglang_gemma4_yoco.rows import KeptRows
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ EXPERT_PARALLEL = "expert parallelism"
 TWO_BATCH_OVERLAP = "two-batch overlap"
 LORA = "LoRA"
 EMBEDDINGS = "embeddings"
+HOOKS = "forward hooks, which may read any row"
+OFFLOADED = "weights that come to the device for their layer's own forward only"
+FOREIGN_CACHE = "a cache that may load K and V while layers run"
+ONE_KERNEL = "one kernel in the place of the model's layers"
 NO_MODE = "the batch has no forward mode"
 
 #: Attention backends whose decode step over a donor's cache equals their extend step, by test.
@@ -107,8 +111,21 @@ _REFUSING_ARGUMENTS = {
     "enable_two_batch_overlap": TWO_BATCH_OVERLAP,
     "enable_single_batch_overlap": "single-batch overlap",
     "enable_pdmux": "PD multiplexing",
-    "forward_hooks": "forward hooks, which may read any row",
+    "forward_hooks": HOOKS,
+    "debug_tensor_dump_output_folder": HOOKS,
+    "msprobe_dump_config": HOOKS,
     "enable_lora": LORA,
+    "cpu_offload_gb": OFFLOADED,
+    "enable_unified_memory": "pools of K and V that share and move their memory",
+    "enable_page_major_kv_layout": "K and V that lie page by page",
+    "enable_lmcache": FOREIGN_CACHE,
+    "enable_flexkv": FOREIGN_CACHE,
+    "enable_unified_cache_external_linker": FOREIGN_CACHE,
+    "radix_cache_backend": FOREIGN_CACHE,
+    "dllm_algorithm": "a diffusion language model's forward modes",
+    "enable_nvidia_megakernel": ONE_KERNEL,
+    "enable_amd_monokernel": ONE_KERNEL,
+    "use_ray": "ranks that Ray places, on several machines it may be",
 }
 # A server argument above one -> the reason.
 _REFUSING_SIZES = {
@@ -122,7 +139,13 @@ _REFUSING_SIZES = {
     "nnodes": "ranks on several machines",
 }
 # Those that ``server_reason`` asks for by name.
-_OTHER_ARGUMENTS = ("speculative_algorithm", "tp_size", "pp_size", "disaggregation_mode")
+_OTHER_ARGUMENTS = (
+    "speculative_algorithm",
+    "tp_size",
+    "pp_size",
+    "disaggregation_mode",
+    "offload_group_size",
+)
 
 
 #: What a reason or the rows may come from. Left out are a multimodal prompt's inputs, which SGLang
@@ -228,9 +251,24 @@ def server_reason() -> str | None:
     for name, reason in _REFUSING_SIZES.items():
         if (argument(name) or 1) > 1:
             return reason
+    if (argument("offload_group_size") or 0) > 0:  # -1 is none, and one layer a group
+        return OFFLOADED
     if argument("disaggregation_mode") not in (None, "null"):
         return "prefill-decode disaggregation"
+    try:
+        unjudged = seams.set_arguments(but_for=arguments.JUDGED | _judged_arguments())
+    except seams.SeamError as unlisted:
+        return str(unlisted)
+    if unjudged:
+        return f"{unjudged[0]} is set, an argument that this version has not judged"
     return None
+
+
+def _judged_arguments() -> frozenset[str]:
+    """The server arguments that are judged here."""
+    return frozenset(
+        (*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS, *_REFUSING_ARGUMENTS, *_REFUSING_SIZES)
+    )
 
 
 def _processes(argument: Callable[[str], Any]) -> int:
@@ -259,18 +297,14 @@ def stage_reason(model: Any) -> str | None:
 
 def unseen_reason() -> str | None:
     """Why nothing that is judged here can be relied on in this SGLang, or None."""
-    arguments = (
-        *_OTHER_ARGUMENTS,
-        *_HIDDEN_STATE_ARGUMENTS,
-        *_REFUSING_ARGUMENTS,
-        *_REFUSING_SIZES,
-    )
-    return seams.unseen(arguments, _REFUSING_FIELDS)
+    return seams.unseen(sorted(_judged_arguments()), _REFUSING_FIELDS)
 
 
 def constant_reason(model: Any) -> str | None:
     """Why no batch of this process may take the fast path, or None."""
-    return unseen_reason() or server_reason() or stage_reason(model)
+    return (
+        unseen_reason() or server_reason() or stage_reason(model) or quantised.coupled_reason(model)
+    )
 
 
 def is_multimodal(forward_batch: Any) -> bool:

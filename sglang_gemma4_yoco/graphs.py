@@ -51,7 +51,6 @@ _REFUSED = {
     "enable_hierarchical_cache": LOADED_MEANWHILE,
     "enable_memory_saver": "memory may be taken away and given back",
     "enable_symm_mem": "collectives need memory of their own",
-    "enable_unified_memory": "the pools of K and V share their memory",
     "disable_cuda_graph_padding": "rows must not be padded",
 }
 _RESERVE = 1 << 30  # bytes that recording leaves free, beside three times what it needs

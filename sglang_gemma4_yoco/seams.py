@@ -11,18 +11,20 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import torch
 from packaging.version import Version
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor import forward_context
@@ -96,12 +98,18 @@ _REQUIRED_FIELDS = (
 # all of them, and none has gone so far.
 _SINCE = {
     "ServerArgs.dcp_size": Version("0.5.15"),
+    "ServerArgs.enable_page_major_kv_layout": Version("0.5.15"),
+    "ServerArgs.enable_unified_memory": Version("0.5.15"),
+    "ServerArgs.enable_flexkv": Version("0.5.16"),
     "ServerArgs.dwdp_size": Version("0.5.17"),
     "ServerArgs.return_hidden_states_mode": Version("0.5.17"),
     "ServerArgs.enable_dense_mlp_attn_tp": Version("0.5.19"),
     "ServerArgs.enable_layernorm_sp": Version("0.5.19"),
+    "ServerArgs.enable_unified_cache_external_linker": Version("0.5.20"),
     "ServerArgs.attn_dp_size": Version("0.5.22"),
     "ServerArgs.enable_kv_cache_sharding": Version("0.5.22"),
+    "ServerArgs.enable_amd_monokernel": Version("0.5.23"),
+    "ServerArgs.enable_nvidia_megakernel": Version("0.5.23"),
     "ServerArgs.enable_return_aux_hidden_states": Version("0.5.23"),
     "ForwardBatch.attn_dcp_metadata": Version("0.5.15"),
     "ForwardBatch.dcp_kv_mask": Version("0.5.15"),
@@ -227,15 +235,61 @@ def server_arguments() -> Callable[[str], Any] | None:
 
     An argument that this SGLang does not have is None; ``unseen`` tells whether it should have it.
     """
-    try:
-        args = get_server_args()
-    except (AttributeError, ValueError, RuntimeError):  # nothing published yet
-        return None
+    args = _published()
     if args is None:
         return None
     if resolution_result is None:
         return lambda name: getattr(args, name, None)
     return lambda name: resolution_result(args, name) if hasattr(args, name) else None
+
+
+def set_arguments(but_for: Container[str]) -> list[str]:
+    """Arguments of the running server that are not what they are when nobody sets them.
+
+    Args:
+        but_for: those that nobody asks about.
+
+    Raises:
+        SeamError: this SGLang's arguments cannot be listed.
+    """
+    args = _published()
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, default in ({} if args is None else argument_defaults()).items()
+        if name not in but_for and getattr(args, name, default) != default
+    ]
+
+
+def argument_defaults() -> dict[str, Any]:
+    """All server arguments of the installed SGLang, and what they are when nobody sets them.
+
+    Raises:
+        SeamError: they cannot be listed.
+    """
+    if dataclasses.is_dataclass(ServerArgs):
+        return {
+            field.name: _default(field, dataclasses.MISSING)
+            for field in dataclasses.fields(ServerArgs)
+        }
+    if not issubclass(ServerArgs, msgspec.Struct):
+        raise SeamError("the server's arguments are no record whose fields can be listed")
+    return {  # 0.5.21 and later
+        field.name: _default(field, msgspec.NODEFAULT)
+        for field in msgspec.structs.fields(ServerArgs)
+    }
+
+
+def _default(field: Any, missing: object) -> Any:
+    if field.default is not missing:
+        return field.default
+    return None if field.default_factory is missing else field.default_factory()
+
+
+def _published() -> Any | None:
+    try:
+        return get_server_args()
+    except (AttributeError, ValueError, RuntimeError):  # nothing published yet
+        return None
 
 
 def tensor_parallel_group() -> Any | None:
@@ -640,13 +694,18 @@ def layer_output(hidden_states: torch.Tensor) -> Any:
     return hidden_states if HAS_RESIDUAL_STREAM else (hidden_states, None)
 
 
+def is_plain_tensor(weight: torch.Tensor) -> bool:
+    """Whether these weights are numbers, and no class of their own as torchao's quantised ones."""
+    return type(weight.data) is torch.Tensor
+
+
 def is_plain_linear(projection: Any) -> bool:
     """Whether a linear layer is ``x @ weight.T + bias``, so that its outputs can be sliced."""
     weight = getattr(projection, "weight", None)
     return (
         type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod
         and isinstance(weight, torch.Tensor)
-        and type(weight.data) is torch.Tensor  # torchao's quantised ones are a class of their own
+        and is_plain_tensor(weight)
         and weight.dim() == 2
         and weight.dtype.is_floating_point
         and weight.dtype.itemsize >= 2
@@ -668,8 +727,10 @@ __all__ = [
     "CaptureHiddenMode",
     "ForwardMode",
     "GraphBackend",
+    "LinearBase",
     "ModelRunner",
     "SeamError",
+    "argument_defaults",
     "attn_backend_switched",
     "await_loads",
     "build_attn_backend",
@@ -685,6 +746,7 @@ __all__ = [
     "is_capturing",
     "is_newer_than_tested",
     "is_plain_linear",
+    "is_plain_tensor",
     "kv_cache_dtype",
     "layer_output",
     "layer_rows",
@@ -700,6 +762,7 @@ __all__ = [
     "residual_is_written",
     "residual_reader",
     "server_arguments",
+    "set_arguments",
     "tensor_parallel_group",
     "unseen",
     "whole_window",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -318,9 +319,25 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
         # Small logits for special tokens: no answer ends early, and none contains the placeholder
         # of an image, which transformers and SGLang embed differently in an answer.
         model.model.language_model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= 0.1
+    _give_shared_layers_projections(model.model.language_model)
     model.to(getattr(torch, shape.dtype))
     model.eval()
     return model
+
+
+def _give_shared_layers_projections(model: Any) -> None:
+    """Add weights for K and V to the layers that share them, for which nobody has a use.
+
+    Published checkpoints have them too. SGLang makes room for them beside the queries' weights, and
+    where it quantises those together, what lies in that room counts.
+    """
+    donors: dict[str, Any] = {}
+    for layer in model.layers:
+        attention = layer.self_attn
+        donor = donors.setdefault(attention.layer_type, attention)
+        if attention.is_kv_shared_layer:
+            attention.k_proj = copy.deepcopy(donor.k_proj)
+            attention.v_proj = copy.deepcopy(donor.v_proj)
 
 
 def randomise(name: str, weight: nn.Parameter) -> None:

@@ -180,6 +180,11 @@ def test_all_that_the_host_knows_travels_at_once(
     assert copied == [(torch.device("cpu"), {"non_blocking": True}), (torch.int32, {})]
     assert {"cumsum", "sub", "arange", "ones_like"}.isdisjoint(ran.names)
     assert ran.names.count("_to_copy") == 1
+    # Else Triton compiles a kernel anew in the middle of a forward.
+    for name in ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc"):
+        column = tail.fields[name]
+        assert isinstance(column, torch.Tensor)
+        assert column.data_ptr() % 16 == 0
     # Input ids, and the slots of suffixes: those are on the device only.
     assert ran.names.count("index_select") == (1 if tail.decodes else 2)
 

@@ -12,10 +12,13 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -33,7 +36,7 @@ from layer_rows import cut as cut_rows
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import fallback, gate, owner, plan, report, seams, threshold
+from sglang_gemma4_yoco import arguments, fallback, gate, owner, plan, report, seams, threshold
 from sglang_gemma4_yoco.shadow import Shadows
 from stand_ins import skip_on_older
 
@@ -203,6 +206,20 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"enable_single_batch_overlap": True},
     {"enable_pdmux": True},
     {"forward_hooks": [{"name": "a"}]},
+    {"debug_tensor_dump_output_folder": "/dumps"},
+    {"msprobe_dump_config": "dump.json"},
+    {"cpu_offload_gb": 1},
+    {"offload_group_size": 1},
+    {"enable_unified_memory": True},
+    {"enable_page_major_kv_layout": True},
+    {"enable_lmcache": True},
+    {"enable_flexkv": True},
+    {"enable_unified_cache_external_linker": True},
+    {"radix_cache_backend": "flexkv"},
+    {"dllm_algorithm": "LowConfidence"},
+    {"enable_nvidia_megakernel": True},
+    {"enable_amd_monokernel": True},
+    {"use_ray": True},
     {"enable_lora": True},
     {"attn_dp_size": 2},
     {"attn_cp_size": 2},
@@ -226,6 +243,76 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 def test_an_argument_of_the_server(engine: Engine, arguments: dict[str, Any]) -> None:
     skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
     assert_stock(engine, lambda _: releases.published(**arguments))
+
+
+def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
+    """The engine's server sets it, as one of a later release might set what is new there."""
+    known = arguments.JUDGED - {"max_total_tokens"}
+    assert_stock(engine, lambda _: mock.patch.object(arguments, "JUDGED", known))
+
+
+# ---------------------------------------------------------------- the layers of the tail
+
+
+def method(name: str, module: str = "sglang.srt.a", **values: Any) -> UnquantizedLinearMethod:
+    """What computes a linear layer, in a class of this name and module."""
+    made = type(name, (UnquantizedLinearMethod,), {"__module__": module})()
+    vars(made).update(values)
+    return made
+
+
+ONE_SCALE = {"weight_scale": torch.ones(1)}
+EIGHT_BITS, FOUR_BITS = (SimpleNamespace(load_in_8bit=eight) for eight in (True, False))
+AWQ = method("AWQLinearMethod")
+# Name -> whether rows are known to be apart, the layer, what computes it, what it has, and where.
+KINDS: dict[str, tuple[bool, int, UnquantizedLinearMethod, dict[str, Any], str]] = {
+    "fp8": (True, -1, method("Fp8LinearMethod"), ONE_SCALE, "NVIDIA"),
+    "fp8 with one scale, on AMD": (False, -1, method("Fp8LinearMethod"), ONE_SCALE, "AMD"),
+    "fp8 whose weights are kept twice": (
+        *(False, -1, method("Fp8LinearMethod")),
+        *({"weight": SimpleNamespace(_ptpc_weight=None)}, "AMD"),
+    ),
+    "4 bits of bitsandbytes": (
+        *(True, -1, method("BitsAndBytesLinearMethod", quant_config=FOUR_BITS), {}, "NVIDIA"),
+    ),
+    "8 bits of bitsandbytes": (
+        *(False, -1, method("BitsAndBytesLinearMethod", quant_config=EIGHT_BITS), {}, "NVIDIA"),
+    ),
+    "AWQ": (True, -1, AWQ, {"scheme": type("AWQMarlinLinearScheme", (), {})()}, "NVIDIA"),
+    "AWQ by a scheme that is not known": (False, -1, AWQ, {"scheme": object()}, "NVIDIA"),
+    "another package's": (False, -1, method("Fp8LinearMethod", "another"), {}, "NVIDIA"),
+    "one that is not known": (False, -1, method("NewLinearMethod"), {}, "NVIDIA"),
+    "one that is not known, in the last donor": (
+        *(False, FIRST_CUT, method("NewLinearMethod"), {}, "NVIDIA"),
+    ),
+    "one that is not known, before the last donor": (
+        *(True, FIRST_CUT - 1, method("NewLinearMethod"), {}, "NVIDIA"),
+    ),
+    "a class of tensors": (
+        *(False, -1, UnquantizedLinearMethod()),
+        *({"weight": SimpleNamespace(data=object())}, "NVIDIA"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_of_linear_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each computes what the plain layer does; the gate goes by what it is."""
+    apart, place, computes, values, where = KINDS[name]
+    layer, known = engine.text_model.layers[place].mlp.down_proj, owner.of(engine.text_model)
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.version, "hip", "7.0" if where == "AMD" else None)
+        for attribute, value in ({"quant_method": computes} | values).items():
+            changed.setitem(vars(layer), attribute, value)
+        vars(known).pop("constant_reason", None)
+        refused = known.constant_reason
+        assert (refused is None) == apart
+    try:
+        seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
+    finally:
+        del vars(known)["constant_reason"]
+    total, kept = sum(len(prompt.new) for prompt in TWO_PROMPTS), len(TWO_PROMPTS)
+    assert seen.rows == (cut_rows(total, kept) if apart else [total] * LAYERS)
 
 
 def test_drafts_alone_refuse_nothing(engine: Engine) -> None:

@@ -29,7 +29,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import gate, owner, report
-from stand_ins import server_args, skip_on_older
+from stand_ins import halved_weights, server_args, skip_on_older
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)
 
@@ -287,6 +287,20 @@ def test_a_renamed_argument_is_said_when_the_server_starts(
     assert " lacks ServerArgs.enable_adapters, which may go by another name now" in line
     assert owner.of(engine.text_model).attention is None
     assert_stock(engine, line.partition("server: ")[2])
+
+
+def test_layers_whose_rows_may_depend_on_each_other(
+    engine: Engine, restarted: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "rows of Doubled may depend on each other"
+    with (
+        halved_weights(engine.text_model.layers[-1].mlp.down_proj),
+        caplog.at_level("INFO", "sglang_gemma4_yoco"),
+    ):
+        restarted()
+        [line] = said(caplog)
+        assert line == f"Gemma 4 fast prefill steps aside for this server: {reason}"
+        assert_stock(engine, reason)
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])

@@ -43,6 +43,7 @@ def assert_fast(
     engine: Engine,
     prompts: Sequence[Prompt] = TWO_PROMPTS,
     cut_at: DonorCut = DonorCut.KEYS_AND_VALUES,
+    tolerance: float = TOLERANCE,
     **changed: Any,
 ) -> tuple[Observed, Observed]:
     """A forward of ``prompts`` is cut at ``cut_at`` and equals stock; returns stock and fast.
@@ -60,7 +61,7 @@ def assert_fast(
     assert_same_objects(fast)
     assert_same_cache(stock, fast)
     if not observe.is_unread(prompts):
-        assert_same_answers(stock, fast, TOLERANCE)
+        assert_same_answers(stock, fast, tolerance)
     assert_untouched(engine)
     return stock, fast
 

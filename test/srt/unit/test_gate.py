@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
@@ -42,7 +43,17 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import cut, fallback, gate, plan, ranks, seams, threshold
+from sglang_gemma4_yoco import (
+    arguments,
+    cut,
+    fallback,
+    gate,
+    plan,
+    quantised,
+    ranks,
+    seams,
+    threshold,
+)
 from sglang_gemma4_yoco import owner as owners
 from sglang_gemma4_yoco.attention import OwnBackend
 from sglang_gemma4_yoco.owner import Owner
@@ -211,7 +222,8 @@ def stage(start: int, end: int) -> SimpleNamespace:
     for i in range(start, end):
         # Four sliding layers, then a full one; 13 and 14 are the last of each that write K/V.
         read = i if i < 15 else 14 if i % 5 == 4 else 13
-        layers[i] = SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(layer_id=read)))
+        attention = SimpleNamespace(attn=SimpleNamespace(layer_id=read))
+        layers[i] = SimpleNamespace(self_attn=attention, modules=tuple)
     return model(start_layer=start, end_layer=end, layers=layers)
 
 
@@ -290,7 +302,22 @@ SERVERS: list[tuple[dict[str, Any], str | None]] = [
     ({"elastic_ep_backend": "mooncake"}, gate.EXPERT_PARALLEL),
     ({"enable_single_batch_overlap": True}, "single-batch overlap"),
     ({"enable_pdmux": True}, "PD multiplexing"),
-    ({"forward_hooks": [{"name": "a"}]}, "forward hooks, which may read any row"),
+    ({"forward_hooks": [{"name": "a"}]}, gate.HOOKS),
+    ({"debug_tensor_dump_output_folder": "/dumps"}, gate.HOOKS),
+    ({"msprobe_dump_config": "dump.json"}, gate.HOOKS),
+    ({"cpu_offload_gb": 1}, gate.OFFLOADED),
+    ({"offload_group_size": 1}, gate.OFFLOADED),
+    ({"offload_group_size": -1}, None),
+    ({"enable_unified_memory": True}, "pools of K and V that share and move their memory"),
+    ({"enable_page_major_kv_layout": True}, "K and V that lie page by page"),
+    ({"enable_lmcache": True}, gate.FOREIGN_CACHE),
+    ({"enable_flexkv": True}, gate.FOREIGN_CACHE),
+    ({"enable_unified_cache_external_linker": True}, gate.FOREIGN_CACHE),
+    ({"radix_cache_backend": "flexkv"}, gate.FOREIGN_CACHE),
+    ({"dllm_algorithm": "LowConfidence"}, "a diffusion language model's forward modes"),
+    ({"enable_nvidia_megakernel": True}, gate.ONE_KERNEL),
+    ({"enable_amd_monokernel": True}, gate.ONE_KERNEL),
+    ({"use_ray": True}, "ranks that Ray places, on several machines it may be"),
     ({"nnodes": 2}, "ranks on several machines"),
     (
         {"enable_quant_communications": True},
@@ -401,7 +428,7 @@ class TestUnplannedTails:
         return decided.reason if isinstance(decided, Refusal) else None
 
     def model(self) -> Any:
-        return model(layers=[None] * 35)
+        return model(layers=[SimpleNamespace(modules=tuple)] * 35)
 
     def test_images_without_a_backend_of_the_tails_own(self) -> None:
         image = eligible_batch(mm_inputs=[None, object(), None])
@@ -550,8 +577,73 @@ def test_every_field_that_is_asked_for_must_exist() -> None:
     assert asked - of_the_model - safely_absent <= set(seams._REQUIRED_FIELDS)
 
 
+# ---------------------------------------------------------------- all arguments there are
+
+
+def judged_once() -> list[str]:
+    """The name of every argument, once for each place where it is judged."""
+    groups = (*arguments.HARMLESS.values(), *arguments.ELSEWHERE.values())
+    return [*gate._judged_arguments(), *(name for group in groups for name in group)]
+
+
+def test_every_argument_of_this_release_is_judged_in_one_place() -> None:
+    """What SGLang has changed since shows here first: judge each by what its code does."""
+    assert set(seams.argument_defaults()) - set(judged_once()) == set()
+    assert [name for name, times in Counter(judged_once()).items() if times > 1] == []
+
+
+def test_what_is_judged_is_unset_by_default() -> None:
+    defaults = seams.argument_defaults()
+    assert [name for name in gate._REFUSING_ARGUMENTS if defaults.get(name)] == []
+
+
+@pytest.fixture
+def later_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has arguments that have not been judged."""
+    known = dict(seams.argument_defaults())
+    unknown = {"enable_surprises": False, "surprise_sizes": [], "surprise_mode": None}
+    monkeypatch.setattr(seams, "argument_defaults", lambda: known | unknown)
+
+
+@pytest.mark.usefixtures("later_release")
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({}, None),
+        ({"enable_surprises": False, "surprise_sizes": [], "surprise_mode": None}, None),
+        ({"enable_surprises": True}, "--enable-surprises"),
+        ({"surprise_sizes": [1]}, "--surprise-sizes"),
+        ({"surprise_mode": "auto"}, "--surprise-mode"),
+        ({"stream_interval": 7}, None),
+    ],
+)
+def test_an_argument_that_is_not_judged_refuses_when_it_is_set(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], flag: str | None
+) -> None:
+    monkeypatch.setattr(seams, "get_server_args", lambda: SimpleNamespace(**given))
+    monkeypatch.setattr(seams, "resolution_result", None)
+    wanted = flag and f"{flag} is set, an argument that this version has not judged"
+    assert reason_of(model(), eligible_batch()) == wanted
+
+
+def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        pass
+
+    monkeypatch.setattr(seams, "get_server_args", SimpleNamespace)
+    monkeypatch.setattr(seams, "resolution_result", None)
+    monkeypatch.setattr(seams, "ServerArgs", Other)
+    assert gate.server_reason() == "the server's arguments are no record whose fields can be listed"
+
+
 # Reasons that the tables above do not hold, and the test that shows each.
 SHOWN_BY = {
+    "--a is set, an argument that this version has not judged": (
+        "unit/test_gate.py::test_an_argument_that_is_not_judged_refuses_when_it_is_set"
+    ),
+    "rows of A may depend on each other": (
+        "unit/test_quantised.py::test_a_tail_of_layers_that_are_not_known_is_refused"
+    ),
     gate.OFF: "unit/test_gate.py::test_switch_is_read_per_forward",
     gate.CAPTURING: "unit/test_gate.py::test_graph_capture",
     gate.TOO_LITTLE: "unit/test_gate.py::test_too_few_rows_to_skip",
@@ -616,11 +708,13 @@ def test_every_reason_has_a_row() -> None:
     shown.update(SHOWN_BY)
     for table in (SERVERS, MODELS, STAGES, BACKENDS):
         shown |= {row[-1] for row in table}
-    modules = (gate, plan, cut, ranks, fallback)
+    modules = (gate, plan, cut, quantised, ranks, fallback)
     constants = {reason for module in modules for reason in _constants(module)}
     assert len(constants) > 20
     assert constants - shown == set()
-    patterns = {pattern for module in (gate, plan, cut, seams) for pattern in _returned(module)}
+    patterns = {
+        pattern for module in (gate, plan, cut, quantised, seams) for pattern in _returned(module)
+    }
     assert len(patterns) > 5
     reasons = [reason for reason in shown if reason is not None]
     assert [p for p in patterns if not any(re.fullmatch(p, reason) for reason in reasons)] == []

@@ -1,0 +1,123 @@
+"""SGLang's own fp8 layers (``--quantization fp8``): weights and activations of 8 bits.
+
+Activations are scaled row by row, so a row's output does not hang on the rows beside it, and the
+fast path gives what stock gives. The kernel that scales them is Triton's, which is why these tests
+run in its interpreter. SGLang quantises no checkpoint with an audio encoder when it loads it, so
+this one has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+
+from batches import batch_of
+from forwards import assert_fast
+from layer_rows import LAYERS
+from observe import Observed, run
+from sglang_gemma4_reference import interpreter, releases
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import fallback, graphs, owner, per_layer, report, seams
+
+interpreter.make_quick()
+interpreter.make_exact()
+
+WINDOW = E2B_TINY.sliding_window
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """With two heads: the interpreter runs a kernel once per head, in Python."""
+    shape = dataclasses.replace(E2B_TINY, heads=2, audio=None, dtype="bfloat16")
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+    return Engine(
+        checkpoint, device="cpu", dtype="bfloat16", max_total_tokens=512, quantization="fp8"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _fresh_counters() -> Iterator[None]:
+    report.reset()
+    fallback.reset()
+    yield
+    fallback.reset()
+
+
+def linear_layers(engine: Engine) -> list[LinearBase]:
+    """All of the text model's."""
+    return [part for part in engine.text_model.modules() if isinstance(part, LinearBase)]
+
+
+def test_every_linear_layer_is_fp8(engine: Engine) -> None:
+    layers = linear_layers(engine)
+    assert {type(layer.quant_method) for layer in layers} == {Fp8LinearMethod}
+    assert {layer.weight.dtype for layer in layers} == {torch.float8_e4m3fn}
+    assert not any(map(seams.is_plain_linear, layers))
+
+
+def test_a_row_does_not_hang_on_the_rows_beside_it(engine: Engine) -> None:
+    """One of them is a thousand times as large as the others: a scale for all would show."""
+    draw = torch.Generator().manual_seed(0)
+    for layer in linear_layers(engine):
+        rows = torch.randn(9, layer.input_size, generator=draw, dtype=torch.bfloat16)
+        rows[4] *= 1000
+        together, _ = layer(rows)
+        for row in (0, 4, 8):
+            alone, _ = layer(rows[row : row + 1])
+            assert torch.equal(alone[0], together[row])
+
+
+def projections(engine: Engine, prompts: list[Prompt]) -> list[tuple[int, int]]:
+    """Per-layer inputs are projected for all rows and layers at once, as in stock."""
+    assert not per_layer.can_be_split(engine.text_model)
+    return [(sum(len(prompt.new) for prompt in prompts), LAYERS)]
+
+
+def test_the_same_answers(engine: Engine) -> None:
+    prompts = batch_of((6, 20), (0, 7), (WINDOW, 4), (0, 2))
+    assert_fast(engine, prompts, projected=projections(engine, prompts))
+    assert report.forwards[report.ACTIVE] == 1
+
+
+def test_input_logprobs(engine: Engine) -> None:
+    """Attention adds up a suffix in another order than the whole, and where that changes the last
+    bit of a bf16 the next fp8 may be one step off. Stock is further from itself when a prompt
+    comes in two chunks."""
+    [prompt] = prompts = batch_of((10, 20), logprob_start=25)
+    stock, fast = assert_fast(
+        engine, prompts, tolerance=math.inf, projected=projections(engine, prompts)
+    )
+    assert report.forwards[report.ACTIVE] == 1
+    in_two = dataclasses.replace(prompt, cached=prompt.cached + prompt.new[:9], new=prompt.new[9:])
+    chunk = run(engine, engine.schedule([in_two]), "0")
+
+    def distance(seen: Observed) -> float:
+        apart = seen.output.next_token_logits - stock.output.next_token_logits
+        return float(apart.abs().max())
+
+    assert 0 < distance(fast) < distance(chunk) / 2
+
+
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
+def test_an_unread_chunk(engine: Engine) -> None:
+    prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
+    assert_fast(engine, prompts, projected=projections(engine, prompts))
+    assert report.forwards[report.TAIL_SKIPPED] == 1
+
+
+def test_its_tail_is_not_recorded(engine: Engine) -> None:
+    known = owner.of(engine.text_model)
+    assert known.graphs is None
+    assert graphs.why_not(engine.runner, engine.text_model, known.attention) in (
+        graphs.NO_GRAPHS,
+        graphs.QUANTISED,
+    )
