@@ -247,8 +247,14 @@ def test_an_argument_of_the_server(engine: Engine, arguments: dict[str, Any]) ->
 
 def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
     """The engine's server sets it, as one of a later release might set what is new there."""
-    known = arguments.JUDGED - {"max_total_tokens"}
-    assert_stock(engine, lambda _: mock.patch.object(arguments, "JUDGED", known))
+
+    @contextmanager
+    def later(_: Any) -> Iterator[None]:
+        known = arguments.JUDGED - {"max_total_tokens"}
+        with mock.patch.object(arguments, "JUDGED", known):
+            yield
+
+    assert_stock(engine, later)
 
 
 # ---------------------------------------------------------------- the layers of the tail
