@@ -381,17 +381,22 @@ def measure_host(engine: Any, batch: Any, repeats: int) -> dict[str, HostWork]:
 
     import host_work
 
-    def forward(way: str) -> None:
-        with mock.patch.dict(os.environ, {SWITCH: "0" if way == "off" else "1"}):
-            engine.forward(batch)
+    def switched(way: str) -> Any:
+        return mock.patch.dict(os.environ, {SWITCH: "0" if way == "off" else "1"})
 
+    forward = partial(engine.forward, batch)
     ways = WAYS[:2]
-    counts = {way: host_work.count(engine, partial(forward, way)) for way in ways}
+    counts: dict[str, host_work.Counts] = {}
+    for way in ways:
+        with switched(way):
+            counts[way] = host_work.count(engine, forward)
     seconds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for repeat in range(repeats):
         for way in ways if repeat % 2 else reversed(ways):
-            synchronizer(engine)()
-            seconds[way].append(host_work.clock(engine, partial(forward, way)))
+            # Outside of the clock: all variables are written anew when the switch is put back.
+            with switched(way):
+                synchronizer(engine)()
+                seconds[way].append(host_work.clock(engine, forward))
     outside = {way: [host_work.outside_of_layers(one) for one in seconds[way]] for way in ways}
     return {
         way: HostWork(

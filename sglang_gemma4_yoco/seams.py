@@ -695,8 +695,12 @@ def layer_output(hidden_states: torch.Tensor) -> Any:
 
 
 def is_plain_tensor(weight: torch.Tensor) -> bool:
-    """Whether these weights are numbers, and no class of their own as torchao's quantised ones."""
-    return type(weight.data) is torch.Tensor
+    """Whether these weights are numbers, and no class of their own as torchao's quantised ones.
+
+    A parameter of such a class says that it is a ``Parameter``, and is none.
+    """
+    kind = type(weight)
+    return kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
 
 
 def is_plain_linear(projection: Any) -> bool:
