@@ -142,6 +142,15 @@ def engine(tiny_checkpoint: Path) -> Engine:
 
 
 @pytest.fixture
+def outside_of_a_server() -> Iterator[None]:
+    """No server was started in this process, whatever an engine of another test has left."""
+    from sglang_gemma4_reference import releases
+
+    with releases.unpublished():
+        yield
+
+
+@pytest.fixture
 def forgotten_reports() -> Iterator[None]:
     """Nothing is counted yet, and nothing said."""
     from sglang_gemma4_yoco import report

@@ -60,12 +60,12 @@ from sglang_gemma4_yoco.owner import Owner
 from sglang_gemma4_yoco.plan import Refusal
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
+pytestmark = pytest.mark.usefixtures("outside_of_a_server")
+
 
 @pytest.fixture(autouse=True)
-def _on_and_outside_of_a_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
-    with releases.unpublished():
-        yield
 
 
 def test_the_unchanged_batch_is_eligible() -> None:

@@ -14,6 +14,8 @@ from sglang_gemma4_yoco import gate, threshold
 from sglang_gemma4_yoco.threshold import TailCost
 from stand_ins import eligible_batch, model, reason_of
 
+pytestmark = pytest.mark.usefixtures("outside_of_a_server")
+
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "ten", " 3", "٣"])
 def test_invalid_values_name_the_variable_and_the_remedy(
