@@ -640,7 +640,7 @@ _WRITTEN = [
     ),
     *of(
         "quantised.py",
-        ("the last donor's own layers are not looked at", "shared_layers - 1", "shared_layers",
+        ("the last donor's own layers are not looked at", "[first_shared - 1 :]", "[first_shared:]",
          KINDS),
         ("any linear layer will do", "and not keeps_rows_apart(part):", "and False:",
          f"{REFUSED}::test_layers_whose_rows_may_depend_on_each_other"),
@@ -775,7 +775,7 @@ _WRITTEN = [
          "mode not in (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED)",
          "mode is not seams.ForwardMode.EXTEND", f"{DECIDING}::test_a_mixed_batch_that_stays_one"),
         ("what a newer SGLang has renamed",
-         "        unseen_reason() or server_reason()", "        server_reason()",
+         "reason = unseen_reason() or server_reason()", "reason = server_reason()",
          f"{REFUSED}::test_a_renamed_argument_is_said_when_the_server_starts"),
     ),
     *of(

@@ -302,9 +302,12 @@ def unseen_reason() -> str | None:
 
 def constant_reason(model: Any) -> str | None:
     """Why no batch of this process may take the fast path, or None."""
-    return (
-        unseen_reason() or server_reason() or stage_reason(model) or quantised.coupled_reason(model)
-    )
+    reason = unseen_reason() or server_reason() or stage_reason(model)
+    if reason is not None:
+        return reason
+    first = first_shared_layer(model.config)
+    assert first is not None, "a model without a tail has been refused"
+    return quantised.coupled_reason(model, first)
 
 
 def is_multimodal(forward_batch: Any) -> bool:

@@ -57,17 +57,16 @@ _SCHEMES_APART = {
 }
 
 
-def coupled_reason(model: Any) -> str | None:
+def coupled_reason(model: Any, first_shared: int) -> str | None:
     """Why the rows of this model's tail may hang on rows that would be dropped, or None.
 
     Asked once its weights are loaded, which is when a layer's kind is settled.
 
     Args:
         model: a ``Gemma4TextModel`` with a tail.
+        first_shared: index K of its first layer that reads an earlier layer's K/V.
     """
-    config = model.config
-    donor = config.num_hidden_layers - config.num_kv_shared_layers - 1
-    for layer in list(getattr(model, "layers", ()))[max(donor, 0) :]:
+    for layer in list(getattr(model, "layers", ()))[first_shared - 1 :]:
         for part in layer.modules():
             if isinstance(part, seams.LinearBase) and not keeps_rows_apart(part):
                 return f"rows of {_kind(part)} may depend on each other"

@@ -35,7 +35,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import cut, donor, fallback, owner, per_layer, report, seams
 from sglang_gemma4_yoco.donor import DonorCut
-from stand_ins import Doubled, halved_weights
+from stand_ins import Doubled, Packed, halved_weights
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +59,6 @@ def doubled() -> Iterator[Callable[[Any], None]]:
     """Have a linear layer compute what it did, from weights of half the size."""
     with ExitStack() as stack:
         yield lambda projection: stack.enter_context(halved_weights(projection))
-
-
-class Packed(torch.Tensor):
-    """Weights of a class of their own, as torchao's quantised ones are."""
 
 
 def _give(**values: Any) -> Callable[[Any], None]:

@@ -96,6 +96,10 @@ class Doubled(UnquantizedLinearMethod):
         return output
 
 
+class Packed(torch.Tensor):
+    """Weights of a class of their own, as torchao's quantised ones are."""
+
+
 @contextmanager
 def halved_weights(projection: Any) -> Iterator[None]:
     """A linear layer computes what it did, from weights of half the size."""

@@ -516,17 +516,10 @@ def test_the_installed_release_has_the_names_that_it_should_have(owner: type, na
     """On the last tested release that is every one."""
     installed = Version(version("sglang"))
     since = seams._SINCE.get(f"{owner.__name__}.{name}", Version("0.5.14"))
-    names = {field.name for field in _fields_of(owner)}
+    fields = seams.argument_defaults() if owner is ServerArgs else ForwardBatch.__dataclass_fields__
+    names = set(fields)
     assert (name in names) == (installed >= since)
     assert since <= seams.LAST_TESTED
-
-
-def _fields_of(owner: type) -> Any:
-    if dataclasses.is_dataclass(owner):
-        return dataclasses.fields(owner)
-    from msgspec import structs  # what the arguments are made of from 0.5.20 on
-
-    return structs.fields(owner)
 
 
 def test_first_releases_are_told_of_judged_names_alone() -> None:

@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 
 from sglang_gemma4_yoco import quantised, seams
-from stand_ins import Doubled
+from stand_ins import Doubled, Packed
 
 
 def linear(config: Any = None) -> Any:
@@ -76,9 +76,6 @@ def test_a_class_that_is_derived_from_a_known_one_is_not_known() -> None:
 
 
 def test_weights_of_a_class_of_their_own_are_not_known() -> None:
-    class Packed(torch.Tensor):
-        pass
-
     layer = linear()
     assert type(layer.quant_method) is UnquantizedLinearMethod
     layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(Packed), requires_grad=False)
@@ -134,11 +131,6 @@ def test_elsewhere_fp8_has_a_scale_for_each_row() -> None:
 # ---------------------------------------------------------------- a model
 
 
-def model_of(*layers: torch.nn.Module, shared: int) -> Any:
-    config = SimpleNamespace(num_hidden_layers=len(layers), num_kv_shared_layers=shared)
-    return SimpleNamespace(config=config, layers=list(layers))
-
-
 def foreign() -> Any:
     """A linear layer whose kind nobody knows."""
     layer = linear()
@@ -155,7 +147,7 @@ def test_a_tail_of_layers_that_are_not_known_is_refused(place: int) -> None:
     """From the last donor on, of whose rows all but the kept ones are dropped."""
     layers = [known() for _ in range(4)]
     layers[place] = foreign()
-    reason = quantised.coupled_reason(model_of(*layers, shared=2))
+    reason = quantised.coupled_reason(SimpleNamespace(layers=layers), first_shared=2)
     assert reason == (None if place == 0 else "rows of Doubled may depend on each other")
 
 
@@ -163,7 +155,8 @@ def test_a_scheme_is_named_before_its_method() -> None:
     layer = linear()
     layer.quant_method = of_class("AWQLinearMethod").quant_method
     layer.scheme = type("AWQAscendLinearScheme", (), {})()
-    reason = quantised.coupled_reason(model_of(known(), torch.nn.Sequential(layer), shared=1))
+    model = SimpleNamespace(layers=[known(), torch.nn.Sequential(layer)])
+    reason = quantised.coupled_reason(model, first_shared=1)
     assert reason == "rows of AWQAscendLinearScheme may depend on each other"
 
 
