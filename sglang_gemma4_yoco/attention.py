@@ -7,22 +7,27 @@ tables it reads.
 Nor may it be built on the runner's own backend: two metadata objects of one backend share buffers,
 so the second would overwrite the first.
 
-Hence a second backend over the same memory pools, planned right after the first. Where none can
-be built, the runner's own backend is rebuilt for the tail and rebuilt again after it.
+Hence a second backend over the same memory pools, planned right after the first; of which kind,
+``backends`` says. Where none can be built, the runner's own backend is rebuilt for the tail and
+rebuilt again after it, if it is of that kind.
 
-Both ways have the same four parts: ``main``, the backend that the front runs on; ``told``, for the
-log; ``running``, the span in which the tail's layers run; ``after_failure``, before stock serves
-the batch.
+Both ways have the same five parts: ``main``, the backend that the front runs on; ``tail``, that of
+the tail; ``told``, for the log; ``running``, the span in which the tail's layers run;
+``after_failure``, before stock serves the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.tail import rewritten
+
+_ROWS = 2  # of a step for the compiler's sake: Triton compiles anew for arguments that are 1
 
 
 class OwnBackend:
@@ -30,19 +35,48 @@ class OwnBackend:
 
     Attributes:
         main: the runner's attention backend.
-        tail: a backend of the same kind over the same pools, used by nobody else.
+        tail: a backend over the same pools, used by nobody else.
+        told: whether it is of another kind than ``main``.
     """
-
-    told = "planned ahead"
 
     def __init__(self, main: Any, tail: Any) -> None:
         self.main = main
         self.tail = tail
+        other = "" if type(main) is type(tail) else f" on {type(tail).__name__}"
+        self.told = f"planned ahead{other}"
 
     def plan(self, forward_batch: Any, fields: Mapping[str, object]) -> None:
         """Build the tail's metadata; until its tail has run, for this batch alone."""
         with rewritten(forward_batch, fields):
             seams.plan(self.tail, forward_batch)
+
+    @torch.no_grad()
+    def compile_kernels(self, attentions: Iterable[Any]) -> None:
+        """Run a decode step of nobody's request, once for each kind of layer.
+
+        Where another backend serves the decode steps, the first user's prefill would wait for the
+        compiler otherwise. What lies in the reserved slot is read, and nothing is written.
+
+        Args:
+            attentions: each a ``Gemma4Attention`` of the tail.
+        """
+        kinds = {(part.head_dim, part.attn.sliding_window_size): part for part in attentions}
+        for part in kinds.values():
+            weight = part.q_norm.weight
+            nobody = torch.zeros(_ROWS, dtype=torch.int64, device=weight.device)
+            step = seams.decode_batch(
+                input_ids=nobody,
+                req_pool_indices=nobody,
+                seq_lens=nobody + 1,
+                positions=nobody,
+            )
+            try:
+                seams.plan(self.tail, step)
+                with seams.attn_backend_switched(self.tail):
+                    rows = weight.new_zeros(_ROWS, part.num_heads, part.head_dim)
+                    part.attn(rows, None, None, forward_batch=step, save_kv_cache=False)
+            finally:
+                self.release()
 
     @contextmanager
     def running(self, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
@@ -68,13 +102,13 @@ class RebuiltBackend:
     """The tail's layers are launched on the runner's own backend, planned anew at the cut.
 
     Attributes:
-        main: the runner's attention backend.
+        main, tail: the runner's attention backend.
     """
 
     told = "rebuilt at the cut"
 
     def __init__(self, main: Any) -> None:
-        self.main = main
+        self.main = self.tail = main
 
     @contextmanager
     def running(self, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:

@@ -87,6 +87,7 @@ class Cut:
         layers: layers K to L-1.
         donor: layer K-1.
         tail: the tail of this batch.
+        way: the attention that front and tail run on.
         replay: its recorded tail; None if its layers are launched, or skipped.
         output: [T, hidden], what the model goes on with once the tail is over; None before.
     """
@@ -95,6 +96,7 @@ class Cut:
         self.layers = owner.tail_layers
         self.donor = owner.model.layers[owner.first_shared - 1]
         self.tail = plan.tail
+        self.way = plan.way
         self.replay = plan.replay
         self.output: torch.Tensor | None = None
         self._model = owner.model
@@ -165,7 +167,7 @@ class Cut:
     def gather(self, front: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The kept rows of ``front`` [T, hidden]; the batch is the tail's from here on."""
         plan = self._plan
-        self._gathered = gather(plan.batch, plan.tail, plan.way, front, positions)
+        self._gathered = gather(plan.batch, plan.tail, self.way, front, positions)
         return self._gathered.rows
 
     @property
@@ -392,7 +394,7 @@ def _replayed_behind_keys_and_values(cut: Cut) -> None:
     def at_once(
         batch: Any, front: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        seams.write_keys_and_values(seams.current_attn_backend(), attention, batch, k, v)
+        seams.write_keys_and_values(cut.way.main, cut.way.tail, attention, batch, k, v)
         index = cut.tail.index
         torch.index_select(front, 0, index, out=replay.inputs.rows)
         torch.index_select(positions, 0, index, out=replay.inputs.positions)

@@ -12,7 +12,6 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,10 +45,6 @@ OFFLOADED = "weights that come to the device for their layer's own forward only"
 FOREIGN_CACHE = "a cache that may load K and V while layers run"
 ONE_KERNEL = "one kernel in the place of the model's layers"
 NO_MODE = "the batch has no forward mode"
-
-#: Attention backends whose decode step over a donor's cache equals their extend step, by test.
-#: The name of a base class admits its subclasses.
-PROVEN_BACKENDS = frozenset({"TritonAttnBackend", "TorchNativeAttnBackend"})
 
 # A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
 _REFUSING_FIELDS = {
@@ -405,21 +400,6 @@ def _rows(
     return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None
 
 
-def backend_reason(backend: Any) -> str | None:
-    """Why no batch may take the fast path on this attention backend, or None."""
-    if backend is None:  # outside of a forward nothing is computed
-        return None
-    kind: type = type(backend)
-    if _is_one_of(kind, PROVEN_BACKENDS):
-        return None
-    return f"the attention backend {kind.__name__} is not proven"
-
-
-@cache
-def _is_one_of(kind: type, names: frozenset[str]) -> bool:
-    return not names.isdisjoint(base.__name__ for base in kind.__mro__)
-
-
 def ineligible_reason(owner: Owner, forward_batch: Any) -> str | None:
     """Why this forward must run as stock, or None when it may skip rows in the shared layers."""
     verdict = judge(owner, forward_batch)
@@ -461,6 +441,6 @@ def judge(owner: Owner, forward_batch: Any) -> str | Admission:
     kept, unread = kept_rows(forward_batch), is_unread(forward_batch)
     return (
         _rows(owner, forward_batch, kept, unread, minimum)
-        or backend_reason(seams.current_attn_backend())
+        or owner.why_not_on(seams.current_attn_backend())
         or Admission(kept, unread, seen)
     )

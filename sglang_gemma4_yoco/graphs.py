@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import donor, per_layer, seams, switch
+from sglang_gemma4_yoco import backends, donor, per_layer, seams, switch
 from sglang_gemma4_yoco.attention import OwnBackend
 from sglang_gemma4_yoco.rows import KeptRows
 from sglang_gemma4_yoco.shadow import Shadows
@@ -42,9 +42,8 @@ NO_BACKEND = "the tail has no attention backend of its own"
 NO_GRAPHS = "SGLang has recorded no decode steps in full CUDA graphs"
 NOT_DECODING = "its rows are no decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
-# The backend's graphs read nothing but their own buffers, which are filled while planning.
-_BACKENDS = frozenset({"TritonAttnBackend", "WindowedTorchNativeBackend"})
 NONE_GOOD = "no graph gave what the launched layers give"
+BACKED_LATER = "K and V get their memory after recording"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
 # Server arguments with which memory is not what it was when it was recorded.
 _REFUSED = {
@@ -95,9 +94,9 @@ def why_not(runner: Any, model: Any, attention: OwnBackend | None) -> str | None
         return NO_BACKEND
     if seams.recorded_decode_steps(runner) is None:
         return NO_GRAPHS
-    kind = type(attention.tail).__name__
-    if kind not in _BACKENDS:
-        return f"attention by {kind} is not known to be recordable"
+    kind = type(attention.tail)
+    if backends.RECORDED not in backends.can(kind):
+        return f"attention by {kind.__name__} is not known to be recordable"
     if not seams.decodes_like_extend(attention.tail):
         return NOT_DECODING
     if getattr(model, "per_layer_model_projection", None) is not None and not (
@@ -113,6 +112,8 @@ def why_not(runner: Any, model: Any, attention: OwnBackend | None) -> str | None
         return "--pp-size: a stage has no per-layer inputs of its own"
     if seams.lends_graph_memory():
         return "SGLang lends the memory of its graphs"
+    if seams.is_backed_later(attention.tail.token_to_kv_pool):
+        return BACKED_LATER
     if seams.loads_by_layer(attention.tail.token_to_kv_pool):  # when it is recorded anew
         return LOADED_MEANWHILE
     return _no_memory(runner, attention.tail)

@@ -16,6 +16,7 @@ import torch
 
 from sglang_gemma4_yoco import (
     __version__,
+    backends,
     donor,
     fallback,
     gate,
@@ -87,7 +88,11 @@ class Owner:
     @cached_property
     def donor_cut(self) -> DonorCut:
         """How layer K-1 of this model is cut; said when it is not the deepest."""
-        backend = seams.current_attn_backend() if self._backend is None else self._backend
+        backend = self._backend
+        if backend is None:
+            backend = seams.current_attn_backend()
+        elif self.attention is not None:
+            backend = self.attention.tail  # which says for sure where the pools are
         cut, reason = donor.donor_cut(self.model, backend)
         if reason is not None:
             report.once(f"Gemma 4 fast prefill: {self._place_of(cut)}, because {reason}")
@@ -124,6 +129,16 @@ class Owner:
         if self.attention is not None:
             self.attention.release()
 
+    def why_not_on(self, backend: Any | None) -> str | None:
+        """Why the tail cannot run in a forward on this attention backend, or None.
+
+        Args:
+            backend: the current one; None outside of a forward, where nothing is computed.
+        """
+        if backend is None or backend is self._backend:  # which was looked at when it was built
+            return None
+        return backends.why_not_alone(backend)
+
     def tail_cost(self, kept: KeptRows, read: int) -> TailCost:
         """What the tail of a batch would cost besides its rows.
 
@@ -137,7 +152,8 @@ class Owner:
 
     @cached_property
     def _on_gpu(self) -> bool:
-        device = getattr(self._backend, "device", "cpu")
+        backend = self._backend if self.attention is None else self.attention.tail
+        device = getattr(backend, "device", "cpu")
         return torch.device(device).type == "cuda"
 
     # -- the recorded tail -------------------------------------------------------------------
@@ -255,6 +271,8 @@ def start(runner: Any, model: Any) -> None:
         previous.close()
     reason = _constant_reason(runner, model)
     attention = _own_backend(runner) if reason is None else None
+    if reason is None and attention is None:
+        reason = backends.why_not_alone(runner.attn_backend)
     reason = ranks.disagreement(_findings(reason, attention)) or reason
     owner = Owner(model, attention if reason is None else None, runner.attn_backend)
     owner.constant_reason = reason
@@ -289,7 +307,12 @@ def close_all() -> None:
 def _constant_reason(runner: Any, model: Any) -> str | None:
     if not runner.is_generation:
         return gate.EMBEDDINGS
-    return gate.constant_reason(model) or gate.backend_reason(runner.attn_backend)
+    main = runner.attn_backend
+    return (
+        gate.constant_reason(model)
+        or backends.why_not_main(main)
+        or backends.why_not_pool(runner.token_to_kv_pool, runner.dtype, main)
+    )
 
 
 def _findings(reason: str | None, attention: OwnBackend | None) -> str:
@@ -299,22 +322,26 @@ def _findings(reason: str | None, attention: OwnBackend | None) -> str:
 
 def _compile_kernels(owner: Owner) -> None:
     """Compile what no stock layer compiles. Never raises: the first forward would do it as well."""
-    if owner.donor_cut is not DonorCut.KEYS_AND_VALUES:
-        return
     try:
-        donor.compile_kernels(owner.model.layers[owner.first_shared - 1].self_attn)
+        if owner.donor_cut is DonorCut.KEYS_AND_VALUES:
+            donor.compile_kernels(owner.model.layers[owner.first_shared - 1].self_attn)
+        if owner.attention is not None:
+            owner.attention.compile_kernels([layer.self_attn for layer in owner.tail_layers])
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
-        report.failure("Compiling the donor's kernels failed", failure)
+        report.failure("Compiling the kernels of the donor and the tail failed", failure)
 
 
 def _own_backend(runner: Any) -> OwnBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
-        return OwnBackend(runner.attn_backend, seams.build_attn_backend(runner))
-    except Exception as failure:  # noqa: BLE001 - the rebuilt backend serves as well, only slower
-        report.once(
-            f"No attention backend of its own for the tail ({failure!r}): "
-            f"{type(runner.attn_backend).__name__} is rebuilt at the cut instead",
-            logging.WARNING,
-        )
-        return None
+        tail = seams.build_attn_backend(runner)
+        if backends.TAIL in backends.can(type(tail)):
+            return OwnBackend(runner.attn_backend, tail)
+        failure = f"what is registered as triton is a {type(tail).__name__}"
+    except Exception as raised:  # noqa: BLE001 - the rebuilt backend serves as well, only slower
+        failure = repr(raised)
+    report.once(
+        f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
+        logging.WARNING,
+    )
+    return None

@@ -74,7 +74,7 @@ def _tail_of(model: Any, forward_batch: Any) -> tuple[Tail, Way]:
         return plan.tail, plan.way
     rebuilt = RebuiltBackend(seams.current_attn_backend())
     kept, unread = gate.kept_rows(forward_batch), gate.is_unread(forward_batch)
-    return Tail.of(forward_batch, kept, unread, rebuilt.main), rebuilt
+    return Tail.of(forward_batch, kept, unread, rebuilt.tail), rebuilt
 
 
 def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:

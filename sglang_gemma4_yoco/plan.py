@@ -78,7 +78,7 @@ class Plan:
     @classmethod
     def of(cls, owner: Owner, forward_batch: Any, admission: Admission, way: Way) -> Plan:
         """The plan of an eligible batch; a replay is planned already. The batch is not changed."""
-        tail = Tail.of(forward_batch, admission.kept, admission.unread, way.main)
+        tail = Tail.of(forward_batch, admission.kept, admission.unread, way.tail)
         replay = None if owner.graphs is None else owner.graphs.planned(forward_batch, tail)
         return cls(
             batch=forward_batch,

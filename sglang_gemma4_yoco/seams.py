@@ -23,10 +23,13 @@ import torch
 from packaging.version import Version
 from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -161,7 +164,6 @@ def _missing() -> Iterator[str]:
         yield f"ForwardMode.{', .'.join(absent)}"
     for name in (
         "init_attention_backends",
-        "_get_attention_backend",
         "init_cuda_graphs",
         "init_decode_cuda_graph",
     ):
@@ -351,17 +353,30 @@ def attn_backend_switched(backend: Any) -> AbstractContextManager[None]:
 
 
 def build_attn_backend(runner: Any) -> Any:
-    """A second attention backend like the runner's own, over the same memory pools."""
-    backend = runner._get_attention_backend()
-    main = runner.attn_backend
-    for name in (
-        "prefill_attention_backend_str",
-        "decode_attention_backend_str",
-        "kv_index_translator",  # 0.5.22 and later; None means "not bound yet"
-    ):
-        if getattr(backend, name, None) is None and hasattr(main, name):
-            setattr(backend, name, getattr(main, name))
-    return backend
+    """A second attention backend over the runner's memory pools: what is registered as Triton's."""
+    return ATTENTION_BACKENDS["triton"](runner)
+
+
+def parts_of_hybrid(backend: Any) -> tuple[Any, Any] | None:
+    """The backends of prefill and of decode where a server has two; None where it has one."""
+    if type(backend) is not HybridAttnBackend:
+        return None
+    return backend.prefill_backend, backend.decode_backend
+
+
+def parts_of_pool(pool: Any) -> tuple[Any, ...]:
+    """The pool of the full layers and that of the window's, where a server has both; or the one."""
+    return (pool.full_kv_pool, pool.swa_kv_pool) if type(pool) is SWAKVPool else (pool,)
+
+
+def is_plain_pool(pool: Any) -> bool:
+    """Whether K and V lie there layer by layer, as far as its class tells."""
+    return type(pool) is MHATokenToKVPool
+
+
+def is_backed_later(pool: Any) -> bool:
+    """Whether most of a pool has no memory before SGLang's graphs are recorded (0.5.23)."""
+    return bool(getattr(pool, "post_capture_active", False))
 
 
 def _counts_the_window_short(backend: Any) -> bool:
@@ -552,19 +567,22 @@ def end_residual(forward_batch: Any) -> None:
 
 
 def write_keys_and_values(
-    backend: Any, attention: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+    main: Any, tail: Any, attention: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     """Write K and V of all rows of a batch to a layer's pool.
 
     Args:
-        backend: the front's, with its plan of this batch.
+        main: the front's attention backend, with its plan of this batch.
+        tail: the tail's, over the same pools.
         attention: the layer's ``RadixAttention``.
         k, v: [T, kv_heads, head_dim].
     """
-    pool, slots = backend.token_to_kv_pool, forward_batch.out_cache_loc
+    pool, slots = tail.token_to_kv_pool, forward_batch.out_cache_loc
     window_slots = None
     if getattr(pool, "layers_mapping", {}).get(attention.layer_id, (0, False))[1]:
-        planned = getattr(backend.forward_metadata, "swa_out_cache_loc", None)
+        planned = None
+        if _triton_class(main) is not None:
+            planned = main.forward_metadata.swa_out_cache_loc
         window_slots = pool.translate_loc_from_full_to_swa(slots) if planned is None else planned
     if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them
         target = KVWriteLoc.for_batch(forward_batch, swa_loc=window_slots)
@@ -747,9 +765,11 @@ __all__ = [
     "end_residual",
     "free_device_memory",
     "gemma4_causal",
+    "is_backed_later",
     "is_capturing",
     "is_newer_than_tested",
     "is_plain_linear",
+    "is_plain_pool",
     "is_plain_tensor",
     "kv_cache_dtype",
     "layer_output",
@@ -757,6 +777,8 @@ __all__ = [
     "lends_graph_memory",
     "loads_by_layer",
     "partial_sums",
+    "parts_of_hybrid",
+    "parts_of_pool",
     "plan",
     "plan_recorded",
     "prefill_graph",

@@ -60,6 +60,8 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     A decode step can be recorded, its attention as one node of each layer.
     """
 
+    gemma4_yoco = frozenset({"front", "tail", "recorded"})
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare."""
 
@@ -152,6 +154,12 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
             self.req_to_token_pool.req_to_token,
             pool.full_to_swa_index_mapping if in_window_pool else None,
         )
+
+
+class FrontBackend(WindowedTorchNativeBackend):
+    """The same under a name of its own, as a server's backend that no tail may run on."""
+
+    gemma4_yoco = frozenset({"front"})
 
 
 def _heads(q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:

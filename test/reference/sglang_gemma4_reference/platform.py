@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 RECORDED = "GEMMA4_CPU_GRAPHS"
 
+# Names that Gemma 4 accepts (the second from 0.5.22 on). With the first SGLang asks for pages of 64
+# or 128 tokens.
+FRONT_NAMES = ("intel_xpu", "fa4")
+
 
 def triton_is_interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, so that they work on CPU tensors."""
@@ -44,6 +48,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     The attention backend named ``triton`` is ``WindowedTorchNativeBackend``, unless
     ``TRITON_INTERPRET=1`` asks for the real one in Triton's interpreter. With
     ``GEMMA4_CPU_BRANCHES=cuda`` as well the text model takes a GPU's paths (``cuda_branches``).
+    Under the names ``FRONT_NAMES`` there is ``FrontBackend``, always.
 
     Graphs are recorded and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
     does so with its own decode steps.
@@ -64,7 +69,8 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Choose what a CPU needs and what a reference wants, where nobody chose otherwise."""
         # SGLang has put its own default for a CPU here by now, which Gemma 4 does not accept.
-        server_args.attention_backend = "triton"
+        if server_args.attention_backend not in FRONT_NAMES:
+            server_args.attention_backend = "triton"
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         # SGLang would take most of the host's memory, and write to all of it before serving.
@@ -120,9 +126,11 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
             cuda_branches.install()
         else:
             logits_processor.fused_softcap = softcap_inplace_logits
+        # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
         if not triton_is_interpreted():
-            # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
             ATTENTION_BACKENDS["triton"] = create_attention_backend
+        for name in FRONT_NAMES:
+            ATTENTION_BACKENDS[name] = create_front_backend
 
 
 def _deal_out_cores(processes: int) -> None:
@@ -141,6 +149,13 @@ def create_attention_backend(runner: ModelRunner) -> AttentionBackend:
     from sglang_gemma4_reference.attention import WindowedTorchNativeBackend
 
     return WindowedTorchNativeBackend(runner)
+
+
+def create_front_backend(runner: ModelRunner) -> AttentionBackend:
+    """Build the backend that serves under the names ``FRONT_NAMES``."""
+    from sglang_gemma4_reference.attention import FrontBackend
+
+    return FrontBackend(runner)
 
 
 def softcap_inplace_logits(logits: torch.Tensor, cap: float) -> torch.Tensor:

@@ -351,6 +351,13 @@ def allocates_pages_without_triton() -> bool:
     return hasattr(interface, "PlatformCapabilities")
 
 
+def has_pools_by_heads() -> bool:
+    """Whether K and V can be laid out page by page and head by head (not in 0.5.14)."""
+    from sglang.srt.environ import envs
+
+    return hasattr(envs, "SGLANG_USE_HND_KVCACHE")
+
+
 def tells_unread_chunks() -> bool:
     """Whether a forward's batch says that no request of it finishes its prompt (0.5.23)."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -364,6 +371,7 @@ __all__ = [
     "capabilities",
     "extend",
     "forward_batch",
+    "has_pools_by_heads",
     "load_model",
     "placeholders",
     "published",

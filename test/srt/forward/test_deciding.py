@@ -36,7 +36,17 @@ from layer_rows import cut as cut_rows
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import arguments, fallback, gate, owner, plan, report, seams, threshold
+from sglang_gemma4_yoco import (
+    arguments,
+    backends,
+    fallback,
+    gate,
+    owner,
+    plan,
+    report,
+    seams,
+    threshold,
+)
 from sglang_gemma4_yoco.shadow import Shadows
 from stand_ins import skip_on_older
 
@@ -329,7 +339,8 @@ def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
 
 def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as others:
-        others.setattr(gate, "PROVEN_BACKENDS", frozenset({"AnotherBackend"}))
+        others.setattr(owner.of(engine.text_model), "_backend", None)
+        others.setattr(type(engine.runner.attn_backend), backends.ATTRIBUTE, frozenset({"front"}))
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
     assert_fast(engine)

@@ -42,7 +42,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import gate, graphs, owner, patch, proof, report, seams, threshold
+from sglang_gemma4_yoco import backends, gate, graphs, owner, patch, proof, report, seams, threshold
 from sglang_gemma4_yoco.donor import DonorCut
 from sglang_gemma4_yoco.graphs import TailGraphs
 from stand_ins import halved_weights
@@ -557,7 +557,8 @@ class TestReasons:
         assert reason(engine).startswith(said)
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(graphs, "_BACKENDS", frozenset())
+        kind = type(engine.runner.attn_backend)
+        monkeypatch.setattr(kind, backends.ATTRIBUTE, frozenset({"front", "tail"}))
         assert reason(engine) == (
             "attention by WindowedTorchNativeBackend is not known to be recordable"
         )
@@ -595,6 +596,15 @@ class TestReasons:
     def test_lent_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
         assert reason(engine) == "SGLang lends the memory of its graphs"
+
+    def test_pools_that_get_their_memory_later(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """SGLang 0.5.23 can size them when its graphs are recorded."""
+        pool = engine.runner.token_to_kv_pool
+        monkeypatch.setattr(pool.full_kv_pool, "post_capture_active", True, raising=False)
+        monkeypatch.setattr(type(pool), "post_capture_active", True, raising=False)
+        assert reason(engine) == graphs.BACKED_LATER
 
     @pytest.mark.parametrize("part", [None, "full_kv_pool", "swa_kv_pool"])
     def test_prefixes_that_are_loaded_while_layers_run(

@@ -1,7 +1,8 @@
 """Servers whose cache is dealt out in pages of 16 and of 64 tokens.
 
 What is cached ends at a page's border, so the tail's rows begin anywhere in a page. The pages of 64
-come with a small pool, which runs full.
+come with a small pool, which runs full, and with an attention backend that the tail does not run
+on: it asks for such pages.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from server import CHUNK, Server, pair
 
 # Admit requests as if they ended soon, so that the pool runs full.
 _SMALL_POOL = ("--max-total-tokens", "4800", "--schedule-conservativeness", "0.1")
+_ANOTHER_BACKEND = ("--attention-backend", "intel_xpu")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ def paged(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Paged]:
     """Two servers with pages of one size."""
-    arguments = ("--page-size", str(request.param), *(_SMALL_POOL if request.param == 64 else ()))
+    arguments = ["--page-size", str(request.param)]
+    if request.param == 64:
+        arguments += [*_SMALL_POOL, *_ANOTHER_BACKEND]
     with pair(tiny_checkpoint, tmp_path_factory.mktemp("pages"), *arguments) as servers:
         yield Paged(request.param, servers)
 
@@ -56,6 +60,17 @@ def paged(
 def test_page_size(paged: Paged) -> None:
     """SGLang has not chosen another one by itself."""
     assert [server.resolved("page_size") for server in paged.both] == [paged.size] * 2
+
+
+def test_attention_backends(paged: Paged) -> None:
+    both = compare(paged.both, lambda server: generate(server, tokens(50, seed=29)))
+    assert_all_fast(both.prefills)
+    attention = {
+        16: "attention by WindowedTorchNativeBackend, planned ahead,",
+        64: "attention by FrontBackend, planned ahead on WindowedTorchNativeBackend,",
+    }
+    [active] = paged.both[0].log_lines("fast prefill is active")
+    assert attention[paged.size] in active
 
 
 def test_prompts(paged: Paged) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from sglang.srt.platforms.interface import SRTPlatform
 
 from layer_rows import assert_all_fast, fast_rows
-from server import RECORDED_ROWS, Server
+from server import RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, running
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.workload import (
@@ -116,6 +117,44 @@ def test_random_traffic_with_the_recorded_tail(
     assert any(prefill.rows[-1] > max(RECORDED_ROWS) for prefill in prefills)
     assert forwards[ACTIVE] >= 10
     assert forwards[SKIPPED] >= 1
+    assert_same(off_server, stock, answers)
+
+
+@pytest.fixture(scope="module")
+def hybrid_server(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Prefill on a backend that no tail runs on, decode on another, pages of 64, all recorded."""
+    with running(
+        tiny_checkpoint,
+        tmp_path_factory.mktemp("hybrid"),
+        switch=None,
+        arguments=[
+            *("--prefill-attention-backend", "intel_xpu", "--page-size", "64"),
+            *("--decode-attention-backend", "triton", *RECORDED_ARGUMENTS),
+        ],
+        env=RECORDED_GRAPHS,
+    ) as server:
+        yield server
+
+
+@pytest.mark.skipif(
+    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
+    reason="this SGLang asks no platform for its graphs",
+)
+def test_random_traffic_beside_another_attention_backend(
+    hybrid_server: Server, off_server: Server, stock: list[Answer]
+) -> None:
+    mark = hybrid_server.mark()
+    answers, forwards = ask(hybrid_server, recorded=RECORDED_ROWS)
+    prefills = hybrid_server.prefills(since=mark)
+    assert_all_fast(prefills, recorded=RECORDED_ROWS)
+    assert sum(prefill.replays for prefill in prefills) >= 10
+    assert any(prefill.rows[-1] > max(RECORDED_ROWS) for prefill in prefills)
+    assert forwards[SKIPPED] >= 1
+    assert hybrid_server.log_lines(
+        "attention by HybridAttnBackend, planned ahead on WindowedTorchNativeBackend, "
+    )
     assert_same(off_server, stock, answers)
 
 

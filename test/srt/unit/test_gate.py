@@ -23,7 +23,6 @@ import pytest
 import torch
 from packaging.version import Version
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.torch_flex_backend import TorchFlexAttnBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import (
@@ -41,10 +40,12 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from test_backends import MAINS, POOLS
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import (
     arguments,
+    backends,
     cut,
     fallback,
     gate,
@@ -368,16 +369,12 @@ def test_graph_capture(capturing: Any) -> None:
     assert reason_of(model(), eligible_batch()) is None
 
 
-class Derived(TritonAttnBackend):
-    """Derived backends attend as their base does."""
-
-
 BACKENDS: list[tuple[type | None, str | None]] = [
     (TritonAttnBackend, None),
-    (Derived, None),
-    (TorchNativeAttnBackend, None),
-    (TorchFlexAttnBackend, "the attention backend TorchFlexAttnBackend is not proven"),
-    (AttentionBackend, "the attention backend AttentionBackend is not proven"),
+    (
+        AttentionBackend,
+        "the tail has no attention backend of its own beside AttentionBackend",
+    ),
     (None, None),  # outside of a forward
 ]
 
@@ -412,6 +409,8 @@ def test_failures_in_a_row() -> None:
 
 class PlansNothing(TorchNativeAttnBackend):
     """As that of the tests' platform."""
+
+    gemma4_yoco = frozenset({backends.FRONT, backends.TAIL})
 
     def __init__(self) -> None:
         self.forward_metadata = None
@@ -541,9 +540,6 @@ def test_every_entry_of_the_gates_tables_has_a_row() -> None:
         name for row, reason in SERVERS for name in row if reason == HIDDEN_STATES_OF_DRAFTS
     }
     assert with_drafts - {"speculative_algorithm"} == set(gate._HIDDEN_STATE_ARGUMENTS)
-    assert {
-        kind.__name__ for kind, reason in BACKENDS if kind and not reason
-    } >= gate.PROVEN_BACKENDS
 
 
 def _literals(function: Any, call: str, position: int) -> set[str]:
@@ -645,6 +641,9 @@ SHOWN_BY = {
     "SGLang 9 lacks a, which may go by another name now": (
         "unit/test_gate.py::test_a_name_that_is_gone_refuses_from_its_first_release_on"
     ),
+    "a KV cache of A beside B": (
+        "unit/test_backends.py::test_a_cache_of_another_type_is_read_beside_its_own_kind_alone"
+    ),
     fallback.GIVEN_UP: "unit/test_gate.py::test_failures_in_a_row",
     plan.IMAGES_ON_ONE_BACKEND: "unit/test_gate.py::test_images_without_a_backend_of_the_tails_own",
     plan.NOT_PLANNED: "unit/test_gate.py::test_batches_that_were_not_planned",
@@ -701,12 +700,15 @@ def test_every_reason_has_a_row() -> None:
     shown.update(SHOWN_BY)
     for table in (SERVERS, MODELS, STAGES, BACKENDS):
         shown |= {row[-1] for row in table}
+    shown |= {row[1] for row in (*MAINS, *POOLS)}
     modules = (gate, plan, cut, quantised, ranks, fallback)
     constants = {reason for module in modules for reason in _constants(module)}
     assert len(constants) > 20
     assert constants - shown == set()
     patterns = {
-        pattern for module in (gate, plan, cut, quantised, seams) for pattern in _returned(module)
+        pattern
+        for module in (gate, plan, cut, quantised, seams, backends)
+        for pattern in _returned(module)
     }
     assert len(patterns) > 5
     reasons = [reason for reason in shown if reason is not None]

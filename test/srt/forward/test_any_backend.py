@@ -1,0 +1,197 @@
+"""The tail on a backend of its own beside a server's backend that no tail may run on.
+
+Here both compute in PyTorch; ``triton/test_any_backend_triton`` has SGLang's Triton for the tail.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from batches import BATCHES, batch_of, kept_rows
+from decode_graphs import record_tail
+from layer_rows import FIRST_SHARED, LAYERS, cut
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import backends, owner, report, seams
+from sglang_gemma4_yoco.attention import OwnBackend
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+ALONE = {"attention_backend": "intel_xpu"}
+SPLIT = {"prefill_attention_backend": "intel_xpu", "decode_attention_backend": "triton"}
+
+
+def start(checkpoint: Path, **arguments: Any) -> Engine:
+    return Engine(
+        checkpoint, device="cpu", dtype="float32", max_total_tokens=4096, **ALONE | arguments
+    )
+
+
+@pytest.fixture(scope="module", params=["alone", "hybrid"])
+def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
+    """By itself with pages of 64 tokens; the hybrid's are of 128, as SGLang has it."""
+    if request.param == "alone":
+        return start(tiny_checkpoint, page_size=64, cuda_graph_bs_decode=[2])
+    return start(tiny_checkpoint, **{"attention_backend": None} | SPLIT)
+
+
+def attention(engine: Engine) -> OwnBackend:
+    known = owner.of(engine.text_model)
+    assert known.attention is not None, known.constant_reason
+    return known.attention
+
+
+@contextmanager
+def no_tail_on_main() -> Iterator[None]:
+    with mock.patch.object(FrontBackend, "forward_decode", side_effect=AssertionError("on main")):
+        yield
+
+
+def test_the_backends_are_two_kinds(engine: Engine) -> None:
+    main, pages = engine.runner.attn_backend, engine.runner.page_size
+    assert (type(main), pages) in ((FrontBackend, 64), (HybridAttnBackend, 128))
+    if type(main) is HybridAttnBackend:
+        assert type(main.prefill_backend) is FrontBackend
+    assert attention(engine).main is main
+    assert type(attention(engine).tail) is WindowedTorchNativeBackend
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_forwards(engine: Engine, name: str) -> None:
+    prompts = BATCHES[name]
+    batch = engine.schedule(prompts)
+    stock = run(engine, batch, "0")
+    with no_tail_on_main():
+        fast = run(engine, batch, "1")
+    total, kept = sum(len(p.new) for p in prompts), kept_rows(prompts)
+    suffixes = len(kept) != sum(kept)
+    assert fast.rows == cut(total, sum(kept))
+    assert stock.rows == [total] * LAYERS
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, TOLERANCE)
+    assert suffixes == (name == "input logprobs")
+
+
+def test_the_log_names_both(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, report.logger.name):
+        run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+    main = type(engine.runner.attn_backend).__name__
+    [said] = [r.getMessage() for r in caplog.records if " is active" in r.getMessage()]
+    assert f"attention by {main}, planned ahead on WindowedTorchNativeBackend, " in said
+
+
+def test_the_recorded_tail(engine: Engine) -> None:
+    if type(engine.runner.attn_backend) is not FrontBackend:
+        pytest.skip("one server's decode steps are recorded here, the hybrid's on servers")
+    record_tail(engine, 2)
+    try:
+        for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
+            batch = engine.schedule(prompts)
+            stock = run(engine, batch, "0")
+            with no_tail_on_main():
+                fast = run(engine, batch, "1")
+            total = sum(len(p.new) for p in prompts)
+            assert fast.rows == [rows for rows in cut(total, 0) if rows]
+            assert_same_cache(stock, fast)
+            assert_same_answers(stock, fast, TOLERANCE)
+        assert report.forwards[report.TAIL_REPLAYED] == 2
+    finally:
+        engine.runner.init_attention_backends()
+
+
+# ---------------------------------------------------------------- at start
+
+
+def test_the_tails_kernels_are_compiled_at_start(engine: Engine) -> None:
+    """For both widths of heads, and for nobody: the pools stay as they are."""
+    tail = engine.text_model.layers[FIRST_SHARED:]
+    kinds = {(layer.self_attn.head_dim, layer.self_attn.attn.sliding_window_size) for layer in tail}
+    before, widths = engine.kv(), []
+    stock = WindowedTorchNativeBackend.forward_decode
+
+    def decode(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **more: Any) -> Any:
+        assert (k, v) == (None, None)
+        assert batch.forward_mode is ForwardMode.DECODE
+        widths.append((q.shape[-1], layer.sliding_window_size))
+        return stock(self, q, k, v, layer, batch, **more)
+
+    with mock.patch.object(WindowedTorchNativeBackend, "forward_decode", decode):
+        engine.runner.init_attention_backends()
+    assert len(kinds) == len(widths) == 2
+    assert set(widths) == kinds
+    assert attention(engine).tail.forward_metadata is None
+    for (k, v), (keys, values) in zip(before, engine.kv(), strict=True):
+        assert torch.equal(k, keys)
+        assert torch.equal(v, values)
+
+
+def out_of_memory(_: Any) -> Any:
+    raise MemoryError("no room for a second attention backend")
+
+
+@pytest.mark.parametrize("build", [out_of_memory, FrontBackend])
+def test_without_a_backend_of_its_own_the_tail_runs_on_none(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Any]
+) -> None:
+    """Neither could be built, or what is registered is of no kind for a tail."""
+    main = type(engine.runner.attn_backend).__name__
+    with monkeypatch.context() as broken:
+        broken.setitem(ATTENTION_BACKENDS, "triton", build)
+        if type(engine.runner.attn_backend) is HybridAttnBackend:
+            broken.setattr(seams, "build_attn_backend", build)
+            broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
+        engine.runner.init_attention_backends()
+        known = owner.of(engine.text_model)
+        assert known.attention is None
+        reason = f"the tail has no attention backend of its own beside {main}"
+        assert known.constant_reason == reason
+        with no_tail_on_main():
+            seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+        assert seen.rows == [70] * LAYERS
+        assert report.forwards[reason] == 1
+    engine.runner.init_attention_backends()
+    assert owner.of(engine.text_model).constant_reason is None
+
+
+# ---------------------------------------------------------------- servers that are refused
+
+
+def refused(checkpoint: Path, **arguments: Any) -> str | None:
+    return owner.of(start(checkpoint, **arguments).text_model).constant_reason
+
+
+def test_a_rounded_cache_beside_another_backend(tiny_checkpoint: Path) -> None:
+    kind = torch.float8_e4m3fn
+    reason = refused(tiny_checkpoint, kv_cache_dtype="fp8_e4m3")
+    assert reason == f"a KV cache of {kind} beside FrontBackend"
+    admitted = refused(tiny_checkpoint, attention_backend="triton", kv_cache_dtype="fp8_e4m3")
+    assert admitted is None
+
+
+def test_pools_that_are_laid_out_by_heads(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not releases.has_pools_by_heads():
+        pytest.skip("this SGLang lays all pools out slot by slot")
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    reason = refused(tiny_checkpoint, page_size=64)
+    assert reason == "K and V do not lie slot by slot, but in 4 dimensions"
+
+
+def test_another_name_for_the_same_backend_is_no_other_kind(tiny_checkpoint: Path) -> None:
+    engine = start(tiny_checkpoint, attention_backend="triton")
+    assert attention(engine).told == "planned ahead"
+    assert backends.TAIL in backends.can(type(attention(engine).main))

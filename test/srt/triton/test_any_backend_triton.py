@@ -1,0 +1,118 @@
+"""The tail on SGLang's own Triton kernels, beside a server's backend of another kind.
+
+Stock is a server whose layers all run on that other backend, in PyTorch; the fast path's tail reads
+the same pools through Triton's planner and kernels. Slots are dealt out in random order, with other
+numbers in the window's pool than in the full one; their pages are of 1 to 128 tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+from batches import batch_of, kept_rows
+from decode_graphs import record_tail
+from layer_rows import LAYERS, cut
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from sglang_gemma4_reference import interpreter
+from sglang_gemma4_reference.attention import FrontBackend
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import owner
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+interpreter.make_quick()
+
+WINDOW = E2B_TINY.sliding_window
+# Pages of 64 and 128 as SGLang asks for them under the first name; the second takes any.
+SERVERS: dict[str, dict[str, Any]] = {
+    "pages of 1": {"attention_backend": "fa4", "page_size": 1},
+    "pages of 16": {"attention_backend": "fa4", "page_size": 16},
+    "pages of 64": {"attention_backend": "intel_xpu", "page_size": 64},
+    "pages of 128, hybrid": {
+        "prefill_attention_backend": "intel_xpu",
+        "decode_attention_backend": "triton",
+    },
+}
+PROMPTS = {
+    "last rows": batch_of((0, 20), (WINDOW + 5, 7), (WINDOW - 1, 1), (64, 9), (15, 2)),
+    "beyond two windows": batch_of((2 * WINDOW + 3, 6), (0, WINDOW + 2)),
+    "suffixes": [
+        *batch_of((10, 20), logprob_start=22),
+        *batch_of((0, 9)),
+        *batch_of((WINDOW, 12), logprob_start=WINDOW + 4),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With two heads: the interpreter runs a kernel once per head, in Python."""
+    shape = dataclasses.replace(E2B_TINY, heads=2)
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+
+
+def start(checkpoint: Path, name: str, **arguments: Any) -> Engine:
+    engine = Engine(
+        checkpoint,
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=2048,
+        max_running_requests=8,
+        triton_attention_num_kv_splits=2,  # each part of a request's keys is a program
+        **SERVERS[name],
+        **arguments,
+    )
+    main, known = engine.runner.attn_backend, owner.of(engine.text_model)
+    assert type(main) in (FrontBackend, HybridAttnBackend)
+    assert known.attention is not None, known.constant_reason
+    assert type(known.attention.tail) is TritonAttnBackend
+    return engine
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
+    name: str = request.param
+    try:
+        engine = start(checkpoint, name)
+    except AssertionError as refused:
+        if "Gemma4 only supports" not in str(refused):
+            raise
+        pytest.skip(f"this SGLang: {refused}")
+    pages = 128 if "hybrid" in name else int(name.rpartition(" ")[2])
+    assert engine.runner.page_size == pages
+    return engine
+
+
+def both_ways(engine: Engine, prompts: list[Prompt], rows: list[int]) -> None:
+    batch = engine.schedule(prompts)
+    stock = run(engine, batch, "0")
+    on_main = mock.patch.object(FrontBackend, "forward_decode", side_effect=AssertionError("main"))
+    with on_main:
+        fast = run(engine, batch, "1")
+    assert stock.rows == [sum(len(prompt.new) for prompt in prompts)] * LAYERS
+    assert fast.rows == rows
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_forward(engine: Engine, name: str) -> None:
+    prompts = PROMPTS[name]
+    total, kept = sum(len(prompt.new) for prompt in prompts), kept_rows(prompts)
+    assert (sum(kept) > len(kept)) == (name == "suffixes")
+    both_ways(engine, prompts, cut(total, sum(kept)))
+
+
+def test_recorded(checkpoint: Path) -> None:
+    """Through Triton's planner of its graphs, over pages of 64."""
+    engine = start(checkpoint, "pages of 64", cuda_graph_bs_decode=[2])
+    record_tail(engine, 2)
+    prompts = batch_of((WINDOW + 5, 7), (60, 9))
+    both_ways(engine, prompts, [rows for rows in cut(16, 0) if rows])
