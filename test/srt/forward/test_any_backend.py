@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from batches import BATCHES, batch_of, kept_rows
@@ -162,6 +164,59 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
         assert report.forwards[reason] == 1
+    engine.runner.init_attention_backends()
+    assert owner.of(engine.text_model).constant_reason is None
+
+
+def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a class inherit what its base says of itself."""
+    with monkeypatch.context() as silent:
+        silent.delattr(FrontBackend, backends.ATTRIBUTE)
+        engine.runner.init_attention_backends()
+        reason = owner.of(engine.text_model).constant_reason
+        assert reason == "the attention backend FrontBackend is not proven"
+        assert run(engine, engine.schedule(BATCHES["one prompt"]), "1").rows == [70] * LAYERS
+    engine.runner.init_attention_backends()
+    assert owner.of(engine.text_model).constant_reason is None
+
+
+class PoolOfAnotherKind(MHATokenToKVPool):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"__class__": PoolOfAnotherKind},
+            "K and V lie in a PoolOfAnotherKind, whose layout is not known",
+        ),
+        (
+            {"quant_method": SimpleNamespace(name="nvfp4")},
+            "K and V are quantised (nvfp4)",
+        ),
+        (
+            {"k_buffer": [torch.zeros(1, 2, 3, 4)]},
+            "K and V do not lie slot by slot, but in 4 dimensions",
+        ),
+    ],
+    ids=["another class", "quantised", "by pages"],
+)
+@pytest.mark.parametrize("part", ["full_kv_pool", "swa_kv_pool"])
+def test_pools_that_are_not_plain(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    """The one or the other is enough."""
+    with monkeypatch.context() as changed:
+        for name, value in changes.items():
+            pool = getattr(engine.runner.token_to_kv_pool, part)
+            changed.setattr(pool, name, value, raising=False)
+        engine.runner.init_attention_backends()
+        assert owner.of(engine.text_model).constant_reason == reason
     engine.runner.init_attention_backends()
     assert owner.of(engine.text_model).constant_reason is None
 
