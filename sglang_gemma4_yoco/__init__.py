@@ -17,6 +17,7 @@ A batch travels through the package in this order::
     plan.py       one batch, decided once: refused, or its rows and how its tail runs
     gate.py       may this batch take the fast path? a reason, or what it found out
     arguments.py  the server arguments that need no refusal, and why
+    backends.py   which attention backends and pools the fast path runs on
     quantised.py  which linear layers compute each row for itself
     rows.py       which rows are kept (plain integers)
     threshold.py  whether skipping the others pays

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 
+import mode_table
 import pytest
 
 import gpu_report
@@ -16,49 +20,54 @@ from generated import inserted
 
 REPO = Path(__file__).resolve().parents[3]
 README = (REPO / "README.md").read_text()
-MODES = README.partition("| situation | what happens | shown by |")[2].partition("\n\n")[0]
-ROWS = [row for row in MODES.splitlines() if row.startswith("| ")]
+MODES, UNSERVED, RELEASE = mode_table.load()
 
 
-def missing_tests(cell: str) -> list[str]:
-    """What a cell names and ``test/srt`` lacks.
-
-    A name is a file's, ``file::test``, or a test's in the file named last; ``*`` stands for the
-    rest of a name.
-    """
-    missing, source = [], ""
-    for name in re.findall(r"`((?:models/)?test_[\w:*]+)`", cell):
-        file, _, test = name.rpartition("::") if "::" in name else (name, "", "")
-        found = [*(REPO / "test" / "srt").glob(f"*/{file.rpartition('/')[2]}.py")]
-        if found:
-            [path] = found
-            source = path.read_text()
-        elif not test:
-            test = name
-        pattern = rf"^ *def {re.escape(test)}\(".replace(r"\*", r"\w*")
-        if not source or (test and not re.search(pattern, source, re.MULTILINE)):
+def missing_tests(names: Iterable[str]) -> list[str]:
+    """Of files and tests below ``test/srt``, those that are not there; ``*`` ends a name."""
+    missing = []
+    for name in names:
+        file, _, test = name.partition("::")
+        path = REPO / "test" / "srt" / f"{file}.py"
+        pattern = rf"^ *def {re.escape(test)}\(".replace(r"\*", r"\w*") if test else "^def test_"
+        if not path.is_file() or not re.search(pattern, path.read_text(), re.MULTILINE):
             missing.append(name)
     return missing
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip()[:40])
-def test_every_mode_has_its_tests(row: str) -> None:
-    cell = row.split("|")[3]
-    assert "`test_" in cell or "`models/test_" in cell
-    assert missing_tests(cell) == []
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.situation[:40])
+def test_every_mode_has_its_tests(mode: mode_table.Mode) -> None:
+    assert missing_tests(mode.shown_by) == []
+    assert mode.levels
+    assert "for now" not in mode.what
 
 
 def test_a_missing_test_is_missed() -> None:
-    assert missing_tests("`test_readme::test_every_*`, `test_a_missing_test_is_missed`") == []
-    assert missing_tests("`test_nothing`, `test_readme::test_nothing`, `test_nor_this`") == [
-        "test_nothing",
-        "test_readme::test_nothing",
-        "test_nor_this",
-    ]
+    there = ["scripts/test_readme", "scripts/test_readme::test_every_*"]
+    absent = ["unit/test_nothing", "scripts/test_readme::test_nothing", "unit/test_readme"]
+    assert missing_tests(there + absent) == absent
 
 
-def test_the_modes_are_a_table() -> None:
-    assert len(ROWS) > 30
+def test_a_mode_that_nothing_shows_is_no_mode() -> None:
+    for shown_by in ([], ["models/test_gemma4_yoco_fast_prefill"], ["scripts/test_readme"]):
+        with pytest.raises(ValueError, match="shown by"):
+            _ = mode_table.Mode("a situation", "active", shown_by).levels
+    assert mode_table.Mode("a situation", "active", (), "a file").levels == [mode_table.READ]
+    both = mode_table.Mode("a situation", "active", ("unit/test_a", "server/test_b"))
+    assert both.levels == ["real server", "gate alone"]
+
+
+def test_the_table_of_modes_is_up_to_date() -> None:
+    assert len(MODES) > 40
+    assert mode_table.main([]) == 0
+
+
+@pytest.mark.parametrize("unserved", UNSERVED, ids=lambda unserved: unserved.situation[:40])
+def test_sglang_stops_where_it_is_said_to(unserved: mode_table.Unserved) -> None:
+    if version("sglang") != RELEASE:
+        pytest.skip(f"the lines are those of SGLang {RELEASE}")
+    source = files("sglang").joinpath("srt", *unserved.file.split("/")).read_text()
+    assert unserved.text in source.splitlines()[unserved.line - 1]
 
 
 def test_gpu_figures_are_up_to_date() -> None:

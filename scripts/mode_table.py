@@ -1,0 +1,143 @@
+"""Make the tables of docs/modes.md of docs/modes.toml.
+
+How far a proof goes is not written down but taken from the folders of the tests that are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from generated import inserted
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found]  # pytest brings it along there
+
+REPO = Path(__file__).resolve().parents[1]
+DATA = REPO / "docs" / "modes.toml"
+PAGE = REPO / "docs" / "modes.md"
+
+#: Folders of test/srt, by what they show; the strongest proof first.
+LEVELS = {
+    "real server": ("server",),
+    "ModelRunner": ("triton", "forward"),
+    "gate alone": ("unit",),
+}
+READ = "read, not run"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A situation.
+
+    Attributes:
+        what: what becomes of a batch.
+        shown_by: files and tests below test/srt.
+        read: what nobody could run, and where it was read.
+    """
+
+    situation: str
+    what: str
+    shown_by: Sequence[str] = ()
+    read: str = ""
+
+    @property
+    def levels(self) -> list[str]:
+        """How far the proof goes.
+
+        Raises:
+            ValueError: a test lies in a folder of no level, or nothing shows it.
+        """
+        folders = {name.partition("/")[0] for name in self.shown_by}
+        unknown = folders.difference(*LEVELS.values())
+        if unknown or not (folders or self.read):
+            raise ValueError(f"{self.situation!r}: shown by {sorted(unknown) or 'nothing'}")
+        found = [level for level, of in LEVELS.items() if folders.intersection(of)]
+        return found + [READ] * bool(self.read)
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """What SGLang does not serve.
+
+    Attributes:
+        file, line: where it stops, below sglang/srt.
+        text: a piece of that line.
+    """
+
+    situation: str
+    why: str
+    file: str
+    line: int
+    text: str
+
+
+def load(path: Path = DATA) -> tuple[list[Mode], list[Unserved], str]:
+    """What is in the data file, and the release that its lines are of."""
+    data = tomllib.loads(path.read_text())
+    modes = [Mode(**entry) for entry in data["mode"]]
+    return modes, [Unserved(**entry) for entry in data["unserved"]], data["release"]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _table(head: Sequence[str], rows: Iterator[str]) -> str:
+    return "\n".join([_row(*head), _row(*("---" for _ in head)), *rows])
+
+
+def _names(tests: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in tests)
+
+
+def modes_table(modes: Sequence[Mode]) -> str:
+    """The table of all situations."""
+    rows = (
+        _row(
+            mode.situation,
+            mode.what,
+            ", ".join(mode.levels),
+            "; ".join(filter(None, (_names(mode.shown_by), mode.read))),
+        )
+        for mode in modes
+    )
+    return _table(("situation", "what happens", "shown on", "by"), rows)
+
+
+def unserved_table(unserved: Sequence[Unserved], release: str) -> str:
+    """The table of what SGLang does not serve."""
+    rows = (_row(u.situation, u.why, f"`{u.file}:{u.line}`") for u in unserved)
+    return _table(("what", "why", f"where, in {release}"), rows)
+
+
+def written(page: str) -> str:
+    """``page`` with both tables as the data has them."""
+    modes, unserved, release = load()
+    page = inserted(page, "modes", modes_table(modes))
+    return inserted(page, "unserved", unserved_table(unserved, release))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the page, or write it; 1 if it is not as the data has it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write docs/modes.md")
+    args = parser.parse_args(arguments)
+    page = PAGE.read_text()
+    wanted = written(page)
+    if args.write:
+        PAGE.write_text(wanted)
+        return 0
+    if page != wanted:
+        print("docs/modes.md is out of date: python3 scripts/mode_table.py --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
