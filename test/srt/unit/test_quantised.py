@@ -13,6 +13,7 @@ import pytest
 import torch
 from packaging.version import Version
 from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.quantization import get_quantization_config, marlin_utils
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
@@ -45,6 +46,89 @@ def of_class(name: str, module: str = "sglang.srt.layers.a", **values: Any) -> A
 )
 def test_layers_that_sglang_builds_here(config: Any) -> None:
     assert quantised.keeps_rows_apart(linear(config))
+
+
+def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) -> Any:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"all": group},
+        "ignore": [],
+    }
+
+
+_EIGHT_INTS = {"num_bits": 8, "type": "int", "symmetric": True}
+_EIGHT_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+_FOUR_INTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+_BY_CHANNEL, _BY_TOKEN = {"strategy": "channel"}, {"strategy": "token", "dynamic": True}
+_BLOCKS = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+# What a checkpoint's config.json says: SGLang's name of the method, the entry, the class or scheme
+# that SGLang makes of it.
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "AWQ": ("awq", _AWQ, "AWQLinearScheme"),
+    "AWQ, Marlin": ("awq_marlin", _AWQ, "AWQMarlinLinearScheme"),
+    "GPTQ, Marlin": ("gptq_marlin", _GPTQ, "GPTQMarlinLinearScheme"),
+    "auto-round": (
+        *("auto-round", {**_GPTQ, "packing_format": "auto_round:auto_gptq", "data_type": "int"}),
+        "GPTQMarlinLinearScheme",
+    ),
+    "compressed-tensors, 4 bits": (
+        "compressed-tensors",
+        _compressed(_FOUR_INTS | {"group_size": 32}, None, "pack-quantized"),
+        "CompressedTensorsWNA16",
+    ),
+    "compressed-tensors, int8": (
+        "compressed-tensors",
+        _compressed(_EIGHT_INTS | _BY_CHANNEL, _EIGHT_INTS | _BY_TOKEN, "int-quantized"),
+        "CompressedTensorsW8A8Int8",
+    ),
+    "compressed-tensors, fp8": (
+        "compressed-tensors",
+        _compressed(_EIGHT_FLOATS | _BY_CHANNEL, _EIGHT_FLOATS | _BY_TOKEN, "float-quantized"),
+        "CompressedTensorsW8A8Fp8",
+    ),
+    "ModelOpt, fp8": ("modelopt_fp8", {"quant_algo": "FP8"}, "ModelOptFp8LinearMethod"),
+    "ModelOpt, nvfp4": (
+        *("modelopt_fp4", {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}),
+        "ModelOptFp4LinearMethod",
+    ),
+    "fp8 of channels": (
+        *("w8a8_fp8", {"quant_method": "w8a8_fp8", "is_dynamic": True}),
+        "W8A8Fp8LinearMethod",
+    ),
+    "int8 of blocks": (
+        *("blockwise_int8", {"quant_method": "blockwise_int8", **_BLOCKS}),
+        "BlockInt8LinearMethod",
+    ),
+    "fp8 of blocks": ("fp8", {"quant_method": "fp8", **_BLOCKS}, "Fp8LinearMethod"),
+    "mxfp8": ("mxfp8", {"quant_method": "mxfp8", **_BLOCKS}, "Fp8LinearMethod"),
+    "GGUF": ("gguf", {}, "GGUFLinearMethod"),
+}
+
+
+@pytest.mark.skipif(
+    Version(version("sglang")) != seams.LAST_TESTED, reason="names come and go between releases"
+)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """SGLang's own classes of them, built as for a Hopper GPU; their kernels need one."""
+    for module in (torch.cuda, marlin_utils):
+        monkeypatch.setattr(module, "get_device_capability", lambda *_: (9, 0))
+    method, entry, kind = CHECKPOINTS[name]
+    config = get_quantization_config(method).from_config(entry)
+    config.packed_modules_mapping = {}
+    layer = ReplicatedLinear(
+        *(128, 128),
+        quant_config=config,
+        params_dtype=torch.bfloat16,
+        prefix="model.layers.1.self_attn.qkv_proj",
+    )
+    assert quantised._kind(layer) == kind
+    assert quantised.keeps_rows_apart(layer) == (name != "GGUF")
+    assert not seams.is_plain_linear(layer)  # so that layer K-1 computes all of its projection
 
 
 @pytest.mark.parametrize("name", sorted(quantised._APART))
