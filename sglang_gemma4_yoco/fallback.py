@@ -46,7 +46,7 @@ def failed(error: Exception) -> None:
     _failures_in_a_row += 1
     report.failed(error)
     if given_up():
-        report.once(f"Gemma 4 fast prefill: {GIVEN_UP}", logging.ERROR)
+        report.steps_aside(GIVEN_UP, logging.ERROR)
     # The traceback keeps the first try's tensors alive, memory that the second one needs.
     traceback.clear_frames(error.__traceback__)
 

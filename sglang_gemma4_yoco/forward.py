@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import fallback, owner, report, seams
+from sglang_gemma4_yoco import fallback, gate, owner, report, seams
 from sglang_gemma4_yoco.cut import Cut, LateRefusalError
 from sglang_gemma4_yoco.graphs import ReplayError
 from sglang_gemma4_yoco.owner import Owner
@@ -45,7 +45,7 @@ def prefill(
             if isinstance(failure, ReplayError):
                 known.launch(f"a replay failed: {type(failure.__cause__).__name__}")
         return run()
-    report.stepped_aside(reason)
+    report.stepped_aside(reason, tell=gate.is_news(reason))
     fallback.put_back(embeds, copy)
     return run()
 

@@ -45,6 +45,11 @@ OFFLOADED = "weights that come to the device for their layer's own forward only"
 FOREIGN_CACHE = "a cache that may load K and V while layers run"
 ONE_KERNEL = "one kernel in the place of the model's layers"
 NO_MODE = "the batch has no forward mode"
+_OTHER_MODE = "forward mode "
+
+# What an operator need not hear of: such a batch is no prefill, or has nothing worth skipping; and
+# embeddings of these models end SGLang's own server, whose error should be the last line.
+_NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
 
 # A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
 _REFUSING_FIELDS = {
@@ -305,6 +310,11 @@ def constant_reason(model: Any) -> str | None:
     return quantised.coupled_reason(model, first)
 
 
+def is_news(reason: str) -> bool:
+    """Whether a reason tells an operator something; it is counted in any case."""
+    return reason not in _NO_NEWS and not reason.startswith(_OTHER_MODE)
+
+
 def is_multimodal(forward_batch: Any) -> bool:
     """Whether some request brings images, video or audio.
 
@@ -322,7 +332,7 @@ def _mode(forward_batch: Any) -> str | None:
         return NO_MODE
     known = isinstance(mode, seams.ForwardMode)
     if known and mode not in (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED):
-        return f"forward mode {mode.name}"
+        return f"{_OTHER_MODE}{mode.name}"
     # Whatever is not SGLang's own enum must at least answer SGLang's own question.
     if not known and not mode.is_extend_without_speculative():
         return "the batch is no plain extend"

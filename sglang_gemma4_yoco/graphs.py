@@ -282,13 +282,10 @@ class TailGraphs:
         return tuple(sorted(self._graphs))
 
     def describe(self) -> str:
-        """What is recorded, for the log."""
+        """From where it is recorded, and for what, for the log."""
         what = "the queries of layer" if self.with_donor else "layer"
         rows = ", ".join(map(str, self.rows))
-        return (
-            f"the tail, from {what} {self.first} on, is recorded for {rows} rows "
-            f"in {self.seconds:.1f} s"
-        )
+        return f"from {what} {self.first} on for {rows} rows in {self.seconds:.1f} s"
 
     @torch.no_grad()
     def record(self) -> None:

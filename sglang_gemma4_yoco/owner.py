@@ -27,7 +27,7 @@ from sglang_gemma4_yoco import (
     report,
     seams,
 )
-from sglang_gemma4_yoco.attention import OwnBackend
+from sglang_gemma4_yoco.attention import OwnBackend, RebuiltBackend
 from sglang_gemma4_yoco.donor import DonorCut
 from sglang_gemma4_yoco.graphs import TailGraphs
 from sglang_gemma4_yoco.plan import Plan, Refusal
@@ -101,6 +101,12 @@ class Owner:
     def describe(self) -> str:
         """Where this model is cut, for the log: ``cut inside layer 14, behind K and V (of 35)``."""
         return self._place_of(self.donor_cut)
+
+    def attends(self) -> str:
+        """The same, and what the tail will attend on."""
+        backend = type(seams.current_attn_backend() if self._backend is None else self._backend)
+        told = RebuiltBackend.told if self.attention is None else self.attention.told
+        return f"{self.describe()}, attention by {backend.__name__}, {told}"
 
     def _place_of(self, cut: DonorCut) -> str:
         where = cut.value.format(donor=self.first_shared - 1, first=self.first_shared)
@@ -179,7 +185,7 @@ class Owner:
             self.launch(reason or graphs.NONE_GOOD)
             return
         self.graphs = recorded
-        report.once(f"Gemma 4 fast prefill: {recorded.describe()}")
+        report.once(f"Gemma 4 fast prefill: the tail is recorded {recorded.describe()}")
 
     def _recorded(self, runner: Any) -> tuple[TailGraphs | None, str | None]:
         """The recorded and proven tail, or why there is none."""
@@ -205,7 +211,7 @@ class Owner:
         except Exception as failure:
             if not fallback.is_alone():
                 raise
-            report.failure("Recording the tail failed, it is launched instead", failure)
+            report.failure("Gemma 4 fast prefill: recording the tail failed", failure)
             return f"recording failed: {type(failure).__name__}"
 
     def launch(self, reason: str) -> None:
@@ -234,7 +240,7 @@ class Owner:
             self.release()
             if not fallback.is_alone():
                 raise  # the other ranks go on with a tail
-            report.failure("Planning the tail's attention failed", failure)
+            report.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
         else:
             self.planned = planned
 
@@ -278,8 +284,10 @@ def start(runner: Any, model: Any) -> None:
     owner.constant_reason = reason
     owner.attach()
     if reason is not None:
-        report.once(f"Gemma 4 fast prefill steps aside for this server: {reason}")
+        if gate.is_news(reason):
+            report.steps_aside(reason)
         return
+    report.once(f"Gemma 4 fast prefill {__version__} is on: {owner.attends()}")
     _compile_kernels(owner)
     graph = seams.prefill_graph()
     if graph is not None:
@@ -328,7 +336,7 @@ def _compile_kernels(owner: Owner) -> None:
         if owner.attention is not None:
             owner.attention.compile_kernels([layer.self_attn for layer in owner.tail_layers])
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
-        report.failure("Compiling the kernels of the donor and the tail failed", failure)
+        report.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
 
 def _own_backend(runner: Any) -> OwnBackend | None:

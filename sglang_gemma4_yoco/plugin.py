@@ -3,16 +3,18 @@
 SGLang's loader catches every exception of a plugin and goes on without it, so a failure here
 must speak for itself: one line that says whether the fast path is installed, and why not.
 Refusals are errors, because at this point a spawned rank has not configured logging yet and
-would drop an INFO line.
+would drop an INFO line. That the path is on, or is switched off, is said when a model is served.
 """
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 from packaging.requirements import Requirement
 
-from sglang_gemma4_yoco import __version__, switch, threshold
+from sglang_gemma4_yoco import __version__, report, switch, threshold
 from sglang_gemma4_yoco.report import logger
 
 DISTRIBUTION = "sglang-gemma4-yoco"
@@ -43,15 +45,35 @@ def check_version() -> None:
             )
 
 
+def _say_so_when_a_model_is_served() -> None:
+    """Wrap the one method that a runner calls when its model is loaded. Raises what imports raise.
+
+    By then logging is configured: a log without a line would look like one without the package.
+    """
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    stock = ModelRunner.init_attention_backends
+
+    @functools.wraps(stock)
+    def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names = {type(module).__name__ for module in self.model.modules()}
+        if "Gemma4TextModel" in names and not getattr(self, "is_draft_worker", False):
+            report.once(f"Gemma 4 fast prefill {__version__} is off: {switch.VARIABLE}=0")
+        return stock(self, *args, **kwargs)
+
+    ModelRunner.init_attention_backends = init_attention_backends
+
+
 def load() -> None:
     """Install the patch into this process's SGLang, or say in one line why not. Never raises."""
     try:
         if not switch.enabled():
             logger.info("Gemma 4 fast prefill %s is off: %s=0", __version__, switch.VARIABLE)
+            _say_so_when_a_model_is_served()
             return
         threshold.min_skipped_rows()
         check_version()
-        # Imported late: with the switch off nothing of SGLang is touched.
+        # Imported late: with the switch off no model of SGLang's is touched.
         try:
             from sglang_gemma4_yoco import graphs, patch
         except ImportError as missing:

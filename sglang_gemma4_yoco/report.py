@@ -23,6 +23,7 @@ FAILED = "failed, served by stock"
 #: ``FAILED`` or the reason for stepping aside.
 forwards: Counter[str] = Counter()
 
+_ASIDE = "steps aside"
 _said: set[Hashable] = set()
 _told_active: weakref.WeakSet[object] = weakref.WeakSet()
 
@@ -69,10 +70,18 @@ def active(model: object, describe: Callable[[], str], outcome: str = ACTIVE) ->
         once(f"Gemma 4 fast prefill is active: {describe()}")
 
 
-def stepped_aside(reason: str) -> None:
-    """Count a forward that ran as stock; say why the first time for this ``reason``."""
+def stepped_aside(reason: str, *, tell: bool = True) -> None:
+    """Count a forward that ran as stock; ``tell`` why, if it was not told before."""
     forwards[reason] += 1
-    once(f"Gemma 4 fast prefill steps aside: {reason}")
+    if tell and (_ASIDE, reason) not in _said:
+        _said.add((_ASIDE, reason))
+        once(f"Gemma 4 fast prefill steps aside: {reason}")
+
+
+def steps_aside(reason: str, level: int = logging.INFO) -> None:
+    """Say why no batch of this server will be cut. Of its batches that need not be told again."""
+    _said.add((_ASIDE, reason))
+    once(f"Gemma 4 fast prefill steps aside for this server: {reason}", level)
 
 
 def failed(error: Exception) -> None:

@@ -278,6 +278,7 @@ def test_failures_in_a_row_turn_the_fast_path_off(
     first, off = [record for record in caplog.records if record.levelname == "ERROR"]
     assert first.exc_info
     assert fallback.GIVEN_UP in off.getMessage()
+    assert [m for m in caplog.messages if fallback.GIVEN_UP in m] == [off.getMessage()]
     # A new installation begins anew.
     patch.uninstall()
     patch.install()
@@ -410,7 +411,7 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     assert_same_objects(fast)
     assert_same_answers(stock, fast, 0.0)
     assert report.forwards[plan.NOT_PLANNED] == 1
-    (record,) = [r for r in caplog.records if "Planning" in r.getMessage()]
+    (record,) = [r for r in caplog.records if "planning the tail" in r.getMessage()]
     assert record.exc_info
     assert_fast(engine, BATCHES["one prompt"])
 

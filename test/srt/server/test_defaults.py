@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ask import Answer, assert_same_answers, compare, generate, tokens
-from layer_rows import UNREAD, assert_all_fast, cut, whole
+from layer_rows import UNREAD, assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, Server
 from sglang_gemma4_yoco import gate
 
@@ -45,9 +45,14 @@ def test_suffix_of_a_prompt(
     assert_same_answers(both)
 
 
-def test_log_says_why(default_server: Server) -> None:
-    generate(default_server, tokens(2, seed=70))
-    assert default_server.log_lines(f"steps aside: {gate.TOO_LITTLE}")
+def test_what_means_nothing_to_an_operator_is_not_said(default_server: Server) -> None:
+    """Behind "is active" it would read like a retreat."""
+    mark = default_server.mark()
+    for length in (1, 2):
+        generate(default_server, tokens(length, seed=70))
+    assert_all_stock(default_server.prefills(since=mark))
+    assert default_server.log_lines(gate.TOO_LITTLE) == []
+    assert default_server.log_lines(gate.NOTHING_TO_SKIP) == []
 
 
 def test_batch(both_servers: tuple[Server, Server]) -> None:

@@ -16,7 +16,6 @@ import pytest
 from ask import Answer, assert_same_answers, chat, compare, generate, picture, tokens
 from layer_rows import assert_all_stock, whole
 from server import CHUNK, Server, running, started
-from sglang_gemma4_yoco import gate
 
 ASIDE = "Gemma 4 fast prefill steps aside"
 _HOOK = '[{"name": "none", "target_modules": ["no.such.module"], "hook_factory": "builtins:dict"}]'
@@ -63,8 +62,8 @@ def test_refused_argument(
     with running(tiny_checkpoint, tmp_path, switch=None, arguments=arguments) as server:
         assert server.resolved(refused.name), "SGLang has taken the argument back"
         both = compare((server, off_server), ask)
-        for line in (f"{ASIDE} for this server: {refused.reason}", f"{ASIDE}: {refused.reason}"):
-            assert len(server.log_lines(line)) == 1
+        [line] = server.log_lines(ASIDE)
+        assert line.endswith(f"{ASIDE} for this server: {refused.reason}")
         assert server.log_lines("fast prefill is active") == []
     assert both.rows[0] == whole(50)
     assert_all_stock(both.prefills)
@@ -75,7 +74,8 @@ def test_refused_argument(
 def test_embeddings(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """SGLang's own Gemma 4 has no embeddings, and ends the server at the first request for one.
 
-    Until then it loads, plans and runs the forward: all rows of it, and the log says why.
+    Until then it loads, plans and runs the forward: all rows of it. The log ends with SGLang's own
+    error, and with nothing that could be taken for its cause.
     """
     with started(tiny_checkpoint, tmp_path, switch=None, arguments=["--is-embedding"]) as server:
         server.wait_until(server.mark, "a forward, of SGLang's own warm-up", 540)
@@ -83,6 +83,4 @@ def test_embeddings(tiny_checkpoint: Path, tmp_path: Path) -> None:
             lambda: server.log_lines("has no attribute 'embeddings'"), "SGLang's own error"
         )
         assert_all_stock(server.prefills())
-        for line in (f"{ASIDE} for this server: {gate.EMBEDDINGS}", f"{ASIDE}: {gate.EMBEDDINGS}"):
-            assert len(server.log_lines(line)) == 1
-        assert server.log_lines("fast prefill is active") == []
+        assert server.log_lines("Gemma 4 fast prefill") == []

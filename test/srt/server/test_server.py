@@ -30,6 +30,7 @@ from ask import (
 from layer_rows import UNREAD, assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, SWITCH, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_yoco import __version__
 
 QUESTION = "How many rows does the last layer of this model have to compute, and who reads them?"
 
@@ -192,18 +193,24 @@ def test_log_of_active_server(servers: tuple[Server, Server]) -> None:
     before = len(on.log_since_ready())  # of other tests, which make servers fail on purpose
     generate(on, tokens(50, seed=10))
     assert "Traceback" not in on.log_since_ready()[before:]
+    [start] = on.log_lines(f"Gemma 4 fast prefill {__version__} is on: ")
     [line] = on.log_lines("Gemma 4 fast prefill is active")
     assert "Gemma4TextModel" in line
-    assert re.search(r"(inside layer 3|before layer 4)\b.*\bof 8\b", line), line
+    for said in (start, line):
+        assert re.search(r"(inside layer 3|before layer 4)\b.*\bof 8\b", said), said
+    assert on.log().index(start) < on.log().index(line)
 
 
 def test_log_of_switched_off_server(servers: tuple[Server, Server]) -> None:
-    """The log of a server with the switch at 0 claims no fast path."""
+    """Nor would its log look like one without the package."""
     _, off = servers
     before = len(off.log_since_ready())
     generate(off, tokens(50, seed=10))
     assert "Traceback" not in off.log_since_ready()[before:]
     assert off.log_lines("fast prefill is active") == []
+    assert off.log_lines("is on: ") == []
+    [line] = off.log_lines("Gemma 4 fast prefill")
+    assert line.endswith(f"Gemma 4 fast prefill {__version__} is off: SGLANG_GEMMA4_YOCO=0")
 
 
 def test_misspelt_switch(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Every line that the package can log is explained in docs/log.md, and no other is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import sglang_gemma4_yoco
+
+REPO = Path(__file__).resolve().parents[3]
+PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
+# A call of one of these logs its first argument; ``Logger.log`` has the level before it.
+LOGGING = {"once", "error", "failure", "info", "warning", "log"}
+FORMAT = re.compile(r"%[sr]")
+
+
+def text_of(line: ast.expr) -> str:
+    """A line with ``...`` for whatever is put into it."""
+    if isinstance(line, ast.Constant) and isinstance(line.value, str):
+        return FORMAT.sub("...", line.value)
+    if isinstance(line, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "..." for part in line.values
+        )
+    return "..."
+
+
+def lines_of(source: str) -> Iterator[str]:
+    """The lines that a file logs."""
+    for call in ast.walk(ast.parse(source)):
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        function = call.func
+        name = function.attr if isinstance(function, ast.Attribute) else None
+        if isinstance(function, ast.Name):
+            name = function.id
+        if name in LOGGING:
+            line = text_of(call.args[name == "log"])
+            if line.strip(". :"):  # else the line comes from the caller
+                yield line
+
+
+def documented() -> list[str]:
+    page = (REPO / "docs" / "log.md").read_text()
+    return re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+
+
+def test_every_line_is_documented() -> None:
+    said = {line for path in PACKAGE.glob("**/*.py") for line in lines_of(path.read_text())}
+    assert len(said) > 12
+    listed = documented()
+    assert len(listed) == len(set(listed))
+    assert said == set(listed)
+
+
+def test_lines_are_found() -> None:
+    source = """
+report.once(f"one {thing} of {many}", logging.WARNING)
+logger.error("two %s: %r", a, b)
+logger.log(level, "%s", line)
+failure("three", error)
+once(line)
+said.add("nothing")
+"""
+    assert [*lines_of(source)] == ["one ... of ...", "two ...: ...", "three"]
