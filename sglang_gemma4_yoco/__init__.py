@@ -33,6 +33,7 @@ A batch travels through the package in this order::
     shadow.py     methods replaced on single objects, and put back
     seams.py      everything that depends on the installed SGLang's version
     report.py     log lines and counters
+    metrics.py    the counters in SGLang's metrics and in /server_info
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ def succeeded() -> None:
     _failures_in_a_row = 0
 
 
-def failed(error: Exception) -> None:
-    """A forward failed on the fast path, and stock is about to serve it."""
+def failed(error: Exception, rows: int = 0) -> None:
+    """A forward of so many rows failed on the fast path, and stock is about to serve it."""
     global _failures_in_a_row
     _failures_in_a_row += 1
-    report.failed(error)
+    report.failed(error, rows)
     if given_up():
         report.steps_aside(GIVEN_UP, logging.ERROR)
     # The traceback keeps the first try's tensors alive, memory that the second one needs.

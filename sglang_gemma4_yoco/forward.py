@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import fallback, gate, owner, report, seams
+from sglang_gemma4_yoco import fallback, gate, owner, report
 from sglang_gemma4_yoco.cut import Cut, LateRefusalError
 from sglang_gemma4_yoco.graphs import ReplayError
 from sglang_gemma4_yoco.owner import Owner
@@ -38,14 +38,16 @@ def prefill(
     except Exception as failure:
         if not fallback.is_alone():
             raise
-        fallback.failed(failure)
+        fallback.failed(failure, forward_batch.extend_num_tokens)
         fallback.put_back(embeds, copy)
         if plan is not None:
             plan.way.after_failure(forward_batch)
             if isinstance(failure, ReplayError):
                 known.launch(f"a replay failed: {type(failure.__cause__).__name__}")
         return run()
-    report.stepped_aside(reason, tell=gate.is_news(reason))
+    # No number of new tokens: a mode that has none.
+    rows = getattr(forward_batch, "extend_num_tokens", None) or 0
+    report.stepped_aside(reason, rows, tell=gate.is_news(reason))
     fallback.put_back(embeds, copy)
     return run()
 
@@ -57,7 +59,15 @@ def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> Any:
     finally:
         known.release()
     if cut.output is not None:
-        report.active(known.model, lambda: _description(known, plan), _outcome(plan))
+        kept = plan.tail.kept
+        computed = 0 if plan.tail.unread else kept.kept
+        report.active(
+            known.model,
+            lambda: _description(known),
+            _outcome(plan),
+            computed=computed,
+            skipped=kept.total - computed,
+        )
         fallback.succeeded()
     return output
 
@@ -68,12 +78,9 @@ def _outcome(plan: Plan) -> str:
     return report.ACTIVE if plan.replay is None else report.TAIL_REPLAYED
 
 
-def _description(known: Owner, plan: Plan) -> str:
-    model, backend = known.model, type(seams.current_attn_backend()).__name__
-    tail = f"tail launched ({known.launched_because})"
-    if known.graphs is not None:
-        tail = f"tail replayed for up to {known.graphs.rows[-1]} rows"
+def _description(known: Owner) -> str:
+    model = known.model
     return (
         f"{type(model).__name__} with hidden size {model.config.hidden_size}, "
-        f"{known.describe()}, attention by {backend}, {plan.way.told}, {tail}"
+        f"{known.attends()}, tail {known.runs_its_tail()}"
     )

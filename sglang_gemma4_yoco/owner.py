@@ -108,6 +108,12 @@ class Owner:
         told = RebuiltBackend.told if self.attention is None else self.attention.told
         return f"{self.describe()}, attention by {backend.__name__}, {told}"
 
+    def runs_its_tail(self) -> str:
+        """How the tail runs, where one row of each request is kept."""
+        if self.graphs is None:
+            return f"launched ({self.launched_because})"
+        return f"replayed for up to {self.graphs.rows[-1]} rows"
+
     def _place_of(self, cut: DonorCut) -> str:
         where = cut.value.format(donor=self.first_shared - 1, first=self.first_shared)
         return f"{where} (of {self.model.config.num_hidden_layers})"
@@ -259,6 +265,11 @@ def find(model: Any) -> Owner | None:
     """What is known of ``model``, if anything is."""
     owner: Owner | None = model.__dict__.get(_ENTRY)
     return owner
+
+
+def attached() -> Owner | None:
+    """What is known of the model that this process serves; the drafts' has no tail."""
+    return next(iter(_attached), None)
 
 
 def of(model: Any) -> Owner:

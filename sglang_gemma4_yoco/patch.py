@@ -1,9 +1,14 @@
 """Install the wrappers into SGLang's classes, and take them out again.
 
-Wrapped are, on their classes, ``Gemma4TextModel.forward``, which ``forward`` serves, and of
-``ModelRunner`` what builds attention backends, followed by ``owner.start``, and what records
-graphs, followed by ``owner.record``. Two helpers are added to
-``Gemma4TextModel``. Nothing is replaced, so models that imported the class by name are patched too.
+Wrapped are, on their classes:
+
+- ``Gemma4TextModel.forward``, which ``forward`` serves;
+- of ``ModelRunner`` what builds attention backends, followed by ``owner.start``, and what records
+  graphs, followed by ``owner.record``;
+- what a scheduler says of its state, and where its metrics are made, for ``metrics``.
+
+Two helpers are added to ``Gemma4TextModel``. Nothing is replaced, so models that imported the class
+by name are patched too.
 """
 
 from __future__ import annotations
@@ -14,12 +19,14 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import cut, fallback, forward, gate, owner, seams
+from sglang_gemma4_yoco import cut, fallback, forward, gate, metrics, owner, seams
 from sglang_gemma4_yoco.attention import RebuiltBackend, Way
 from sglang_gemma4_yoco.tail import Tail
 
 _Model = seams.gemma4_causal.Gemma4TextModel
 _Runner = seams.ModelRunner
+_Scheduler = seams.Scheduler
+_Collector = seams.SchedulerMetricsCollector
 
 # Whether SGLang records its graphs now: up to 0.5.15 one of the wrapped methods calls the other.
 _recording = False
@@ -123,6 +130,25 @@ def _with_recording(stock: Callable[..., Any]) -> Callable[..., Any]:
     return record_graphs
 
 
+def _with_state(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get_internal_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(self, *args, **kwargs)
+        metrics.add_to(output)
+        return output
+
+    return get_internal_state
+
+
+def _with_metrics(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it wraps one
+        stock(self, *args, **kwargs)
+        metrics.collect(self.labels)
+
+    return __init__
+
+
 def _text_models(module: torch.nn.Module) -> list[Any]:
     """The text models in ``module`` that have a KV-shared tail."""
     return [
@@ -155,6 +181,8 @@ def install() -> None:
         (_Runner, "init_attention_backends"): _with_owners(_Runner.init_attention_backends),
         (_Runner, "init_cuda_graphs"): _with_recording(_Runner.init_cuda_graphs),
         (_Runner, "init_decode_cuda_graph"): _with_recording(_Runner.init_decode_cuda_graph),
+        (_Scheduler, "get_internal_state"): _with_state(_Scheduler.get_internal_state),
+        (_Collector, "__init__"): _with_metrics(_Collector.__init__),
     }
     for (patched, name), wrapper in wrappers.items():
         _installed[patched, name] = (getattr(patched, name), wrapper)

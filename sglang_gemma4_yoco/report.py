@@ -10,7 +10,7 @@ import logging
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 logger = logging.getLogger("sglang_gemma4_yoco")
 
@@ -23,7 +23,13 @@ FAILED = "failed, served by stock"
 #: ``FAILED`` or the reason for stepping aside.
 forwards: Counter[str] = Counter()
 
+COMPUTED, SKIPPED = "computed", "skipped"
+PARTS = (COMPUTED, SKIPPED)
+#: Rows of those forwards, by whether the last layer has computed them.
+rows: Counter[str] = Counter()
+
 _ASIDE = "steps aside"
+_observers: list[Callable[[str, Mapping[str, int]], None]] = []
 _said: set[Hashable] = set()
 _told_active: weakref.WeakSet[object] = weakref.WeakSet()
 
@@ -59,20 +65,39 @@ def failure(line: str, error: Exception) -> None:
         logger.error("%s: %r", line, error, exc_info=error)
 
 
-def active(model: object, describe: Callable[[], str], outcome: str = ACTIVE) -> None:
+def observe(tell: Callable[[str, Mapping[str, int]], None]) -> None:
+    """Have ``tell(outcome, rows by part)`` called with every forward that is counted."""
+    _observers.append(tell)
+
+
+def _count(outcome: str, computed: int, skipped: int = 0) -> None:
+    forwards[outcome] += 1
+    counted = {COMPUTED: computed, SKIPPED: skipped}
+    rows.update(counted)
+    for tell in tuple(_observers):
+        try:
+            tell(outcome, counted)
+        except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
+            _observers.remove(tell)
+            failure("Gemma 4 fast prefill: its metrics are collected no longer", broken)
+
+
+def active(
+    model: object, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
+) -> None:
     """Count a forward that took the fast path; say so the first time for this ``model``.
 
     ``describe()`` says what was cut, and how; it is not called again for the same model.
     """
-    forwards[outcome] += 1
+    _count(outcome, computed, skipped)
     if model not in _told_active:
         _told_active.add(model)
         once(f"Gemma 4 fast prefill is active: {describe()}")
 
 
-def stepped_aside(reason: str, *, tell: bool = True) -> None:
+def stepped_aside(reason: str, rows_in_all: int, *, tell: bool = True) -> None:
     """Count a forward that ran as stock; ``tell`` why, if it was not told before."""
-    forwards[reason] += 1
+    _count(reason, rows_in_all)
     if tell and (_ASIDE, reason) not in _said:
         _said.add((_ASIDE, reason))
         once(f"Gemma 4 fast prefill steps aside: {reason}")
@@ -84,14 +109,15 @@ def steps_aside(reason: str, level: int = logging.INFO) -> None:
     once(f"Gemma 4 fast prefill steps aside for this server: {reason}", level)
 
 
-def failed(error: Exception) -> None:
+def failed(error: Exception, rows_in_all: int) -> None:
     """Count a forward that failed on the fast path, to be served by stock; say how."""
-    forwards[FAILED] += 1
+    _count(FAILED, rows_in_all)
     failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
 
 
 def reset() -> None:
     """Forget counters and what was said (for tests and for a new measurement)."""
     forwards.clear()
+    rows.clear()
     _said.clear()
     _told_active.clear()

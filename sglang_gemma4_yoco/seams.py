@@ -28,6 +28,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor import forward_context
@@ -46,6 +47,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.server_args import ServerArgs
 from torch.distributed import distributed_c10d
 
@@ -751,6 +753,8 @@ __all__ = [
     "GraphBackend",
     "LinearBase",
     "ModelRunner",
+    "Scheduler",
+    "SchedulerMetricsCollector",
     "SeamError",
     "argument_defaults",
     "attn_backend_switched",

@@ -229,9 +229,13 @@ class Server:
 
     def get(self, path: str) -> Any:
         """GET a JSON document."""
+        return json.loads(self.get_text(path))
+
+    def get_text(self, path: str) -> str:
+        """GET a document."""
         response = self._http.get(self.url + path, timeout=_REQUEST_TIMEOUT)
         assert response.ok, f"{path}: {response.status_code} {response.text}"
-        return response.json()
+        return response.text
 
     def resolved(self, argument: str) -> Any:
         """A server argument as the scheduler runs with it, which may be other than what was typed.

@@ -1,0 +1,112 @@
+"""What a server tells of the fast path, in SGLang's metrics and in /server_info.
+
+On two ranks, of which one counts for both.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ask import generate, tokens
+from layer_rows import assert_all_fast
+from server import CHUNK, Server, running
+from sglang_gemma4_reference import releases
+from sglang_gemma4_yoco import __version__, gate, metrics, report
+
+FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
+LONG = CHUNK + 40
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It has answered one prompt of two chunks, and one of a single token."""
+    arguments = ("--enable-metrics", "--tp-size", "2")
+    directory = tmp_path_factory.mktemp("metrics")
+    with running(tiny_checkpoint, directory, switch=None, arguments=arguments) as server:
+        mark = server.mark()
+        generate(server, tokens(LONG, seed=1))
+        assert_all_fast(server.prefills(since=mark))
+        generate(server, tokens(1, seed=2))
+        yield server
+
+
+def series(server: Server, name: str, label: str) -> dict[str, float]:
+    """The values of a counter by one of its labels; each value may have one series."""
+    text = server.get_text("/metrics")
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == f"{name}_total":
+                assert sample.labels[label] not in found
+                assert {"model_name", "engine_type", "tp_rank", "pp_rank"} <= sample.labels.keys()
+                assert sample.labels["tp_rank"] == "0"
+                found[sample.labels[label]] = sample.value
+    return found
+
+
+def states(server: Server) -> list[dict[str, Any]]:
+    return [state[metrics.ENTRY] for state in server.get("/server_info")["internal_states"]]
+
+
+def test_forwards_and_rows(measured: Server) -> None:
+    """As many as the server computed since its start, its own warm-up included."""
+    prefills = measured.prefills(since=0)
+    forwards = series(measured, FORWARDS, "outcome")
+    rows = series(measured, ROWS, "part")
+    assert forwards[report.ACTIVE] >= 1
+    assert forwards[gate.NOTHING_TO_SKIP] >= 1
+    if releases.tells_unread_chunks():
+        assert forwards[report.TAIL_SKIPPED] == 1
+    # Each rank has written down each of its forwards.
+    assert sum(forwards.values()) == len(prefills) / 2
+    assert rows["computed"] + rows["skipped"] == sum(p.rows[0] for p in prefills) / 2
+    assert rows["computed"] == sum(p.rows[-1] for p in prefills) / 2
+    assert rows["skipped"] >= LONG - 2
+
+
+def test_server_info_has_the_same_numbers(measured: Server) -> None:
+    forwards = series(measured, FORWARDS, "outcome")
+    for state in states(measured):
+        assert state["version"] == __version__
+        assert state["active"] is True
+        assert state["reason"] is None
+        assert "inside layer 3" in state["cut"]
+        assert state["tail"].startswith("launched (")
+        assert state["forwards"] == forwards
+        assert state["rows"] == series(measured, ROWS, "part")
+
+
+def test_sglangs_own_metrics_are_there(measured: Server) -> None:
+    """They would leave the directory that processes share, if their client came too early."""
+    text = measured.get_text("/metrics")
+    families = {family.name for family in text_string_to_metric_families(text)}
+    assert {"sglang:prompt_tokens", "sglang:num_running_reqs"} <= families
+
+
+def test_server_info_needs_no_flag(servers: tuple[Server, Server]) -> None:
+    """A server that steps aside says why; one whose switch is at 0 has no package to say so."""
+    on, off = servers
+    assert [state["active"] for state in states(on)] == [True]
+    [internal] = off.get("/server_info")["internal_states"]
+    assert metrics.ENTRY not in internal
+
+
+def test_loading_leaves_the_client_alone() -> None:
+    code = """
+import sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang_gemma4_yoco import patch
+print(patch.is_installed(), "prometheus_client" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.split()[-2:] == ["True", "False"]
