@@ -11,7 +11,6 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -141,7 +140,6 @@ _REFUSING_SIZES = {
 # Those that ``server_reason`` asks for by name.
 _OTHER_ARGUMENTS = (
     "speculative_algorithm",
-    "tp_size",
     "pp_size",
     "disaggregation_mode",
     "offload_group_size",
@@ -243,8 +241,8 @@ def server_reason() -> str | None:
         return SPECULATIVE
     if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
         return f"{HIDDEN_STATES}, beside speculative decoding"
-    if argument("speculative_algorithm") and _processes(argument) > 1:
-        return f"{SPECULATIVE} on several ranks"  # right for each by itself, together not shown
+    if argument("speculative_algorithm") and (argument("pp_size") or 1) > 1:
+        return f"{SPECULATIVE} in a pipeline"  # not shown
     for name, reason in _REFUSING_ARGUMENTS.items():
         if argument(name):
             return reason
@@ -269,11 +267,6 @@ def _judged_arguments() -> frozenset[str]:
     return frozenset(
         (*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS, *_REFUSING_ARGUMENTS, *_REFUSING_SIZES)
     )
-
-
-def _processes(argument: Callable[[str], Any]) -> int:
-    """How many processes run one forward of this server together."""
-    return (argument("tp_size") or 1) * (argument("pp_size") or 1)
 
 
 def stage_reason(model: Any) -> str | None:

@@ -122,6 +122,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
         invariance.keep_pytorch()
+        releases.take_host_cache()
         if cuda_branches.is_wanted():
             cuda_branches.install()
         else:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,19 @@ def take_graphs(*, of_decode_steps: bool) -> None:
         setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
         stock = import_module(setup).capture_decode_graph
         _replace_everywhere(setup, "capture_decode_graph", as_if_compiled(stock))
+
+
+def moves_cache_to_the_host() -> bool:
+    """Whether K and V go to the host and back by an engine of their own (0.5.23)."""
+    return find_spec("sglang.srt.mem_cache.l2_transfer") is not None
+
+
+def take_host_cache() -> None:
+    """Have SGLang's hierarchical cache run on a CPU, where ``host_cache`` knows how."""
+    if moves_cache_to_the_host():
+        from sglang_gemma4_reference import host_cache
+
+        host_cache.install()
 
 
 def graph_memory_pool(device_module: Any) -> Any:
@@ -373,12 +387,14 @@ __all__ = [
     "forward_batch",
     "has_pools_by_heads",
     "load_model",
+    "moves_cache_to_the_host",
     "placeholders",
     "published",
     "record_decode_steps",
     "row",
     "serving",
     "take_graphs",
+    "take_host_cache",
     "take_in_tree_paths",
     "tells_unread_chunks",
     "tree_cache",

@@ -241,7 +241,6 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"speculative_algorithm": "EAGLE3"},
     {"disaggregation_mode": "decode"},
     {"disaggregation_mode": "prefill"},
-    {**DRAFTS, "tp_size": 2},
     {**DRAFTS, "pp_size": 2},
     {**DRAFTS, "enable_return_hidden_states": True},
     {**DRAFTS, "enable_return_aux_hidden_states": True},

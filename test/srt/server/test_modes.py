@@ -7,15 +7,17 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ask import TOLERANCE, Compared, compare, generate, tokens
+from ask import TOLERANCE, Compared, assert_same_answers, compare, generate, outputs, tokens
 from layer_rows import assert_all_fast, assert_all_stock, cut
-from server import CHUNK, Server, pair
+from server import CHUNK, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
+from sglang_gemma4_reference.row_trace import Prefill
 
 LABELS = [40, 300, 511]
 
@@ -82,23 +84,55 @@ def test_input_logprobs_without_generation(servers: tuple[Server, Server]) -> No
 # -- drafts of a multi-token-prediction assistant --------------------------------------------
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """What starts a server with an assistant that drafts three tokens ahead."""
+
+    directory: Path
+    checkpoint: Path
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return (
+            *("--speculative-algorithm", "NEXTN"),
+            *("--speculative-draft-model-path", str(self.directory / "assistant")),
+            *("--speculative-num-steps", "3"),
+            *("--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", "4"),
+        )
+
+
 @pytest.fixture(scope="module")
-def drafting(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
-    """Servers with an assistant that drafts three tokens ahead."""
+def drafts(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Drafts:
     directory = tmp_path_factory.mktemp("drafting")
-    assistant = write_assistant(directory / "assistant", E2B_TINY)
-    with pair(
-        tiny_checkpoint,
-        directory,
-        *("--speculative-algorithm", "NEXTN"),
-        *("--speculative-draft-model-path", str(assistant)),
-        *("--speculative-num-steps", "3"),
-        *("--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", "4"),
-    ) as servers:
-        yield servers
+    write_assistant(directory / "assistant", E2B_TINY)
+    return Drafts(directory, tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def drafting_stock(drafts: Drafts) -> Iterator[Server]:
+    """The stock server with the assistant, of one rank."""
+    directory = drafts.directory / "off"
+    with running(drafts.checkpoint, directory, switch="0", arguments=drafts.arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def drafting(
+    request: pytest.FixtureRequest, drafts: Drafts, drafting_stock: Server
+) -> Iterator[tuple[Server, Server]]:
+    """Servers with the assistant: the fast one on so many tensor-parallel ranks, and stock."""
+    ranks: int = request.param
+    arguments = (*drafts.arguments, "--tp-size", str(ranks))
+    directory = drafts.directory / f"on-{ranks}"
+    with running(drafts.checkpoint, directory, switch=None, arguments=arguments) as server:
+        yield server, drafting_stock
+
+
+def ranks_of(server: Server) -> int:
+    """How many ranks the server has, by its own word."""
+    ranks: int = server.resolved("tp_size")
+    return ranks
 
 
 def draft(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
@@ -118,27 +152,45 @@ def draft(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[A
 def compare_drafts(
     servers: tuple[Server, Server], ask: Callable[[Server], list[Any]]
 ) -> Compared[Any]:
-    """Same tokens and same accepted lengths, from prompts that took the fast path."""
+    """Same tokens and same accepted lengths, from prompts that took the fast path on all ranks."""
     both = compare(servers, ask)
-    assert_all_fast(both.prefills)
+    assert_fast_on_all_ranks(servers[0], both.prefills)
     assert both.on == both.off
     return both
 
 
-def test_drafts(drafting: tuple[Server, Server]) -> None:
-    """Same tokens and same accepted lengths; the assistant starts from the prompt's last row."""
+def assert_fast_on_all_ranks(server: Server, prefills: list[Prefill]) -> None:
+    """Every rank ran every batch, and cut it alike."""
+    assert_all_fast(prefills)
+    processes = {prefill.process for prefill in prefills}
+    assert len(processes) == ranks_of(server)
+    first, *others = (
+        [(p.extend_lens, p.prefix_lens, p.rows) for p in prefills if p.process == process]
+        for process in processes
+    )
+    assert all(other == first for other in others)
+
+
+def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
+    """Same tokens and same accepted lengths; the assistant starts from the prompt's last row.
+
+    And the same tokens as of a server that drafts nothing.
+    """
     prompts = [tokens(n, seed=n) for n in (50, 7, 300)]
     both = compare_drafts(drafting, lambda server: draft(server, prompts))
     # Some drafts are right and some are wrong: both ways lead on from the prefill's K/V.
     histograms = [histogram for _, histogram, _ in both.on]
     assert any(sum(histogram[1:]) for histogram in histograms)
     assert any(histogram[0] for histogram in histograms)
+    for prompt, (drafted, _, _) in zip(prompts, both.on, strict=True):
+        assert outputs(off_server, prompt, max_new_tokens=24) == [drafted]
     # Drafts are verified by the stock forward: of every one of them a row is read.
     for server in drafting:
         assert server.verifications()
         assert_all_stock(server.verifications())
-    [line] = drafting[0].log_lines("Gemma 4 fast prefill is active")
-    assert "Gemma4TextModel" in line
+    lines = drafting[0].log_lines("Gemma 4 fast prefill is active")
+    assert len(lines) == ranks_of(drafting[0])
+    assert all("Gemma4TextModel" in line for line in lines)
 
 
 def test_drafts_overlap_scheduling(drafting: tuple[Server, Server]) -> None:
@@ -161,11 +213,8 @@ def test_drafts_behind_a_cached_prompt(drafting: tuple[Server, Server]) -> None:
 def test_drafts_beside_input_logprobs(drafting: tuple[Server, Server]) -> None:
     """A draft starts from the last row where the suffix of a prompt is kept too."""
     both = compare(
-        drafting,
-        lambda server: [
-            (answer.tokens, [round(p, 3) for p in answer.input_logprobs])
-            for answer in generate(server, tokens(70, seed=6), logprob_start_len=60)
-        ],
+        drafting, lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
     )
-    assert both.rows == [cut(70, 10)]
-    assert both.on == both.off
+    assert both.rows == [cut(70, 10)] * ranks_of(drafting[0])
+    assert_same_answers(both)
+    assert len(both.on[0].input_logprobs) == 9
