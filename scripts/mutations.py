@@ -723,8 +723,9 @@ _WRITTEN = [
         ("drafts on several ranks",
          'if argument("speculative_algorithm") and _processes(argument) > 1:', "if False:",
          ARGUMENTS),
-        ("disaggregation", 'if argument("disaggregation_mode") not in (None, "null"):',
-         "if False:", ARGUMENTS),
+        ("drafts beside the roles of disaggregation",
+         'if argument("speculative_algorithm") and argument("disaggregation_mode") not in '
+         '(None, "null"):', "if False:", ARGUMENTS),
         ("unread although logprobs are wanted",
          "        and not _wants_input_logprobs(forward_batch)\n", "", LOGPROBS),
         ("unread although a request decodes along",

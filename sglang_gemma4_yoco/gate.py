@@ -245,6 +245,8 @@ def server_reason() -> str | None:
         return f"{HIDDEN_STATES}, beside speculative decoding"
     if argument("speculative_algorithm") and _processes(argument) > 1:
         return f"{SPECULATIVE} on several ranks"  # right for each by itself, together not shown
+    if argument("speculative_algorithm") and argument("disaggregation_mode") not in (None, "null"):
+        return f"{SPECULATIVE} beside prefill-decode disaggregation"  # as well
     for name, reason in _REFUSING_ARGUMENTS.items():
         if argument(name):
             return reason
@@ -253,8 +255,6 @@ def server_reason() -> str | None:
             return reason
     if (argument("offload_group_size") or 0) > 0:  # -1 is none, and one layer a group
         return OFFLOADED
-    if argument("disaggregation_mode") not in (None, "null"):
-        return "prefill-decode disaggregation"
     try:
         unjudged = seams.set_arguments(but_for=arguments.JUDGED | _judged_arguments())
     except seams.SeamError as unlisted:
