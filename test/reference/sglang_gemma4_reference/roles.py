@@ -1,7 +1,7 @@
 """The two roles of prefill-decode disaggregation on a CPU, without what they take from CUDA.
 
-Tried with SGLang 0.5.23. K and V are sent over TCP by a package (``ENGINE``) that loads two system
-libraries (``LIBRARIES``, as Debian calls them). A prefill role without it still serves the requests
+Tried with SGLang 0.5.23. K and V are sent over TCP by a package (``ENGINE``) that loads
+system libraries (``LIBRARIES``, as Debian calls them). A prefill role without it still serves the requests
 that name ``NOBODY`` as their peer, as those of SGLang's own warm-up do.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 SGLANG = "0.5.23"
 ENGINE = "mooncake-transfer-engine-non-cuda"
-LIBRARIES = ("libibverbs1", "libnl-route-3-200")
+LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
 #: SGLang's ``FAKE_BOOTSTRAP_HOST``.
 NOBODY = "2.2.2.2"
 
