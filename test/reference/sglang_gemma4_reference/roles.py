@@ -1,7 +1,7 @@
 """The two roles of prefill-decode disaggregation on a CPU, without what they take from CUDA.
 
-Tried with SGLang 0.5.23. K and V are sent over TCP by a package (``ENGINE``) that loads
-system libraries (``LIBRARIES``, as Debian calls them). A prefill role without it still serves the requests
+Tried with SGLang 0.5.23. K and V are sent over TCP by a package (``ENGINE``) that loads system
+libraries (``LIBRARIES``, as Debian calls them). A prefill role without it still serves the requests
 that name ``NOBODY`` as their peer, as those of SGLang's own warm-up do.
 """
 

@@ -147,7 +147,7 @@ def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Se
     The last test of this file: there is no decode server after it.
     """
     prefill, decode = both_roles.prefill, both_roles.decode
-    body = {"input_ids": tokens(39 * CHUNK, seed=5), "sampling_params": GREEDY}
+    body = {"input_ids": tokens(30 * CHUNK, seed=5), "sampling_params": GREEDY}
     mark = prefill.mark()
     with ThreadPoolExecutor(2) as clients:
         prefilled, decoded = both_roles.ask_both(clients, body)
