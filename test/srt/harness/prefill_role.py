@@ -107,6 +107,7 @@ class PrefillRole:
         """
         scheduler = self._scheduler
         assert scheduler.flush_cache(), "a request of before holds memory"
+        self._overwrite_the_pools()
         report.reset()
         self._served = Served()
         self._room_of = {room: request.name for room, request in enumerate(requests, 1)}
@@ -118,16 +119,30 @@ class PrefillRole:
         self._served.outcomes = dict(report.forwards)
         return self._served
 
+    @property
+    def _buffers(self) -> Any:
+        """What SGLang tells a transfer engine of the pools."""
+        return self._scheduler.disagg_prefill_bootstrap_queue.kv_manager.kv_args
+
+    def _overwrite_the_pools(self) -> None:
+        """Nothing can be read, or sent, that was not written since. The floats are 785."""
+        buffers = self._buffers
+        for start, length in zip(buffers.kv_data_ptrs, buffers.kv_data_lens, strict=True):
+            ctypes.memset(start, 0x44, length)
+        for starts, lengths in zip(buffers.state_data_ptrs, buffers.state_data_lens, strict=True):
+            for start, length in zip(starts, lengths, strict=True):
+                ctypes.memset(start, 0x44, length)
+
     @contextmanager
     def _seeing_what_comes(self) -> Iterator[None]:
         """Note what is sent and what is answered; the loop ends when all has been."""
         stock = FakeKVSender.send
-        arguments = self._scheduler.disagg_prefill_bootstrap_queue.kv_manager.kv_args
+        buffers = self._buffers
 
         def send(sender: Any, indices: Any, states: Any = None, *args: Any, **kwargs: Any) -> None:
-            sent = _bytes(arguments.kv_data_ptrs, arguments.kv_item_lens, indices)
+            sent = _bytes(buffers.kv_data_ptrs, buffers.kv_item_lens, indices)
             for i, of_state in enumerate(states or ()):
-                pointers, lengths = arguments.state_data_ptrs[i], arguments.state_item_lens[i]
+                pointers, lengths = buffers.state_data_ptrs[i], buffers.state_item_lens[i]
                 sent += _bytes(pointers, lengths, of_state)
             name = self._room_of[sender.bootstrap_room]
             self._served.sent.setdefault(name, []).append(sent)
