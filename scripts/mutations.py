@@ -100,6 +100,7 @@ FAULTS = "server/test_load_faults.py"
 DEFAULTS = "server/test_defaults.py"
 RULE = "forward/test_measured_rule.py"
 REPLAYED = "forward/test_replayed_tail.py"
+TOLD = "server/test_served_metrics.py"
 OTHER_MAINS = "forward/test_any_backend.py"
 PROVEN = f"{REPLAYED}::test_a_graph_that_differs_is_not_used"
 ONE_ROW_EACH = f"{REPLAYED}::test_one_row_of_each_request"
@@ -325,8 +326,10 @@ _WRITTEN = [
          "        if not fallback.is_alone():\n            raise\n", "",
          f"{FORWARD}::test_with_other_ranks_a_failure_propagates_and_leaves_all_ready"),
         ("the second run gets overwritten embeddings",
-         "        fallback.failed(failure)\n        fallback.put_back(embeds, copy)\n",
-         "        fallback.failed(failure)\n", SERVED),
+         "        fallback.failed(failure, rows)\n        fallback.put_back(embeds, copy)\n",
+         "        fallback.failed(failure, rows)\n", SERVED),
+        ("skipped rows are not counted", "skipped=kept.total - computed,", "skipped=0,",
+         f"{TOLD}::test_forwards_and_rows"),
         ("a late refusal leaves overwritten embeddings",
          "tell=gate.is_news(reason))\n    fallback.put_back(embeds, copy)\n",
          "tell=gate.is_news(reason))\n", LATE),
@@ -768,11 +771,12 @@ _WRITTEN = [
         ("hidden states beside drafts",
          'if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):',
          "if False:", ARGUMENTS),
-        ("drafts on several ranks",
-         'if argument("speculative_algorithm") and _processes(argument) > 1:', "if False:",
+        ("drafts in a pipeline",
+         'if argument("speculative_algorithm") and (argument("pp_size") or 1) > 1:', "if False:",
          ARGUMENTS),
-        ("disaggregation", 'if argument("disaggregation_mode") not in (None, "null"):',
-         "if False:", ARGUMENTS),
+        ("drafts beside the roles of disaggregation",
+         'if argument("speculative_algorithm") and argument("disaggregation_mode") not in '
+         '(None, "null"):', "if False:", ARGUMENTS),
         ("unread although logprobs are wanted",
          "        and not _wants_input_logprobs(forward_batch)\n", "", LOGPROBS),
         ("unread although a request decodes along",
@@ -894,6 +898,9 @@ _WRITTEN = [
     ),
     *of(
         "plugin.py",
+        ("a served model's log does not say that the path is off",
+         "            _say_so_when_a_model_is_served()\n", "",
+         "server/test_server.py::test_log_of_switched_off_server"),
         ("installed although switched off", "        if not switch.enabled():\n",
          "        switch.enabled()\n        if False:\n",
          f"{FAULTS}::test_switched_off"),
@@ -923,6 +930,14 @@ _WRITTEN = [
          "return _MEANING.get(value, True)", "server/test_server.py::test_misspelt_switch"),
     ),
     *of(
+        "metrics.py",
+        ("every rank counts", '    if labels.get("tp_rank", 0) != 0 and not every_rank:\n',
+         "    if False:\n", f"{TOLD}::test_forwards_and_rows"),
+        ("a server that is active does not say where it cuts",
+         "    if known is not None and reason is None:\n", "    if False:\n",
+         f"{TOLD}::test_server_info_has_the_same_numbers"),
+    ),
+    *of(
         "report.py",
         ("a skipped tail is not told from a shortened one",
          "forwards[outcome] += 1", "forwards[ACTIVE] += 1", UNREAD),
@@ -931,9 +946,9 @@ _WRITTEN = [
         ("a server's reason is said with its first batch again",
          "    _said.add((_ASIDE, reason))\n    once(f\"Gemma 4 fast prefill steps aside for",
          "    once(f\"Gemma 4 fast prefill steps aside for", GIVES_UP),
-        ("refusals are not counted", "    forwards[reason] += 1\n", "",
+        ("refusals are not counted", "    _count(reason, rows_in_all)\n", "",
          f"{FORWARD}::test_each_reason_is_said_once"),
-        ("failures are not counted", "    forwards[FAILED] += 1\n", "", SERVED),
+        ("failures are not counted", "    _count(FAILED, rows_in_all)\n", "", SERVED),
         ("a failure without its traceback", ", exc_info=error)", ")", SERVED),
         ("all failures are of one kind",
          "    kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))\n",

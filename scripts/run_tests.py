@@ -25,9 +25,20 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from environment import REPO, SGLANG_VERSION, SetupError, heading, prepare_environment, say, tail
+from environment import (
+    REPO,
+    SGLANG_VERSION,
+    SetupError,
+    find_uv,
+    heading,
+    install,
+    prepare_environment,
+    say,
+    tail,
+)
 
 EXTRAS = "test,lint,scripts,eval"  # the scripts are tested too
+OPTIONAL = "pd"  # not to be had for every machine
 TESTS = Path("test/srt")
 # What takes longest comes first, so that at the end no process waits long for the other.
 FOLDERS = ("server", "triton", "forward", "scripts", "unit", "models")
@@ -87,6 +98,14 @@ def run_on_gpu(python: Path) -> int:
     return 0 if run(python, "pytest", "-s", *GPU, YOCO_TEST_GPU="1") else 1
 
 
+def install_optional(venv: Path, python: Path, log: Path) -> None:
+    """Install what one file of tests needs, which is skipped where that cannot be had."""
+    try:
+        install(find_uv(venv, log), python, ["-e", f"{REPO}[{OPTIONAL}]"], log)
+    except (SetupError, OSError):
+        say(f"The extra {OPTIONAL!r} cannot be installed here (the log is {log})")
+
+
 def main() -> int:
     """Set up, check, test."""
     args = parse_arguments()
@@ -109,6 +128,8 @@ def main() -> int:
         return 2
     if args.gpu:
         return run_on_gpu(python)
+    if not args.quick:
+        install_optional(venv, python, log)
     if args.lint:
         heading("Style and types")
         for check in (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)):

@@ -143,13 +143,13 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "enable_session_radix_cache", "enable_streaming_session", "radix_eviction_policy",
         "radix_eviction_policy_config", "strip_thinking_cache",
     ),
-    "details of PD disaggregation, whose mode is judged": (
+    "PD disaggregation: each role reads of a prefill what a server without roles reads": (
         "disaggregation_bootstrap_port", "disaggregation_decode_allocation_policy",
         "disaggregation_decode_enable_offload_kvcache", "disaggregation_decode_enable_radix_cache",
         "disaggregation_decode_extra_slots", "disaggregation_decode_host_receive_threshold",
         "disaggregation_decode_polling_interval", "disaggregation_decode_retraction_backup",
         "disaggregation_enable_kv_checksum", "disaggregation_ib_device",
-        "disaggregation_transfer_backend", "num_reserved_decode_tokens",
+        "disaggregation_transfer_backend", "enable_pd_role_switch", "num_reserved_decode_tokens",
         "optimistic_prefill_attempts", "optimistic_prefill_retries",
     ),
     "devices, processes and their life": (
@@ -256,8 +256,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "enable_symm_mem",
     ),
     "another argument is judged, which SGLang derives from it or demands beside it": (
-        "enable_dsa_prefill_context_parallel", "enable_pd_role_switch",
-        "enable_prefill_context_parallel", "lora_paths", "rl_on_policy_target",
+        "enable_dsa_prefill_context_parallel", "enable_prefill_context_parallel", "lora_paths",
+        "rl_on_policy_target",
     ),
     "the runner is judged, which generates nothing": (
         "is_embedding", "prefill_only_disable_kv_cache",

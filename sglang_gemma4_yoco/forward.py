@@ -24,6 +24,7 @@ def prefill(
         run: the stock forward, which the cut makes fast.
     """
     known = owner.of(model)
+    rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
     copy = plan = None
     try:
         decided = known.decision(forward_batch)
@@ -38,15 +39,13 @@ def prefill(
     except Exception as failure:
         if not fallback.is_alone():
             raise
-        fallback.failed(failure, forward_batch.extend_num_tokens)
+        fallback.failed(failure, rows)
         fallback.put_back(embeds, copy)
         if plan is not None:
             plan.way.after_failure(forward_batch)
             if isinstance(failure, ReplayError):
                 known.launch(f"a replay failed: {type(failure.__cause__).__name__}")
         return run()
-    # No number of new tokens: a mode that has none.
-    rows = getattr(forward_batch, "extend_num_tokens", None) or 0
     report.stepped_aside(reason, rows, tell=gate.is_news(reason))
     fallback.put_back(embeds, copy)
     return run()

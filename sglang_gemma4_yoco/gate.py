@@ -243,6 +243,8 @@ def server_reason() -> str | None:
         return f"{HIDDEN_STATES}, beside speculative decoding"
     if argument("speculative_algorithm") and (argument("pp_size") or 1) > 1:
         return f"{SPECULATIVE} in a pipeline"  # not shown
+    if argument("speculative_algorithm") and argument("disaggregation_mode") not in (None, "null"):
+        return f"{SPECULATIVE} beside prefill-decode disaggregation"  # nor this
     for name, reason in _REFUSING_ARGUMENTS.items():
         if argument(name):
             return reason
@@ -251,8 +253,6 @@ def server_reason() -> str | None:
             return reason
     if (argument("offload_group_size") or 0) > 0:  # -1 is none, and one layer a group
         return OFFLOADED
-    if argument("disaggregation_mode") not in (None, "null"):
-        return "prefill-decode disaggregation"
     try:
         unjudged = seams.set_arguments(but_for=arguments.JUDGED | _judged_arguments())
     except seams.SeamError as unlisted:

@@ -11,7 +11,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_gemma4_reference import cuda_branches, invariance, releases
+from sglang_gemma4_reference import cuda_branches, invariance, releases, roles
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -83,6 +83,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # The same for threads that wait for one another, in the processes started from here:
         # while other programs compete for the cores, spinning makes decoding four times slower.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        roles.choose(server_args)
         _deal_out_cores(server_args.dp_size * server_args.tp_size * server_args.pp_size)
 
     def get_full_graph_backend_cls(self) -> type[Any]:
@@ -123,6 +124,8 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
         invariance.keep_pytorch()
         releases.take_host_cache()
+        if roles.are_wanted():
+            roles.install()
         if cuda_branches.is_wanted():
             cuda_branches.install()
         else:

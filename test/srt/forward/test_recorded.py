@@ -165,5 +165,5 @@ def test_nothing_is_announced_without_prefill_graphs(
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted()
         restarted(cuda_graph_config=decode_only)
-        restarted(cuda_graph_config=replays, disaggregation_mode="prefill")
+        restarted(cuda_graph_config=replays, enable_single_batch_overlap=True)
     assert not [m for m in caplog.messages if REPLAYED in m]

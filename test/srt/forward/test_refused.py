@@ -171,6 +171,8 @@ NO_CHUNKS = {"chunked_prefill_size": -1, "disable_overlap_schedule": True}
 LORA_SHAPE = {"max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
 DP = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 
+DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
+
 # Of one rank each, with what SGLang wants beside the argument that is refused.
 SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),
@@ -191,8 +193,8 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
         {**DRAFTS, "enable_return_hidden_states": True},
         f"{gate.HIDDEN_STATES}, beside speculative decoding",
     ),
-    ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
-    ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
+    ({**DRAFTS, "disaggregation_mode": "decode"}, DRAFTS_BESIDE_ROLES),
+    ({**DRAFTS, "disaggregation_mode": "prefill"}, DRAFTS_BESIDE_ROLES),
 ]
 
 

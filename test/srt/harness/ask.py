@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 from PIL import Image
@@ -64,6 +64,25 @@ class Answer:
 A = TypeVar("A")
 
 
+class Asked(Protocol):
+    """A server, or several that answer as one."""
+
+    def generate(self, **body: Any) -> Any:
+        """/generate's JSON answer."""
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+
+    def mark(self) -> int:
+        """How many prefill forwards there were so far."""
+
+    def prefills(self, since: int = 0) -> list[Prefill]:
+        """The prefill forwards so far, without the first ``since``."""
+
+
+S = TypeVar("S", bound=Asked)
+
+
 @dataclass(frozen=True)
 class Compared(Generic[A]):
     """The same requests on both servers: their answers, and the fast one's prefill forwards."""
@@ -78,7 +97,7 @@ class Compared(Generic[A]):
         return [prefill.rows for prefill in self.prefills]
 
 
-def compare(servers: tuple[Server, Server], ask: Callable[[Server], list[A]]) -> Compared[A]:
+def compare(servers: tuple[S, S], ask: Callable[[S], list[A]]) -> Compared[A]:
     """Put the same requests to both servers, their prefix caches empty at first."""
     answers, prefills = [], []
     for server in servers:
@@ -136,7 +155,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def generate(
-    server: Server, input_ids: Any, *, new_tokens: int | Sequence[int] = NEW_TOKENS, **body: Any
+    server: Asked, input_ids: Any, *, new_tokens: int | Sequence[int] = NEW_TOKENS, **body: Any
 ) -> list[Answer]:
     """Greedy answers of /generate to one prompt (a list of ids) or to a batch of them.
 

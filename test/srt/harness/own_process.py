@@ -1,5 +1,7 @@
 """A test file that needs a process of its own: Triton decides at import whether it interprets.
 
+A scheduler takes the process that it is made in for its own as well.
+
 Collected in a process that is set up otherwise, such a file becomes one test, which runs the whole
 file in a second pytest; collected where the environment is as it must be, it is an ordinary file.
 So ``pytest`` alone runs everything, and a single test can still be asked for by name::
@@ -22,23 +24,27 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sglang_gemma4_reference import cuda_branches
+from sglang_gemma4_reference import cuda_branches, roles
 
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
 FOLDER = "triton"
 INTERPRETER = {"TRITON_INTERPRET": "1"}
-# Files that need more than the interpreter. What another SGLang than theirs collects of them is one
-# skipped test, in the process that collects it: the other process would refuse to start.
+# Files that need more than the interpreter, or another folder's that need something.
 _MORE = {"test_cuda_branches.py": {cuda_branches.VARIABLE: "cuda"}}
-_RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG}
+_ELSEWHERE = {"test_prefill_role.py": {"YOCO_TEST_ALONE": "1"}}
+# What another SGLang than theirs collects of these is one skipped test, in the process that
+# collects it: the other process would refuse to start.
+_RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG, "test_prefill_role.py": roles.SGLANG}
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
-    """Have another process run a file of the folder, unless this one is set up for it."""
+    """Have another process run such a file, unless this one is set up for it."""
     name = module_path.name
-    environment = INTERPRETER | _MORE.get(name, {})
+    environment = _ELSEWHERE.get(name, {})
+    if module_path.parent.name == FOLDER:
+        environment = INTERPRETER | _MORE.get(name, {})
     released_elsewhere = name in _RELEASE and version("sglang") != _RELEASE[name]
-    if module_path.parent.name != FOLDER or released_elsewhere or is_set_up(environment):
+    if released_elsewhere or is_set_up(environment):
         return None
     file = OwnProcessFile.from_parent(parent, path=module_path)
     file.environment = environment

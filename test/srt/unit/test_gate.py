@@ -274,6 +274,7 @@ def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) ->
 
 
 HIDDEN_STATES_OF_DRAFTS = f"{gate.HIDDEN_STATES}, beside speculative decoding"
+DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
 SERVERS: list[tuple[dict[str, Any], str | None]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),
     ({"enable_two_batch_overlap": True}, "two-batch overlap"),
@@ -324,8 +325,18 @@ SERVERS: list[tuple[dict[str, Any], str | None]] = [
         {"enable_quant_communications": True},
         "all-reduces that round prefill otherwise than decode",
     ),
-    ({"disaggregation_mode": "decode"}, "prefill-decode disaggregation"),
-    ({"disaggregation_mode": "prefill"}, "prefill-decode disaggregation"),
+    ({"disaggregation_mode": "decode"}, None),
+    ({"disaggregation_mode": "prefill"}, None),
+    ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, None),
+    (
+        {"speculative_algorithm": "FROZEN_KV_MTP", "disaggregation_mode": "prefill"},
+        DRAFTS_BESIDE_ROLES,
+    ),
+    (
+        {"speculative_algorithm": "FROZEN_KV_MTP", "disaggregation_mode": "decode"},
+        DRAFTS_BESIDE_ROLES,
+    ),
+    ({"speculative_algorithm": "FROZEN_KV_MTP", "disaggregation_mode": "null"}, None),
     (
         {"speculative_algorithm": "FROZEN_KV_MTP", "pp_size": 2},
         "speculative decoding in a pipeline",

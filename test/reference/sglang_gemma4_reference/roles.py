@@ -1,0 +1,59 @@
+"""The two roles of prefill-decode disaggregation on a CPU, without what they take from CUDA.
+
+Tried with SGLang 0.5.23. K and V are sent over TCP by a package (``ENGINE``) that loads system
+libraries (``LIBRARIES``, as Debian calls them). A prefill role without it still serves the requests
+that name ``NOBODY`` as their peer, as those of SGLang's own warm-up do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+SGLANG = "0.5.23"
+ENGINE = "mooncake-transfer-engine-non-cuda"
+LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
+#: SGLang's ``FAKE_BOOTSTRAP_HOST``.
+NOBODY = "2.2.2.2"
+
+_EARLY = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
+
+
+def choose(server_args: Any) -> None:
+    """Have a server with a role send and keep K and V by way of ordinary memory."""
+    if server_args.disaggregation_mode == "null":
+        return
+    # Cached pages would go ahead of the forward that adds to them, behind an event of CUDA's. The
+    # server's other processes inherit this.
+    os.environ[_EARLY] = "0"
+    # Else retracted requests wait in memory that CUDA has pinned.
+    if getattr(server_args, "disaggregation_decode_retraction_backup", "") is None:
+        server_args.disaggregation_decode_retraction_backup = "cpu_tensor"
+
+
+def are_wanted() -> bool:
+    """Whether this process belongs to a server with a role."""
+    return os.environ.get(_EARLY) == "0"
+
+
+def install() -> None:
+    """Have page numbers sent as they are, and not by way of pinned memory."""
+    from sglang.srt.disaggregation.mooncake import conn
+
+    conn.MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def why_nothing_is_sent() -> str | None:
+    """Why this machine cannot send K and V, and what to install; None if it can."""
+    tried = subprocess.run(
+        [sys.executable, "-c", "import mooncake.engine"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if tried.returncode == 0:
+        return None
+    *_, error = tried.stderr.strip().splitlines() or [str(tried.returncode)]
+    return f"{error}: pip install {ENGINE}; apt-get install {' '.join(LIBRARIES)}"

@@ -1,0 +1,137 @@
+"""A prefill server and a decode server that answer as one, over TCP on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from demo import choose_ports
+from server import Server, started
+from sglang_gemma4_reference import roles
+from sglang_gemma4_reference.row_trace import Prefill
+
+_rooms = count(1)  # where the two servers meet over one request
+
+_ENVIRONMENT = {
+    "SGLANG_HOST_IP": "127.0.0.1",
+    # A request whose peer is gone is given up after so many seconds; SGLang waits for 300.
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
+}
+
+
+class Disaggregated:
+    """Two servers that share the work on each request.
+
+    Attributes:
+        prefill: the one that computes the prompts.
+        decode: the one that goes on from there.
+    """
+
+    def __init__(self, prefill: Server, decode: Server, ports: tuple[int, int]) -> None:
+        """Two servers that are ready.
+
+        Args:
+            ports: where each of them is met by its peers while it prefills.
+        """
+        self.prefill = prefill
+        self.decode = decode
+        self._ports = ports
+
+    def peers(self, number: int | None = None) -> dict[str, Any]:
+        """What a request, or a batch of so many, says to both servers so that they meet."""
+        rooms = [next(_rooms) for _ in range(number or 1)]
+        return {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self._ports[0],
+            "bootstrap_room": rooms[0] if number is None else rooms,
+        }
+
+    def ask_both(
+        self, clients: ThreadPoolExecutor, body: dict[str, Any]
+    ) -> tuple[Future[requests.Response], Future[requests.Response]]:
+        """Put one body to both servers at once, as SGLang's load balancer does."""
+        ids = body.get("input_ids")
+        batch = isinstance(ids, list) and isinstance(ids[0], list)
+        body = {**body, **self.peers(len(ids) if ids is not None and batch else None)}
+        prefilled, decoded = (
+            clients.submit(requests.post, server.url + "/generate", json=body, timeout=300)
+            for server in (self.prefill, self.decode)
+        )
+        return prefilled, decoded
+
+    def generate(self, **body: Any) -> Any:
+        """/generate's JSON answer: the decode server's, and of the prompt the other one's."""
+        with ThreadPoolExecutor(2) as clients:
+            replies = [asked.result() for asked in self.ask_both(clients, body)]
+        for reply in replies:
+            assert reply.ok, f"{reply.url}: {reply.status_code} {reply.text}"
+        prefilled, decoded = (reply.json() for reply in replies)
+        for of_prompt, answer in zip(_listed(prefilled), _listed(decoded), strict=True):
+            logprobs = of_prompt["meta_info"].get("input_token_logprobs", [])
+            answer["meta_info"]["input_token_logprobs"] = logprobs
+        return decoded
+
+    def forget_prefixes(self) -> None:
+        """Empty both prefix caches; it fails where a server still holds a request."""
+        self.prefill.forget_prefixes()
+        self.decode.forget_prefixes()
+
+    def mark(self) -> int:
+        """How many prefill forwards there were so far on the prefill server."""
+        return self.prefill.mark()
+
+    def prefills(self, since: int = 0) -> list[Prefill]:
+        """The prefill server's prefill forwards, without the first ``since``."""
+        return self.prefill.prefills(since)
+
+    def switch_roles(self) -> Disaggregated:
+        """Have each server take the other's role."""
+        for server, role in ((self.decode, "prefill"), (self.prefill, "decode")):
+            # The memory is asked for, though a CPU has no graphs of decode steps.
+            body = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
+            switched = server.post("/pd_role_switch", body).json()
+            assert switched["success"], switched
+        return Disaggregated(self.decode, self.prefill, self._ports[::-1])
+
+
+def _listed(reply: Any) -> list[Any]:
+    return reply if isinstance(reply, list) else [reply]
+
+
+@contextmanager
+def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
+    """Two servers with the fast path on, one of each role; dead after it."""
+    ports = choose_ports(None)
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(
+                started(
+                    checkpoint,
+                    directory / role,
+                    switch=None,
+                    arguments=[
+                        *("--disaggregation-mode", role),
+                        *("--disaggregation-transfer-backend", "mooncake_tcp"),
+                        *("--disaggregation-bootstrap-port", str(port)),
+                        "--enable-pd-role-switch",
+                    ],
+                    env=_ENVIRONMENT,
+                )
+            )
+            for role, port in zip(("prefill", "decode"), ports, strict=True)
+        )
+        prefill.wait_until_ready()
+        decode.wait_until_ready()
+        yield Disaggregated(prefill, decode, ports)
+
+
+def without_peer() -> dict[str, Any]:
+    """What a request says so that a prefill server answers it alone, with its first token."""
+    return {"bootstrap_host": roles.NOBODY, "bootstrap_room": next(_rooms)}
