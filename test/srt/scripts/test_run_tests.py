@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import run_tests
-from environment import SetupError
+from environment import REPO, SetupError
 
 FOLDERS = [str(run_tests.TESTS / folder) for folder in run_tests.FOLDERS]
 TWO = [*run_tests.IN_TWO_PROCESSES]
@@ -50,5 +50,5 @@ def test_what_is_optional_need_not_be_had(
     monkeypatch.setattr(run_tests, "find_uv", lambda *_: tmp_path / "uv")
     monkeypatch.setattr(run_tests, "install", install)
     run_tests.install_optional(tmp_path, tmp_path / "python", tmp_path / "log")
-    assert asked == [["-e", f"{run_tests.REPO}[{run_tests.OPTIONAL}]"]]
+    assert asked == [["-e", f"{REPO}[{run_tests.OPTIONAL}]"]]
     assert "cannot be installed here" in capsys.readouterr().out

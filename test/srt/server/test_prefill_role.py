@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def compare(role: PrefillRole, asked: list[Request], retried: Sequence[str] = ()
     return on
 
 
-def logprobs(request: object, kind: str) -> list[float]:
+def logprobs(request: Any, kind: str) -> list[float]:
     """Those of a kind that SGLang answers; a prompt's first token of those wanted has none."""
     return [value for value in getattr(request.logprob, kind) or () if value is not None]
 
