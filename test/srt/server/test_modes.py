@@ -117,25 +117,14 @@ def drafting_stock(drafts: Drafts) -> Iterator[Server]:
         yield server
 
 
-# What the fast server has beside its assistant.
-_TWO_RANKS = ("--tp-size", "2")
-_OTHER_FRONT = (
-    *("--prefill-attention-backend", "intel_xpu", "--page-size", "64"),
-    *("--decode-attention-backend", "triton"),
-)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[_OTHER_FRONT, _TWO_RANKS],
-    ids=["beside another attention backend", "two ranks"],
-)
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def drafting(
     request: pytest.FixtureRequest, drafts: Drafts, drafting_stock: Server
 ) -> Iterator[tuple[Server, Server]]:
-    """Servers with the assistant: a fast one, and stock."""
-    arguments = (*drafts.arguments, *request.param)
-    directory = drafts.directory / f"on{''.join(request.param[:2])}"
+    """Servers with the assistant: the fast one on so many tensor-parallel ranks, and stock."""
+    ranks: int = request.param
+    arguments = (*drafts.arguments, "--tp-size", str(ranks))
+    directory = drafts.directory / f"on-{ranks}"
     with running(drafts.checkpoint, directory, switch=None, arguments=arguments) as server:
         yield server, drafting_stock
 
