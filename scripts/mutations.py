@@ -596,7 +596,7 @@ _WRITTEN = [
          f"{REPLAYED}::TestReasons"),
         ("recorded over pools without memory",
          "    if seams.is_backed_later(attention.tail.token_to_kv_pool):\n", "    if False:\n",
-         f"{REPLAYED}::test_pools_that_get_their_memory_later"),
+         f"{REPLAYED}::TestReasons"),
         ("recorded although the tail is no decode step",
          "    if not seams.decodes_like_extend(attention.tail):\n", "    if False:\n",
          f"{REPLAYED}::TestReasons"),
