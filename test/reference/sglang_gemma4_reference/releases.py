@@ -115,8 +115,9 @@ def take_graphs(*, of_decode_steps: bool) -> None:
 
 
 def moves_cache_to_the_host() -> bool:
-    """Whether K and V go to the host and back by an engine of their own (0.5.23)."""
-    return find_spec("sglang.srt.mem_cache.l2_transfer") is not None
+    """Whether K and V go to the host and back by an engine of their own (0.5.19 at the latest)."""
+    names = ("l2_transfer", "pool_host")
+    return all(find_spec(f"sglang.srt.mem_cache.{name}") is not None for name in names)
 
 
 def take_host_cache() -> None:

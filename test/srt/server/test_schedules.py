@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy
 
 from ask import Answer, Compared, assert_same_answers, compare, generate, tokens
 from layer_rows import UNREAD, assert_all_fast, cut
@@ -26,6 +27,7 @@ from sglang_gemma4_reference.tail_failures import slow_prefills
 LONG = 24 * CHUNK
 PAUSE = 0.3  # seconds of each forward of the long prompt, until all that wait have come
 LARGE_PAGE = 32
+POLICIES = {policy.value for policy in (*CacheAwarePolicy, *CacheAgnosticPolicy)}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class Schedule:
 
     policy: str
     arguments: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The fields of SGLang's ``ServerArgs`` that it sets."""
+        options = [word for word in self.arguments if word.startswith("--")]
+        return [option.removeprefix("--").replace("-", "_") for option in options]
 
 
 PREFIXES = Schedule(
@@ -65,6 +73,13 @@ RANDOM = Schedule("random")
 )
 def schedule(request: pytest.FixtureRequest) -> Schedule:
     wanted: Schedule = request.param
+    if wanted.policy not in POLICIES:
+        pytest.skip(f"this SGLang has no policy {wanted.policy}")
+    unknown = releases.unknown_arguments(wanted.names)
+    if unknown:
+        pytest.skip(f"this SGLang has no {', '.join(unknown)}")
+    if wanted is PREFIXES and not releases.moves_cache_to_the_host():
+        pytest.skip("this SGLang's cache on the host cannot run on a CPU")
     return wanted
 
 
@@ -293,9 +308,6 @@ def crowd_out(server: Server) -> None:
         generate(server, tokens(1200, seed=200 + seed))
 
 
-@pytest.mark.skipif(
-    not releases.moves_cache_to_the_host(), reason="this SGLang has no engine for it"
-)
 class TestHierarchicalCache:
     """Prefixes that were evicted to the host; each layer's K and V come when it waits for them."""
 
