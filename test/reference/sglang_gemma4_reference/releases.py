@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import version
 from inspect import signature
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -115,9 +115,8 @@ def take_graphs(*, of_decode_steps: bool) -> None:
 
 
 def moves_cache_to_the_host() -> bool:
-    """Whether K and V go to the host and back by an engine of their own (0.5.19 at the latest)."""
-    names = ("l2_transfer", "pool_host")
-    return all(find_spec(f"sglang.srt.mem_cache.{name}") is not None for name in names)
+    """Whether ``host_cache`` knows how K and V go to the host and back: tried with 0.5.23."""
+    return Version(version("sglang")) >= Version("0.5.23")
 
 
 def take_host_cache() -> None:
