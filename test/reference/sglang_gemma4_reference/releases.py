@@ -16,6 +16,8 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from packaging.version import Version
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
