@@ -72,11 +72,11 @@ def observe(tell: Callable[[str, Mapping[str, int]], None]) -> None:
 
 def _count(outcome: str, computed: int, skipped: int = 0) -> None:
     forwards[outcome] += 1
-    counted = {COMPUTED: computed, SKIPPED: skipped}
-    rows.update(counted)
+    rows[COMPUTED] += computed
+    rows[SKIPPED] += skipped
     for tell in tuple(_observers):
         try:
-            tell(outcome, counted)
+            tell(outcome, {COMPUTED: computed, SKIPPED: skipped})
         except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
             _observers.remove(tell)
             failure("Gemma 4 fast prefill: its metrics are collected no longer", broken)

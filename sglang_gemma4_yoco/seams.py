@@ -584,7 +584,7 @@ def write_keys_and_values(
     if getattr(pool, "layers_mapping", {}).get(attention.layer_id, (0, False))[1]:
         planned = None
         if _triton_class(main) is not None:
-            planned = main.forward_metadata.swa_out_cache_loc
+            planned = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         window_slots = pool.translate_loc_from_full_to_swa(slots) if planned is None else planned
     if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them
         target = KVWriteLoc.for_batch(forward_batch, swa_loc=window_slots)

@@ -101,25 +101,6 @@ def test_random_traffic_with_default_settings(
     assert_same(off_server, stock, answers)
 
 
-@pytest.mark.skipif(
-    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
-    reason="this SGLang asks no platform for its graphs",
-)
-def test_random_traffic_with_the_recorded_tail(
-    recorded_server: Server, off_server: Server, stock: list[Answer]
-) -> None:
-    """SGLang replays decode steps, and the package the tails of batches with few rows."""
-    mark = recorded_server.mark()
-    answers, forwards = ask(recorded_server, recorded=RECORDED_ROWS)
-    prefills = recorded_server.prefills(since=mark)
-    assert_all_fast(prefills, recorded=RECORDED_ROWS)
-    assert sum(prefill.replays for prefill in prefills) >= 10
-    assert any(prefill.rows[-1] > max(RECORDED_ROWS) for prefill in prefills)
-    assert forwards[ACTIVE] >= 10
-    assert forwards[SKIPPED] >= 1
-    assert_same(off_server, stock, answers)
-
-
 @pytest.fixture(scope="module")
 def hybrid_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
@@ -142,19 +123,32 @@ def hybrid_server(
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
     reason="this SGLang asks no platform for its graphs",
 )
-def test_random_traffic_beside_another_attention_backend(
-    hybrid_server: Server, off_server: Server, stock: list[Answer]
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("recorded_server", "WindowedTorchNativeBackend, planned ahead, "),
+        ("hybrid_server", "HybridAttnBackend, planned ahead on WindowedTorchNativeBackend, "),
+    ],
+    ids=["one backend", "beside another attention backend"],
+)
+def test_random_traffic_with_the_recorded_tail(
+    request: pytest.FixtureRequest,
+    off_server: Server,
+    stock: list[Answer],
+    name: str,
+    attention: str,
 ) -> None:
-    mark = hybrid_server.mark()
-    answers, forwards = ask(hybrid_server, recorded=RECORDED_ROWS)
-    prefills = hybrid_server.prefills(since=mark)
+    """SGLang replays decode steps, and the package the tails of batches with few rows."""
+    server: Server = request.getfixturevalue(name)
+    mark = server.mark()
+    answers, forwards = ask(server, recorded=RECORDED_ROWS)
+    prefills = server.prefills(since=mark)
     assert_all_fast(prefills, recorded=RECORDED_ROWS)
     assert sum(prefill.replays for prefill in prefills) >= 10
     assert any(prefill.rows[-1] > max(RECORDED_ROWS) for prefill in prefills)
+    assert forwards[ACTIVE] >= 10
     assert forwards[SKIPPED] >= 1
-    assert hybrid_server.log_lines(
-        "attention by HybridAttnBackend, planned ahead on WindowedTorchNativeBackend, "
-    )
+    assert server.log_lines(f"attention by {attention}")
     assert_same(off_server, stock, answers)
 
 
