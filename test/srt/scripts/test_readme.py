@@ -19,7 +19,6 @@ import version_matrix
 from generated import inserted
 
 REPO = Path(__file__).resolve().parents[3]
-README = (REPO / "README.md").read_text()
 MODES, UNSERVED, RELEASE = mode_table.load()
 
 
@@ -77,7 +76,8 @@ def test_gpu_figures_are_up_to_date() -> None:
 def test_compatibility_table_is_up_to_date() -> None:
     results = version_matrix.load_results(version_matrix.RESULTS)
     table = version_matrix.table(version_matrix.in_order(results))
-    assert inserted(README, version_matrix.PART_OF_DOCUMENT, table) == README
+    page = (REPO / "docs" / "compatibility.md").read_text()
+    assert inserted(page, version_matrix.PART_OF_DOCUMENT, table) == page
 
 
 def test_every_supported_release_has_passed_all_parts() -> None:

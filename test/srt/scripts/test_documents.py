@@ -1,0 +1,61 @@
+"""Links lead somewhere, tables are tables, and every page can be reached from the README."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[3]
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+PAGES = sorted(
+    page
+    for folder in (".", "docs", "benchmark", "test", "test/reference")
+    for page in (REPO / folder).glob("*.md")
+)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def links(page: Path) -> list[str]:
+    found = [a or b for a, b in LINK.findall(FENCED.sub("", page.read_text()))]
+    return [link for link in found if "://" not in link]
+
+
+def leads_nowhere(page: Path, link: str) -> bool:
+    file, _, anchor = link.partition("#")
+    target = (page.parent / file).resolve() if file else page
+    return not target.exists() or bool(anchor and anchor not in anchors(target))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_links(page: Path) -> None:
+    assert [link for link in links(page) if leads_nowhere(page, link)] == []
+
+
+def test_a_link_that_leads_nowhere_is_seen() -> None:
+    readme = REPO / "README.md"
+    for link in ("docs/nothing.md", "docs/modes.md#nothing", "#nothing"):
+        assert leads_nowhere(readme, link)
+    assert not leads_nowhere(readme, "docs/modes.md#what-sglang-itself-does-not-serve")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_rows_of_a_table_have_as_many_cells(page: Path) -> None:
+    for block in re.findall(r"(?:^\|.*\n)+", FENCED.sub("", page.read_text()), re.MULTILINE):
+        rows = [re.sub(r"`[^`]*`", "", row).count("|") for row in block.splitlines()]
+        assert len(rows) > 1
+        assert len(set(rows)) == 1, block
+
+
+def test_every_page_of_docs_is_listed_in_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in links(REPO / "README.md")}
+    assert {f"docs/{page.name}" for page in (REPO / "docs").glob("*.md")} - linked == set()
