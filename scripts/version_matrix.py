@@ -14,10 +14,10 @@ server   two real servers, fast and stock, and Hugging Face's Gemma 4 beside the
 
 Tests that are marked slow are left out. After each release the results go to
 ``benchmark/results/version_matrix.json`` and, as a Markdown table with the files that ran, to
-``version_matrix.md`` beside it; the table is also the output, and
-``--write docs/compatibility.md`` puts it between the two marker lines of that file. What passed, or was refused, is not tried again while
-package, tests and scripts are the same commit (``--force`` tries it anyway), so a run that was cut
-short goes on where it was.
+``version_matrix.md`` beside it; the table is also the output, and ``--write docs/compatibility.md``
+puts it between the two marker lines of that file. What passed, or was refused, is not tried again
+while package, tests and scripts are the same commit (``--force`` tries it anyway), so a run that
+was cut short goes on where it was.
 
 uv keeps what it has downloaded in its cache, about 10 GB for each PyTorch: ``uv cache clean``
 removes it.
