@@ -5,6 +5,7 @@ On two ranks, of which one counts for both.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from sglang_gemma4_yoco import __version__, gate, metrics, report
 
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
 LONG = CHUNK + 40
+REPO = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,25 @@ def test_server_info_has_the_same_numbers(measured: Server) -> None:
         assert state["tail"].startswith("launched (")
         assert state["forwards"] == forwards
         assert state["rows"] == series(measured, ROWS, "part")
+
+
+@pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
+def test_what_watches_the_metrics_asks_for_those_that_there_are(
+    measured: Server, file: str
+) -> None:
+    """Every name, label and outcome in a dashboard's or a rule's expressions."""
+    text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
+    asked = set(re.findall(r"sglang:\w+", text))
+    assert asked == {f"{FORWARDS}_total", f"{ROWS}_total"} & asked != set()
+    families = text_string_to_metric_families(measured.get_text("/metrics"))
+    samples = [s for family in families for s in family.samples if s.name in asked]
+    assert {sample.name for sample in samples} == asked
+    known = {label for sample in samples for label in sample.labels} | {"instance"}
+    by_label = set(re.findall(r"(\w+)=~?\"", text))
+    grouped = {name for names in re.findall(r"by \(([^)]*)\)", text) for name in names.split(", ")}
+    assert by_label | grouped <= known
+    assert set(re.findall(r'outcome="([^"]+)"', text)) <= {report.FAILED}
+    assert set(re.findall(r'part="([^"]+)"', text)) <= set(report.PARTS)
 
 
 def test_sglangs_own_metrics_are_there(measured: Server) -> None:
