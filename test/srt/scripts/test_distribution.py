@@ -1,0 +1,88 @@
+"""The wheel and the source distribution: built, looked into, installed where nothing else is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from environment import REPO, find_uv
+
+VERSION = re.search(r'^version = "(.+)"$', (REPO / "pyproject.toml").read_text(), re.MULTILINE)
+NAME = "sglang_gemma4_yoco"
+
+LOADED = """
+import logging, sys
+from importlib.metadata import entry_points, version
+logging.basicConfig(level=logging.INFO)
+import sglang_gemma4_yoco
+assert version("sglang-gemma4-yoco") == sglang_gemma4_yoco.__version__ == sys.argv[1]
+(point,) = entry_points(group="sglang.srt.plugins")
+point.load()()
+assert not {"torch", "sglang"} & set(sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return find_uv(Path(sys.prefix), tmp_path_factory.mktemp("uv") / "log")
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(uv: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel, made of the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(uv, "build", "--out-dir", folder, REPO)
+    [wheel], [source] = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, source
+
+
+def test_one_version(built: tuple[Path, Path]) -> None:
+    assert VERSION is not None
+    for path in built:
+        assert path.name.startswith(f"{NAME}-{VERSION[1]}")
+    changes = (REPO / "CHANGELOG.md").read_text()
+    assert re.search(r"^## (\S+)", changes, re.MULTILINE)[1] == VERSION[1]  # type: ignore[index]  # there is one
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        names = set(wheel.namelist())
+    folders = {name.partition("/")[0] for name in names}
+    assert len(folders) == 2
+    assert {folder.partition("-")[0] for folder in folders} == {NAME}
+    inside = {name.partition("/")[2] for name in names if name.startswith(f"{NAME}/")}
+    assert inside == {path.name for path in (REPO / NAME).glob("*.py")} | {"py.typed"}
+    told = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
+    assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= told
+
+
+def test_the_source_distribution_can_be_built_from(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[1]) as source:
+        names = {name.partition("/")[2] for name in source.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", f"{NAME}/plugin.py"} <= names
+
+
+def test_installed_where_nothing_else_is(
+    uv: Path, built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """SGLang finds the entry point; without SGLang loading it says so, and imports nothing."""
+    assert VERSION is not None
+    run(uv, "venv", "--python", sys.executable, tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    run(uv, "pip", "install", "--python", python, "--no-deps", built[0], "packaging")
+    said = run(python, "-I", "-c", LOADED, VERSION[1])
+    assert "is NOT installed, the server runs unpatched: no SGLang is installed" in said
