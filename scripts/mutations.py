@@ -480,8 +480,8 @@ _WRITTEN = [
          "return stream.residual is None or stream.residual is hidden_states", "return True",
          DONOR),
         ("the second backend is the first",
-         '    return ATTENTION_BACKENDS["triton"](runner)\n',
-         "    return runner.attn_backend\n", WINDOWS),
+         '    backend = ATTENTION_BACKENDS["triton"](runner)\n',
+         "    backend = runner.attn_backend\n", WINDOWS),
         ("a quantised projection counts as plain",
          "        type(getattr(projection, \"quant_method\", None)) is UnquantizedLinearMethod\n"
          "        and isinstance", "        isinstance", PROJECTIONS),

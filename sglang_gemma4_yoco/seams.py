@@ -356,7 +356,11 @@ def attn_backend_switched(backend: Any) -> AbstractContextManager[None]:
 
 def build_attn_backend(runner: Any) -> Any:
     """A second attention backend over the runner's memory pools: what is registered as Triton's."""
-    return ATTENTION_BACKENDS["triton"](runner)
+    backend = ATTENTION_BACKENDS["triton"](runner)
+    for name in ("prefill_attention_backend_str", "decode_attention_backend_str"):
+        if name in vars(runner.attn_backend):
+            setattr(backend, name, "triton")
+    return backend
 
 
 def parts_of_hybrid(backend: Any) -> tuple[Any, Any] | None:
