@@ -90,6 +90,7 @@ class Selection:
 # Media, several ranks, tracing and host reads go through parts of SGLang that differ too much from
 # release to release for the CPU platform: all tests run with the newest one only.
 FORWARD = (
+    "any_backend",
     "bfloat16",
     "deciding",
     "donor",
@@ -100,7 +101,7 @@ FORWARD = (
     "refused",
     "tails_batch",
 )
-TRITON = ("equivalence_triton", "hard_batches")
+TRITON = ("any_backend_triton", "equivalence_triton", "hard_batches")
 PARTS = {
     "units": Selection(("unit", "models")),
     "forward": Selection(

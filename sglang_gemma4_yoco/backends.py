@@ -33,8 +33,8 @@ TAIL = "tail"
 #: Its recorded decode steps read nothing but their own buffers, which planning fills.
 RECORDED = "recorded"
 
-#: SGLang's own, by the name of the very class. As the tail's all are shown by test, as main only
-#: Triton's; the others were read, in every supported release.
+#: SGLang's own, by the name of the very class. Triton's is shown by test, as main and as the
+#: tail's; the others were read, 0.5.23 line by line and earlier releases by pattern.
 SGLANGS = {
     "TritonAttnBackend": frozenset({FRONT, TAIL, RECORDED}),
     "TRTLLMHAAttnBackend": frozenset({FRONT}),
