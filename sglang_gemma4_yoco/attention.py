@@ -61,22 +61,22 @@ class OwnBackend:
             attentions: each a ``Gemma4Attention`` of the tail.
         """
         kinds = {(part.head_dim, part.attn.sliding_window_size): part for part in attentions}
-        for part in kinds.values():
-            weight = part.q_norm.weight
-            nobody = torch.zeros(_ROWS, dtype=torch.int64, device=weight.device)
-            step = seams.decode_batch(
-                input_ids=nobody,
-                req_pool_indices=nobody,
-                seq_lens=nobody + 1,
-                positions=nobody,
-            )
-            try:
-                seams.plan(self.tail, step)
-                with seams.attn_backend_switched(self.tail):
+        weight = next(iter(kinds.values())).q_norm.weight
+        nobody = torch.zeros(_ROWS, dtype=torch.int64, device=weight.device)
+        step = seams.decode_batch(
+            input_ids=nobody,
+            req_pool_indices=nobody,
+            seq_lens=nobody + 1,
+            positions=nobody,
+        )
+        try:
+            seams.plan(self.tail, step)
+            with seams.attn_backend_switched(self.tail):
+                for part in kinds.values():
                     rows = weight.new_zeros(_ROWS, part.num_heads, part.head_dim)
                     part.attn(rows, None, None, forward_batch=step, save_kv_cache=False)
-            finally:
-                self.release()
+        finally:
+            self.release()
 
     @contextmanager
     def running(self, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:

@@ -85,14 +85,17 @@ class Owner:
         """Layers K to L-1."""
         return list(self.model.layers)[self.first_shared :]
 
+    @property
+    def _over_the_pools(self) -> Any | None:
+        """The backend that says for sure where pools and device are: the tail's own, if any."""
+        return self._backend if self.attention is None else self.attention.tail
+
     @cached_property
     def donor_cut(self) -> DonorCut:
         """How layer K-1 of this model is cut; said when it is not the deepest."""
-        backend = self._backend
+        backend = self._over_the_pools
         if backend is None:
             backend = seams.current_attn_backend()
-        elif self.attention is not None:
-            backend = self.attention.tail  # which says for sure where the pools are
         cut, reason = donor.donor_cut(self.model, backend)
         if reason is not None:
             report.once(f"Gemma 4 fast prefill: {self._place_of(cut)}, because {reason}")
@@ -164,8 +167,7 @@ class Owner:
 
     @cached_property
     def _on_gpu(self) -> bool:
-        backend = self._backend if self.attention is None else self.attention.tail
-        device = getattr(backend, "device", "cpu")
+        device = getattr(self._over_the_pools, "device", "cpu")
         return torch.device(device).type == "cuda"
 
     # -- the recorded tail -------------------------------------------------------------------

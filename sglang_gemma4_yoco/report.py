@@ -98,8 +98,7 @@ def active(
 def stepped_aside(reason: str, rows_in_all: int, *, tell: bool = True) -> None:
     """Count a forward that ran as stock; ``tell`` why, if it was not told before."""
     _count(reason, rows_in_all)
-    if tell and (_ASIDE, reason) not in _said:
-        _said.add((_ASIDE, reason))
+    if tell and _first((_ASIDE, reason)):
         once(f"Gemma 4 fast prefill steps aside: {reason}")
 
 
