@@ -50,6 +50,7 @@ class Answer:
         likeliest: log-probabilities of the two likeliest tokens in the place of each of ``tokens``.
         loaded_tokens: of the cached ones, those that came back from the host.
         retractions: how often the request lost its place, and was computed again.
+        asked: how many tokens were asked for.
     """
 
     tokens: tuple[int | str, ...]
@@ -59,6 +60,7 @@ class Answer:
     likeliest: tuple[tuple[float, float], ...] = ()
     loaded_tokens: int = 0
     retractions: int = 0
+    asked: int = NEW_TOKENS
 
 
 A = TypeVar("A")
@@ -121,7 +123,7 @@ def assert_same_answers(both: Compared[Answer], *, close_calls: int = 0) -> None
     assert len(both.on) == len(both.off) > 0
     parted = 0
     for on, off in zip(both.on, both.off, strict=True):
-        assert len(on.tokens) == len(on.logprobs) == len(off.tokens) >= NEW_TOKENS
+        assert len(on.tokens) == len(on.logprobs) == len(off.tokens) == off.asked
         same = tokens_before_parting(on.tokens, off.tokens)
         if same < len(off.tokens):
             assert is_close_call(off.likeliest[same]), f"token {same} of {off} and {on}"
@@ -162,19 +164,18 @@ def generate(
     Args:
         new_tokens: the length of the answers, or of each one.
     """
-    sampling = (
-        GREEDY | {"max_new_tokens": new_tokens}
-        if isinstance(new_tokens, int)
-        else [GREEDY | {"max_new_tokens": n} for n in new_tokens]
-    )
+    asked = [new_tokens] if isinstance(new_tokens, int) else list(new_tokens)
+    sampling = [GREEDY | {"max_new_tokens": n} for n in asked]
     replies = server.generate(
         input_ids=input_ids,
-        sampling_params=sampling,
+        sampling_params=sampling if len(asked) > 1 else sampling[0],
         return_logprob=True,
         top_logprobs_num=2,
         **body,
     )
-    return [_answer(reply) for reply in (replies if isinstance(replies, list) else [replies])]
+    listed = replies if isinstance(replies, list) else [replies]
+    asked = asked if len(asked) > 1 else asked * len(listed)
+    return [_answer(reply, n) for reply, n in zip(listed, asked, strict=True)]
 
 
 def outputs(server: Server, prompt: list[int], **sampling: Any) -> list[list[int]]:
@@ -200,7 +201,7 @@ def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[l
     return [decoded, answer]
 
 
-def _answer(reply: dict[str, Any]) -> Answer:
+def _answer(reply: dict[str, Any], asked: int) -> Answer:
     meta = reply["meta_info"]
     output = meta["output_token_logprobs"]
     return Answer(
@@ -214,6 +215,7 @@ def _answer(reply: dict[str, Any]) -> Answer:
         likeliest=tuple((best[0], second[0]) for best, second in meta["output_top_logprobs"]),
         loaded_tokens=(meta.get("cached_tokens_details") or {}).get("host", 0),
         retractions=meta.get("num_retractions", 0),
+        asked=asked,
     )
 
 
