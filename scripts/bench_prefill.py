@@ -310,7 +310,7 @@ def synchronizer(engine: Any) -> Callable[[], None]:
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    from sglang_gemma4_yoco import gate
+    from sglang_gemma4_yoco.deciding import gate
 
     os.environ[SWITCH] = "0" if way == "off" else "1"
     synchronize = synchronizer(engine)
@@ -345,7 +345,7 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
     Raises:
         NotActiveError: rows and report contradict each other, or nothing was reported.
     """
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco.telling import report
 
     report.forwards.clear()
     rows = rows_of_forward(engine, batch)
@@ -478,7 +478,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
     from sglang_gemma4_reference.engine import Prompt
     from sglang_gemma4_yoco import patch
-    from sglang_gemma4_yoco.attention import OwnBackend
+    from sglang_gemma4_yoco.attending.attention import OwnBackend
     from sglang_gemma4_yoco.owner import Owner, find
 
     class Backend:

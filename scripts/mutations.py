@@ -110,7 +110,7 @@ RECORDED_WINDOWS = f"{_HARD}-{_RECORDED}"
 
 _WRITTEN = [
     *of(
-        "rows.py",
+        "deciding/rows.py",
         ("wrong suffix: shifted by one",
          "range(end - m, end)", "range(max(end - m - 1, 0), max(end - 1, m))", CUT),
         ("suffix one row short",
@@ -129,7 +129,7 @@ _WRITTEN = [
          "return self.kept == len(self.lens)", "return min(self.lens) == 1", CUT),
     ),
     *of(
-        "tail.py",
+        "cutting/tail.py",
         ("wrong row: the one before the last",
          "numbers, padding = kept.indices(),",
          "numbers, padding = [max(i - 1, 0) for i in kept.indices()],", CUT),
@@ -180,7 +180,7 @@ _WRITTEN = [
          "for name in fields if hasattr(forward_batch, name)]", SERVED),
     ),
     *of(
-        "cut.py",
+        "cutting/cut.py",
         ("K and V of a replayed batch are not written",
          "seams.write_keys_and_values(cut.way.main, cut.way.tail, attention, batch, k, v)",
          "pass",
@@ -274,7 +274,7 @@ _WRITTEN = [
          f"{DONOR}::test_rows_that_are_not_the_batchs"),
     ),
     *of(
-        "plan.py",
+        "cutting/plan.py",
         ("an unread chunk is cut in the donor although its layer is to run",
          "if allowed is DonorCut.AFTER_ATTENTION and tail.unread:", "if False:", UNREAD),
         ("K and V apart from queries although the tail is no decode step",
@@ -314,7 +314,7 @@ _WRITTEN = [
          f"        verdict = {ADMITTED}\n    assert", FIELDS),
     ),
     *of(
-        "forward.py",
+        "cutting/forward.py",
         ("a graph that failed is replayed again", "if isinstance(failure, ReplayError):",
          "if False:", f"{REPLAYED}::test_a_failing_replay_is_served_by_stock"),
         ("replays are counted as launches",
@@ -510,7 +510,7 @@ _WRITTEN = [
          f"{FORWARD}::TestInstallation"),
     ),
     *of(
-        "backends.py",
+        "deciding/backends.py",
         ("any backend may be main", "    if FRONT not in can(type(backend)):\n", "    if False:\n",
          f"{HOST_WORK}::test_no_backend_is_built_where_the_gate_will_refuse"),
         ("hybrids are none", "    if parts is not None:\n", "    if False:\n",
@@ -537,7 +537,7 @@ _WRITTEN = [
          f"{OTHER_MAINS}::test_a_rounded_cache_beside_another_backend"),
     ),
     *of(
-        "attention.py",
+        "attending/attention.py",
         ("one kernel is compiled for all widths",
          "kinds = {(part.head_dim, part.attn.sliding_window_size): part", "kinds = {0: part",
          f"{OTHER_MAINS}::test_the_tails_kernels_are_compiled_at_start"),
@@ -562,7 +562,7 @@ _WRITTEN = [
          f"{FORWARD}::test_metadata_that_cannot_be_rebuilt_is_planned_anew_for_stock"),
     ),
     *of(
-        "graphs.py",
+        "attending/graphs.py",
         ("batches with more rows than are recorded are replayed",
          "if rows >= len(kept.lens)), default=None)",
          "if rows >= len(kept.lens)), default=self.rows[-1])",
@@ -620,7 +620,7 @@ _WRITTEN = [
          "            raise\n", f"{REPLAYED}::test_a_failing_replay_is_served_by_stock"),
     ),
     *of(
-        "proof.py",
+        "checking/proof.py",
         ("every graph is good", "if not error <= _ROUNDING[launched.dtype]:", "if False:", PROVEN),
         ("what is no number is good", "if not error <= _ROUNDING[launched.dtype]:",
          "if error > _ROUNDING[launched.dtype]:", f"{REPLAYED}::test_no_graph_is_left"),
@@ -631,7 +631,7 @@ _WRITTEN = [
          "    tokens = min(1,", f"{REPLAYED}::test_a_proof_reaches_beyond_the_window"),
     ),
     *of(
-        "shadow.py",
+        "cutting/shadow.py",
         ("shadows are not taken away",
          "                owner.__dict__.pop(name, None)\n", "                pass\n", CUT),
         ("what an object had of its own is not put back",
@@ -639,7 +639,7 @@ _WRITTEN = [
         ("shadows closed in the wrong order", "self._saved.pop()", "self._saved.pop(0)", DECIDING),
     ),
     *of(
-        "donor.py",
+        "cutting/donor.py",
         ("kernels for many rows are compiled in a request",
          "_FEW, _MANY = 2, 257", "_FEW, _MANY = 2, 3",
          f"{HOST_WORK}::test_the_donors_kernels_are_compiled_at_start"),
@@ -685,12 +685,12 @@ _WRITTEN = [
          CUDA),
     ),
     *of(
-        "arguments.py",
+        "deciding/arguments.py",
         ("what is judged elsewhere counts as not judged",
          "(*HARMLESS.values(), *ELSEWHERE.values())", "HARMLESS.values()", CUT),
     ),
     *of(
-        "quantised.py",
+        "deciding/quantised.py",
         ("the last donor's own layers are not looked at", "[first_shared - 1 :]", "[first_shared:]",
          KINDS),
         ("any linear layer will do", "and not keeps_rows_apart(part):", "and False:",
@@ -717,7 +717,7 @@ _WRITTEN = [
          " and not _is_converted_for_few_rows(layer)", "", KINDS),
     ),
     *of(
-        "per_layer.py",
+        "cutting/per_layer.py",
         ("per-layer inputs of the neighbouring layer",
          "return self._rest[:, layer - self._first_cut]",
          "return self._rest[:, layer - self._first_cut - 1]", CUT),
@@ -740,7 +740,7 @@ _WRITTEN = [
          f"{DONOR}::test_per_layer_inputs_whose_weights_are_not_plain"),
     ),
     *of(
-        "gate.py",
+        "deciding/gate.py",
         ("hidden states of all rows",
          "if capture is not None and capture not in _LAST_ROW_CAPTURES and not speculates:",
          "if False:", REFUSED_BATCHES),
@@ -865,7 +865,7 @@ _WRITTEN = [
          f"{FORWARD}::TestInstallation"),
     ),
     *of(
-        "fallback.py",
+        "cutting/fallback.py",
         ("a failing fast path is tried for ever",
          "return _failures_in_a_row >= LIMIT", "return False", GIVES_UP),
         ("a failure counts twice", "_failures_in_a_row += 1", "_failures_in_a_row += 2", GIVES_UP),
@@ -879,7 +879,7 @@ _WRITTEN = [
          "None if embeds is None else embeds.clone()", "embeds", SERVED),
     ),
     *of(
-        "ranks.py",
+        "deciding/ranks.py",
         ("ranks that differ go on",
          "_ALIKE if len({store.get(key) for key in keys}) == 1 else NOT_ALIKE", "_ALIKE",
          f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
@@ -930,7 +930,7 @@ _WRITTEN = [
          "return _MEANING.get(value, True)", "server/test_server.py::test_misspelt_switch"),
     ),
     *of(
-        "metrics.py",
+        "telling/metrics.py",
         ("every rank counts", '    if labels.get("tp_rank", 0) != 0 and not every_rank:\n',
          "    if False:\n", f"{TOLD}::test_forwards_and_rows"),
         ("a server that is active does not say where it cuts",
@@ -938,7 +938,7 @@ _WRITTEN = [
          f"{TOLD}::test_server_info_has_the_same_numbers"),
     ),
     *of(
-        "report.py",
+        "telling/report.py",
         ("a skipped tail is not told from a shortened one",
          "forwards[outcome] += 1", "forwards[ACTIVE] += 1", UNREAD),
         ("a line is said every time", "    _said.add(said)\n", "",
@@ -956,7 +956,7 @@ _WRITTEN = [
          f"{FORWARD}::test_each_kind_of_failure_is_told_once"),
     ),
     *of(
-        "threshold.py",
+        "deciding/threshold.py",
         ("one skipped row of a replayed tail does not pay", "return skipped >= 1\n",
          "return skipped >= 2\n", f"{REPLAYED}::test_by_default_one_skipped_row_is_enough"),
         ("a launched tail pays on a GPU a row too early", "_FEWEST_LAUNCHED = 1024",
@@ -1011,7 +1011,7 @@ def _without(statement: ast.Assign, position: int) -> str:
     return ast.unparse(changed)
 
 
-def table_entries(file: str = "gate.py") -> list[Mutation]:
+def table_entries(file: str = "deciding/gate.py") -> list[Mutation]:
     """One mutation for every entry of the gate's tables: without it."""
     source = (REPO / PACKAGE / file).read_text()
     mutations = []

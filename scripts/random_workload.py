@@ -139,7 +139,7 @@ def run_pass(
         outcome,
         outcomes,
     )
-    from sglang_gemma4_yoco import threshold
+    from sglang_gemma4_yoco.deciding import threshold
 
     result, client, memory = (
         Pass(name),
@@ -208,7 +208,7 @@ def failures_of(server: Server) -> Path:
 def environment_of(server: Server) -> dict[str, str]:
     """The environment of one server."""
     from sglang_gemma4_reference import row_trace, tail_failures
-    from sglang_gemma4_yoco import threshold
+    from sglang_gemma4_yoco.deciding import threshold
 
     inherited = {k: v for k, v in os.environ.items() if k != threshold.VARIABLE}
     return inherited | {

@@ -13,27 +13,39 @@ A batch travels through the package in this order::
     plugin.py     switch and seams -> install, or refuse with one line
     patch.py      Gemma4TextModel.forward, and what starts a ModelRunner, wrapped
     owner.py      all that is known of one model; found out when the runner starts
-    ranks.py      may all tensor-parallel ranks? compared once, at start
-    plan.py       one batch, decided once: refused, or its rows and how its tail runs
-    gate.py       may this batch take the fast path? a reason, or what it found out
-    arguments.py  the server arguments that need no refusal, and why
-    backends.py   which attention backends and pools the fast path runs on
-    quantised.py  which linear layers compute each row for itself
-    rows.py       which rows are kept (plain integers)
-    threshold.py  whether skipping the others pays
-    tail.py       the batch as the tail sees it, rewritten and restored
-    attention.py  what the tail attends on: a backend of its own, or the runner's, rebuilt
-    graphs.py     the tail recorded for a few row counts, and replayed
-    proof.py      a graph must give what the launched layers give
-    forward.py    one forward: cut, or served by stock
-    fallback.py   when the fast path fails, stock serves the batch
-    cut.py        rows gathered at the last donor layer, scattered after the tail
-    donor.py      the last donor layer: K and V for all rows, the rest for kept ones
-    per_layer.py  per-layer inputs, projected for the rows that each layer runs on
-    shadow.py     methods replaced on single objects, and put back
+
+    deciding/     may this batch take the fast path, and does it pay?
+        gate.py       a reason why not, or what it found out
+        arguments.py  the server arguments that need no refusal, and why
+        backends.py   which attention backends and pools the fast path runs on
+        quantised.py  which linear layers compute each row for itself
+        rows.py       which rows are kept (plain integers)
+        threshold.py  whether skipping the others pays
+        ranks.py      may all tensor-parallel ranks? compared once, at start
+
+    cutting/      one batch on its way
+        plan.py       decided once: refused, or its rows and how its tail runs
+        tail.py       the batch as the tail sees it, rewritten and restored
+        forward.py    one forward: cut, or served by stock
+        fallback.py   when the fast path fails, stock serves the batch
+        cut.py        rows gathered at the last donor layer, scattered after the tail
+        donor.py      the last donor layer: K and V for all rows, the rest for kept ones
+        per_layer.py  per-layer inputs, projected for the rows that each layer runs on
+        shadow.py     methods replaced on single objects, and put back
+
+    attending/    what the tail runs on
+        attention.py  a backend of its own, or the runner's, rebuilt
+        graphs.py     the tail recorded for a few row counts, and replayed
+
+    checking/     does it give what stock gives, here and with these weights?
+        proof.py      a graph must give what the launched layers give
+
+    telling/      what operators see of it
+        report.py     log lines and counters
+        metrics.py    the counters in SGLang's metrics and in /server_info
+
+    switch.py     the environment variables that set it
     seams.py      everything that depends on the installed SGLang's version
-    report.py     log lines and counters
-    metrics.py    the counters in SGLang's metrics and in /server_info
 """
 
 from __future__ import annotations

@@ -14,26 +14,19 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import (
-    __version__,
-    backends,
-    donor,
-    fallback,
-    gate,
-    graphs,
-    plan,
-    proof,
-    ranks,
-    report,
-    seams,
-)
-from sglang_gemma4_yoco.attention import OwnBackend, RebuiltBackend
-from sglang_gemma4_yoco.donor import DonorCut
-from sglang_gemma4_yoco.graphs import TailGraphs
-from sglang_gemma4_yoco.plan import Plan, Refusal
-from sglang_gemma4_yoco.rows import KeptRows
-from sglang_gemma4_yoco.shadow import Shadows
-from sglang_gemma4_yoco.threshold import TailCost
+from sglang_gemma4_yoco import __version__, seams
+from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.attending.attention import OwnBackend, RebuiltBackend
+from sglang_gemma4_yoco.attending.graphs import TailGraphs
+from sglang_gemma4_yoco.checking import proof
+from sglang_gemma4_yoco.cutting import donor, fallback, plan
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.cutting.plan import Plan, Refusal
+from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.deciding import backends, gate, ranks
+from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.deciding.threshold import TailCost
+from sglang_gemma4_yoco.telling import report
 
 _ENTRY = "_yoco"
 

@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import cut, fallback, forward, gate, metrics, owner, seams
-from sglang_gemma4_yoco.attention import RebuiltBackend, Way
-from sglang_gemma4_yoco.tail import Tail
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.attending.attention import RebuiltBackend, Way
+from sglang_gemma4_yoco.cutting import cut, fallback, forward
+from sglang_gemma4_yoco.cutting.tail import Tail
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import metrics
 
 _Model = seams.gemma4_causal.Gemma4TextModel
 _Runner = seams.ModelRunner

@@ -14,8 +14,10 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from sglang_gemma4_yoco import __version__, report, switch, threshold
-from sglang_gemma4_yoco.report import logger
+from sglang_gemma4_yoco import __version__, switch
+from sglang_gemma4_yoco.deciding import threshold
+from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.telling.report import logger
 
 DISTRIBUTION = "sglang-gemma4-yoco"
 
@@ -75,7 +77,8 @@ def load() -> None:
         check_version()
         # Imported late: with the switch off no model of SGLang's is touched.
         try:
-            from sglang_gemma4_yoco import graphs, patch
+            from sglang_gemma4_yoco import patch
+            from sglang_gemma4_yoco.attending import graphs
         except ImportError as missing:
             raise UnsupportedError(
                 f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "

@@ -153,7 +153,7 @@ def outside_of_a_server() -> Iterator[None]:
 @pytest.fixture
 def forgotten_reports() -> Iterator[None]:
     """Nothing is counted yet, and nothing said."""
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco.telling import report
 
     report.reset()
     yield

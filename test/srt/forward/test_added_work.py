@@ -23,8 +23,11 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import backends, donor, gate, owner, report, seams, switch, threshold
-from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco import owner, seams, switch
+from sglang_gemma4_yoco.cutting import donor
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.deciding import backends, gate, threshold
+from sglang_gemma4_yoco.telling import report
 from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -61,7 +64,7 @@ def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
     """An import within a function is looked up whenever it runs. Loading may be late, once."""
     late = [
         (path.name, function.name)
-        for path in PACKAGE.glob("*.py")
+        for path in PACKAGE.rglob("*.py")
         for function in ast.walk(ast.parse(path.read_text()))
         if isinstance(function, ast.FunctionDef)
         for node in ast.walk(function)

@@ -28,8 +28,10 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import backends, owner, report, seams
-from sglang_gemma4_yoco.attention import OwnBackend
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.attending.attention import OwnBackend
+from sglang_gemma4_yoco.deciding import backends
+from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -21,7 +21,7 @@ from observe import Observed, assert_same_cache, assert_same_objects, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.telling import report
 
 WINDOW = E2B_TINY.sliding_window
 ALL = {

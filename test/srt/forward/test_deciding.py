@@ -36,18 +36,11 @@ from layer_rows import cut as cut_rows
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import (
-    arguments,
-    backends,
-    fallback,
-    gate,
-    owner,
-    plan,
-    report,
-    seams,
-    threshold,
-)
-from sglang_gemma4_yoco.shadow import Shadows
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.cutting import fallback, plan
+from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.deciding import arguments, backends, gate, threshold
+from sglang_gemma4_yoco.telling import report
 from stand_ins import skip_on_older
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")

@@ -33,8 +33,10 @@ from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from observe import SWITCH, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import cut, donor, fallback, owner, per_layer, report, seams
-from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.cutting import cut, donor, fallback, per_layer
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.telling import report
 from stand_ins import Doubled, Packed, halved_weights
 
 

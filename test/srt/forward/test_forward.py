@@ -39,8 +39,11 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import cut, fallback, gate, owner, patch, plan, report, seams
-from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco import owner, patch, seams
+from sglang_gemma4_yoco.cutting import cut, fallback, plan
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import report
 
 EVERY_CALL = range(10**9)
 

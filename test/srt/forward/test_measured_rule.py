@@ -10,7 +10,8 @@ import pytest
 from batches import batch_of
 from forwards import assert_fast, assert_stock
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import gate, report, threshold
+from sglang_gemma4_yoco.deciding import gate, threshold
+from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -37,9 +37,12 @@ from media import MediaPrompt, media_batch
 from observe import Observed, run, switched, watching
 from sglang_gemma4_reference import host_reads
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import cut, donor, gate, report, seams
 from sglang_gemma4_yoco import owner as owners
-from sglang_gemma4_yoco.tail import Tail
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.cutting import cut, donor
+from sglang_gemma4_yoco.cutting.tail import Tail
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import report
 
 PACKAGE = str(Path(cut.__file__).parent)
 

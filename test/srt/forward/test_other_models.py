@@ -15,7 +15,9 @@ from layer_rows import LAYERS
 from observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import gate, owner, report
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

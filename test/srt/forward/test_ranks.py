@@ -26,7 +26,8 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_sa
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner, ranks
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.deciding import ranks
 
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
@@ -144,7 +145,7 @@ def with_the_recorded_tail(rank: int, port: int, path: Path) -> None:
 
 
 def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None:
-    from sglang_gemma4_yoco import graphs
+    from sglang_gemma4_yoco.attending import graphs
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     known = owner.of(engine.text_model)
@@ -156,7 +157,7 @@ def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None
 
 
 def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
-    from sglang_gemma4_yoco import proof
+    from sglang_gemma4_yoco.checking import proof
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     known = owner.of(engine.text_model)

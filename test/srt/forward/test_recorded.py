@@ -30,7 +30,9 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import gate, owner, report, seams
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import report
 
 REPLAYED = "does not reach prefills that are replayed"
 

@@ -28,7 +28,9 @@ from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import gate, owner, report
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import report
 from stand_ins import halved_weights, server_args, skip_on_older
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)

@@ -42,9 +42,13 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import backends, gate, graphs, owner, patch, proof, report, seams, threshold
-from sglang_gemma4_yoco.donor import DonorCut
-from sglang_gemma4_yoco.graphs import TailGraphs
+from sglang_gemma4_yoco import owner, patch, seams
+from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.attending.graphs import TailGraphs
+from sglang_gemma4_yoco.checking import proof
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.deciding import backends, gate, threshold
+from sglang_gemma4_yoco.telling import report
 from stand_ins import halved_weights
 
 pytest.importorskip(

@@ -25,7 +25,10 @@ from observe import run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import gate, owner, plan, report, seams
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.cutting import plan
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

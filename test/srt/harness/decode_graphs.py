@@ -17,8 +17,9 @@ import torch
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import tensors_in
-from sglang_gemma4_yoco import graphs, owner
-from sglang_gemma4_yoco.graphs import TailGraphs
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.attending.graphs import TailGraphs
 
 
 @contextmanager

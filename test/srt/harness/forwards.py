@@ -30,9 +30,11 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import cut, owner, report, seams
-from sglang_gemma4_yoco.donor import DonorCut
-from sglang_gemma4_yoco.shadow import Shadows
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.cutting import cut
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.telling import report
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}

@@ -20,7 +20,7 @@ from demo import choose_ports
 from environment import SetupError
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco import threshold
+from sglang_gemma4_yoco.deciding import threshold
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward

@@ -21,8 +21,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import gate, owner, seams
-from sglang_gemma4_yoco.tail import Tail
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.cutting.tail import Tail
+from sglang_gemma4_yoco.deciding import gate
 
 
 def skip_on_older(what: str, absent: Iterable[str]) -> None:

@@ -16,7 +16,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import gate, owner, patch, threshold
+from sglang_gemma4_yoco import owner, patch
+from sglang_gemma4_yoco.deciding import gate, threshold
 
 
 class ExtendMode:

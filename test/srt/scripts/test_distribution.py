@@ -65,7 +65,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert len(folders) == 2
     assert {folder.partition("-")[0] for folder in folders} == {NAME}
     inside = {name.partition("/")[2] for name in names if name.startswith(f"{NAME}/")}
-    assert inside == {path.name for path in (REPO / NAME).glob("*.py")} | {"py.typed"}
+    package = REPO / NAME
+    modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
+    assert inside == modules | {"py.typed"}
     told = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
     assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= told
 

@@ -14,7 +14,7 @@ import pytest
 from ask import compare, tokens
 from layer_rows import whole
 from server import Server, pair
-from sglang_gemma4_yoco import gate
+from sglang_gemma4_yoco.deciding import gate
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,9 @@ from ask import generate, tokens
 from layer_rows import assert_all_fast
 from server import CHUNK, Server, running
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import __version__, gate, metrics, report
+from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import metrics, report
 
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
 LONG = CHUNK + 40

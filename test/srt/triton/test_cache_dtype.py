@@ -40,8 +40,10 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import donor, fallback, owner, report
-from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.cutting import donor, fallback
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.telling import report
 
 interpreter.make_quick()
 interpreter.make_exact()

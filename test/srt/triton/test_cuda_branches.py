@@ -39,8 +39,10 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import donor, owner, per_layer, report
-from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.cutting import donor, per_layer
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.telling import report
 
 interpreter.make_quick()
 

@@ -24,7 +24,10 @@ from observe import Observed, run
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import fallback, graphs, owner, per_layer, report, seams
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.cutting import fallback, per_layer
+from sglang_gemma4_yoco.telling import report
 
 interpreter.make_quick()
 interpreter.make_exact()

@@ -47,8 +47,11 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import fallback, graphs, owner, plan, report
-from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.cutting import fallback, plan
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.telling import report
 
 interpreter.make_quick()
 

@@ -34,7 +34,10 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import fallback, gate, owner, plan, report
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.cutting import fallback, plan
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import report
 
 interpreter.make_quick()
 

@@ -18,7 +18,8 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_gemma4_yoco import backends, seams
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.deciding import backends
 
 
 class Derived(TritonAttnBackend):

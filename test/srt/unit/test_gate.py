@@ -43,22 +43,13 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from test_backends import MAINS, POOLS
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import (
-    arguments,
-    backends,
-    cut,
-    fallback,
-    gate,
-    plan,
-    quantised,
-    ranks,
-    seams,
-    threshold,
-)
 from sglang_gemma4_yoco import owner as owners
-from sglang_gemma4_yoco.attention import OwnBackend
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.attending.attention import OwnBackend
+from sglang_gemma4_yoco.cutting import cut, fallback, plan
+from sglang_gemma4_yoco.cutting.plan import Refusal
+from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised, ranks, threshold
 from sglang_gemma4_yoco.owner import Owner
-from sglang_gemma4_yoco.plan import Refusal
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_gemma4_yoco import metrics, owner, report, seams
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.telling import metrics, report
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 

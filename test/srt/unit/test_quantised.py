@@ -18,7 +18,8 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 
-from sglang_gemma4_yoco import quantised, seams
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.deciding import quantised
 from stand_ins import Doubled, Packed
 
 

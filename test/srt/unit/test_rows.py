@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_gemma4_yoco.rows import KeptRows
+from sglang_gemma4_yoco.deciding.rows import KeptRows
 
 requests = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8
@@ -59,5 +59,5 @@ def test_what_is_no_batch_is_an_error(
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, sglang_gemma4_yoco.rows; sys.exit('torch' in sys.modules)"
+    code = "import sys, sglang_gemma4_yoco.deciding.rows; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_gemma4_yoco import gate, threshold
-from sglang_gemma4_yoco.threshold import TailCost
+from sglang_gemma4_yoco.deciding import gate, threshold
+from sglang_gemma4_yoco.deciding.threshold import TailCost
 from stand_ins import eligible_batch, model, reason_of
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from sglang_gemma4_yoco import ranks
+from sglang_gemma4_yoco.deciding import ranks
 
 LONG, SHORT = timedelta(seconds=300), timedelta(seconds=0.1)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.rows import KeptRows
+from sglang_gemma4_yoco.deciding.rows import KeptRows
 
 # Triton compiles a kernel anew for a tensor that does not begin at a multiple of 16 bytes, which is
 # what 4 numbers of 4 bytes take: the lengths of 3 requests are followed by 1 number of padding.

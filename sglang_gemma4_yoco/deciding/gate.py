@@ -14,8 +14,10 @@ from __future__ import annotations
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_gemma4_yoco import arguments, fallback, quantised, seams, switch, threshold
-from sglang_gemma4_yoco.rows import KeptRows
+from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.deciding import arguments, quantised, threshold
+from sglang_gemma4_yoco.deciding.rows import KeptRows
 
 if TYPE_CHECKING:
     from sglang_gemma4_yoco.owner import Owner

@@ -27,11 +27,13 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import backends, donor, per_layer, seams, switch
-from sglang_gemma4_yoco.attention import OwnBackend
-from sglang_gemma4_yoco.rows import KeptRows
-from sglang_gemma4_yoco.shadow import Shadows
-from sglang_gemma4_yoco.tail import Tail
+from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco.attending.attention import OwnBackend
+from sglang_gemma4_yoco.cutting import donor, per_layer
+from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.cutting.tail import Tail
+from sglang_gemma4_yoco.deciding import backends
+from sglang_gemma4_yoco.deciding.rows import KeptRows
 
 VARIABLE = "SGLANG_GEMMA4_YOCO_GRAPH_ROWS"
 _ROWS = (1, 2, 4, 8, 16, 32)

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import donor, per_layer, seams
-from sglang_gemma4_yoco.attention import Way
-from sglang_gemma4_yoco.donor import DonorCut
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.attending.attention import Way
+from sglang_gemma4_yoco.cutting import donor, per_layer
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.cutting.plan import Plan
+from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.owner import Owner
-from sglang_gemma4_yoco.plan import Plan
-from sglang_gemma4_yoco.shadow import Shadows
-from sglang_gemma4_yoco.tail import Tail
 
 ENDLESS = "the model's layers go on behind the last one that it was told to run"
 FOREIGN_RESIDUAL = "the donor layer's attention is not added to the layer's input"

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from sglang_gemma4_yoco import gate, seams
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.deciding import gate
 
 
 class DonorCut(Enum):

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, owner, report, seams
+from sglang_gemma4_yoco import __version__, owner, seams
+from sglang_gemma4_yoco.telling import report
 
 #: What /server_info has it under, in the internal state of each scheduler.
 ENTRY = "gemma4_yoco"

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.graphs import Inputs, TailGraphs
+from sglang_gemma4_yoco.attending.graphs import Inputs, TailGraphs
+from sglang_gemma4_yoco.telling import report
 
 # The largest relative error of a row, in the L2 norm: kernels may split sums otherwise, no more.
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}

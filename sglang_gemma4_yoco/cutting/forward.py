@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import fallback, gate, owner, report
-from sglang_gemma4_yoco.cut import Cut, LateRefusalError
-from sglang_gemma4_yoco.graphs import ReplayError
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.attending.graphs import ReplayError
+from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.cutting.cut import Cut, LateRefusalError
+from sglang_gemma4_yoco.cutting.plan import Plan
+from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.owner import Owner
-from sglang_gemma4_yoco.plan import Plan
+from sglang_gemma4_yoco.telling import report
 
 
 def prefill(

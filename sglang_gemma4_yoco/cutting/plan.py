@@ -28,14 +28,15 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_gemma4_yoco import gate, seams
-from sglang_gemma4_yoco.attention import RebuiltBackend, Way
-from sglang_gemma4_yoco.donor import DonorCut
-from sglang_gemma4_yoco.graphs import Replay
-from sglang_gemma4_yoco.tail import Tail
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.attending.attention import RebuiltBackend, Way
+from sglang_gemma4_yoco.attending.graphs import Replay
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.cutting.tail import Tail
+from sglang_gemma4_yoco.deciding import gate
 
 if TYPE_CHECKING:
-    from sglang_gemma4_yoco.gate import Admission
+    from sglang_gemma4_yoco.deciding.gate import Admission
     from sglang_gemma4_yoco.owner import Owner
 
 NOT_PLANNED = "the tail's attention was not planned for this batch"

@@ -1,0 +1,1 @@
+"""What operators see of it while it serves: log lines, counters, metrics."""
