@@ -32,7 +32,7 @@ from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
-PACKAGE = Path(gate.__file__).parent
+PACKAGE = Path(owner.__file__).parent
 NOTHING_TO_SKIP = batch_of((5, 1), (0, 1))
 
 
