@@ -1,0 +1,8 @@
+"""``python -m sglang_gemma4_yoco``, the same as ``sglang-gemma4-yoco``."""
+
+from __future__ import annotations
+
+from sglang_gemma4_yoco.commands.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

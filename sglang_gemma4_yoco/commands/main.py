@@ -1,0 +1,41 @@
+"""``sglang-gemma4-yoco``: reads the command line and runs one command.
+
+Each command is a module with ``add_to(commands)``, which adds its parser, and ``run(args)``, which
+returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco.commands.console import CommandError, tail
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    main_parser = argparse.ArgumentParser(
+        prog="sglang-gemma4-yoco",
+        description="YOCO fast prefill for Gemma 4 under SGLang, from an operator's side.",
+    )
+    main_parser.add_argument("--version", action="version", version=__version__)
+    main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    return main_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status, 2 where it could not do its work."""
+    args = parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except CommandError as failure:
+        if failure.log is not None:
+            print(tail(failure.log), file=sys.stderr)
+        print(f"error: {failure}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return status
