@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,9 @@ from sglang_gemma4_yoco import __version__, seams
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.attention import OwnBackend, RebuiltBackend
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
-from sglang_gemma4_yoco.checking import proof
+from sglang_gemma4_yoco.checking import audit, proof, self_check
+from sglang_gemma4_yoco.checking.audit import Auditor
+from sglang_gemma4_yoco.checking.self_check import Checked
 from sglang_gemma4_yoco.cutting import donor, fallback, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.plan import Plan, Refusal
@@ -39,6 +42,8 @@ class Owner:
     Attributes:
         model: a ``Gemma4TextModel``.
         attention: the attention backend of the tail's own, where the runner could build one.
+        checked: what came of the check at start; None before.
+        auditor: runs some prefills again as stock, where the operator wants it.
         graphs: the recorded tail, if it is recorded.
         launched_because: why it is not, if it is not.
         planned: what was decided of the batch that the runner planned last, until it has run. One
@@ -55,6 +60,8 @@ class Owner:
         """
         self.model = model
         self.attention = attention
+        self.checked: Checked | None = None
+        self.auditor: Auditor | None = None
         self.graphs: TailGraphs | None = None
         self.launched_because = graphs.NOT_YET
         self.planned: Plan | Refusal | None = None
@@ -223,6 +230,47 @@ class Owner:
         if reason != graphs.NOT_YET:
             report.once(f"Gemma 4 fast prefill: the tail is launched layer by layer: {reason}")
 
+    # -- checked before it serves ------------------------------------------------------------
+
+    def check(self, runner: Any) -> Checked:
+        """Compare with stock, or know why not. With several ranks all of them agree, or none.
+
+        Raises:
+            Exception: it failed, and other ranks wait for this one.
+        """
+        unchecked = self_check.why_not(runner)
+        try:
+            checked = self_check.check(runner, self) if unchecked is None else None
+        except Exception as failure:
+            if not fallback.is_alone():
+                raise
+            report.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
+            checked, unchecked = None, f"it could not be run: {type(failure).__name__}"
+        self.checked = checked or Checked(unchecked=unchecked)
+        others = ranks.disagreement(f"agrees with stock: {self.checked.agrees}")
+        if others is not None or not self.checked.agrees:
+            self.refuse(self_check.FAILED)
+            why = self.checked.describe() if others is None else f"on another rank, {others}"
+            report.error(f"Gemma 4 fast prefill is off for this server: {self_check.FAILED}; {why}")
+        return self.checked
+
+    def refuse(self, reason: str) -> None:
+        """Cut no batch from now on."""
+        self.constant_reason = reason
+        self.auditor = None
+        recorded, self.graphs = self.graphs, None
+        if recorded is not None:
+            recorded.close()
+
+    @contextmanager
+    def refusing(self, reason: str) -> Iterator[None]:
+        """Cut no batch in the span."""
+        before, self.constant_reason = self.constant_reason, reason
+        try:
+            yield
+        finally:
+            self.constant_reason = before
+
     # -- one batch ---------------------------------------------------------------------------
 
     def _with_tail(self, plan_main: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -293,7 +341,6 @@ def start(runner: Any, model: Any) -> None:
         if gate.is_news(reason):
             report.steps_aside(reason)
         return
-    report.once(f"Gemma 4 fast prefill {__version__} is on: {owner.attends()}")
     _compile_kernels(owner)
     graph = seams.prefill_graph()
     if graph is not None:
@@ -306,10 +353,21 @@ def start(runner: Any, model: Any) -> None:
 
 
 def record(runner: Any, model: Any) -> None:
-    """The runner has recorded its own graphs: record the tail, where batches may be cut."""
+    """The runner has recorded its own graphs: record the tail, where batches may be cut.
+
+    The first time, nobody is served yet: then the model is compared with stock.
+    """
     known = find(model)
-    if known is not None and known.constant_reason is None:
-        known.record(runner)
+    if known is None or known.constant_reason is not None:
+        return
+    known.record(runner)
+    if known.checked is not None:
+        return
+    checked = known.check(runner)
+    if known.constant_reason is None:
+        known.auditor = audit.auditor(runner, known)
+        told = f"{known.attends()}, {checked.describe()}"
+        report.once(f"Gemma 4 fast prefill {__version__} is on: {told}")
 
 
 def close_all() -> None:

@@ -79,6 +79,7 @@ def load() -> None:
         try:
             from sglang_gemma4_yoco import patch
             from sglang_gemma4_yoco.attending import graphs
+            from sglang_gemma4_yoco.checking import audit, self_check
         except ImportError as missing:
             raise UnsupportedError(
                 f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
@@ -86,6 +87,9 @@ def load() -> None:
             ) from missing
 
         graphs.most_rows()
+        self_check.wanted()
+        audit.every()
+        audit.strict()
         if patch.is_installed():
             logger.warning(
                 "Gemma 4 fast prefill %s is loaded a second time; the first stays installed",

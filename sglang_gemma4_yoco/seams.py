@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -49,6 +49,7 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.distributed import distributed_c10d
 
 try:
@@ -566,6 +567,83 @@ def decode_batch(**fields: Any) -> Any:
     )
 
 
+def prefill_batch(
+    runner: Any,
+    *,
+    input_ids: torch.Tensor,
+    requests: Sequence[int],
+    lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    slots: torch.Tensor,
+    logprob_starts: Sequence[int] | None,
+    finishes: bool,
+) -> Any:
+    """An extend batch of nobody's requests, as the scheduler's are.
+
+    Args:
+        runner: SGLang's ``ModelRunner``.
+        input_ids: [T] int64, on the runner's device, as ``slots``.
+        requests: [B], their rows in SGLang's table of tokens, which is filled in.
+        lens, prefix_lens: [B], their new tokens, and those before them.
+        slots: [T] int64, where K and V of the new tokens go, in the full pool.
+        logprob_starts: [B], the new token from which on input logprobs are wanted, the length of a
+            request that wants none; None if nobody wants any.
+        finishes: some request's prompt ends here.
+    """
+
+    def numbers(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=input_ids.device)
+
+    size, total = len(lens), sum(lens)
+    lengths = [prefix + new for prefix, new in zip(prefix_lens, lens, strict=True)]
+    positions = [torch.arange(p, p + n) for p, n in zip(prefix_lens, lens, strict=True)]
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=size,
+        input_ids=input_ids,
+        req_pool_indices=numbers(requests, torch.int64),
+        seq_lens=numbers(lengths, torch.int64),
+        seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
+        orig_seq_lens=numbers(lengths, torch.int32),
+        seq_lens_sum=sum(lengths),
+        out_cache_loc=slots,
+        positions=torch.cat(positions).to(input_ids.device),
+        extend_num_tokens=total,
+        extend_seq_lens=numbers(lens, torch.int32),
+        extend_prefix_lens=numbers(prefix_lens, torch.int32),
+        extend_start_loc=numbers([sum(lens[:i]) for i in range(size)], torch.int32),
+        extend_seq_lens_cpu=list(lens),
+        extend_prefix_lens_cpu=list(prefix_lens),
+        extend_logprob_start_lens_cpu=list(lens if logprob_starts is None else logprob_starts),
+        return_logprob=logprob_starts is not None,
+        top_logprobs_nums=[0] * size,
+        token_ids_logprobs=[None] * size,
+        mm_inputs=[None] * size,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+    if hasattr(batch, "contains_last_prefill_chunk"):
+        batch.contains_last_prefill_chunk = finishes
+    if logprob_starts is not None:
+        wanted = sum(n - start for start, n in zip(logprob_starts, lens, strict=True))
+        batch.extend_input_logprob_token_ids_gpu = input_ids.new_zeros(wanted)
+    translator = getattr(runner, "kv_index_translator", None)
+    if translator is not None and hasattr(translator, "own_plan"):  # 0.5.22 and later
+        translator.own_plan(batch).bind(batch, translator)
+    return batch
+
+
+def keys_in_window(attention: Any) -> int:
+    """How many keys a row of this ``RadixAttention`` sees, its own among them; 0 if it sees all."""
+    size = getattr(attention, "sliding_window_size", None)
+    return 0 if size is None or size < 0 else size + 1
+
+
+def is_in_window_pool(pool: Any, layer: int) -> bool:
+    """Whether K and V of this layer, by its number in the model, lie in a pool of the window's."""
+    return bool(getattr(pool, "layers_mapping", {}).get(layer, (0, False))[1])
+
+
 def end_residual(forward_batch: Any) -> None:
     """Let go of the residual's memory."""
     if HAS_RESIDUAL_STREAM:
@@ -585,7 +663,7 @@ def write_keys_and_values(
     """
     pool, slots = tail.token_to_kv_pool, forward_batch.out_cache_loc
     window_slots = None
-    if getattr(pool, "layers_mapping", {}).get(attention.layer_id, (0, False))[1]:
+    if is_in_window_pool(pool, attention.layer_id):
         planned = None
         if _triton_class(main) is not None:
             planned = getattr(main.forward_metadata, "swa_out_cache_loc", None)
@@ -775,10 +853,12 @@ __all__ = [
     "gemma4_causal",
     "is_backed_later",
     "is_capturing",
+    "is_in_window_pool",
     "is_newer_than_tested",
     "is_plain_linear",
     "is_plain_pool",
     "is_plain_tensor",
+    "keys_in_window",
     "kv_cache_dtype",
     "layer_output",
     "layer_rows",
@@ -789,6 +869,7 @@ __all__ = [
     "parts_of_pool",
     "plan",
     "plan_recorded",
+    "prefill_batch",
     "prefill_graph",
     "recorded_decode_steps",
     "rendezvous_store",

@@ -10,6 +10,7 @@ import os
 
 VARIABLE = "SGLANG_GEMMA4_YOCO"
 _MEANING = {"1": True, "0": False}
+_TURNS = "use 1 (or leave it unset) to turn Gemma 4 fast prefill on, 0 to turn it off"
 
 
 def whole_number(variable: str, least: int, smallest: str, unset: str) -> int | None:
@@ -34,6 +35,23 @@ def whole_number(variable: str, least: int, smallest: str, unset: str) -> int | 
     )
 
 
+def yes_or_no(variable: str, unset: str, remedy: str) -> bool:
+    """The value of an environment variable that holds ``1`` for yes, or ``0``.
+
+    Args:
+        unset: what it is when it is unset, ``1`` or ``0``.
+        remedy: what to do about any other value, for the message.
+
+    Raises:
+        ValueError: it holds something else; the message names the variable and what it accepts.
+    """
+    value = os.environ.get(variable, unset)
+    try:
+        return _MEANING[value]
+    except KeyError:
+        raise ValueError(f"{variable}={value!r} is not a valid value: {remedy}") from None
+
+
 def enabled() -> bool:
     """Whether the fast path is wanted now. Unset means yes.
 
@@ -41,11 +59,4 @@ def enabled() -> bool:
         ValueError: the variable has a value other than ``0`` or ``1``; the message names both
             the variable and the accepted values.
     """
-    value = os.environ.get(VARIABLE, "1")
-    try:
-        return _MEANING[value]
-    except KeyError:
-        raise ValueError(
-            f"{VARIABLE}={value!r} is not a valid value: "
-            "use 1 (or leave it unset) to turn Gemma 4 fast prefill on, 0 to turn it off"
-        ) from None
+    return yes_or_no(VARIABLE, "1", _TURNS)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco.attending.graphs import Inputs, TailGraphs
+from sglang_gemma4_yoco.checking import difference
+from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.telling import report
 
 # The largest relative error of a row, in the L2 norm: kernels may split sums otherwise, no more.
@@ -37,8 +39,8 @@ def prove(graphs: TailGraphs, runner: Any) -> None:
         for size in graphs.rows:
             for rows in {size, size - 1} if size == largest > 1 else {size}:
                 launched, replayed = graphs.both(size, rows, fill)
-                error = _relative_error(launched, replayed)
-                if not error <= _ROUNDING[launched.dtype]:  # NaN differs too
+                error = difference.relative_error(launched, replayed)
+                if error > _ROUNDING[launched.dtype]:
                     graphs.drop(size)
                     report.error(
                         f"Gemma 4 fast prefill: the tail recorded for {size} rows differs from "
@@ -47,28 +49,16 @@ def prove(graphs: TailGraphs, runner: Any) -> None:
                     break
 
 
-def _relative_error(launched: torch.Tensor, replayed: torch.Tensor) -> float:
-    """The largest of a row, in the L2 norm."""
-    if torch.equal(launched, replayed):  # zeros among them
-        return 0.0
-    difference = (launched.double() - replayed.double()).norm(dim=-1)
-    return float((difference / launched.double().norm(dim=-1)).max())
-
-
 def _fill(inputs: Inputs, tokens: int, generator: torch.Generator) -> None:
     """Random rows of one request: with n of them, at 1/n, 2/n, ... of its length."""
     rows = inputs.rows.shape[0]
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
         if tensor is not None:
-            tensor.copy_(_random(tensor, generator))
+            tensor.copy_(random_like(tensor, generator))
     lengths = [max(1, tokens * (row + 1) // rows) for row in range(rows)]
     inputs.lengths.copy_(torch.tensor(lengths))
     inputs.positions.copy_(inputs.lengths - 1)
     inputs.requests.zero_()
-
-
-def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(like.shape, generator=generator, device=like.device)
 
 
 @contextmanager
@@ -86,15 +76,10 @@ def _a_request(runner: Any, attentions: list[Any], generator: torch.Generator) -
     caches = [buffer for layer in layers for buffer in pool.get_kv_buffer(layer)]
     window = max(attention.sliding_window_size or 0 for attention in attentions)
     tokens = min(window + _BEYOND, *(tensor.shape[0] for tensor in (*tables, *caches)))
-    places = [tensor[:tokens] for tensor in (*tables, *caches)]
-    saved = [place.clone() for place in places]
-    try:
+    with borrowed([tensor[:tokens] for tensor in (*tables, *caches)]):
         for table in tables:
             shuffled = torch.randperm(tokens, generator=generator, device=generator.device)
             table[:tokens].copy_(shuffled)
         for cache in caches:
-            cache[:tokens].copy_(_random(cache[:tokens], generator))
+            cache[:tokens].copy_(random_like(cache[:tokens], generator))
         yield tokens
-    finally:
-        for place, values in zip(places, saved, strict=True):
-            place.copy_(values)

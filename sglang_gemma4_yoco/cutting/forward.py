@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,10 @@ def prefill(
         if isinstance(decided, Plan):
             plan = decided
             copy = fallback.copy_of(embeds)
-            return _cut(known, plan, run)
+            output, is_cut = _cut(known, plan, run)
+            if is_cut and known.auditor is not None and known.auditor.is_due():
+                return known.auditor.audit(plan, output, partial(_again, embeds, copy, run))
+            return output
         known.release()
         reason = decided.reason
     except LateRefusalError as late:
@@ -54,7 +58,13 @@ def prefill(
     return run()
 
 
-def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> Any:
+def _again(embeds: torch.Tensor | None, copy: torch.Tensor | None, run: Callable[[], Any]) -> Any:
+    fallback.put_back(embeds, copy)
+    return run()
+
+
+def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> tuple[Any, bool]:
+    """The output of one forward, and whether it was cut indeed."""
     try:
         with Cut(known, plan) as cut:
             output = run()
@@ -71,7 +81,7 @@ def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> Any:
             skipped=kept.total - computed,
         )
         fallback.succeeded()
-    return output
+    return output, cut.output is not None
 
 
 def _outcome(plan: Plan) -> str:

@@ -18,6 +18,8 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
+import torch
+from torch import distributed
 from torch.distributed import DistStoreError
 
 from sglang_gemma4_yoco import seams
@@ -51,6 +53,19 @@ def disagreement(findings: str) -> str | None:
         findings,
         _PATIENCE,
     )
+
+
+def largest(number: float) -> float:
+    """The largest of this rank's and its group's numbers.
+
+    All ranks of the group ask at the same time: in a forward that all of them cut.
+    """
+    group = seams.tensor_parallel_group()
+    if group is None:
+        return number
+    told = torch.tensor(number, dtype=torch.float64)
+    distributed.all_reduce(told, distributed.ReduceOp.MAX, group=group.cpu_group)
+    return float(told)
 
 
 def compare(

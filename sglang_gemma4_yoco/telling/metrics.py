@@ -12,6 +12,7 @@ processes share a directory, and SGLang names that directory after it has loaded
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, owner, seams
@@ -26,21 +27,25 @@ def state() -> dict[str, Any]:
     """What this process would say of itself, in plain types.
 
     ``active``: batches may be cut, ``reason``: why not; ``cut``, ``tail``: where, and how the tail
-    runs; ``forwards`` by outcome; ``rows``, of prefills at the last layer, by what became of them.
+    runs; ``check``: what came of the check at start; ``forwards`` by outcome; ``rows``, of prefills
+    at the last layer, by what became of them; ``audits``, None where nothing is audited.
     """
     known = owner.attached()
     reason = NO_MODEL if known is None else known.constant_reason
     cut = tail = None
     if known is not None and reason is None:
         cut, tail = known.attends(), known.runs_its_tail()
+    audited = known is not None and known.auditor is not None
     return {
         "version": __version__,
         "active": reason is None,
         "reason": reason,
         "cut": cut,
         "tail": tail,
+        "check": None if known is None or known.checked is None else known.checked.state(),
         "forwards": dict(report.forwards),
         "rows": dict(report.rows),
+        "audits": asdict(report.audits) if audited else None,
     }
 
 
@@ -67,10 +72,12 @@ def collect(labels: Mapping[str, Any]) -> None:
         for outcome, forwards in report.forwards.items():
             tell(outcome, {}, forwards)
         tell(None, report.rows, 0)
+        tell_audit = _audit_metrics(labels)
     except Exception as failure:  # noqa: BLE001 - a server without these metrics serves as well
         report.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
     else:
         report.observe(tell)
+        report.observe_audits(tell_audit)
 
 
 def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
@@ -93,5 +100,39 @@ def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
             forwards.labels(**labels, outcome=outcome).inc(times)
         for part, number in counted.items():
             parts[part].inc(number)
+
+    return tell
+
+
+def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]:
+    from prometheus_client import Counter, Gauge
+
+    audits = Counter(
+        "sglang:gemma4_yoco_audits_total",
+        "Prefills that were run again as stock, by whether they differed beyond rounding.",
+        [*labels, "result"],
+    )
+    changes = Counter(
+        "sglang:gemma4_yoco_audit_greedy_changes_total",
+        "Rows of audited prefills whose likeliest token was another one.",
+        [*labels],
+    ).labels(**labels)
+    worst = Gauge(
+        "sglang:gemma4_yoco_audit_worst_difference",
+        "Largest relative difference of an audited prefill from stock.",
+        [*labels],
+        multiprocess_mode="max",
+    ).labels(**labels)
+    agree = audits.labels(**labels, result="agrees")
+    differ = audits.labels(**labels, result="differs")
+    so_far = 0.0
+
+    def tell(audit: report.Audits) -> None:
+        nonlocal so_far
+        agree.inc(audit.agree)
+        differ.inc(audit.differ)
+        changes.inc(audit.greedy_changes)
+        so_far = max(so_far, audit.worst)
+        worst.set(so_far)
 
     return tell

@@ -10,7 +10,9 @@ import logging
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 logger = logging.getLogger("sglang_gemma4_yoco")
 
@@ -18,6 +20,7 @@ ACTIVE = "active"
 TAIL_REPLAYED = "active, tail replayed"
 TAIL_SKIPPED = "active, tail skipped"
 FAILED = "failed, served by stock"
+CUT = frozenset({ACTIVE, TAIL_REPLAYED, TAIL_SKIPPED})
 
 #: Forwards by outcome: ``ACTIVE`` (the tail was launched), ``TAIL_REPLAYED``, ``TAIL_SKIPPED``,
 #: ``FAILED`` or the reason for stepping aside.
@@ -28,8 +31,32 @@ PARTS = (COMPUTED, SKIPPED)
 #: Rows of those forwards, by whether the last layer has computed them.
 rows: Counter[str] = Counter()
 
+
+@dataclass
+class Audits:
+    """What came of the forwards that were run again as stock.
+
+    Attributes:
+        agree: those that differed by no more than rounding does.
+        differ: the others.
+        greedy_changes: rows whose likeliest token was another one.
+        worst: the largest difference of all; see ``checking.difference``.
+    """
+
+    agree: int = 0
+    differ: int = 0
+    greedy_changes: int = 0
+    worst: float = 0.0
+
+
+#: Of this process so far.
+audits = Audits()
+
 _ASIDE = "steps aside"
 _observers: list[Callable[[str, Mapping[str, int]], None]] = []
+_audit_observers: list[Callable[[Audits], None]] = []
+# Outcomes of the forwards that are nobody's, in a span of those.
+_unheard: Counter[str] | None = None
 _said: set[Hashable] = set()
 _told_active: weakref.WeakSet[object] = weakref.WeakSet()
 
@@ -70,16 +97,48 @@ def observe(tell: Callable[[str, Mapping[str, int]], None]) -> None:
     _observers.append(tell)
 
 
+def observe_audits(tell: Callable[[Audits], None]) -> None:
+    """Have ``tell`` called with every audit, as if it were the only one."""
+    _audit_observers.append(tell)
+
+
+@contextmanager
+def unheard() -> Iterator[Counter[str]]:
+    """Forwards in the span are nobody's: counted by outcome in what it yields, and not said."""
+    global _unheard
+    _unheard = outcomes = Counter[str]()
+    try:
+        yield outcomes
+    finally:
+        _unheard = None
+
+
 def _count(outcome: str, computed: int, skipped: int = 0) -> None:
+    if _unheard is not None:
+        _unheard[outcome] += 1
+        return
     forwards[outcome] += 1
     rows[COMPUTED] += computed
     rows[SKIPPED] += skipped
-    for tell in tuple(_observers):
+    _tell(_observers, outcome, {COMPUTED: computed, SKIPPED: skipped})
+
+
+def _tell(observers: list[Callable[..., None]], *counted: object) -> None:
+    for tell in tuple(observers):
         try:
-            tell(outcome, {COMPUTED: computed, SKIPPED: skipped})
+            tell(*counted)
         except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
-            _observers.remove(tell)
+            observers.remove(tell)
             failure("Gemma 4 fast prefill: its metrics are collected no longer", broken)
+
+
+def audited(difference: float, *, agrees: bool, greedy_changes: int) -> None:
+    """Count a forward that was run again as stock."""
+    audits.agree += agrees
+    audits.differ += not agrees
+    audits.greedy_changes += greedy_changes
+    audits.worst = max(audits.worst, difference)
+    _tell(_audit_observers, Audits(int(agrees), int(not agrees), greedy_changes, difference))
 
 
 def active(
@@ -90,7 +149,7 @@ def active(
     ``describe()`` says what was cut, and how; it is not called again for the same model.
     """
     _count(outcome, computed, skipped)
-    if model not in _told_active:
+    if _unheard is None and model not in _told_active:
         _told_active.add(model)
         once(f"Gemma 4 fast prefill is active: {describe()}")
 
@@ -98,7 +157,7 @@ def active(
 def stepped_aside(reason: str, rows_in_all: int, *, tell: bool = True) -> None:
     """Count a forward that ran as stock; ``tell`` why, if it was not told before."""
     _count(reason, rows_in_all)
-    if tell and _first((_ASIDE, reason)):
+    if tell and _unheard is None and _first((_ASIDE, reason)):
         once(f"Gemma 4 fast prefill steps aside: {reason}")
 
 
@@ -118,5 +177,6 @@ def reset() -> None:
     """Forget counters and what was said (for tests and for a new measurement)."""
     forwards.clear()
     rows.clear()
+    vars(audits).update(vars(Audits()))
     _said.clear()
     _told_active.clear()
