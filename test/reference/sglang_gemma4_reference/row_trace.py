@@ -70,7 +70,7 @@ def _integers(lens: Iterable[Any] | None) -> list[int]:
 
 
 def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle]:
-    """Call ``tell`` after each forward of ``model``, a ``Gemma4TextModel``, but for decode steps.
+    """Call ``tell`` after each forward of ``model``, a ``Gemma4TextModel``, for somebody's prefill.
 
     Returns:
         Handles whose ``remove()`` ends the observation.
@@ -84,6 +84,8 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
         batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
         current = None
         recorder.replays.clear()
+        if batch.rids is None:  # nobody's: made to warm up, or to compare
+            return
         if batch.forward_mode.is_target_verify():  # says nothing of lengths on the host
             current = Prefill(
                 mode=VERIFY,

@@ -1,6 +1,6 @@
 """What a server tells of the fast path, in SGLang's metrics and in /server_info.
 
-On two ranks, of which one counts for both.
+On two ranks, of which one counts for both; and both audit every shortened prefill.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ask import generate, tokens
-from layer_rows import assert_all_fast
+from layer_rows import assert_all_fast, without_audit
 from server import CHUNK, Server, running
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import metrics, report
 
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
+AUDITS, CHANGES = "sglang:gemma4_yoco_audits", "sglang:gemma4_yoco_audit_greedy_changes"
+WORST = "sglang:gemma4_yoco_audit_worst_difference"
 LONG = CHUNK + 40
 REPO = Path(__file__).resolve().parents[3]
 
@@ -33,10 +36,13 @@ def measured(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """It has answered one prompt of two chunks, and one of a single token."""
     arguments = ("--enable-metrics", "--tp-size", "2")
     directory = tmp_path_factory.mktemp("metrics")
-    with running(tiny_checkpoint, directory, switch=None, arguments=arguments) as server:
+    audited: Any = {"switch": None, "env": {audit.VARIABLE: "1", audit.STRICT: "1"}}
+    with running(tiny_checkpoint, directory, arguments=arguments, **audited) as server:
         mark = server.mark()
         generate(server, tokens(LONG, seed=1))
-        assert_all_fast(server.prefills(since=mark))
+        prefills = server.prefills(since=mark)
+        assert {p.rows[0] for p in prefills} == {2 * CHUNK, 2 * (LONG - CHUNK)}
+        assert_all_fast(map(without_audit, prefills))
         generate(server, tokens(1, seed=2))
         yield server
 
@@ -55,13 +61,22 @@ def series(server: Server, name: str, label: str) -> dict[str, float]:
     return found
 
 
+def single(server: Server, name: str) -> float:
+    """The value of a metric with one series."""
+    families = text_string_to_metric_families(server.get_text("/metrics"))
+    [sample] = [s for family in families for s in family.samples if s.name == name]
+    assert sample.labels["tp_rank"] == "0"
+    value: float = sample.value
+    return value
+
+
 def states(server: Server) -> list[dict[str, Any]]:
     return [state[metrics.ENTRY] for state in server.get("/server_info")["internal_states"]]
 
 
 def test_forwards_and_rows(measured: Server) -> None:
     """As many as the server computed since its start, its own warm-up included."""
-    prefills = measured.prefills(since=0)
+    prefills = [*map(without_audit, measured.prefills(since=0))]
     forwards = series(measured, FORWARDS, "outcome")
     rows = series(measured, ROWS, "part")
     assert forwards[report.ACTIVE] >= 1
@@ -87,6 +102,21 @@ def test_server_info_has_the_same_numbers(measured: Server) -> None:
         assert state["rows"] == series(measured, ROWS, "part")
 
 
+def test_audits(measured: Server) -> None:
+    """Each shortened prefill once, though both ranks have run it again."""
+    audits = series(measured, AUDITS, "result")
+    forwards = series(measured, FORWARDS, "outcome")
+    cut = sum(number for outcome, number in forwards.items() if outcome in report.CUT)
+    assert audits == {"agrees": cut, "differs": 0}
+    assert single(measured, f"{CHANGES}_total") == 0
+    worst = single(measured, WORST)
+    assert 0 < worst < 1e-5
+    for state in states(measured):
+        assert state["audits"]["agree"] == cut
+        assert state["audits"]["worst"] == pytest.approx(worst)
+        assert state["check"]["largest_difference"] <= state["check"]["allowed"]
+
+
 @pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
 def test_what_watches_the_metrics_asks_for_those_that_there_are(
     measured: Server, file: str
@@ -94,7 +124,8 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
     """Every name, label and outcome in a dashboard's or a rule's expressions."""
     text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
     asked = set(re.findall(r"sglang:\w+", text))
-    assert asked == {f"{FORWARDS}_total", f"{ROWS}_total"} & asked != set()
+    ours = {*(f"{name}_total" for name in (FORWARDS, ROWS, AUDITS, CHANGES)), WORST}
+    assert asked == ours & asked != set()
     families = text_string_to_metric_families(measured.get_text("/metrics"))
     samples = [s for family in families for s in family.samples if s.name in asked]
     assert {sample.name for sample in samples} == asked
@@ -104,6 +135,7 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
     assert by_label | grouped <= known
     assert set(re.findall(r'outcome="([^"]+)"', text)) <= {report.FAILED}
     assert set(re.findall(r'part="([^"]+)"', text)) <= set(report.PARTS)
+    assert set(re.findall(r'result="([^"]+)"', text)) <= {"agrees", "differs"}
 
 
 def test_sglangs_own_metrics_are_there(measured: Server) -> None:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 from sglang.srt.platforms.interface import SRTPlatform
 
-from layer_rows import assert_all_fast, fast_rows
+from layer_rows import assert_all_fast, fast_rows, without_audit
 from server import RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, running
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_reference.checkpoint import E2B_TINY
@@ -35,12 +35,14 @@ from sglang_gemma4_reference.workload import (
     outcomes,
     random_requests,
 )
+from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco.telling import metrics, report
 
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
 
 
 def ask(
-    server: Server, minimum: int | None = 1, recorded: Sequence[int] = ()
+    server: Server, minimum: int | None = 1, recorded: Sequence[int] = (), *, audited: bool = False
 ) -> tuple[list[Answer], Counter[str]]:
     """All answers of one server, and what became of its prefill forwards; nothing may leak.
 
@@ -49,6 +51,7 @@ def ask(
     Args:
         minimum: the server's threshold; None where nobody set one.
         recorded: the row counts for which its tail is recorded.
+        audited: each of its shortened prefills is run again as stock.
     """
     server.forget_prefixes()
     mark = server.mark()
@@ -57,6 +60,8 @@ def ask(
     assert held_tokens(client) == 0
     assert "leak detected" not in server.log().lower()
     prefills = server.prefills(since=mark)
+    if audited:
+        prefills = [*map(without_audit, prefills)]
     for prefill in prefills:
         if outcome(prefill) in (ACTIVE, SKIPPED):
             assert prefill.rows == fast_rows(prefill, minimum, recorded), prefill
@@ -105,7 +110,10 @@ def test_random_traffic_with_default_settings(
 def hybrid_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Prefill on a backend that no tail runs on, decode on another, pages of 64, all recorded."""
+    """Prefill on a backend that no tail runs on, decode on another, pages of 64, all recorded.
+
+    And every shortened prefill is audited.
+    """
     with running(
         tiny_checkpoint,
         tmp_path_factory.mktemp("hybrid"),
@@ -114,7 +122,7 @@ def hybrid_server(
             *("--prefill-attention-backend", "intel_xpu", "--page-size", "64"),
             *("--decode-attention-backend", "triton", *RECORDED_ARGUMENTS),
         ],
-        env=RECORDED_GRAPHS,
+        env={**RECORDED_GRAPHS, audit.VARIABLE: "1"},
     ) as server:
         yield server
 
@@ -140,9 +148,9 @@ def test_random_traffic_with_the_recorded_tail(
 ) -> None:
     """SGLang replays decode steps, and the package the tails of batches with few rows."""
     server: Server = request.getfixturevalue(name)
-    mark = server.mark()
-    answers, forwards = ask(server, recorded=RECORDED_ROWS)
-    prefills = server.prefills(since=mark)
+    audited, mark = name == "hybrid_server", server.mark()
+    answers, forwards = ask(server, recorded=RECORDED_ROWS, audited=audited)
+    prefills = [without_audit(p) if audited else p for p in server.prefills(since=mark)]
     assert_all_fast(prefills, recorded=RECORDED_ROWS)
     assert sum(prefill.replays for prefill in prefills) >= 10
     assert any(prefill.rows[-1] > max(RECORDED_ROWS) for prefill in prefills)
@@ -150,6 +158,15 @@ def test_random_traffic_with_the_recorded_tail(
     assert forwards[SKIPPED] >= 1
     assert server.log_lines(f"attention by {attention}")
     assert_same(off_server, stock, answers)
+    [internal] = server.get("/server_info")["internal_states"]
+    audits = internal[metrics.ENTRY]["audits"]
+    if not audited:
+        assert audits is None
+        return
+    cut = sum(n for told, n in internal[metrics.ENTRY]["forwards"].items() if told in report.CUT)
+    assert (audits["agree"], audits["differ"]) == (cut, 0)
+    assert cut >= forwards[ACTIVE] + forwards[SKIPPED]
+    assert audits["worst"] > 0
 
 
 @contextmanager

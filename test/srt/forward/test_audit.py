@@ -1,0 +1,299 @@
+"""Audits of prefills that serve somebody: what they compare, and who gets which answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from batches import BATCHES, batch_of
+from forwards import TWO_PROMPTS, InjectedError, assert_fast, assert_stock, assert_untouched
+from layer_rows import LAYERS
+from observe import SWITCH, run
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import owner, plugin, seams
+from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco.cutting import cut, donor
+from sglang_gemma4_yoco.telling import metrics, report
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+
+@contextmanager
+def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[owner.Owner]:
+    """Prefills of the engine are audited in the span."""
+    known = owner.of(engine.text_model)
+    reason = known.constant_reason
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(audit.VARIABLE, str(every))
+        environment.setenv(audit.STRICT, str(int(strict)))
+        known.auditor = audit.auditor(engine.runner, known)
+    try:
+        yield known
+    finally:
+        known.auditor = None
+        known.constant_reason = reason
+
+
+def counts() -> tuple[int, int]:
+    return report.audits.agree, report.audits.differ
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_is_right_agrees(engine: Engine, name: str) -> None:
+    """The forward runs twice, cut and whole; who asked gets what he gets without an audit."""
+    prompts = BATCHES[name]
+    _, unaudited = assert_fast(engine, prompts)
+    with audited(engine):
+        scheduled = engine.schedule(prompts)
+        both = run(engine, scheduled, "1")
+    total = sum(len(prompt.new) for prompt in prompts)
+    assert both.rows == [*unaudited.rows, *[total] * LAYERS]
+    assert torch.equal(both.output.next_token_logits, unaudited.output.next_token_logits)
+    assert counts() == (1, 0)
+    assert 0 < report.audits.worst < 1e-5
+    assert report.audits.greedy_changes == 0
+    assert_untouched(engine)
+    assert "forward" not in vars(engine.runner.model.logits_processor)
+
+
+def test_one_of_so_many(engine: Engine) -> None:
+    with audited(engine, every=3):
+        audits = []
+        for _ in range(7):
+            run(engine, engine.schedule(TWO_PROMPTS), "1")
+            audits.append(report.audits.agree)
+        assert audits == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_stock_forwards_are_not_audited(engine: Engine) -> None:
+    with audited(engine):
+        run(engine, engine.schedule(TWO_PROMPTS), "0")
+        run(engine, engine.schedule(batch_of((5, 1), (0, 1))), "1")
+    assert counts() == (0, 0)
+
+
+@pytest.mark.skipif(not releases.tells_unread_chunks(), reason="this SGLang says nothing of them")
+def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> None:
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with audited(engine), pytest.MonkeyPatch.context() as broken, _switched_on():
+        engine.forward(scheduled, unread=True)
+        assert report.forwards[report.TAIL_SKIPPED] == 1
+        assert counts() == (1, 0)
+        _other_keys(broken)
+        engine.forward(scheduled, unread=True)
+    assert counts() == (1, 1)
+    assert "forward" not in vars(engine.runner.model.logits_processor)
+
+
+@contextmanager
+def _switched_on() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(SWITCH, "1")
+        yield
+
+
+# ---------------------------------------------------------------- what differs
+
+
+def _other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = donor.keys_and_values
+
+    def keys_and_values(*args: Any) -> Any:
+        k, v = stock(*args)
+        return k * 1.01, v
+
+    monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
+
+
+def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail's output is another one; K and V are as they should be."""
+    stock = cut.Cut.scatter
+    monkeypatch.setattr(cut.Cut, "scatter", lambda self, rows: stock(self, -rows))
+
+
+BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "K and V": _other_keys,
+    "rows": _other_rows,
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("K and V", "three, two of them cached"),
+        ("rows", "three, two of them cached"),
+        ("rows", "input logprobs"),  # with suffixes layer K-1 attends as stock
+    ],
+)
+def test_what_differs_is_answered_by_stock(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+    name: str,
+) -> None:
+    prompts = BATCHES[name]
+    scheduled = engine.schedule(prompts)
+    stock = run(engine, scheduled, "0")
+    cache = engine.kv()
+    BREAKS[way](monkeypatch)
+    with audited(engine), caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+        seen = run(engine, scheduled, "1")
+    assert counts() == (0, 1)
+    assert report.audits.worst > 1e-3
+    assert torch.equal(seen.output.next_token_logits, stock.output.next_token_logits)
+    if stock.output.input_token_logprobs is not None:
+        assert torch.equal(seen.output.input_token_logprobs, stock.output.input_token_logprobs)
+    for now, then in zip(engine.kv(), cache, strict=True):
+        assert all(map(torch.equal, now, then))
+    [record] = caplog.records
+    line = record.getMessage()
+    lengths = [len(prompt.new) for prompt in prompts]
+    assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
+    assert line.endswith("tail launched")
+    assert owner.of(engine.text_model).constant_reason is None
+
+
+def test_changed_tokens_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    _other_rows(monkeypatch)
+    with audited(engine):
+        run(engine, engine.schedule(batch_of((0, 9), (20, 30), (3, 5))), "1")
+    assert report.audits.greedy_changes == 3
+
+
+def test_lines_end_and_counts_go_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit, "_MOST_LINES", 2)
+    _other_rows(monkeypatch)
+    with audited(engine), caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+        for length in range(5, 9):
+            run(engine, engine.schedule(batch_of((0, length))), "1")
+    assert counts() == (0, 4)
+    assert len(caplog.records) == 2
+
+
+def test_the_path_is_turned_off_where_that_is_asked_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with audited(engine, strict=True) as known:
+        run(engine, engine.schedule(TWO_PROMPTS), "1")
+        assert known.constant_reason is None
+        with monkeypatch.context() as broken, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+            _other_rows(broken)
+            run(engine, engine.schedule(TWO_PROMPTS), "1")
+        assert known.constant_reason == audit.DIFFERED
+        assert f"steps aside for this server: {audit.DIFFERED}" in caplog.records[-1].getMessage()
+        assert_stock(engine, audit.DIFFERED)
+        assert counts() == (1, 1)
+
+
+# ---------------------------------------------------------------- what fails
+
+
+def test_an_audit_that_fails_costs_nothing(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second forward raises in its last layers; who asked gets the fast answer."""
+    _, unaudited = assert_fast(engine)
+    calls = []
+
+    def fail_in_stock(_: Any, args: tuple[Any, ...]) -> None:
+        calls.append(args[0].shape[0])
+        if calls[-1] == sum(len(prompt.new) for prompt in TWO_PROMPTS):
+            raise InjectedError("in the stock forward")
+
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with audited(engine) as known, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+        hook = engine.text_model.layers[-1].mlp.register_forward_pre_hook(fail_in_stock)
+        try:
+            seen = run(engine, scheduled, "1")
+        finally:
+            hook.remove()
+        assert known.auditor is None
+    assert calls == [2, 43]
+    assert torch.equal(seen.output.next_token_logits, unaudited.output.next_token_logits)
+    [record] = caplog.records
+    assert "an audit failed, and no more are made" in record.getMessage()
+    assert record.exc_info
+    assert counts() == (0, 0)
+    assert_fast(engine)
+
+
+def test_logits_that_nobody_asks_for_are_forgotten(engine: Engine) -> None:
+    """What was waiting for them is gone when the next audit begins."""
+    processor = engine.runner.model.logits_processor
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with audited(engine), _switched_on(), pytest.MonkeyPatch.context() as broken:
+        broken.setattr(type(processor), "__call__", lambda *_: _raise(), raising=False)
+        with pytest.raises(InjectedError):
+            engine.forward(scheduled)
+        broken.undo()
+        run(engine, scheduled, "1")
+    assert counts() == (1, 0)
+    assert "forward" not in vars(processor)
+
+
+def _raise() -> None:
+    raise InjectedError("logits")
+
+
+# ---------------------------------------------------------------- settings and figures
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [(audit.VARIABLE, "-1"), (audit.VARIABLE, "often"), (audit.STRICT, "yes")],
+)
+def test_a_misspelt_setting_is_told_at_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv(SWITCH, "1")
+    plugin.load()
+    [record] = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert f"{variable}={value!r} is not a valid value" in record.getMessage()
+
+
+def test_none_without_a_wish(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = owner.of(engine.text_model)
+    monkeypatch.delenv(audit.VARIABLE, raising=False)
+    assert audit.auditor(engine.runner, known) is None
+    monkeypatch.setenv(audit.VARIABLE, "0")
+    assert audit.auditor(engine.runner, known) is None
+    assert metrics.state()["audits"] is None
+
+
+@pytest.mark.parametrize("value", ["1", "never"])
+def test_why_there_are_none(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: str,
+) -> None:
+    monkeypatch.setenv(audit.VARIABLE, value)
+    monkeypatch.setattr(seams, "server_arguments", lambda: lambda name: 2 if "pp" in name else None)
+    assert audit.auditor(engine.runner, owner.of(engine.text_model)) is None
+    [record] = caplog.records
+    assert "is not audited: " in record.getMessage()
+
+
+def test_the_state_has_them(engine: Engine) -> None:
+    with audited(engine) as known:
+        run(engine, engine.schedule(TWO_PROMPTS), "1")
+        state = metrics.state()
+        assert json.loads(json.dumps(state)) == state
+        assert known.checked is not None
+        assert state["check"]["largest_difference"] == known.checked.largest
+        assert state["audits"] == {
+            "agree": 1,
+            "differ": 0,
+            "greedy_changes": 0,
+            "worst": report.audits.worst,
+        }

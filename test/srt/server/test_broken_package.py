@@ -1,0 +1,85 @@
+"""A package that is broken is found out by the server itself, before it serves anybody.
+
+Each server imports a copy of the package that differs in one respect.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import sglang_gemma4_yoco
+from ask import generate, tokens
+from layer_rows import assert_all_stock
+from server import Server, running
+from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.telling import metrics
+
+PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
+NARROW = """
+def _narrow(tail):
+    stock = tail.forward_decode
+    def forward_decode(q, k, v, layer, *args, **kwargs):
+        narrow = copy(layer)
+        narrow.sliding_window_size -= layer.sliding_window_size > 0
+        return stock(q, k, v, narrow, *args, **kwargs)
+    tail.forward_decode = forward_decode
+    return tail
+"""
+# What is wrong -> in this file, these become those.
+BREAKS: dict[str, tuple[str, dict[str, str]]] = {
+    "the rows before the last ones are kept": (
+        "deciding/rows.py",
+        {"kept.extend(range(end - m, end))": "kept.extend(range(end - m - 1, end - 1))"},
+    ),
+    "the tail's window is one key short": (
+        "owner.py",
+        {
+            "import weakref\n": "import weakref\nfrom copy import copy\n",
+            "tail = seams.build_attn_backend(runner)\n": (
+                "tail = _narrow(seams.build_attn_backend(runner))\n"
+            ),
+            "def find(model": f"{NARROW}\n\ndef find(model",
+        },
+    ),
+    "K and V of the donor are never written": (
+        "cutting/donor.py",
+        {"save_kv_cache=k is not None": "save_kv_cache=False"},
+    ),
+}
+
+
+@contextmanager
+def server_of(name: str, checkpoint: Path, directory: Path) -> Iterator[Server]:
+    """A server with a package that is broken in this way."""
+    file, changes = BREAKS[name]
+    broken = directory / "path" / PACKAGE.name
+    shutil.copytree(PACKAGE, broken, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (broken / file).read_text()
+    for old, new in changes.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (broken / file).write_text(source)
+    path = os.pathsep.join([str(broken.parent), os.environ.get("PYTHONPATH", "")])
+    with running(checkpoint, directory, switch=None, env={"PYTHONPATH": path}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_it_is_found_out(name: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with server_of(name, tiny_checkpoint, tmp_path) as server:
+        prompt, mark = tokens(90, seed=1), server.mark()
+        generate(server, prompt)
+        assert_all_stock(server.prefills(since=mark))
+        [state] = [s[metrics.ENTRY] for s in server.get("/server_info")["internal_states"]]
+        assert (state["active"], state["reason"]) == (False, self_check.FAILED)
+        assert state["check"]["largest_difference"] > 10 * state["check"]["allowed"]
+        [line] = server.log_lines("is off for this server")
+        assert "its self-check at start failed; checked: largest difference" in line
+        assert server.log_lines("fast prefill is active") == []
+        assert server.log_lines(" is on: ") == []
