@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 @pytest.fixture(autouse=True)
 def _observers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_observers", [])
+    monkeypatch.setattr(report, "_audit_observers", [])
+    monkeypatch.setattr(metrics, "_audit_metrics", lambda _: lambda _: None)
     monkeypatch.setattr(owner, "_attached", set())
 
 
@@ -38,6 +40,7 @@ def test_a_server_that_steps_aside_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 class Refused:
     constant_reason = "LoRA"
+    checked = auditor = None
 
 
 def test_a_state_that_cannot_be_told_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
