@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import __version__, seams
+from sglang_gemma4_yoco import __version__, seams, switch
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.attention import OwnBackend, RebuiltBackend
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
@@ -389,7 +389,8 @@ def _constant_reason(runner: Any, model: Any) -> str | None:
 
 def _findings(reason: str | None, attention: OwnBackend | None) -> str:
     """What must be the same on all ranks for a batch to be cut on all of them."""
-    return f"{__version__}, planned ahead: {attention is not None}, stepping aside: {reason}"
+    found = f"planned ahead: {attention is not None}, stepping aside: {reason}"
+    return f"{__version__}, {found}, {switch.settings()}"
 
 
 def _compile_kernels(owner: Owner) -> None:

@@ -52,6 +52,11 @@ def yes_or_no(variable: str, unset: str, remedy: str) -> bool:
         raise ValueError(f"{variable}={value!r} is not a valid value: {remedy}") from None
 
 
+def settings() -> dict[str, str]:
+    """This package's environment variables that are set, whether they mean anything or not."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLE)}
+
+
 def enabled() -> bool:
     """Whether the fast path is wanted now. Unset means yes.
 

@@ -226,6 +226,29 @@ def test_an_audit_that_fails_costs_nothing(
     assert_fast(engine)
 
 
+def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
+    """The stock forward may run in the memory that holds the fast one's output."""
+    known = owner.of(engine.text_model)
+    given = []
+
+    def overwritten(plan: Any, output: torch.Tensor, _: Callable[[], Any]) -> Any:
+        given.append(output.clone())
+
+        def again() -> Any:
+            output.fill_(torch.nan)
+            raise InjectedError("in the stock forward")
+
+        return stock_audit(plan, output, again)
+
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with audited(engine), _switched_on(), pytest.MonkeyPatch.context() as patched:
+        assert known.auditor is not None
+        stock_audit = known.auditor.audit
+        patched.setattr(known.auditor, "audit", overwritten)
+        assert engine.forward(scheduled).next_token_logits.isfinite().all()
+    assert len(given) == 1
+
+
 def test_logits_that_nobody_asks_for_are_forgotten(engine: Engine) -> None:
     """What was waiting for them is gone when the next audit begins."""
     processor = engine.runner.model.logits_processor

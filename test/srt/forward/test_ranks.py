@@ -175,6 +175,62 @@ def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
     assert_every_batch_is_cut(engine)
 
 
+def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
+    """One that is not checked, or audits otherwise, would leave the other in a collective."""
+    from sglang_gemma4_yoco.checking import self_check
+
+    settings = {self_check.VARIABLE: "0"} if rank == 1 else {}
+    with mock.patch.dict(os.environ, settings):
+        engine = start(rank, path, port)
+    assert owner.of(engine.text_model).checked is None
+    assert_stock(engine, ranks.NOT_ALIKE)
+
+
+def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> None:
+    """What only one rank sees, as K and V of its own heads are, turns the path off on both."""
+    from sglang_gemma4_yoco.checking import self_check
+
+    engine = start(rank, path, port)
+    known, found = owner.of(engine.text_model), []
+    check = self_check.check
+
+    def differing(*args: Any) -> Any:
+        found.append(check(*args))
+        return dataclasses.replace(found[-1], largest=1.0) if rank == 1 else found[-1]
+
+    known.checked = None
+    with mock.patch.object(self_check, "check", differing):
+        owner.record(engine.runner, engine.text_model)
+    assert [checked.agrees for checked in found] == [True]
+    assert known.checked is not None
+    assert known.checked.agrees == (rank == 0)
+    assert_stock(engine, self_check.FAILED)
+
+
+def with_audits(rank: int, port: int, path: Path) -> None:
+    """Both run every batch again; what one of them finds turns the path off on both."""
+    from sglang_gemma4_yoco.checking import audit
+    from sglang_gemma4_yoco.cutting import donor
+    from sglang_gemma4_yoco.telling import report
+
+    with mock.patch.dict(os.environ, {audit.VARIABLE: "1", audit.STRICT: "1"}):
+        engine = start(rank, path, port)
+    prompts, kept = BATCHES["one prompt"]
+    scheduled = engine.schedule(prompts)
+    assert run(engine, scheduled, "1").rows == [*cut(70, kept), *whole(70)]
+    assert (report.audits.agree, report.audits.differ) == (1, 0)
+    stock = donor.keys_and_values
+
+    def other(*args: Any) -> Any:
+        k, v = stock(*args)
+        return (k * 1.01 if rank == 1 else k), v
+
+    with mock.patch.object(donor, "keys_and_values", other):
+        run(engine, scheduled, "1")
+    assert (report.audits.agree, report.audits.differ) == (1, 1)
+    assert_stock(engine, audit.DIFFERED)
+
+
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
     """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
     arguments = (choose_ports(None)[0], *paths)
@@ -201,6 +257,13 @@ def test_a_rank_without_the_package_is_waited_for_once(tiny_checkpoint: Path) ->
 
 def test_a_rank_that_comes_late_steps_aside_with_the_others(tiny_checkpoint: Path) -> None:
     on_all_ranks(with_a_late_rank, tiny_checkpoint)
+
+
+@pytest.mark.parametrize(
+    "work", [with_settings_of_its_own, with_a_check_that_fails_on_one_rank, with_audits]
+)
+def test_ranks_are_checked_together(tiny_checkpoint: Path, work: Callable[..., None]) -> None:
+    on_all_ranks(work, tiny_checkpoint)
 
 
 @pytest.mark.parametrize(

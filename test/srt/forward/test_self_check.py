@@ -19,10 +19,10 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import owner, seams
-from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.checking import difference, self_check
 from sglang_gemma4_yoco.checking.self_check import Checked
 from sglang_gemma4_yoco.cutting import cut, donor, fallback
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.deciding import gate, threshold
 from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.telling import report
 
@@ -196,6 +196,42 @@ def test_a_fast_path_that_fails_is_no_rounding(engine: Engine) -> None:
     assert found.largest == math.inf
     assert not found.agrees
     fallback.reset()
+
+
+def test_the_threshold_has_no_say(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(threshold.VARIABLE, "1000")
+    with counted(engine) as forwards:
+        assert checked(engine).largest is not None
+    assert [f[-1] < f[0] for f in forwards[:4]] == [False, True, False, True]
+    assert threshold.min_skipped_rows() == 1000
+
+
+def test_what_is_no_number_is_infinitely_far() -> None:
+    two = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    for wrong in (math.nan, math.inf):
+        other = two.clone()
+        other[1, 0] = wrong
+        assert difference.relative_error(two, other) == math.inf
+        assert difference.relative_error(other, two) == math.inf
+    assert difference.relative_error(torch.zeros(2, 2), two) == math.inf
+
+
+def test_the_worst_row_counts() -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 10.0]])
+    assert difference.relative_error(rows, rows) == 0.0
+    assert difference.relative_error(rows, rows + torch.tensor([[0.0], [0.0], [1.0]])) == (
+        pytest.approx(math.sqrt(2) / 10)
+    )
+    assert difference.relative_error(rows[:0], rows[:0]) == 0.0
+
+
+def test_what_rounding_allows() -> None:
+    """More than the rounding of all layers, and than stock's own difference; less than a bug."""
+    fp32, bf16 = (difference.allowed(0.0, 35, t) for t in (torch.float32, torch.bfloat16))
+    assert 1e-5 < fp32 < 1e-4
+    assert 0.02 < bf16 < 0.1
+    assert difference.allowed(0.0, 35, torch.float32, torch.bfloat16) == bf16
+    assert difference.allowed(0.01, 35, torch.float32) == pytest.approx(0.08)
 
 
 # ---------------------------------------------------------------- what becomes of it
