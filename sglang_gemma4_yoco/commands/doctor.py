@@ -36,6 +36,13 @@ SETTINGS: dict[str, tuple[Callable[[], object] | None, str]] = {
     _GRAPH_ROWS: (None, "as many as are worth recording"),
 }
 
+#: What --json always has, beside the verdict; null where it was not found out.
+FACTS = (
+    *("version", "sglang", "torch", "python", "settings", "plugins"),
+    *("model", "layers", "first_shared", "quantisation", "ceiling"),
+    *("attention", "cut", "tail"),
+)
+
 
 def add_to(commands: Any) -> None:
     """Add the parser of ``doctor``."""
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: there is no SGLang, or its parser refuses the flags.
     """
-    findings = Findings()
+    findings = Findings(FACTS)
     with quiet() as said:
         _versions(findings)
         _settings(findings)

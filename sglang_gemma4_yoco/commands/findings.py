@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_gemma4_yoco.commands.console import heading, say
@@ -18,8 +19,9 @@ class Findings:
         unknowns: what cannot be told here, and would have to be known for a yes.
     """
 
-    def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
+    def __init__(self, facts: Iterable[str] = ()) -> None:
+        """Nothing is known yet, of these facts either."""
+        self.facts: dict[str, Any] = dict.fromkeys(facts)
         self.refusals: list[str] = []
         self.unknowns: list[str] = []
         self._sections: list[tuple[str, list[tuple[str, str]]]] = []

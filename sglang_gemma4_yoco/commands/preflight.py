@@ -28,6 +28,11 @@ from sglang_gemma4_yoco.telling import metrics
 _MODEL_FLAGS = ("--model-path", "--model")
 _MAKES_A_DIRECTORY = "--crash-dump-folder"
 _OVERRIDES = "--json-model-override-args"
+# Arguments with which linear layers may be of another kind than the checkpoint's.
+_QUANTISING = (
+    *("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
+    "torchao_config",
+)
 
 
 def examine(
@@ -59,10 +64,10 @@ def examine(
 def _value_of(names: Sequence[str], flags: Sequence[str]) -> str | None:
     """The value of the last of these flags, if one is given."""
     value = None
-    for flag, following in zip(flags, [*flags[1:], None], strict=True):
+    for position, flag in enumerate(flags):
         name, equals, given = flag.partition("=")
         if name in names:
-            value = given if equals else following
+            value = given if equals else next(iter(flags[position + 1 :]), None)
     return value
 
 
@@ -126,7 +131,7 @@ def strangers_around(method: Any) -> Iterator[str]:
 def _model(findings: Findings, name: str, flags: Sequence[str]) -> dict[str, Any] | None:
     """The model's config, told; None where it cannot be had."""
     findings.section("Model")
-    findings.facts |= {"model": name, "layers": None, "first_shared": None, "ceiling": None}
+    findings.facts["model"] = name
     findings.tell("path", name)
     try:
         config = _config(name, _value_of(["--revision"], flags))
@@ -204,7 +209,6 @@ def _server(
     findings: Findings, config: Mapping[str, Any], flags: Sequence[str], said: io.StringIO
 ) -> None:
     findings.section("A server with these flags")
-    findings.facts |= {"cut": None, "tail": None, "attention": None}
     findings.tell("flags", " ".join(flags))
     begun = said.tell()
     try:
@@ -261,14 +265,12 @@ def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None
     for reason in (gate.unseen_reason(), gate.server_reason(), _stages(text, argument)):
         if reason is not None:
             findings.refusals.append(reason)
-    quantised = argument("quantization") or _quantised(config)
+    quantised = next(filter(None, map(argument, _QUANTISING)), None) or _quantised(config)
     if quantised is not None:
         findings.unknowns.append(
             f"quantisation {quantised}: the kinds of layers are settled when weights are loaded "
             "(docs/quantised.md lists those that are admitted)"
         )
-    if argument("model_loader_extra_config") not in (None, "{}") or argument("torchao_config"):
-        findings.unknowns.append("weights that are changed while they are loaded")
     _attention(findings, argument)
     first = gate.first_shared_layer(SimpleNamespace(**text))
     cut = _cut(first, argument)

@@ -18,7 +18,7 @@ from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 from sglang_gemma4_yoco.commands.console import CommandError, heading, say
 
 ENTRY = "gemma4_yoco"
-_PATHS = ("/server_info", "/get_server_info")  # the first from 0.5.? on, the second before
+_PATHS = ("/server_info", "/get_server_info")  # the latter: releases too old for the plugin
 _SECONDS = 30.0  # a scheduler answers between two forwards
 NO_PLUGIN = (
     "the server has no plugin, or an older one: is it installed in its environment? "

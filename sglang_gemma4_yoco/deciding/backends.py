@@ -41,7 +41,8 @@ SGLANGS = {
     "FlashAttentionBackend": frozenset({FRONT}),
     "XPUAttentionBackend": frozenset({FRONT}),
 }
-#: The classes of those that SGLang accepts for Gemma 4, by the name that a server is given.
+#: The classes of those that SGLang accepts for Gemma 4, or takes on a CPU, by the name that a
+#: server is given.
 NAMES = {
     "triton": "TritonAttnBackend",
     "trtllm_mha": "TRTLLMHAAttnBackend",
@@ -50,6 +51,7 @@ NAMES = {
     "aiter": "AiterAttnBackend",
     "ascend": "AscendAttnBackend",
     "intel_amx": "IntelAMXAttnBackend",
+    "torch_native": "TorchNativeAttnBackend",
 }
 _FLASH_ATTENTION = 4  # the version of FlashAttention that SGLang lets Gemma 4 use
 
