@@ -13,8 +13,8 @@ of the per-layer inputs, a row takes
 
 Row i of a full layer sees i keys, of a sliding layer min(i, window). Stock computes all T rows in
 all layers; SGLang projects K and V in shared layers too, and throws them away. The fast path
-computes T rows of layers 0 to K-2 and kv(K-1), and one row of everything else. With H = 1536 and
-the other sizes of E2B that is 3.5 to 3.6 for short prompts.
+computes T rows of layers 0 to K-2 and kv(K-1), and one row of everything else. At 2048 tokens that
+saves a factor of 3.54 in E2B, 1.83 in E4B.
 
 The names of fields are those of Hugging Face's ``Gemma4TextConfig``, as in a checkpoint's
 ``config.json`` under ``text_config``.

@@ -167,7 +167,7 @@ def _with_sglang(
     """All that must be asked of SGLang itself, which loads its plugins first, as in a server."""
     try:
         from sglang.srt.plugins import load_plugins
-    except Exception as failure:  # noqa: BLE001 - whatever a broken installation raises
+    except Exception as failure:
         raise CommandError(f"SGLang cannot be imported here: {failure!r}") from failure
     load_plugins()
     try:

@@ -35,9 +35,7 @@ _QUANTISING = (
 )
 
 
-def examine(
-    findings: Findings, model: str | None, flags: Sequence[str], said: io.StringIO
-) -> None:
+def examine(findings: Findings, model: str | None, flags: Sequence[str], said: io.StringIO) -> None:
     """Add everything that SGLang is needed for.
 
     Args:

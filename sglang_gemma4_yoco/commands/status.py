@@ -72,7 +72,9 @@ def verdict(states: list[dict[str, Any] | None]) -> tuple[bool, str | None]:
         if not state.get("active"):
             reason = str(state.get("reason"))
             if reason == _FIRST_STAGE:
-                reason += "; it answers for the pipeline, whose last stage has a log line of its own"
+                reason += (
+                    "; it answers for the pipeline, whose last stage has a log line of its own"
+                )
             return False, reason
     return bool(states), None if states else "the server names no scheduler"
 

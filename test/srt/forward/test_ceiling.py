@@ -81,9 +81,7 @@ def test_keys_that_rows_attend_to(
     with torch.no_grad():
         model.model.language_model(input_ids=torch.arange(20, 20 + tokens)[None])
     assert counted["all"] == sum(layer.attended(tokens) for layer in arithmetic.layers)
-    assert counted["last"] == sum(
-        layer.attended_by_the_last(tokens) for layer in arithmetic.layers
-    )
+    assert counted["last"] == sum(layer.attended_by_the_last(tokens) for layer in arithmetic.layers)
     # Window layers see less than full ones, from a window on.
     assert (counted["all, layer 0"] < counted["all, layer 3"]) == (tokens > 32)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_load_faults import AROUND, plugin, python_path
+from test_refused_flags import REFUSED
 
 import sglang_gemma4_yoco
 from sglang_gemma4_reference import releases
@@ -20,8 +22,6 @@ from sglang_gemma4_yoco.commands import doctor
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import metrics
 from stand_ins import server_args
-from test_load_faults import AROUND, plugin, python_path
-from test_refused_flags import REFUSED
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -96,7 +96,7 @@ class Patients:
     FLAGS: tuple[tuple[str, ...], ...] = (
         (),
         *((refused.argument, *refused.value) for refused in REFUSED),
-        ("--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "127.0.0.1:29999"),
+        ("--cpu-offload-gb", "1"),
         ("--pp-size", "2"),
         ("--is-embedding",),
         ("--quantization", "fp8"),
@@ -174,21 +174,16 @@ def test_real_servers_give_the_same_reason(patients: Patients, refused: Any) -> 
     [
         (("--enable-deterministic-inference",), {"enable_deterministic_inference": True}),
         (("--enable-single-batch-overlap",), {"enable_single_batch_overlap": True}),
-        (
-            ("--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "127.0.0.1:29999"),
-            {"nnodes": 2, "node_rank": 0, "dist_init_addr": "127.0.0.1:29999"},
-        ),
+        (("--cpu-offload-gb", "1"), {"cpu_offload_gb": 1}),
         ((), {}),
     ],
-    ids=["deterministic", "overlap", "nodes", "none"],
+    ids=["deterministic", "overlap", "offloaded", "none"],
 )
 def test_the_gate_gives_the_same_reason(
     patients: Patients, tiny_checkpoint: Path, flags: Sequence[str], arguments: dict[str, Any]
 ) -> None:
     """On arguments that SGLang has resolved and published in this process."""
-    args = server_args(
-        model_path=str(tiny_checkpoint), device="cpu", dtype="float32", **arguments
-    )
+    args = server_args(model_path=str(tiny_checkpoint), device="cpu", dtype="float32", **arguments)
     with releases.serving(args):
         assert patients.with_flags(*flags).document["reason"] == gate.server_reason()
 
@@ -203,9 +198,7 @@ def test_the_gate_gives_the_same_reason(
         (("--enable-lora",), 2, "SGLang does not resolve these flags on this machine (Assert"),
     ],
 )
-def test_other_reasons(
-    patients: Patients, flags: Sequence[str], status: int, reason: str
-) -> None:
+def test_other_reasons(patients: Patients, flags: Sequence[str], status: int, reason: str) -> None:
     answer = patients.with_flags(*flags)
     assert answer.status == status
     assert answer.document["reason"].startswith(reason)
@@ -228,9 +221,7 @@ def test_what_is_told_by_a_name(patients: Patients) -> None:
         (("--model-path", "/another"), "two models: "),
     ],
 )
-def test_flags_that_start_no_server(
-    patients: Patients, flags: Sequence[str], words: str
-) -> None:
+def test_flags_that_start_no_server(patients: Patients, flags: Sequence[str], words: str) -> None:
     answer = patients.with_flags(*flags)
     assert (answer.status, answer.out) == (2, "")
     [line] = answer.err.splitlines()
