@@ -929,7 +929,7 @@ _WRITTEN = [
     ),
     *of(
         "__main__.py",
-        ("the module's exit status is always 0", "sys.exit(main())", "main()",
+        ("the module's exit status is always 0", "raise SystemExit(main())", "main()",
          f"{DOCTOR}::test_settings_and_other_plugins"),
     ),
     *of(
@@ -954,7 +954,7 @@ _WRITTEN = [
         ("an invalid setting is not told", "            findings.refusals.append(str(invalid))\n",
          "            pass\n", f"{DOCTOR}::test_settings_and_other_plugins"),
         ("a plugin that is left out is not told",
-         '        if plugin.NAME not in map(str.strip, allowed.split(",")):\n', "        if False:\n",
+         'if plugin.NAME not in map(str.strip, allowed.split(",")):\n', "if False:\n",
          f"{DOCTOR}::test_settings_and_other_plugins"),
         ("what SGLang prints is in the report",
          "    with warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):\n",
