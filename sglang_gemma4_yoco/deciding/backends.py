@@ -71,9 +71,9 @@ def can_by_name(name: str) -> frozenset[str] | None:
     registered = seams.attention_backend(name)
     if registered is None:
         return None
-    if registered.__module__.startswith("sglang.srt."):
+    if getattr(registered, "__module__", "").startswith("sglang.srt."):
         return SGLANGS.get(NAMES[name], frozenset()) if name in NAMES else None
-    said = vars(registered).get(ATTRIBUTE)
+    said = getattr(registered, "__dict__", {}).get(ATTRIBUTE)
     return None if said is None else frozenset(said)
 
 

@@ -276,6 +276,18 @@ def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
         assert re.search(words, answer.out), words
 
 
+def test_a_module_that_moved(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A future SGLang without one of the modules that the patch imports."""
+    gone = 'import sys\nsys.modules["sglang.srt.model_executor.forward_context"] = None\n'
+    answer = doctor_says(
+        *("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        PYTHONPATH=python_path(plugin(tmp_path, "a_move", gone)),
+    )
+    status, active, reason = answer.verdict
+    assert (status, active, answer.err) == (1, False, "")
+    assert " lacks what the patch needs (import of sglang.srt.model_executor.forw" in str(reason)
+
+
 def test_without_sglang() -> None:
     code = """
 import importlib.metadata as metadata, sys
