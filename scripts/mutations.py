@@ -514,6 +514,9 @@ _WRITTEN = [
     ),
     *of(
         "deciding/backends.py",
+        ("another package's backend is taken for SGLang's by its name",
+         '    if getattr(registered, "__module__", "").startswith("sglang.srt."):\n',
+         "    if False:\n", f"{DOCTOR}::test_settings_and_other_plugins"),
         ("any backend may be main", "    if FRONT not in can(type(backend)):\n", "    if False:\n",
          f"{HOST_WORK}::test_no_backend_is_built_where_the_gate_will_refuse"),
         ("hybrids are none", "    if parts is not None:\n", "    if False:\n",

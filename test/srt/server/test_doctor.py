@@ -241,16 +241,21 @@ def test_models_that_cannot_be_had(patients: Patients) -> None:
         assert answer.document["ceiling"] is None
 
 
-def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """All that is wrong is named at once, and the first of it is the reason."""
+def test_settings_and_other_plugins(tiny_checkpoint: Path) -> None:
+    """All that is wrong is named at once, and the first of it is the reason.
+
+    Without the tests' platform: with SGLang's own attention in plain PyTorch on a CPU.
+    """
     answer = doctor_says(
         *("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
         SGLANG_GEMMA4_YOCO_GRAPH_ROWS="all",
         SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS="few",
         SGLANG_PLUGINS="gemma4_row_trace",
+        SGLANG_PLATFORM="",
     )
     assert answer.verdict[:2] == (1, False)
-    few, plugins, rows = answer.document["refusals"]
+    few, plugins, rows, attention = answer.document["refusals"]
+    assert attention == "the attention backend TorchNativeAttnBackend is not proven"
     assert few.startswith("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS='few' is not a valid value: use ")
     assert plugins == "SGLANG_PLUGINS=gemma4_row_trace leaves gemma4_yoco out: add it, or unset it"
     assert rows.startswith("SGLANG_GEMMA4_YOCO_GRAPH_ROWS='all' is not a valid value: use a whole")
