@@ -222,6 +222,6 @@ def test_what_others_have_registered_says_so_itself(
 def test_sglangs_own_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seams, "attention_backend", lambda _: TritonAttnBackend)
     assert backends.can_by_name("triton") == backends.SGLANGS["TritonAttnBackend"]
-    assert backends.can_by_name("trtllm_mha") == {backends.FRONT}
+    assert backends.can_by_name("trtllm_mha") == frozenset({backends.FRONT})
     assert backends.can_by_name("aiter") == frozenset()
     assert backends.can_by_name("flashinfer") is None
