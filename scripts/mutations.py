@@ -103,6 +103,9 @@ DEFAULTS = "server/test_defaults.py"
 RULE = "forward/test_measured_rule.py"
 REPLAYED = "forward/test_replayed_tail.py"
 TOLD = "server/test_served_metrics.py"
+CEILING = "forward/test_ceiling.py"
+DOCTOR = "server/test_doctor.py"
+STATUS = "server/test_status.py"
 OTHER_MAINS = "forward/test_any_backend.py"
 PROVEN = f"{REPLAYED}::test_a_graph_that_differs_is_not_used"
 ONE_ROW_EACH = f"{REPLAYED}::test_one_row_of_each_request"
@@ -513,6 +516,9 @@ _WRITTEN = [
     ),
     *of(
         "deciding/backends.py",
+        ("another package's backend is taken for SGLang's by its name",
+         '    if getattr(registered, "__module__", "").startswith("sglang.srt."):\n',
+         "    if False:\n", f"{DOCTOR}::test_settings_and_other_plugins"),
         ("any backend may be main", "    if FRONT not in can(type(backend)):\n", "    if False:\n",
          f"{HOST_WORK}::test_no_backend_is_built_where_the_gate_will_refuse"),
         ("hybrids are none", "    if parts is not None:\n", "    if False:\n",
@@ -910,11 +916,11 @@ _WRITTEN = [
     *of(
         "patch.py",
         ("nothing is recorded when the server starts",
-         '        (_Runner, "init_cuda_graphs"): _with_recording(_Runner.init_cuda_graphs),\n', "",
+         '    (_Runner, "init_cuda_graphs"): _with_recording,\n', "",
          "server/test_workload.py::test_random_traffic_with_the_recorded_tail"),
         ("new weights are not recorded",
-         '        (_Runner, "init_decode_cuda_graph"): _with_recording(',
-         '        (_Runner, "get_cuda_graph_layers"): (lambda stock: stock)(',
+         '    (_Runner, "init_decode_cuda_graph"): _with_recording,\n',
+         '    (_Runner, "get_cuda_graph_layers"): lambda stock: stock,\n',
          f"{REPLAYED}::test_new_weights_are_recorded_anew"),
         ("decode steps are judged",
          "if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch",
@@ -981,6 +987,9 @@ _WRITTEN = [
         ("a served model's log does not say that the path is off",
          "            _say_so_when_a_model_is_served()\n", "",
          "server/test_server.py::test_log_of_switched_off_server"),
+        ("a server that is off does not answer so", "    with suppress(Exception):\n"
+         "        _say_so_in_server_info(reason)\n", "",
+         f"{TOLD}::test_server_info_needs_no_flag"),
         ("installed although switched off", "        if not switch.enabled():\n",
          "        switch.enabled()\n        if False:\n",
          f"{FAULTS}::test_switched_off"),
@@ -1000,6 +1009,81 @@ _WRITTEN = [
          "        if False:\n", f"{FAULTS}::test_other_versions"),
         ("loaded twice is an error", "        if patch.is_installed():\n", "        if False:\n",
          f"{FAULTS}::test_loaded_twice"),
+    ),
+    *of(
+        "__main__.py",
+        ("the module's exit status is always 0", "raise SystemExit(main())", "main()",
+         f"{DOCTOR}::test_settings_and_other_plugins"),
+    ),
+    *of(
+        "commands/console.py",
+        ("reports are empty", "print(text, flush=True)", "print(flush=True)",
+         f"{STATUS}::test_a_server_that_is_switched_off"),
+    ),
+    *of(
+        "commands/ceiling.py",
+        ("the donor's queries count as computed for all rows",
+         "for layer in front) + tail[0].kv\n", "for layer in front) + tail[0].kv + tail[0].rest\n",
+         f"{CEILING}::test_linear_layers_of_sglangs_model"),
+        ("shared layers are as narrow as others",
+         'double = 2 if shared and config.get("use_double_wide_mlp") else 1', "double = 1",
+         f"{CEILING}::test_linear_layers_of_sglangs_model"),
+        ("a window has one key fewer", "        before = self.window * (self.window + 1) // 2\n",
+         "        before = self.window * (self.window - 1) // 2\n",
+         f"{CEILING}::test_keys_that_rows_attend_to"),
+    ),
+    *of(
+        "commands/doctor.py",
+        ("an invalid setting is not told", "            findings.refusals.append(str(invalid))\n",
+         "            pass\n", f"{DOCTOR}::test_settings_and_other_plugins"),
+        ("a plugin that is left out is not told",
+         'if plugin.NAME not in map(str.strip, allowed.split(",")):\n', "if False:\n",
+         f"{DOCTOR}::test_settings_and_other_plugins"),
+        ("what SGLang prints is in the report",
+         "    with warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said):\n",
+         "    with warnings.catch_warnings():\n", f"{DOCTOR}::test_flags_that_start_no_server"),
+        ("plugins are not loaded", "    load_plugins()\n", "    pass\n",
+         f"{DOCTOR}::test_a_server_that_would_be_active"),
+    ),
+    *of(
+        "commands/findings.py",
+        ("what cannot be told is a yes", "        return None if self.unknowns else True\n",
+         "        return True\n", f"{DOCTOR}::test_other_reasons"),
+        ("a no is no failure", "{True: 0, False: 1, None: 2}", "{True: 0, False: 0, None: 2}",
+         f"{DOCTOR}::test_real_servers_give_the_same_reason"),
+    ),
+    *of(
+        "commands/main.py",
+        ("a failure is a no", "        return 2\n", "        return 1\n",
+         f"{STATUS}::test_nobody_is_there"),
+    ),
+    *of(
+        "commands/preflight.py",
+        ("the server's flags are not judged",
+         "(gate.unseen_reason(), gate.server_reason(), _stages(text, argument))",
+         "(gate.unseen_reason(), _stages(text, argument))",
+         f"{DOCTOR}::test_real_servers_give_the_same_reason"),
+        ("stages are not looked at", "    return None if None in reasons else reasons[-1]\n",
+         "    return None\n", f"{DOCTOR}::test_other_reasons"),
+        ("other plugins' hooks are not seen",
+         '.nonlocals.get("hook")', '.nonlocals.get("hooks")',
+         f"{DOCTOR}::test_a_report_to_read"),
+        ("directories are made", "seams.publish_arguments(_without_directories(flags))",
+         "seams.publish_arguments(flags)", f"{DOCTOR}::test_nothing_is_started_or_left"),
+        ("quantised layers are taken for plain ones", "    if quantised is not None:\n",
+         "    if False:\n", f"{DOCTOR}::test_other_reasons"),
+        ("overridden configs are not", "            config[name].update(value)\n",
+         "            pass\n", f"{DOCTOR}::test_other_reasons"),
+    ),
+    *of(
+        "commands/status.py",
+        ("one active scheduler is enough", '        if not state.get("active"):\n',
+         "        if False:\n", f"{STATUS}::test_a_server_that_is_switched_off"),
+        ("a proxy stands between a machine and itself",
+         "build_opener(ProxyHandler({})) if _is_here(host) else build_opener()", "build_opener()",
+         f"{STATUS}::test_no_proxy_stands_between_a_machine_and_itself"),
+        ("the key is not sent", "{} if key is None else", "{} if key else",
+         f"{STATUS}::test_a_key_is_asked_for_and_given"),
     ),
     *of(
         "switch.py",

@@ -44,6 +44,14 @@ A batch travels through the package in this order::
         report.py     log lines and counters
         metrics.py    the counters in SGLang's metrics and in /server_info
 
+    commands/     what an operator runs, in no server
+        main.py       the command line, one module for each command
+        doctor.py     would it be active, before a server is started
+        preflight.py  what that asks of SGLang: other plugins, the model, a server's flags
+        ceiling.py    what a model can save at most, by arithmetic
+        findings.py   what was found: lines to read, facts for a program, the verdict
+        status.py     is it active on a running server
+
     switch.py     the environment variables that set it
     seams.py      everything that depends on the installed SGLang's version
 """

@@ -161,6 +161,17 @@ def _text_models(module: torch.nn.Module) -> list[Any]:
     ]
 
 
+#: (class, attribute) -> what makes our wrapper of what is there.
+WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    (_Model, "forward"): _with_fast_prefill,
+    (_Runner, "init_attention_backends"): _with_owners,
+    (_Runner, "init_cuda_graphs"): _with_recording,
+    (_Runner, "init_decode_cuda_graph"): _with_recording,
+    (_Scheduler, "get_internal_state"): _with_state,
+    (_Collector, "__init__"): _with_metrics,
+}
+
+
 def is_installed() -> bool:
     """Whether this process's SGLang is patched by this package."""
     return bool(_installed)
@@ -180,12 +191,7 @@ def install() -> None:
     seams.check()
     fallback.reset()
     wrappers = {
-        (_Model, "forward"): _with_fast_prefill(_Model.forward),
-        (_Runner, "init_attention_backends"): _with_owners(_Runner.init_attention_backends),
-        (_Runner, "init_cuda_graphs"): _with_recording(_Runner.init_cuda_graphs),
-        (_Runner, "init_decode_cuda_graph"): _with_recording(_Runner.init_decode_cuda_graph),
-        (_Scheduler, "get_internal_state"): _with_state(_Scheduler.get_internal_state),
-        (_Collector, "__init__"): _with_metrics(_Collector.__init__),
+        (patched, name): wrap(getattr(patched, name)) for (patched, name), wrap in WRAPPED.items()
     }
     for (patched, name), wrapper in wrappers.items():
         _installed[patched, name] = (getattr(patched, name), wrapper)

@@ -9,6 +9,7 @@ would drop an INFO line. That the path is on, or is switched off, is said when a
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
@@ -20,6 +21,10 @@ from sglang_gemma4_yoco.telling import report
 from sglang_gemma4_yoco.telling.report import logger
 
 DISTRIBUTION = "sglang-gemma4-yoco"
+GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
+
+#: Why SGLang was left as it was when the plugin was loaded here; None while it was not.
+left_alone: str | None = None
 
 
 class UnsupportedError(RuntimeError):
@@ -66,11 +71,40 @@ def _say_so_when_a_model_is_served() -> None:
     ModelRunner.init_attention_backends = init_attention_backends
 
 
+def _say_so_in_server_info(reason: str) -> None:
+    """Have schedulers answer that the path is not active, and why. Raises what imports raise.
+
+    What a server with the patch answers is ``metrics.state``, of which this has every entry.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    stock = Scheduler.get_internal_state
+    state = {"version": __version__, "active": False, "reason": reason, "cut": None, "tail": None}
+
+    @functools.wraps(stock)
+    def get_internal_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(self, *args, **kwargs)
+        with suppress(Exception):  # SGLang's answer is worth more than ours
+            output.internal_state[NAME] = {**state, "forwards": {}, "rows": {}}
+        return output
+
+    Scheduler.get_internal_state = get_internal_state
+
+
+def _leave_alone(reason: str) -> None:
+    """Remember why, and answer so. Never raises: what the patch lacks may be missing here too."""
+    global left_alone
+    left_alone = reason
+    with suppress(Exception):
+        _say_so_in_server_info(reason)
+
+
 def load() -> None:
     """Install the patch into this process's SGLang, or say in one line why not. Never raises."""
     try:
         if not switch.enabled():
             logger.info("Gemma 4 fast prefill %s is off: %s=0", __version__, switch.VARIABLE)
+            _leave_alone(f"{switch.VARIABLE}=0")
             _say_so_when_a_model_is_served()
             return
         threshold.min_skipped_rows()
@@ -103,6 +137,7 @@ def load() -> None:
             __version__,
             refusal or repr(refusal),
         )
+        _leave_alone(str(refusal) or repr(refusal))
     else:
         from sglang_gemma4_yoco import seams
 

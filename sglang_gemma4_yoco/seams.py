@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -295,6 +296,45 @@ def _published() -> Any | None:
         return get_server_args()
     except (AttributeError, ValueError, RuntimeError):  # nothing published yet
         return None
+
+
+def publish_arguments(flags: Sequence[str]) -> None:
+    """Take this process for a scheduler of the server that these flags would start.
+
+    SGLang itself parses, resolves, checks and publishes them; nothing is started. There is no way
+    back but other flags.
+
+    Raises:
+        SystemExit: its parser refuses them, and has printed why.
+        Exception: they cannot be resolved on this machine, or contradict each other.
+    """
+    args = import_module("sglang.srt.server_args").prepare_server_args(list(flags))
+    if hasattr(args, "resolve_once"):  # 0.5.20; before, the parser does it
+        args.resolve_once()
+    args.check_server_args()
+    context = import_module("sglang.srt.runtime_context")
+    if hasattr(context, "SpawnRanks"):  # 0.5.21
+        ranks = context.SpawnRanks(world_rank=0, gpu_id=0)
+        context.publish(args, role="scheduler", ranks=ranks)
+    elif hasattr(context, "publish"):  # 0.5.17
+        context.publish(args, role="scheduler")
+    else:
+        import_module("sglang.srt.server_args").set_global_server_args_for_scheduler(args)
+
+
+def stages(layers: int, pipeline: int) -> list[tuple[int, int]]:
+    """The layers [start, end) of each pipeline stage.
+
+    Raises:
+        ValueError: the operator's own partition is no partition of so many layers.
+    """
+    indices = import_module("sglang.srt.distributed.utils").get_pp_indices
+    return [indices(layers, rank, pipeline) for rank in range(pipeline)]
+
+
+def attention_backend(name: str) -> Any | None:
+    """What builds the attention backend of this name; None where nothing does."""
+    return ATTENTION_BACKENDS.get(name)
 
 
 def tensor_parallel_group() -> Any | None:
@@ -839,6 +879,7 @@ __all__ = [
     "SchedulerMetricsCollector",
     "SeamError",
     "argument_defaults",
+    "attention_backend",
     "attn_backend_switched",
     "await_loads",
     "build_attn_backend",
@@ -871,6 +912,7 @@ __all__ = [
     "plan_recorded",
     "prefill_batch",
     "prefill_graph",
+    "publish_arguments",
     "recorded_decode_steps",
     "rendezvous_store",
     "residual",
@@ -878,6 +920,7 @@ __all__ = [
     "residual_reader",
     "server_arguments",
     "set_arguments",
+    "stages",
     "tensor_parallel_group",
     "unseen",
     "whole_window",

@@ -105,6 +105,18 @@ def why_not(runner: Any, model: Any, attention: OwnBackend | None) -> str | None
         per_layer.can_be_split(model)
     ):
         return QUANTISED
+    refused = refused_by_arguments()
+    if refused is not None:
+        return refused
+    if seams.is_backed_later(attention.tail.token_to_kv_pool):
+        return BACKED_LATER
+    if seams.loads_by_layer(attention.tail.token_to_kv_pool):  # when it is recorded anew
+        return LOADED_MEANWHILE
+    return _no_memory(runner, attention.tail)
+
+
+def refused_by_arguments() -> str | None:
+    """Why the tail of a server with these arguments and settings is never recorded, or None."""
     argument = seams.server_arguments()
     assert argument is not None, "SGLang has recorded its own graphs"
     for name, reason in _REFUSED.items():
@@ -112,13 +124,7 @@ def why_not(runner: Any, model: Any, attention: OwnBackend | None) -> str | None
             return f"--{name.replace('_', '-')}: {reason}"
     if (argument("pp_size") or 1) > 1:
         return "--pp-size: a stage has no per-layer inputs of its own"
-    if seams.lends_graph_memory():
-        return "SGLang lends the memory of its graphs"
-    if seams.is_backed_later(attention.tail.token_to_kv_pool):
-        return BACKED_LATER
-    if seams.loads_by_layer(attention.tail.token_to_kv_pool):  # when it is recorded anew
-        return LOADED_MEANWHILE
-    return _no_memory(runner, attention.tail)
+    return "SGLang lends the memory of its graphs" if seams.lends_graph_memory() else None
 
 
 def _no_memory(runner: Any, backend: Any) -> str | None:

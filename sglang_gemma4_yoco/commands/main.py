@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco.commands import doctor, status
 from sglang_gemma4_yoco.commands.console import CommandError, tail
 
 
@@ -21,7 +22,9 @@ def parser() -> argparse.ArgumentParser:
         description="YOCO fast prefill for Gemma 4 under SGLang, from an operator's side.",
     )
     main_parser.add_argument("--version", action="version", version=__version__)
-    main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    doctor.add_to(commands)
+    status.add_to(commands)
     return main_parser
 
 

@@ -50,7 +50,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 # Of the other folders' files, those that use the servers of this one, or start some themselves.
 ASKS_SERVERS = ("test_eval_quality.py", "test_bench_gpu.py")
 # Of the files here, those that start processes, and servers one by one, of their own.
-ASKS_NONE = ("test_load_faults.py", "test_prefill_role.py")
+ASKS_NONE = ("test_doctor.py", "test_load_faults.py", "test_prefill_role.py")
 
 
 class FilesAndServers(LoadScopeScheduling):

@@ -73,6 +73,8 @@ def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
     assert set(late) == {
         ("plugin.py", "load"),
         ("plugin.py", "_say_so_when_a_model_is_served"),
+        ("plugin.py", "_say_so_in_server_info"),
+        ("doctor.py", "_with_sglang"),  # a command, in no server
         ("metrics.py", "_counters"),  # when SGLang has made its own
         ("metrics.py", "_audit_metrics"),
     }

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,11 +103,17 @@ del gemma4_causal.Gemma4DecoderLayer.forward
 def test_load_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang_gemma4_yoco import patch
+    from sglang_gemma4_yoco import patch, seams
+    from sglang_gemma4_yoco.telling import metrics
 
     def broken() -> None:
         raise RuntimeError("something else")
 
+    def internal_state(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(internal_state={"theirs": 1})
+
+    monkeypatch.setattr(seams.Scheduler, "get_internal_state", internal_state)
+    monkeypatch.setattr(plugin, "left_alone", None)
     monkeypatch.setattr(patch, "_installed", {})
     monkeypatch.setattr(patch, "install", broken)
     monkeypatch.setenv(switch.VARIABLE, "1")
@@ -115,3 +122,11 @@ def test_load_never_raises(
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "something else" in record.getMessage()
+    assert plugin.left_alone == "something else"
+    told = seams.Scheduler.get_internal_state(None, None).internal_state
+    assert told["theirs"] == 1
+    assert (told[metrics.ENTRY]["active"], told[metrics.ENTRY]["reason"]) == (
+        False,
+        "something else",
+    )
+    assert told[metrics.ENTRY].keys() <= metrics.state().keys()

@@ -1,0 +1,342 @@
+"""What ``doctor`` says before a server is started, and that real servers would say the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_load_faults import AROUND, plugin, python_path
+from test_refused_flags import REFUSED
+
+import sglang_gemma4_yoco
+from sglang_gemma4_reference import releases
+from sglang_gemma4_yoco.commands import doctor
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import metrics
+from stand_ins import server_args
+
+pytestmark = pytest.mark.usefixtures("outside_of_a_server")
+
+_SECONDS = 300
+_CPU = ("--device", "cpu", "--dtype", "float32")
+_FROM_STDIN = """
+import contextlib, io, json, sys
+from sglang_gemma4_yoco.commands.main import main
+touched = []
+def hook(event, args):
+    if event in ("socket.bind", "os.mkdir"):
+        touched.append([event, str(args)])
+for argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(argv)
+    print(json.dumps({"status": status, "out": out.getvalue(), "err": err.getvalue()}))
+    if not touched:
+        sys.addaudithook(hook)  # from the second on: SGLang is imported, and its caches are there
+        touched.append("watched")
+import torch
+print(json.dumps(touched))
+print(json.dumps(torch.cuda.is_initialized()))
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call of the command line gave."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Of --json: the last line."""
+        found: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return found
+
+    @property
+    def verdict(self) -> tuple[int, bool | None, str | None]:
+        return self.status, self.document["active"], self.document["reason"]
+
+
+def environment(**changed: str) -> dict[str, str]:
+    """This process's, with none of the package's variables but those."""
+    ours = "SGLANG_GEMMA4_YOCO"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**kept, "HF_HUB_OFFLINE": "1", **changed}
+
+
+def doctor_says(*arguments: str, **variables: str) -> Answer:
+    """``python -m sglang_gemma4_yoco doctor``, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_gemma4_yoco", "doctor", *arguments],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+class Patients:
+    """Calls of ``doctor --json`` on the tiny model, by their flags; all of them in one process.
+
+    Attributes:
+        touched: ports and directories that a call has made, and whether CUDA was initialised.
+    """
+
+    FLAGS: tuple[tuple[str, ...], ...] = (
+        (),
+        *((refused.argument, *refused.value) for refused in REFUSED),
+        ("--cpu-offload-gb", "1"),
+        ("--pp-size", "2"),
+        ("--is-embedding",),
+        ("--quantization", "fp8"),
+        ("--kv-cache-dtype", "fp8_e5m2"),
+        ("--attention-backend", "intel_xpu"),
+        ("--json-model-override-args", '{"text_config": {"num_kv_shared_layers": 0}}'),
+        ("--no-such-flag",),
+        ("--help",),
+        ("--model-path", "/another"),
+        ("--enable-lora",),  # SGLang wants more than that
+    )
+
+    def __init__(self, checkpoint: Path, directory: Path) -> None:
+        dump = ("--crash-dump-folder", str(directory / "dump"))
+        calls = [["--model-path", str(checkpoint), "--", *_CPU, *flags] for flags in self.FLAGS]
+        calls.append(["--model-path", str(checkpoint), "--", *_CPU, *dump])
+        calls += [["--model-path", str(directory / "none")], ["--model-path", "nobody/nothing"], []]
+        done = subprocess.run(
+            [sys.executable, "-c", _FROM_STDIN],
+            input=json.dumps([["doctor", "--json", *call] for call in calls]),
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=True,
+        )
+        *lines, touched, cuda = done.stdout.splitlines()
+        answers = [Answer(**json.loads(line)) for line in lines]
+        self._answers = dict(zip(self.FLAGS, answers, strict=False))
+        self.without_directory, self.no_directory, self.no_name, self.nothing = answers[-4:]
+        self.touched, self.cuda = json.loads(touched)[1:], json.loads(cuda)
+
+    def with_flags(self, *flags: str) -> Answer:
+        """What was said of a server with these flags besides."""
+        return self._answers[flags]
+
+
+@pytest.fixture(scope="module")
+def patients(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Patients:
+    return Patients(tiny_checkpoint, tmp_path_factory.mktemp("doctor"))
+
+
+def test_a_server_that_would_be_active(patients: Patients) -> None:
+    answer = patients.with_flags()
+    assert answer.verdict == (0, True, None)
+    found = answer.document
+    assert set(doctor.FACTS) <= found.keys()
+    assert None not in [found[name] for name in doctor.FACTS if name != "quantisation"]
+    assert (found["layers"], found["first_shared"]) == (8, 4)
+    assert found["cut"] == "cut inside layer 3, behind K and V (of 8)"
+    assert found["tail"] == "launched (SGLang has recorded no decode steps in full CUDA graphs)"
+    assert found["attention"] == ["triton"]
+    assert found["ceiling"].keys() == {"128", "512", "2048", "8192", "32768"}
+    assert all(ratio > 3 for ratio in found["ceiling"].values())
+    assert found["plugins"]["installed"] is True
+    assert found["plugins"]["on_our_methods"] == {}
+    assert answer.err == ""
+
+
+def test_nothing_is_started_or_left(patients: Patients, tmp_path: Path) -> None:
+    assert patients.without_directory.status == 0
+    assert patients.touched == []
+    assert patients.cuda is False
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
+def test_real_servers_give_the_same_reason(patients: Patients, refused: Any) -> None:
+    """``test_refused_flags`` starts them."""
+    answer = patients.with_flags(refused.argument, *refused.value)
+    assert answer.verdict == (1, False, refused.reason)
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments"),
+    [
+        (("--enable-deterministic-inference",), {"enable_deterministic_inference": True}),
+        (("--enable-single-batch-overlap",), {"enable_single_batch_overlap": True}),
+        (("--cpu-offload-gb", "1"), {"cpu_offload_gb": 1}),
+        ((), {}),
+    ],
+    ids=["deterministic", "overlap", "offloaded", "none"],
+)
+def test_the_gate_gives_the_same_reason(
+    patients: Patients, tiny_checkpoint: Path, flags: Sequence[str], arguments: dict[str, Any]
+) -> None:
+    """On arguments that SGLang has resolved and published in this process."""
+    args = server_args(model_path=str(tiny_checkpoint), device="cpu", dtype="float32", **arguments)
+    with releases.serving(args):
+        assert patients.with_flags(*flags).document["reason"] == gate.server_reason()
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "reason"),
+    [
+        (("--pp-size", "2"), 1, gate.SPLIT_TAIL),
+        (("--is-embedding",), 1, gate.EMBEDDINGS),
+        (Patients.FLAGS[-5], 1, metrics.NO_MODEL),
+        (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),
+        (("--enable-lora",), 2, "SGLang does not resolve these flags on this machine (Assert"),
+    ],
+)
+def test_other_reasons(patients: Patients, flags: Sequence[str], status: int, reason: str) -> None:
+    answer = patients.with_flags(*flags)
+    assert answer.status == status
+    assert answer.document["reason"].startswith(reason)
+    assert answer.document["active"] is (False if status == 1 else None)
+
+
+def test_what_is_told_by_a_name(patients: Patients) -> None:
+    rounded = patients.with_flags("--kv-cache-dtype", "fp8_e5m2").document
+    assert rounded["active"] is True
+    assert rounded["cut"] == "cut inside layer 3, behind its attention (of 8)"
+    beside = patients.with_flags("--attention-backend", "intel_xpu").document
+    assert (beside["active"], beside["attention"]) == (True, ["intel_xpu"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--no-such-flag",), "the server's flags: unrecognized arguments: --no-such-flag"),
+        (("--help",), "they ask for help or a version alone"),
+        (("--model-path", "/another"), "two models: "),
+    ],
+)
+def test_flags_that_start_no_server(patients: Patients, flags: Sequence[str], words: str) -> None:
+    answer = patients.with_flags(*flags)
+    assert (answer.status, answer.out) == (2, "")
+    [line] = answer.err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_models_that_cannot_be_had(patients: Patients) -> None:
+    for answer, words in (
+        (patients.no_directory, "cannot be had (there is no such directory): give a directory"),
+        (patients.no_name, "the model nobody/nothing cannot be had ("),
+        (patients.nothing, "no model is named: give --model-path"),
+    ):
+        status, active, reason = answer.verdict
+        assert (status, active) == (2, None)
+        assert words in str(reason)
+        assert answer.document["ceiling"] is None
+
+
+def test_settings_and_other_plugins(tiny_checkpoint: Path) -> None:
+    """All that is wrong is named at once, and the first of it is the reason.
+
+    Without the tests' platform: with SGLang's own attention in plain PyTorch on a CPU.
+    """
+    answer = doctor_says(
+        *("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        SGLANG_GEMMA4_YOCO_GRAPH_ROWS="all",
+        SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS="few",
+        SGLANG_PLUGINS="gemma4_row_trace",
+        SGLANG_PLATFORM="",
+    )
+    assert answer.verdict[:2] == (1, False)
+    few, plugins, rows, attention = answer.document["refusals"]
+    assert attention == "the attention backend TorchNativeAttnBackend is not proven"
+    assert few.startswith("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS='few' is not a valid value: use ")
+    assert plugins == "SGLANG_PLUGINS=gemma4_row_trace leaves gemma4_yoco out: add it, or unset it"
+    assert rows.startswith("SGLANG_GEMMA4_YOCO_GRAPH_ROWS='all' is not a valid value: use a whole")
+    assert answer.document["settings"]["SGLANG_GEMMA4_YOCO_GRAPH_ROWS"] == "all"
+
+
+def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """With another package's hook on a method of ours, and a setting that nobody reads."""
+    answer = doctor_says(
+        *("--model-path", str(tiny_checkpoint), "--", *_CPU),
+        PYTHONPATH=python_path(plugin(tmp_path, "a_hook", AROUND)),
+        SGLANG_GEMMA4_YOCO_GRAPHS="0",
+    )
+    assert (answer.status, answer.err) == (0, "")
+    assert answer.out.splitlines()[-1] == "It would be active."
+    for words in (
+        r"Gemma4TextModel\.forward +is wrapped by a_hook as well; both run",
+        r"SGLANG_GEMMA4_YOCO_GRAPHS +is no setting of this version, and is ignored",
+        r"first shared layer, K +4: layers 4 to 7 have no K/V",
+        r"arithmetic alone, not a measurement",
+        r"found by SGLang +a_hook, gemma4_",
+    ):
+        assert re.search(words, answer.out), words
+
+
+def test_a_module_that_moved(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A future SGLang without one of the modules that the patch imports."""
+    gone = 'import sys\nsys.modules["sglang.srt.model_executor.forward_context"] = None\n'
+    answer = doctor_says(
+        *("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
+        PYTHONPATH=python_path(plugin(tmp_path, "a_move", gone)),
+    )
+    status, active, reason = answer.verdict
+    assert (status, active, answer.err) == (1, False, "")
+    assert " lacks what the patch needs (import of sglang.srt.model_executor.forw" in str(reason)
+
+
+def test_without_sglang() -> None:
+    code = """
+import importlib.metadata as metadata, sys
+real = metadata.version
+def version(name):
+    if name == "sglang":
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.version = version
+sys.modules["sglang"] = None
+from sglang_gemma4_yoco.commands.main import main
+sys.exit(main(["doctor"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: no SGLang is installed in this environment; run this where the server runs\n"
+    )
+
+
+def test_help_imports_neither_torch_nor_sglang() -> None:
+    code = """
+import sys
+from sglang_gemma4_yoco.commands.main import main
+for argv in (["--help"], ["doctor", "--help"], ["status", "--help"]):
+    try:
+        main(argv)
+    except SystemExit as left:
+        assert left.code == 0
+print(sorted({"torch", "sglang", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_setting_of_the_package_is_told() -> None:
+    package = Path(sglang_gemma4_yoco.__file__).parent
+    named = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r'"(SGLANG_GEMMA4_YOCO\w*)"', path.read_text())
+    }
+    assert named == set(doctor.SETTINGS)

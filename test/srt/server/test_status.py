@@ -1,0 +1,194 @@
+"""What ``status`` says of running servers, and of what is none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ask import generate, tokens
+from server import Server
+from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco.commands import status
+from sglang_gemma4_yoco.commands.main import main
+from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.telling import metrics
+
+Captured = pytest.CaptureFixture[str]
+
+
+def told(capsys: Captured, *arguments: str) -> tuple[int, list[str], list[str]]:
+    """Exit status, lines of stdout and of stderr."""
+    code = main(["status", *arguments])
+    out, err = capsys.readouterr()
+    return code, out.splitlines(), err.splitlines()
+
+
+def test_a_server_that_is_active(on_server: Server, capsys: Captured) -> None:
+    generate(on_server, tokens(100, seed=1))
+    code, out, err = told(capsys, on_server.url + "/")
+    assert (code, err) == (0, [])
+    assert out[-1] == "The fast path is active."
+    report = dict(line.strip().partition(" ")[::2] for line in out if line.startswith("  "))
+    assert report["version"].strip() == __version__
+    assert report["active"].strip() == "yes"
+    assert report["cut"].strip().startswith("cut inside layer 3, behind K and V (of 8)")
+    [state] = on_server.get("/server_info")["internal_states"]
+    rows = state[metrics.ENTRY]["rows"]
+    assert rows["skipped"] >= 99
+    share = rows["skipped"] / (rows["computed"] + rows["skipped"])
+    assert f"skipped: {rows['skipped']}" in report["rows"]
+    assert report["rows"].endswith(f"({share:.1%} skipped)")
+    assert "active: " in report["forwards"]
+
+
+def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
+    code, out, err = told(capsys, off_server.url)
+    assert (code, err) == (1, [])
+    assert out[-1] == "The fast path is NOT active: SGLANG_GEMMA4_YOCO=0"
+
+
+def test_for_a_program(servers: tuple[Server, Server], capsys: Captured) -> None:
+    for server, active, reason in zip(
+        servers, (True, False), (None, "SGLANG_GEMMA4_YOCO=0"), strict=True
+    ):
+        code, out, _ = told(capsys, "--json", server.url)
+        document = json.loads(out[-1])
+        assert (code, document["active"], document["reason"]) == (int(not active), active, reason)
+        [state] = server.get("/server_info")["internal_states"]
+        assert document["schedulers"] == [state[metrics.ENTRY]]
+
+
+# ---------------------------------------------------------------- what is no such server
+
+
+@contextmanager
+def http(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL of an HTTP server in this process."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def answering(code: int, document: Any = None) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers["Authorization"] == "Bearer right":
+                self.send_response(200)
+            else:
+                self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(document).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
+
+
+class Files(SimpleHTTPRequestHandler):
+    """The standard library's own, of this directory."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def refusal(capsys: Captured, *arguments: str) -> str:
+    code, out, err = told(capsys, *arguments)
+    assert (code, out) == (2, [])
+    [line] = err
+    return line
+
+
+def test_other_http_servers(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for handler in (Files, answering(200), answering(200, {"internal_states": 3})):
+        with http(handler) as url:
+            line = refusal(capsys, url)
+            assert line.startswith(f"error: what answers at {url} is no SGLang server: give ")
+    with http(answering(500)) as url:
+        assert f"{url}/server_info answers 500" in refusal(capsys, url)
+
+
+def test_nobody_is_there(capsys: Captured) -> None:
+    with http(Files) as url:
+        pass
+    line = refusal(capsys, url)
+    assert line.startswith(f"error: {url} does not answer (")
+    assert line.endswith("is the server up, and are host and port right?")
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:30000", "127.0.0.1", "http://", "http://localhost:port", "ftp://a", ""]
+)
+def test_what_is_no_url(capsys: Captured, url: str) -> None:
+    assert "is no URL of a server: it looks like http://localhost:30000" in refusal(capsys, url)
+
+
+def test_a_key_is_asked_for_and_given(capsys: Captured) -> None:
+    states = {"internal_states": [{metrics.ENTRY: {"active": True}}]}
+    with http(answering(401, states)) as url:
+        assert "give it with --api-key" in refusal(capsys, url)
+        assert told(capsys, url, "--api-key", "right")[0] == 0
+
+
+def test_no_proxy_stands_between_a_machine_and_itself(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with http(answering(200, {"internal_states": [{metrics.ENTRY: {"active": True}}]})) as url:
+        assert told(capsys, url)[0] == 0
+
+
+# ---------------------------------------------------------------- states that were made up
+
+
+@pytest.mark.parametrize(
+    ("states", "active", "words"),
+    [
+        ([{"active": True}, {"active": True}], True, None),
+        ([{"active": True}, {"active": False, "reason": "LoRA"}], False, "LoRA"),
+        ([{"active": True}, None], False, "the server has no plugin, or an older one"),
+        ([{"active": False, "reason": gate.NO_SHARED_LAYERS_HERE}], False, "last stage has a log"),
+        ([], False, "names no scheduler"),
+    ],
+)
+def test_all_schedulers_count(
+    states: list[dict[str, Any] | None], active: bool, words: str | None
+) -> None:
+    found, reason = status.verdict(states)
+    assert found is active
+    assert (reason is None) if words is None else (words in str(reason))
+
+
+def test_entries_that_are_not_known_are_shown() -> None:
+    state = {
+        "version": "9",
+        "audits": {"done": 3, "differing": {"layer 4": 1}},
+        "rows": {},
+        "log": ["a", "b"],
+        "check": None,
+    }
+    assert status.lines_of(state) == [
+        "version  9",
+        "audits   done: 3; differing: layer 4: 1",
+        "rows     none yet",
+        "log      a",
+        "         b",
+        "check    -",
+    ]
