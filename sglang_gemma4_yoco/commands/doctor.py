@@ -27,13 +27,19 @@ from sglang_gemma4_yoco.deciding import threshold
 
 #: Which plugins SGLang loads, by their names with commas between them; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
-_GRAPH_ROWS = "SGLANG_GEMMA4_YOCO_GRAPH_ROWS"  # whoever reads it imports SGLang
+# Whoever reads these imports SGLang.
+_GRAPH_ROWS = f"{switch.VARIABLE}_GRAPH_ROWS"
+_SELF_CHECK = f"{switch.VARIABLE}_SELF_CHECK"
+_AUDIT = f"{switch.VARIABLE}_AUDIT"
 
 #: Every setting, what is read from it (None: that is asked later), and what it is when unset.
 SETTINGS: dict[str, tuple[Callable[[], object] | None, str]] = {
     switch.VARIABLE: (switch.enabled, "on"),
     threshold.VARIABLE: (threshold.min_skipped_rows, "the measured rule"),
     _GRAPH_ROWS: (None, "as many as are worth recording"),
+    _SELF_CHECK: (None, "prefills are compared with stock's at start"),
+    _AUDIT: (None, "none is audited"),
+    f"{_AUDIT}_STRICT": (None, "an audit that differs is logged"),
 }
 
 #: What --json always has, beside the verdict; null where it was not found out.

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco import patch, plugin, seams
 from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
@@ -82,11 +83,12 @@ def _installation(findings: Findings) -> None:
         findings.refusals.append(left_alone)
     if seams.is_newer_than_tested():
         findings.tell("SGLang", f"newer than {seams.LAST_TESTED}, the last release tested")
-    try:
-        graphs.most_rows()
-    except ValueError as invalid:
-        if str(invalid) not in findings.refusals:
-            findings.refusals.append(str(invalid))
+    for setting in (graphs.most_rows, self_check.wanted, audit.every, audit.strict):
+        try:
+            setting()
+        except ValueError as invalid:
+            if str(invalid) not in findings.refusals:
+                findings.refusals.append(str(invalid))
     others = {
         f"{owner.__name__}.{name}": sorted(set(strangers_around(getattr(owner, name))))
         for owner, name in patch.WRAPPED
