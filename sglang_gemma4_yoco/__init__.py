@@ -38,7 +38,11 @@ A batch travels through the package in this order::
         graphs.py     the tail recorded for a few row counts, and replayed
 
     checking/     does it give what stock gives, here and with these weights?
+        difference.py how far two answers are apart, and how far rounding takes them
+        borrowed.py   a server's slots, borrowed for requests of nobody's
         proof.py      a graph must give what the launched layers give
+        self_check.py a few prefills both ways, before the server serves
+        audit.py      every N-th prefill both ways, while it does
 
     telling/      what operators see of it
         report.py     log lines and counters
