@@ -8,6 +8,7 @@ numbers in the window's pool than in the full one; their pages are of 1 to 128 t
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,8 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco.checking import self_check
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -108,6 +110,16 @@ def test_forward(engine: Engine, name: str) -> None:
     total, kept = sum(len(prompt.new) for prompt in prompts), kept_rows(prompts)
     assert (sum(kept) > len(kept)) == (name == "suffixes")
     both_ways(engine, prompts, cut(total, sum(kept)))
+
+
+def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It agrees, and sees when the tail's window is one key short, as Triton's own is."""
+    known = owner.of(engine.text_model)
+    found = self_check.check(engine.runner, known)
+    assert found.largest is not None
+    assert found.agrees
+    monkeypatch.setattr(seams, "whole_window", lambda _: nullcontext())
+    assert not self_check.check(engine.runner, known).agrees
 
 
 def test_recorded(checkpoint: Path) -> None:
