@@ -7,10 +7,12 @@ returns the exit status.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
 from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco.commands import verify
 from sglang_gemma4_yoco.commands.console import CommandError, tail
 
 
@@ -21,13 +23,18 @@ def parser() -> argparse.ArgumentParser:
         description="YOCO fast prefill for Gemma 4 under SGLang, from an operator's side.",
     )
     main_parser.add_argument("--version", action="version", version=__version__)
-    main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (verify,):
+        command.add_to(commands)
     return main_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 where it could not do its work."""
     args = parser().parse_args(argv)
+    # Whatever a command has started is stopped on the way out.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
         status: int = args.run(args)
     except CommandError as failure:
@@ -36,6 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {failure}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; all that was started is stopped", file=sys.stderr)
         return 130
     return status
