@@ -57,7 +57,7 @@ import psutil
 from environment import REPO, SetupError, say
 from generated import inserted
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
-from version_matrix import commit_of
+from provenance import commit_of
 
 TESTS = Path("test") / "srt"
 TESTED_PATHS = (PACKAGE, "test", ":(exclude)test/srt/scripts", "pyproject.toml")

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from sglang_gemma4_yoco.commands.console import say
+
 WIDTH = 110  # where there is no terminal
 
 
@@ -20,24 +22,40 @@ def _console() -> Console:
 
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar for so many steps, in a terminal; call what it yields after each of them."""
+    """Tell of so many steps; call what it yields after each of them.
+
+    In a terminal that is a bar, elsewhere a line for each tenth.
+    """
     console = _console()
+    if not console.is_terminal:
+        yield _tenths(total)
+        return
     columns = (
         TextColumn("{task.description:34}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("asking", total=total)
         yield lambda description: progress.update(task, advance=1, description=description)
 
 
+def _tenths(total: int) -> Callable[[str], None]:
+    done = 0
+
+    def advance(description: str) -> None:
+        nonlocal done
+        done += 1
+        if done * 10 // total > (done - 1) * 10 // total:
+            say(f"   {done} of {total} requests; {description}")
+
+    return advance
+
+
 def small(number: float | None) -> str:
-    """A difference; None is one that is infinite."""
-    return "inf" if number is None else f"{number:.1e}"
+    """A difference; None is one that is not known, or infinite."""
+    return "-" if number is None else f"{number:.1e}"
 
 
 def agreement(document: dict[str, Any]) -> Table:

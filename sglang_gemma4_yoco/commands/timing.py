@@ -52,7 +52,7 @@ def measure(
     maker: Maker,
     lengths: Sequence[int],
     repeats: int,
-    tell: Callable[[Server, int, float | None], None],
+    tell: Callable[[Server, int, float], None],
 ) -> list[list[Timed]]:
     """Time running servers in turns; for each of them its times, in the same order.
 
@@ -62,7 +62,7 @@ def measure(
     Args:
         lengths: of the prompts, in tokens.
         repeats: timed prompts of each length.
-        tell: told of each request: server, length, seconds (None for one that warms up).
+        tell: told of each request: server, length, seconds.
     """
     found: list[list[Timed]] = [[] for _ in servers]
     order = list(range(len(servers)))
@@ -76,7 +76,7 @@ def measure(
                 seconds, reply = servers[i].first_token(ids)
                 if repeat >= 0:
                     found[i].append(Timed(length, seconds, Answer.of(reply)))
-                tell(servers[i], length, seconds if repeat >= 0 else None)
+                tell(servers[i], length, seconds)
     return found
 
 

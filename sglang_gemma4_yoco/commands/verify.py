@@ -367,10 +367,8 @@ def examine(
         if busy > 0.2:
             say(f"   {busy:.0%} of the CPUs is busy with other work: expect scattered times")
 
-        def told(server: Server, length: int, seconds: float | None) -> None:
-            advance(f"{_which(server)}: {length} tokens")
-            if seconds is not None:
-                say(f"   {length} tokens, {_which(server)}: {seconds:.3f} s")
+        def told(server: Server, length: int, seconds: float) -> None:
+            advance(f"{_which(server)}: {length} tokens, {seconds:.3f} s")
 
         timed = measure(servers, plan.maker, args.prompt_tokens, args.repeats, told)
     for server, one, times in zip(servers, found, timed, strict=True):
@@ -484,8 +482,8 @@ def _figures(one: Comparison) -> dict[str, Any]:
         "logprobs": len(one.logprobs),
         "mean_logprob_diff": _finite(one.mean_logprob),
         "max_logprob_diff": _finite(one.max_logprob),
-        "mean_kl": _finite(one.mean_kl),
-        "max_kl": _finite(one.max_kl),
+        "mean_kl": _finite(one.mean_kl) if one.divergences else None,
+        "max_kl": _finite(one.max_kl) if one.divergences else None,
     }
 
 
@@ -606,8 +604,10 @@ def run(args: argparse.Namespace) -> int:
         return 1
     outcome = conclude(document, plan, stock, fast)
     heading("What the plugin said")
-    for line in servers[1].log_lines:
-        say(f"  | {line}")
+    for server in servers:
+        say(f"{server.name}, {server.log}:")
+        for line in server.log_lines or ["(nothing)"]:
+            say(f"  | {line}")
     heading("Answers")
     show_examples(plan, stock, fast)
     table.show(document)
