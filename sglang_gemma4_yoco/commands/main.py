@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import verify
@@ -29,14 +30,26 @@ def parser() -> argparse.ArgumentParser:
     return main_parser
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the command on the way that stops whatever it has started."""
+    before = {
+        number: signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+        for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 where it could not do its work."""
     args = parser().parse_args(argv)
-    # Whatever a command has started is stopped on the way out.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
-        status: int = args.run(args)
+        with ended_by_signals():
+            status: int = args.run(args)
     except CommandError as failure:
         if failure.log is not None:
             print(tail(failure.log), file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from sglang_gemma4_yoco.commands import table
 
@@ -165,6 +166,8 @@ def times_figure(points: Sequence[dict[str, Any]]) -> Figure:
     axes.set_yscale("log")
     axes.margins(0.1, 0.2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_xlabel("prompt length, tokens")
     axes.set_ylabel("time to first token, seconds")
