@@ -189,9 +189,7 @@ class Maker:
         images = [_image_of(part) for part in parts if part["type"] == "image_url"]
         if not images:
             return Prompt(QUESTIONS, _title(conversation), {"input_ids": self._ids(conversation)})
-        text = self._tokenizer.apply_chat_template(
-            _for_template(conversation), add_generation_prompt=True, tokenize=False
-        )
+        text = self._templated(conversation, tokenize=False)
         return Prompt(PICTURES, _title(conversation), {"text": text, "image_data": images})
 
     def _ids(self, conversation: Sequence[Message]) -> list[int]:
@@ -199,10 +197,20 @@ class Maker:
             text = "\n".join(str(message["content"]) for message in conversation)
             ids: list[int] = self._tokenizer.encode(text)
         else:
-            ids = self._tokenizer.apply_chat_template(
-                _for_template(conversation), add_generation_prompt=True, return_dict=False
-            )
+            ids = self._templated(conversation, return_dict=False)
         return list(ids)
+
+    def _templated(self, conversation: Sequence[Message], **options: bool) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                _for_template(conversation), add_generation_prompt=True, **options
+            )
+        except (TemplateError, ValueError, TypeError) as failure:
+            raise CommandError(
+                f"the model's chat template refuses {_title(conversation)!r}: {failure}"
+            ) from failure
 
     def shared_prefix(self, text: str) -> list[Prompt]:
         """Two prompts that begin alike; asked one after the other, the second is a prefix hit."""

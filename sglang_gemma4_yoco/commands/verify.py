@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -181,7 +181,7 @@ def add_to(commands: Any) -> None:
         metavar="DIR",
         help="for logs and reports (default: gemma4-yoco-verify-DATE-TIME here)",
     )
-    add("server_args", nargs="*", metavar="-- ...", help="arguments for both servers, after --")
+    add("server_args", nargs="*", metavar="FLAG", help="any of SGLang's, for both servers, after --")
     parser.set_defaults(run=run)
 
 
@@ -286,10 +286,14 @@ class Plan:
 
 
 def make_plan(
-    conversations: Sequence[Sequence[Message]], maker: Maker, server: Server, device: str
+    conversations: Sequence[Sequence[Message]],
+    maker: Maker,
+    server: Server,
+    model: str,
+    device: str,
 ) -> Plan:
     """Fit the prompts to what is served, and how."""
-    settings = server.states()[0]
+    settings = (server.states() or [{}])[0]
     left_out = {}
     text = "\n".join(
         str(message["content"])
@@ -318,8 +322,22 @@ def make_plan(
         prompts += [maker.question(picture) for picture in kinds.picture_conversations()]
     else:
         left_out[kinds.PICTURES] = "the model is served without pictures"
-    dtype = str(settings.get("dtype")).removeprefix("torch.")
+    dtype = find_dtype(settings, model)
     return Plan(maker, prompts, (device, dtype) == ("cpu", "float32"), dtype, left_out)
+
+
+def find_dtype(settings: Mapping[str, Any], model: str) -> str:
+    """What the server computes in; "unknown" where neither it nor the checkpoint says so."""
+    served = str(settings.get("dtype", "auto")).removeprefix("torch.")
+    if served != "auto":
+        return served
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+    except (OSError, ValueError):
+        return "unknown"
+    text = config.get("text_config") or {}
+    named = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype")]
+    return next((str(dtype) for dtype in named if dtype), "unknown")
 
 
 def at_once(server: Server, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
@@ -407,7 +425,7 @@ def serve(
             for server in group:
                 server.wait_until_ready(args.start_timeout)
             say(f"   ready after {time.monotonic() - began:.0f} s")
-            plan = plan or make_plan(conversations, maker, group[0], device)
+            plan = plan or make_plan(conversations, maker, group[0], model, device)
             for server, one in zip(group, examine(group, plan, args, steps), strict=True):
                 found[server.fast] = one
     assert plan is not None

@@ -76,6 +76,33 @@ def test_a_file_of_json_lines(tmp_path: Path, maker: Maker) -> None:
     assert picture.body["text"] == "[system]Be brief.[user]<image>What is it?"
 
 
+def test_a_template_that_refuses(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ raise_exception('no system role') }}"
+    monkeypatch.setattr(maker._tokenizer, "chat_template", template)
+    with pytest.raises(CommandError, match="refuses 'Be brief\\.': no system role"):
+        maker.question([{"role": "system", "content": "Be brief."}])
+    # A model that was not taught to chat goes on with the text.
+    monkeypatch.setattr(maker._tokenizer, "chat_template", None)
+    ids = maker.question([{"role": "user", "content": "ab"}]).body["input_ids"]
+    assert ids == maker._tokenizer.encode("ab")
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "dtype"),
+    [
+        ({"dtype": "torch.bfloat16"}, {"dtype": "float32"}, "bfloat16"),
+        ({"dtype": "auto"}, {"dtype": "float32"}, "float32"),
+        ({}, {"text_config": {"torch_dtype": "bfloat16"}}, "bfloat16"),
+        ({}, {}, "unknown"),
+        ({}, None, "unknown"),
+    ],
+)
+def test_dtype(tmp_path: Path, settings: Any, config: Any, dtype: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert verify.find_dtype(settings, str(tmp_path)) == dtype
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
