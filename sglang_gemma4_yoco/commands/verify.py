@@ -181,7 +181,7 @@ def add_to(commands: Any) -> None:
         metavar="DIR",
         help="for logs and reports (default: gemma4-yoco-verify-DATE-TIME here)",
     )
-    add("server_args", nargs="*", metavar="FLAG", help="any of SGLang's, for both servers, after --")
+    add("server_args", nargs="*", metavar="FLAG", help="SGLang's, for both servers, after --")
     parser.set_defaults(run=run)
 
 

@@ -79,7 +79,7 @@ def test_a_file_of_json_lines(tmp_path: Path, maker: Maker) -> None:
 def test_a_template_that_refuses(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{{ raise_exception('no system role') }}"
     monkeypatch.setattr(maker._tokenizer, "chat_template", template)
-    with pytest.raises(CommandError, match="refuses 'Be brief\\.': no system role"):
+    with pytest.raises(CommandError, match=r"refuses 'Be brief\.': no system role"):
         maker.question([{"role": "system", "content": "Be brief."}])
     # A model that was not taught to chat goes on with the text.
     monkeypatch.setattr(maker._tokenizer, "chat_template", None)
