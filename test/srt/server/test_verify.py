@@ -297,7 +297,7 @@ def test_control_c_leaves_no_process(tiny_checkpoint: Path, tmp_path: Path) -> N
     """In the middle of asking a real server."""
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "in-turn"]
     with begun([*command, "--repeats", "1000"], tmp_path) as (process, lines):
-        wait_for(lines, " of ", 300)  # so many requests of so many
+        wait_for(lines, " of ", 500)  # so many requests of so many
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
         process.send_signal(signal.SIGINT)
