@@ -29,7 +29,7 @@ from sglang_gemma4_yoco.telling import report
 
 LOG_MARK = "Gemma 4 fast prefill"
 ACTIVE_MARK = f"{LOG_MARK} is active: "
-ASIDE_MARK = "steps aside"
+_WHY_NOT = ("steps aside", "is NOT installed")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command; while servers are being stopped they are waited out."""
 # What telling/metrics.py adds to a scheduler's state; that module imports all of SGLang.
@@ -259,7 +259,11 @@ class Server:
     def reasons(self) -> list[str]:
         """Why it is not active, as far as it says so."""
         said = [(state.get(_STATE) or {}).get("reason") for state in self.states()]
-        lines = [line[line.index(LOG_MARK) :] for line in self.log_lines if ASIDE_MARK in line]
+        lines = [
+            line[line.index(LOG_MARK) :]
+            for line in self.log_lines
+            if any(words in line for words in _WHY_NOT)
+        ]
         return list(dict.fromkeys([reason for reason in said if reason] + lines))
 
 
@@ -281,7 +285,7 @@ def check_switch(server: Server) -> Counter[str]:
         active = active or any(ACTIVE_MARK in line for line in server.log_lines)
     if active == server.fast:
         return forwards
-    reasons = "; ".join(server.reasons()) or "it gives no reason"
+    reasons = "; ".join(server.reasons() or forwards) or "it gives no reason"
     said = "\n".join(f"  | {line}" for line in server.log_lines) or "  | (nothing)"
     raise WrongPathError(
         f"{server.name}: the fast path was {'NOT ' if server.fast else ''}active"
