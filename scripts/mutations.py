@@ -1041,6 +1041,15 @@ _WRITTEN = [
         "commands/verify.py",
         ("a difference is no failure",
          "return 0 if document[\"agrees\"] else 1", "return 0", BROKEN),
+    ),
+    *of(
+        "commands/examination.py",
+        ("a prompt that fits into one chunk",
+         "length = chunk + max(chunk // 4, 16)", "length = chunk - max(chunk // 4, 16)",
+         KINDS_ASKED),
+    ),
+    *of(
+        "commands/verdict.py",
         ("stock is compared with itself alone",
          "both = ((stock.alone, fast.alone), (stock.alone, fast.at_once))",
          "both = ((stock.alone, stock.alone), (stock.alone, stock.at_once))", BROKEN),

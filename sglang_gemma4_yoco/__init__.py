@@ -44,6 +44,13 @@ A batch travels through the package in this order::
         report.py     log lines and counters
         metrics.py    the counters in SGLang's metrics and in /server_info
 
+    commands/     what an operator runs, outside of servers
+        verify.py     the same answers here, and sooner?
+        servers.py    stock and fast servers: started, asked, seen to be so
+        prompts.py    what they are asked; examination.py, timing.py: how
+        agreement.py  how far answers are apart, and may be; verdict.py: are they?
+        table.py      for a terminal; page.py: for a browser
+
     switch.py     the environment variables that set it
     seams.py      everything that depends on the installed SGLang's version
 """

@@ -17,7 +17,7 @@ from sglang_gemma4_yoco.commands import table
 
 if TYPE_CHECKING:
     from sglang_gemma4_yoco.commands.agreement import Comparison
-    from sglang_gemma4_yoco.commands.verify import Outcome
+    from sglang_gemma4_yoco.commands.verdict import Outcome
 
 STOCK, FAST = "#6b7280", "#0f766e"
 _LEAST = 1e-8  # a difference below it is drawn as this

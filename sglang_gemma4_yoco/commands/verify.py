@@ -25,78 +25,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import shlex
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import prompts as kinds
-from sglang_gemma4_yoco.commands.agreement import Answer, Comparison, beyond
 from sglang_gemma4_yoco.commands.console import CommandError, heading, say
-from sglang_gemma4_yoco.commands.prompts import Maker, Message, Prompt
+from sglang_gemma4_yoco.commands.examination import Found, Plan, Steps, examine, make_plan
+from sglang_gemma4_yoco.commands.prompts import Maker, Message
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,
-    busy_share,
-    check_switch,
     choose_ports,
     fit_together,
 )
-from sglang_gemma4_yoco.commands.timing import Timed, by_length, measure, requests_of
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.commands.verdict import conclude, empty_document
 
-TIMED = "first tokens of timed prompts"
-AT_ONCE = 8  # requests at a time, in the second round
-# A prompt beyond a chunk is left out where it would take minutes.
-LONGEST = {"cpu": 2560, "cuda": 65536}
 _GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-
-
-@dataclass
-class Found:
-    """What one server did.
-
-    Attributes:
-        alone: answers to the prompts, one at a time.
-        at_once: answers to the same prompts, several at a time.
-        timed: times to first token.
-        forwards: its prefills, by what became of them.
-    """
-
-    alone: list[Answer] = field(default_factory=list)
-    at_once: list[Answer] = field(default_factory=list)
-    timed: list[Timed] = field(default_factory=list)
-    forwards: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class Outcome:
-    """What is known in the end.
-
-    Attributes:
-        document: what goes into verify.json.
-        fast, noise: by kind of prompt, fast against stock, and stock against itself.
-    """
-
-    document: dict[str, Any]
-    fast: dict[str, Comparison] = field(default_factory=dict)
-    noise: dict[str, Comparison] = field(default_factory=dict)
-
-
-Advance = Callable[[str], None]
-Steps = Callable[[int], Any]
 
 
 # ---------------------------------------------------------------- the command line
@@ -266,135 +218,6 @@ def build_servers(args: argparse.Namespace, model: str, device: str, logs: Path)
     return servers
 
 
-# ---------------------------------------------------------------- what is asked
-
-
-@dataclass
-class Plan:
-    """What every server is asked: made for the first one, when it is ready.
-
-    Attributes:
-        exact: whether it computes in float32 on a CPU.
-        left_out: kinds of prompts that are not asked, and why.
-    """
-
-    maker: Maker
-    prompts: list[Prompt]
-    exact: bool
-    dtype: str
-    left_out: dict[str, str]
-
-
-def make_plan(
-    conversations: Sequence[Sequence[Message]],
-    maker: Maker,
-    server: Server,
-    model: str,
-    device: str,
-) -> Plan:
-    """Fit the prompts to what is served, and how."""
-    settings = (server.states() or [{}])[0]
-    left_out = {}
-    text = "\n".join(
-        str(message["content"])
-        for conversation in conversations
-        for message in conversation
-        if isinstance(message["content"], str)
-    )
-    asked = [maker.question(conversation) for conversation in conversations]
-    prompts = [*asked, *kinds.with_logprobs(asked)]
-    text = text or "Only pictures were asked about."
-    prompts += maker.shared_prefix(text)
-    if settings.get("disable_radix_cache"):
-        left_out[kinds.PREFIX] = "no hit of the prefix cache: it is turned off"
-    chunk = settings.get("chunked_prefill_size") or -1
-    length = chunk + max(chunk // 4, 16)
-    longest = LONGEST["cpu" if device == "cpu" else "cuda"]
-    if chunk > 0 and length <= longest:
-        prompts.append(maker.long("\n".join(reversed(text.split("\n"))), length))
-    else:
-        left_out[kinds.CHUNKS] = (
-            f"a chunk has {chunk} tokens: try -- --chunked-prefill-size {longest // 5 * 2}"
-            if chunk > 0
-            else "prompts are not cut into chunks"
-        )
-    if (server.get("/model_info") or {}).get("has_image_understanding"):
-        prompts += [maker.question(picture) for picture in kinds.picture_conversations()]
-    else:
-        left_out[kinds.PICTURES] = "the model is served without pictures"
-    dtype = find_dtype(settings, model)
-    return Plan(maker, prompts, (device, dtype) == ("cpu", "float32"), dtype, left_out)
-
-
-def find_dtype(settings: Mapping[str, Any], model: str) -> str:
-    """What the server computes in; "unknown" where neither it nor the checkpoint says so."""
-    served = str(settings.get("dtype", "auto")).removeprefix("torch.")
-    if served != "auto":
-        return served
-    try:
-        config = json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
-        return "unknown"
-    text = config.get("text_config") or {}
-    named = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype")]
-    return next((str(dtype) for dtype in named if dtype), "unknown")
-
-
-def at_once(server: Server, prompts: Sequence[Prompt], advance: Advance) -> list[Answer]:
-    """The answers to prompts that are asked several at a time."""
-    pool = ThreadPoolExecutor(AT_ONCE)
-    try:
-        answers = []
-        for reply in pool.map(lambda prompt: server.generate(prompt.request()), prompts):
-            answers.append(Answer.of(reply))
-            advance(f"{_which(server)}: several at once")
-        return answers
-    finally:
-        # Not waited for: on the way out of an interrupted run their server is stopped next.
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def ask(server: Server, prompts: Sequence[Prompt], advance: Advance) -> tuple[list[Answer], ...]:
-    """A server's answers to all prompts, one at a time and several at once."""
-    server.forget_prefixes()
-    alone = []
-    for prompt in prompts:
-        alone.append(Answer.of(server.generate(prompt.request())))
-        advance(f"{_which(server)}: one at a time")
-    server.forget_prefixes()
-    return alone, at_once(server, prompts, advance)
-
-
-def _which(server: Server) -> str:
-    return "fast" if server.fast else "stock"
-
-
-def examine(
-    servers: Sequence[Server], plan: Plan, args: argparse.Namespace, steps: Steps
-) -> list[Found]:
-    """Ask and time running servers."""
-    found = [Found() for _ in servers]
-    rounds = 2 * len(plan.prompts) + requests_of(args.prompt_tokens, args.repeats)
-    with steps(len(servers) * rounds) as advance:
-        for server, one in zip(servers, found, strict=True):
-            say(f"Asking {server.name} {len(plan.prompts)} prompts, alone and {AT_ONCE} at a time")
-            one.alone, one.at_once = ask(server, plan.prompts, advance)
-            check_switch(server)
-            server.forget_prefixes()
-        busy = busy_share()
-        if busy > 0.2:
-            say(f"   {busy:.0%} of the CPUs is busy with other work: expect scattered times")
-
-        def told(server: Server, length: int, seconds: float) -> None:
-            advance(f"{_which(server)}: {length} tokens, {seconds:.3f} s")
-
-        timed = measure(servers, plan.maker, args.prompt_tokens, args.repeats, told)
-    for server, one, times in zip(servers, found, timed, strict=True):
-        one.timed = times
-        one.forwards = check_switch(server)
-    return found
-
-
 def serve(
     args: argparse.Namespace,
     model: str,
@@ -426,160 +249,12 @@ def serve(
                 server.wait_until_ready(args.start_timeout)
             say(f"   ready after {time.monotonic() - began:.0f} s")
             plan = plan or make_plan(conversations, maker, group[0], model, device)
-            for server, one in zip(group, examine(group, plan, args, steps), strict=True):
+            for server, one in zip(
+                group, examine(group, plan, args.prompt_tokens, args.repeats, steps), strict=True
+            ):
                 found[server.fast] = one
     assert plan is not None
     return plan, found[False], found[True]
-
-
-# ---------------------------------------------------------------- what it amounts to
-
-
-def compare(plan: Plan, stock: Found, fast: Found) -> tuple[dict[str, Comparison], ...]:
-    """By kind of prompt: fast against stock, and stock against itself."""
-    present = dict.fromkeys(prompt.kind for prompt in plan.prompts)
-
-    def of(kind: str, *answers: tuple[list[Answer], list[Answer]]) -> Comparison:
-        return Comparison.of(
-            (one, other)
-            for ones, others in answers
-            for prompt, one, other in zip(plan.prompts, ones, others, strict=True)
-            if prompt.kind == kind
-        )
-
-    noise = {kind: of(kind, (stock.alone, stock.at_once)) for kind in present}
-    both = ((stock.alone, fast.alone), (stock.alone, fast.at_once))
-    found = {kind: of(kind, *both) for kind in present}
-    found[TIMED] = Comparison.of(
-        (one.answer, other.answer) for one, other in zip(stock.timed, fast.timed, strict=True)
-    )
-    return found, noise
-
-
-def pooled(comparisons: Sequence[Comparison]) -> Comparison:
-    """Several comparisons as one."""
-    whole = Comparison()
-    for one in comparisons:
-        whole.answers += one.answers
-        whole.equal_answers += one.equal_answers
-        whole.tokens += one.tokens
-        whole.equal_tokens += one.equal_tokens
-        whole.logprobs += one.logprobs
-        whole.divergences += one.divergences
-    return whole
-
-
-def problems(
-    plan: Plan, fast: dict[str, Comparison], noise: dict[str, Comparison], forwards: Counter[str]
-) -> list[str]:
-    """Why the two servers do not agree; none if they do."""
-    everything = pooled(list(noise.values()))
-    found = [
-        f"{kind}: {sentence}"
-        for kind, one in fast.items()
-        for sentence in beyond(one, noise.get(kind, everything), exact=plan.exact)
-    ]
-    if forwards[report.FAILED]:
-        found.append(
-            f"{forwards[report.FAILED]} prefills failed on the fast path; see server-on.log"
-        )
-    return found
-
-
-def _finite(number: float) -> float | None:
-    """As JSON knows it."""
-    return number if math.isfinite(number) else None
-
-
-def _figures(one: Comparison) -> dict[str, Any]:
-    return {
-        "answers": one.answers,
-        "equal_answers": one.equal_answers,
-        "tokens": one.tokens,
-        "equal_tokens": one.equal_tokens,
-        "logprobs": len(one.logprobs),
-        "mean_logprob_diff": _finite(one.mean_logprob),
-        "max_logprob_diff": _finite(one.max_logprob),
-        "mean_kl": _finite(one.mean_kl) if one.divergences else None,
-        "max_kl": _finite(one.max_kl) if one.divergences else None,
-    }
-
-
-def empty_document(args: argparse.Namespace, device: str, output: Path) -> dict[str, Any]:
-    """What is known before anything is measured."""
-    return {
-        "model": args.label or args.model_path,
-        "device": device,
-        "dtype": None,
-        "sglang": version("sglang"),
-        "package": __version__,
-        "server_args": shlex.join(args.server_args),
-        "prompt_tokens": max(args.prompt_tokens),
-        "active": False,
-        "agrees": None,
-        "answers_equal": None,
-        "max_logprob_diff": None,
-        "ttft_off_s": None,
-        "ttft_on_s": None,
-        "ratio": None,
-        "repeats": args.repeats,
-        "rule": None,
-        "problems": [],
-        "left_out": {},
-        "agreement": {},
-        "times": [],
-        "forwards": {},
-        "prefix_hit_tokens": None,
-        "output": str(output),
-    }
-
-
-def conclude(document: dict[str, Any], plan: Plan, stock: Found, fast: Found) -> Outcome:
-    """Judge what was found, and put it into the document."""
-    compared, noise = compare(plan, stock, fast)
-    wrong = problems(plan, compared, noise, fast.forwards)
-    everything = pooled(list(compared.values()))
-    off, on = by_length(stock.timed), by_length(fast.timed)
-    longest = max(off)
-    hits = [
-        answer.cached_tokens
-        for prompt, answer in zip(plan.prompts, fast.alone, strict=True)
-        if prompt.kind == kinds.PREFIX
-    ]
-    if not hits[-1] and kinds.PREFIX not in plan.left_out:
-        plan.left_out[kinds.PREFIX] = "no hit of the prefix cache, though it is on"
-    document |= {
-        "dtype": plan.dtype,
-        "active": True,
-        "agrees": not wrong,
-        "answers_equal": everything.all_equal,
-        "max_logprob_diff": _finite(everything.max_logprob),
-        "ttft_off_s": round(off[longest].median, 6),
-        "ttft_on_s": round(on[longest].median, 6),
-        "ratio": round(off[longest].median / on[longest].median, 4),
-        "rule": "exact" if plan.exact else "noise floor",
-        "problems": wrong,
-        "left_out": plan.left_out,
-        "agreement": {
-            kind: {
-                "fast": _figures(one),
-                "stock": _figures(noise[kind]) if kind in noise else None,
-            }
-            for kind, one in compared.items()
-        },
-        "times": [
-            {
-                "tokens": length,
-                "off": asdict(off[length]),
-                "on": asdict(on[length]),
-                "ratio": round(off[length].median / on[length].median, 4),
-            }
-            for length in off
-        ],
-        "forwards": dict(fast.forwards),
-        "prefix_hit_tokens": hits[-1],
-    }
-    return Outcome(document, compared, noise)
 
 
 def show_examples(plan: Plan, stock: Found, fast: Found, most: int = 3) -> None:

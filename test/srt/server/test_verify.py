@@ -23,7 +23,7 @@ import pytest
 import sglang_gemma4_yoco
 from environment import REPO
 from mutations import MUTATIONS, PACKAGE, broken
-from sglang_gemma4_yoco.commands import prompts, verify
+from sglang_gemma4_yoco.commands import prompts, verdict
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.deciding import threshold
 
@@ -94,13 +94,13 @@ def test_every_kind_of_prompt_is_asked_and_compared(
 ) -> None:
     document = document_of(demonstrated)
     assert document["left_out"] == {}
-    assert document["agreement"].keys() == {*prompts.KINDS, verify.TIMED}
+    assert document["agreement"].keys() == {*prompts.KINDS, verdict.TIMED}
     for kind, found in document["agreement"].items():
         assert found["fast"]["equal_answers"] == found["fast"]["answers"] > 0, kind
         # Stock, too, differs from itself in the last bits when batches are others.
-        assert kind == verify.TIMED or 0 < found["stock"]["max_logprob_diff"] < 1e-4, kind
-        assert kind == verify.TIMED or found["fast"]["max_kl"] < 1e-6, kind
-    assert document["agreement"][verify.TIMED]["fast"]["answers"] == 2
+        assert kind == verdict.TIMED or 0 < found["stock"]["max_logprob_diff"] < 1e-4, kind
+        assert kind == verdict.TIMED or found["fast"]["max_kl"] < 1e-6, kind
+    assert document["agreement"][verdict.TIMED]["fast"]["answers"] == 2
     read = document["agreement"][prompts.LOGPROBS]["fast"]
     assert read["logprobs"] > read["tokens"]
     assert document["prefix_hit_tokens"] > 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
-from sglang_gemma4_yoco.commands import page, prompts, table, verify
+from sglang_gemma4_yoco.commands import examination, page, prompts, table, verdict
 from sglang_gemma4_yoco.commands.agreement import (
     MEAN_KL,
     MEAN_LOGPROB,
@@ -25,9 +25,9 @@ from sglang_gemma4_yoco.commands.agreement import (
     divergence,
 )
 from sglang_gemma4_yoco.commands.console import CommandError
+from sglang_gemma4_yoco.commands.examination import Found, Plan
 from sglang_gemma4_yoco.commands.prompts import Maker, Prompt
 from sglang_gemma4_yoco.commands.timing import Timed, Times, by_length
-from sglang_gemma4_yoco.commands.verify import Found, Plan
 from sglang_gemma4_yoco.telling import report
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -100,7 +100,7 @@ def test_a_template_that_refuses(maker: Maker, monkeypatch: pytest.MonkeyPatch) 
 def test_dtype(tmp_path: Path, settings: Any, config: Any, dtype: str) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    assert verify.find_dtype(settings, str(tmp_path)) == dtype
+    assert examination.find_dtype(settings, str(tmp_path)) == dtype
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
 # ---------------------------------------------------------------- the whole, and the page
 
 
-def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> verify.Outcome:
+def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> verdict.Outcome:
     """Of servers whose answers are ``shift`` apart in log-probability."""
 
     def found(by: float, factor: float) -> Found:
@@ -281,8 +281,8 @@ def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> verify.Outc
     )  # fmt: skip
     fast = found(shift, 0.001)
     fast.forwards[report.FAILED] = failed
-    document = verify.empty_document(args, "cpu", Path("there"))
-    return verify.conclude(document, plan, found(0.0, 0.002), fast)
+    document = verdict.empty_document(args, "cpu", Path("there"))
+    return verdict.conclude(document, plan, found(0.0, 0.002), fast)
 
 
 def test_the_document() -> None:
@@ -302,7 +302,7 @@ def test_what_is_beyond_is_said() -> None:
     assert [problem.partition(":")[0] for problem in problems] == [
         prompts.QUESTIONS,
         prompts.PREFIX,
-        verify.TIMED,
+        verdict.TIMED,
     ]
     assert outcome(0.01, exact=False).document["agrees"] is True
     assert outcome(0.06, exact=False).document["agrees"] is False
