@@ -55,8 +55,14 @@ from unittest import mock
 
 import bench_prefill
 from bench_prefill import SWITCH, NotActiveError
-from demo import Server, WrongPathError, check_switch, choose_ports
 from environment import REPO, SetupError, heading, say, tail
+from provenance import commit
+from sglang_gemma4_yoco.commands.servers import (
+    Server,
+    WrongPathError,
+    check_switch,
+    choose_ports,
+)
 
 WAYS = ("off", "on")
 SWITCHED = {"off": "0", "on": "1"}
@@ -883,7 +889,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No proxy stands between a machine and itself.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
     facts = header(args, device)
-    results = Results(args.results / file_name(facts), facts, args.commit or bench_prefill.commit())
+    results = Results(args.results / file_name(facts), facts, args.commit or commit())
     with (
         tempfile.TemporaryDirectory() as directory,
         Machine(args, device, Path(directory)) as machine,

@@ -35,7 +35,6 @@ import os
 import platform
 import random
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +47,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+from provenance import commit
 
 if TYPE_CHECKING:
     import torch
@@ -571,18 +572,6 @@ def host_table(points: Sequence[Point]) -> Table:
                 *(f"{host.seconds[region] * 1e3:.2f}" for region in regions),
             )  # fmt: skip
     return table
-
-
-def commit() -> str:
-    """The checkout's commit, with a mark if it has changes."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
 
 
 def describe(args: argparse.Namespace, engine: Any) -> dict[str, Any]:

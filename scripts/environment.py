@@ -15,6 +15,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))  # what is imported next is standard library, and not installed yet
+
+from sglang_gemma4_yoco.commands.console import CommandError as SetupError  # noqa: E402
+from sglang_gemma4_yoco.commands.console import heading, say, tail  # noqa: E402
+
+__all__ = [
+    "REFERENCE",
+    "REPO",
+    "SGLANG_VERSION",
+    "SetupError",
+    "create_venv",
+    "find_uv",
+    "gpu_name",
+    "heading",
+    "install",
+    "prepare_environment",
+    "probe",
+    "run_logged",
+    "say",
+    "tail",
+]
+
 REFERENCE = REPO / "test" / "reference"
 SGLANG_VERSION = "0.5.23"
 INSTALL_BYTES = 12e9
@@ -34,39 +56,14 @@ print(json.dumps({
     "plugin": installed("sglang-gemma4-yoco"),
     "plugin_path": spec and spec.origin,
     "reference": installed("sglang-gemma4-reference"),
+    "rich": installed("rich"),
+    "matplotlib": installed("matplotlib"),
 }))
 """
 _PROBE_GPU = """
 import torch
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
 """
-
-
-class SetupError(Exception):
-    """A script cannot go on; the message says why and what to do about it.
-
-    ``log`` names a file whose end is worth seeing.
-    """
-
-    def __init__(self, message: str, log: Path | None = None) -> None:
-        super().__init__(message)
-        self.log = log
-
-
-def say(text: str = "") -> None:
-    """Print a line at once, also into a pipe."""
-    print(text, flush=True)
-
-
-def heading(text: str) -> None:
-    """Begin a new part of the output."""
-    say(f"\n== {text}")
-
-
-def tail(log: Path, lines: int = 25) -> str:
-    """The end of a log file, for an error message."""
-    content = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join([f"The end of {log}:", *(f"  | {line}" for line in content[-lines:])])
 
 
 def run_logged(command: Sequence[str | Path], log: Path, env: dict[str, str] | None = None) -> bool:
@@ -197,7 +194,8 @@ def prepare_environment(
         log: what the installers print is appended to this file.
         sglang_version: the SGLang to install.
         device: ``cpu``, ``cuda``, or ``auto`` for the GPU if PyTorch sees one.
-        extras: optional dependencies of this package, as in ``test,lint``.
+        extras: optional dependencies of this package, as in ``test,lint``; ``verify`` is always
+            among them.
 
     Raises:
         SetupError: something could not be installed.
@@ -220,8 +218,9 @@ def prepare_environment(
     if device == "auto":
         device = "cuda" if gpu_name(python) else "cpu"
     # Editable, so that an environment from last week measures the checkout of today.
-    package = f"{REPO}[{extras}]" if extras else str(REPO)
-    local = [] if _is_from_here(found) and not extras else ["-e", package]
+    package = f"{REPO}[{','.join(filter(None, ('verify', extras)))}]"
+    complete = _is_from_here(found) and found["rich"] and found["matplotlib"]
+    local = [] if complete and not extras else ["-e", package]
     # With extras, always: an older installation lacks the plugins that were added since.
     if device == "cpu" and (extras or not found["reference"]):
         local += ["-e", str(REFERENCE)]

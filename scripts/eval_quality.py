@@ -24,8 +24,6 @@ with a question and an answer per line of JSON.
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import itertools
 import json
 import os
@@ -39,9 +37,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_prefill import commit
-from demo import Server, WrongPathError, check_switch, choose_ports
 from environment import SetupError, heading, say, tail
+from provenance import commit
+from sglang_gemma4_yoco.commands.prompts import two_colours
+from sglang_gemma4_yoco.commands.servers import (
+    Server,
+    WrongPathError,
+    check_switch,
+    choose_ports,
+)
 
 COLOURS = {
     "red": (220, 20, 20),
@@ -68,17 +72,6 @@ class Answers:
     accuracy: dict[str, float] = field(default_factory=dict)
 
 
-def picture(left: str, right: str) -> str:
-    """A picture of two colours, as a data URL."""
-    from PIL import Image
-
-    image = Image.new("RGB", (224, 224), COLOURS[left])
-    image.paste(COLOURS[right], (112, 0, 224, 224))
-    file = io.BytesIO()
-    image.save(file, "png")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
 def ask_colours(url: str, max_tokens: int) -> Answers:
     """Ask for the colours of all pictures; right is an answer that names both."""
     import requests
@@ -89,7 +82,10 @@ def ask_colours(url: str, max_tokens: int) -> Answers:
     right = 0
     for pair in PICTURES:
         content = [
-            {"type": "image_url", "image_url": {"url": picture(*pair)}},
+            {
+                "type": "image_url",
+                "image_url": {"url": two_colours(*(COLOURS[name] for name in pair))},
+            },
             {"type": "text", "text": QUESTION},
         ]
         body = {

@@ -57,7 +57,7 @@ import psutil
 from environment import REPO, SetupError, say
 from generated import inserted
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
-from version_matrix import commit_of
+from provenance import commit_of
 
 TESTS = Path("test") / "srt"
 TESTED_PATHS = (PACKAGE, "test", ":(exclude)test/srt/scripts", "pyproject.toml")
@@ -143,6 +143,9 @@ def run_pytest(tree: Path, arguments: Sequence[str], notes: Path) -> None:
     os.environ |= environment(tree)
     os.chdir(tree)
     sys.path[:0] = [str(tree), str(tree / "test" / "reference")]
+    # environment.py has imported this checkout's package; the tests are to find that of their tree.
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
     import pytest
 
     recorder = Recorder()

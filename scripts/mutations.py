@@ -107,6 +107,12 @@ CEILING = "forward/test_ceiling.py"
 DOCTOR = "server/test_doctor.py"
 STATUS = "server/test_status.py"
 OTHER_MAINS = "forward/test_any_backend.py"
+VERIFY = "server/test_verify.py"
+DEMO = f"{VERIFY}::test_the_demo_keeps_its_contract"
+KINDS_ASKED = f"{VERIFY}::test_every_kind_of_prompt_is_asked_and_compared"
+PEOPLE_SEE = f"{VERIFY}::test_what_people_see"
+BROKEN = f"{VERIFY}::test_a_broken_package_is_told"
+CANNOT = f"{VERIFY}::test_what_cannot_be_verified"
 PROVEN = f"{REPLAYED}::test_a_graph_that_differs_is_not_used"
 ONE_ROW_EACH = f"{REPLAYED}::test_one_row_of_each_request"
 OTHER_CUTS = f"{REPLAYED}::test_other_cuts_are_replayed_from_the_first_shared_layer"
@@ -1145,6 +1151,82 @@ _WRITTEN = [
         ("a seventeenth pays", "_LEAST = 16", "_LEAST = 17", RULE),
         ("the operator's number is not asked for", "    if minimum is not None:\n",
          "    if False:\n", EQUIVALENCE),
+    ),
+    *of(
+        "__main__.py",
+        ("python -m forgets the exit status",
+         "raise SystemExit(main())", "main()", BROKEN),
+    ),
+    *of(
+        "commands/main.py",
+        ("what cannot be verified counts as a difference",
+         "        return 2\n", "        return 1\n", CANNOT),
+        ("SIGTERM and SIGHUP end a command where it stands",
+         "sys.exit(128 + signum)", "signal.raise_signal(signal.SIGKILL)",
+         f"{VERIFY}::test_signals_leave_no_process"),
+    ),
+    *of(
+        "commands/console.py",
+        ("the beginning of a log instead of its end",
+         "content[-lines:]", "content[:lines]",
+         f"{VERIFY}::test_a_server_that_ends_shows_its_log"),
+    ),
+    *of(
+        "commands/servers.py",
+        ("only a server's first process is ended",
+         "os.killpg(pid, number)", "os.kill(pid, number)",
+         f"{VERIFY}::test_signals_leave_no_process"),
+        ("an inactive server passes for an active one",
+         "    if active == server.fast:\n", "    if active == server.fast or forwards:\n",
+         f"{VERIFY}::test_a_server_that_is_not_active_is_not_measured"),
+    ),
+    *of(
+        "commands/prompts.py",
+        ("lines of a file counted from zero",
+         "in enumerate(lines, 1)", "in enumerate(lines)", CANNOT),
+        ("no log-probabilities of prompts",
+         "len(prompt.body[\"input_ids\"]) // 2 if number % 2 else 0", "-1", KINDS_ASKED),
+        ("two prefixes that differ",
+         "{\"input_ids\": prefix + ending}", "{\"input_ids\": ending + prefix}", KINDS_ASKED),
+    ),
+    *of(
+        "commands/agreement.py",
+        ("every answer counts as equal",
+         "self.equal_answers += one.tokens == other.tokens", "self.equal_answers += 1", BROKEN),
+        ("distances of log-probabilities are not seen",
+         "apart if math.isfinite(apart) else math.inf", "0.0", DEMO),
+    ),
+    *of(
+        "commands/timing.py",
+        ("the first time of each length counts",
+         "if repeat >= 0:", "if repeat >= -1:", KINDS_ASKED),
+    ),
+    *of(
+        "commands/table.py",
+        ("the verdict says the opposite",
+         "    if document[\"agrees\"]:\n", "    if not document[\"agrees\"]:\n", PEOPLE_SEE),
+    ),
+    *of(
+        "commands/page.py",
+        ("a figure that names a DTD on another server",
+         "return drawn[drawn.index(\"<svg\") :]", "return drawn", PEOPLE_SEE),
+    ),
+    *of(
+        "commands/verify.py",
+        ("a difference is no failure",
+         "return 0 if document[\"agrees\"] else 1", "return 0", BROKEN),
+    ),
+    *of(
+        "commands/examination.py",
+        ("a prompt that fits into one chunk",
+         "length = chunk + max(chunk // 4, 16)", "length = chunk - max(chunk // 4, 16)",
+         KINDS_ASKED),
+    ),
+    *of(
+        "commands/verdict.py",
+        ("stock is compared with itself alone",
+         "both = ((stock.alone, fast.alone), (stock.alone, fast.at_once))",
+         "both = ((stock.alone, stock.alone), (stock.alone, stock.at_once))", BROKEN),
     ),
 ]  # fmt: skip
 

@@ -45,9 +45,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench_prefill import commit
-from demo import Server, choose_ports, make_checkpoint, make_work_dir
 from environment import REPO, SetupError, say
+from provenance import commit
+from random_checkpoint import make_checkpoint, make_work_dir
+from sglang_gemma4_yoco.commands.servers import Server, choose_ports
 
 FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""

@@ -37,7 +37,7 @@ from environment import (
     tail,
 )
 
-EXTRAS = "test,lint,scripts,eval"  # the scripts are tested too
+EXTRAS = "test,lint,scripts,eval,verify"  # the scripts are tested too
 OPTIONAL = "pd"  # not to be had for every machine
 TESTS = Path("test/srt")
 # What takes longest comes first, so that at the end no process waits long for the other.

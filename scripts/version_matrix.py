@@ -55,6 +55,7 @@ from environment import (
     tail,
 )
 from generated import inserted
+from provenance import commit_of
 
 VERSIONS = tuple(f"0.5.{patch}" for patch in range(14, 24))
 PART_OF_DOCUMENT = "compatibility"
@@ -237,20 +238,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 # ---------------------------------------------------------------- what to try
-
-
-def commit_of(paths: Sequence[str]) -> str:
-    """The last commit that changed one of these; ``-dirty`` if there are changes since."""
-
-    def git(*command: str) -> str:
-        done = subprocess.run(["git", *command], cwd=REPO, capture_output=True, text=True)
-        if done.returncode:
-            raise SetupError(f"git {command[0]} failed in {REPO}: {done.stderr.strip()}")
-        return done.stdout.strip()
-
-    commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *paths)
-    changed = git("status", "--porcelain", "--", *paths)
-    return f"{commit}-dirty" if changed else commit
 
 
 def newer_versions(work_dir: Path, log: Path) -> list[str]:

@@ -55,6 +55,11 @@ A batch travels through the package in this order::
         ceiling.py    what a model can save at most, by arithmetic
         findings.py   what was found: lines to read, facts for a program, the verdict
         status.py     is it active on a running server
+        verify.py     the same answers here, and sooner?
+        servers.py    stock and fast servers: started, asked, seen to be so
+        prompts.py    what they are asked; examination.py, timing.py: how
+        agreement.py  how far answers are apart, and may be; verdict.py: are they?
+        table.py      for a terminal; page.py: for a browser
 
     switch.py     the environment variables that set it
     seams.py      everything that depends on the installed SGLang's version

@@ -7,11 +7,13 @@ returns the exit status.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from sglang_gemma4_yoco import __version__
-from sglang_gemma4_yoco.commands import doctor, status
+from sglang_gemma4_yoco.commands import doctor, status, verify
 from sglang_gemma4_yoco.commands.console import CommandError, tail
 
 
@@ -23,22 +25,37 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=__version__)
     commands = main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    doctor.add_to(commands)
-    status.add_to(commands)
+    for command in (doctor, verify, status):
+        command.add_to(commands)
     return main_parser
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the command on the way that stops whatever it has started."""
+    before = {
+        number: signal.signal(number, lambda signum, _: sys.exit(128 + signum))
+        for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 where it could not do its work."""
     args = parser().parse_args(argv)
     try:
-        status: int = args.run(args)
+        with ended_by_signals():
+            status: int = args.run(args)
     except CommandError as failure:
         if failure.log is not None:
             print(tail(failure.log), file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; all that was started is stopped", file=sys.stderr)
         return 130
     return status

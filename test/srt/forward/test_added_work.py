@@ -77,6 +77,11 @@ def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
         ("doctor.py", "_with_sglang"),  # a command, in no server
         ("metrics.py", "_counters"),  # when SGLang has made its own
         ("metrics.py", "_audit_metrics"),
+        # Of an operator's command, which runs in no server: what not everybody has installed.
+        ("verify.py", "presentation"),
+        ("prompts.py", "of"),
+        ("prompts.py", "_templated"),
+        ("prompts.py", "two_colours"),
     }
 
 

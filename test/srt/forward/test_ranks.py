@@ -20,13 +20,13 @@ import torch
 from sglang.srt.platforms import interface
 from torch.multiprocessing.spawn import spawn
 
-from demo import choose_ports
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.commands.servers import choose_ports
 from sglang_gemma4_yoco.deciding import ranks
 
 RANKS = 2

@@ -11,10 +11,10 @@ from typing import Any
 
 import requests
 
-from demo import choose_ports
 from server import Server, started
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_yoco.commands.servers import choose_ports
 
 _rooms = count(1)  # where the two servers meet over one request
 

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import psutil
 import requests
 
-from demo import choose_ports
-from environment import SetupError
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_yoco.commands.console import CommandError
+from sglang_gemma4_yoco.commands.servers import choose_ports
 from sglang_gemma4_yoco.deciding import threshold
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
@@ -276,7 +276,7 @@ def _free_port() -> int:
     for _ in range(1000):
         try:
             return choose_ports(random.randrange(20_000, 32_000))[0]
-        except SetupError:  # taken
+        except CommandError:  # taken
             continue
     raise RuntimeError("no free port between 20,000 and 32,000")
 

@@ -48,7 +48,12 @@ def documented() -> list[str]:
 
 
 def test_every_line_is_documented() -> None:
-    said = {line for path in PACKAGE.glob("**/*.py") for line in lines_of(path.read_text())}
+    said = {
+        line
+        for path in PACKAGE.glob("**/*.py")
+        if path.parent.name != "commands"  # they run in no server, and log nothing
+        for line in lines_of(path.read_text())
+    }
     assert len(said) > 12
     listed = documented()
     assert len(listed) == len(set(listed))

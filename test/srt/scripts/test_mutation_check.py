@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -66,6 +69,26 @@ def test_a_stale_mutation_is_reported() -> None:
     for source in ("def f(): return 3", "def f(): return 1\ndef g(): return 1"):
         with pytest.raises(StaleMutationError, match=r"'a name'.* times in gate\.py; bring"):
             broken(mutation, source)
+
+
+def test_a_copys_tests_import_the_copys_package(tmp_path: Path) -> None:
+    """And not this checkout's, of which the script itself has imported a part."""
+    (tmp_path / PACKAGE).mkdir()
+    (tmp_path / PACKAGE / "__init__.py").touch()
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        f"import {PACKAGE}, pathlib\n"
+        "def test_own():\n"
+        f"    path = pathlib.Path({PACKAGE}.__file__)\n"
+        "    assert path.parents[1] == pathlib.Path(__file__).parent\n"
+    )
+    code = "import sys, mutation_check as m; from pathlib import Path as P; "
+    code += "m.run_pytest(P(sys.argv[1]), sys.argv[3:], P(sys.argv[2]))"
+    notes = tmp_path / "notes.json"
+    script = Path(mutation_check.__file__)
+    command = [sys.executable, "-c", code, str(tmp_path), str(notes), str(test)]
+    subprocess.run(command, cwd=script.parent, check=True)
+    assert json.loads(notes.read_text()) == [0, 1, []]
 
 
 def verdict(mutation: Mutation, caught_by: str | None) -> Verdict:

@@ -1,0 +1,334 @@
+"""``sglang-gemma4-yoco verify``, and the demo that ends in it, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import sglang_gemma4_yoco
+from environment import REPO
+from mutations import MUTATIONS, PACKAGE, broken
+from sglang_gemma4_yoco.commands import prompts, verdict
+from sglang_gemma4_yoco.commands.main import main
+from sglang_gemma4_yoco.deciding import threshold
+
+CONTRACT = {
+    "model", "device", "sglang", "prompt_tokens", "active", "answers_equal", "max_logprob_diff",
+    "ttft_off_s", "ttft_on_s", "ratio", "repeats",
+}  # fmt: skip
+VERIFY = [sys.executable, "-m", "sglang_gemma4_yoco", "verify", "--device", "cpu"]
+QUICK = ["--prompt-tokens", "64", "--repeats", "1"]
+CHUNKED = ["--chunked-prefill-size", "128"]
+
+
+def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """As an operator has it: none of the package's variables, and Ctrl-C is heard."""
+    found = {name: value for name, value in os.environ.items() if name != threshold.VARIABLE}
+    return found | {"HF_HUB_OFFLINE": "1", **(variables or {})}
+
+
+def run(
+    command: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+
+
+def document_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.stdout, done.stderr[-4000:]
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+# ---------------------------------------------------------------- the whole
+
+
+@pytest.fixture(scope="module")
+def demonstrated(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """The demo on the smallest checkpoint, which runs ``verify`` on it."""
+    directory = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, str(REPO / "scripts" / "demo.py"), "--no-venv", "--device", "cpu"]
+    command += ["--preset", "E2B_TINY", "--prompt-tokens", "256", "--repeats", "2"]
+    command += ["--work-dir", str(directory), "--servers", "together"]
+    command += [f"--server-args={' '.join(CHUNKED)}"]
+    return run(command, directory)
+
+
+def test_the_demo_keeps_its_contract(demonstrated: subprocess.CompletedProcess[str]) -> None:
+    assert demonstrated.returncode == 0, demonstrated.stdout[-4000:] + demonstrated.stderr[-4000:]
+    document = document_of(demonstrated)
+    assert document.keys() >= CONTRACT
+    assert (document["model"], document["device"]) == ("E2B_TINY", "cpu")
+    assert (document["prompt_tokens"], document["repeats"]) == (256, 2)
+    assert document["active"] is document["answers_equal"] is document["agrees"] is True
+    assert 0 < document["max_logprob_diff"] < 1e-4
+    assert document["ttft_off_s"] > 0 < document["ttft_on_s"]
+    ratio = document["ttft_off_s"] / document["ttft_on_s"]
+    assert document["ratio"] == pytest.approx(ratio, abs=1e-3)
+
+
+def test_every_kind_of_prompt_is_asked_and_compared(
+    demonstrated: subprocess.CompletedProcess[str],
+) -> None:
+    document = document_of(demonstrated)
+    assert document["left_out"] == {}
+    assert document["agreement"].keys() == {*prompts.KINDS, verdict.TIMED}
+    for kind, found in document["agreement"].items():
+        assert found["fast"]["equal_answers"] == found["fast"]["answers"] > 0, kind
+        # Stock, too, differs from itself in the last bits when batches are others.
+        assert kind == verdict.TIMED or 0 < found["stock"]["max_logprob_diff"] < 1e-4, kind
+        assert kind == verdict.TIMED or found["fast"]["max_kl"] < 1e-6, kind
+    assert document["agreement"][verdict.TIMED]["fast"]["answers"] == 2
+    read = document["agreement"][prompts.LOGPROBS]["fast"]
+    assert read["logprobs"] > read["tokens"]
+    assert document["prefix_hit_tokens"] > 0
+    # Chunks that finish no prompt have a tail that nobody reads.
+    assert document["forwards"]["active, tail skipped"] > 0 < document["forwards"]["active"]
+
+
+def test_what_people_see(demonstrated: subprocess.CompletedProcess[str]) -> None:
+    document = document_of(demonstrated)
+    told = demonstrated.stdout
+    for words in ("Fast prefill was active", "the answers agree", "256", "requests; fast: "):
+        assert words in told, words
+    output = Path(document["output"])
+    assert json.loads((output / "verify.json").read_text()) == document
+    page = (output / "verify.html").read_text()
+    assert page.count("<svg") == 2
+    assert "the answers agree" in page
+    assert not [part for part in ("<script", "<link", "<img", "DTD") if part in page]
+
+
+# ---------------------------------------------------------------- what is not right
+
+
+def test_a_broken_package_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A copy that keeps the row before the last one of each prompt."""
+    (mutation,) = (m for m in MUTATIONS if m.name == "wrong row: the one before the last")
+    copy = tmp_path / "copy" / PACKAGE
+    shutil.copytree(Path(sglang_gemma4_yoco.__file__).parent, copy)
+    file = copy / mutation.file
+    file.write_text(broken(mutation, file.read_text()))
+    mine = tmp_path / "mine.jsonl"
+    content = [
+        {"type": "image_url", "image_url": {"url": prompts.two_colours((9, 9, 9), (250, 0, 0))}},
+        {"type": "text", "text": "Which is darker?"},
+    ]
+    lines = [{"prompt": "Is this one right?"}, {"messages": [{"role": "user", "content": content}]}]
+    mine.write_text("\n".join(map(json.dumps, lines)))
+    path = os.pathsep.join([str(copy.parent), os.environ.get("PYTHONPATH", "")])
+    command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--prompts", str(mine)]
+    done = run([*command, "--servers", "together"], tmp_path, {"PYTHONPATH": path})
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    document = document_of(done)
+    assert document["active"] is True
+    assert document["agrees"] is document["answers_equal"] is False
+    assert document["max_logprob_diff"] is None or document["max_logprob_diff"] > 1e-3
+    differing = {problem.partition(":")[0] for problem in document["problems"]}
+    assert {prompts.QUESTIONS, prompts.PICTURES} <= differing
+    assert document["agreement"][prompts.QUESTIONS]["fast"]["answers"] == 2
+    assert "THE ANSWERS DO NOT AGREE" in done.stdout
+    # Stock agrees with itself all the same.
+    assert document["agreement"][prompts.QUESTIONS]["stock"]["max_logprob_diff"] < 1e-3
+
+
+def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """In turn: the stock server is not even started."""
+    command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--servers", "in-turn"]
+    done = run([*command, "--output", "here"], tmp_path, {threshold.VARIABLE: "1000000"})
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    document = document_of(done)
+    assert document.keys() >= CONTRACT
+    assert document["active"] is False
+    for measured in ("answers_equal", "max_logprob_diff", "ttft_off_s", "ttft_on_s", "ratio"):
+        assert document[measured] is None, measured
+    assert "NOT active (" in document["problems"][0]
+    assert "too few rows could be skipped" in document["problems"][0]
+    assert not (tmp_path / "here" / "server-off.log").exists()
+
+
+# ---------------------------------------------------------------- what cannot be verified
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model-path", "/no/such/model"], "/no/such/model: there is no such directory"),
+        (["--model-path", "{tmp}"], "has no config.json"),
+        (["--prompts", "{tmp}/none"], "/none cannot be read"),
+        (["--prompts", "{tmp}/bad"], "/bad:2: needs an object"),
+        (["--output", "{tmp}/bad/dir"], "cannot be written"),
+        (["--port", "65535"], "port 65536 cannot be used"),
+    ],
+)
+def test_what_cannot_be_verified(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad").write_text('{"prompt": "a"}\n{}\n')
+    taken = [argument.format(tmp=tmp_path) for argument in arguments]
+    command = ["verify", "--device", "cpu", "--model-path", str(tiny_checkpoint), *taken]
+    assert main(command) == 2
+    told = capsys.readouterr()
+    assert len(told.err.splitlines()) == 1, told.err
+    assert said in told.err
+
+
+def test_without_its_libraries(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("rich", "matplotlib"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rich.py").touch()
+        (tmp_path / name / f"{name}.py").write_text(f"raise ModuleNotFoundError('', name='{name}')")
+        path = os.pathsep.join([str(tmp_path / name), os.environ.get("PYTHONPATH", "")])
+        done = run([*VERIFY, "--model-path", str(tiny_checkpoint)], tmp_path, {"PYTHONPATH": path})
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == [
+            f"error: verify needs {name}: pip install 'sglang-gemma4-yoco[verify]'"
+        ]
+
+
+# ---------------------------------------------------------------- interrupted
+
+SERVER = """
+    import http.server, multiprocessing, os, signal, sys, time
+    def child():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    if __name__ == "__main__":
+        if "--dies" in sys.argv:
+            print(*(f"line {n}" for n in range(100)), sep="\\n")
+            sys.exit(3)
+        multiprocessing.get_context("spawn").Process(target=child).start()
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> dict[str, str]:
+    """An environment in which ``sglang.launch_server`` is the program above."""
+    package = tmp_path / "path" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(textwrap.dedent(SERVER))
+    return {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
+
+
+@contextmanager
+def begun(
+    command: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
+    """A command that runs, and the lines that it prints, as they come."""
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # pytest may have been started in the background, where Ctrl-C is ignored, and inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        lines: queue.Queue[str] = queue.Queue()
+
+        def read() -> None:
+            for line in process.stdout or ():
+                lines.put(line)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield process, lines
+        finally:
+            process.kill()
+            reader.join()
+
+
+def wait_for(lines: queue.Queue[str], words: str, seconds: float) -> None:
+    """Until a line with these words has come."""
+    seen = []
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            seen.append(lines.get(timeout=max(deadline - time.monotonic(), 0)))
+        except queue.Empty:
+            raise AssertionError(f"no {words!r} in:\n{''.join(seen)}") from None
+        if words in seen[-1]:
+            return
+
+
+def wait_for_processes(root: psutil.Process, count: int) -> list[psutil.Process]:
+    """All descendants of a process, when there are so many."""
+    deadline = time.monotonic() + 60
+    while len(root.children(recursive=True)) < count:
+        assert time.monotonic() < deadline, root.children(recursive=True)
+        time.sleep(0.05)
+    return root.children(recursive=True)
+
+
+def test_control_c_leaves_no_process(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """In the middle of asking a real server."""
+    command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "in-turn"]
+    with begun([*command, "--repeats", "1000"], tmp_path) as (process, lines):
+        wait_for(lines, " of ", 500)  # so many requests of so many
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert alive == []
+        wait_for(lines, "interrupted", 5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_leave_no_process(
+    tiny_checkpoint: Path, tmp_path: Path, stand_in: dict[str, str], number: signal.Signals
+) -> None:
+    """While servers start whose children do not hear of it."""
+    command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "together"]
+    with begun(command, tmp_path, stand_in) as (process, _):
+        # Two servers, and for each a child and the resource tracker of multiprocessing.
+        family = wait_for_processes(psutil.Process(process.pid), 6)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert alive == []
+
+
+def test_a_server_that_ends_shows_its_log(
+    tiny_checkpoint: Path, tmp_path: Path, stand_in: dict[str, str]
+) -> None:
+    command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "in-turn"]
+    done = run([*command, "--", "--dies"], tmp_path, stand_in)
+    assert done.returncode == 2
+    told = done.stderr.splitlines()
+    assert "  | line 99" in told
+    assert "  | line 0" not in told
+    assert told[-1].startswith("error: SGLANG_GEMMA4_YOCO=1 (fast prefill) ended with status 3")
