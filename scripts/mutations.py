@@ -1017,11 +1017,6 @@ _WRITTEN = [
          f"{FAULTS}::test_loaded_twice"),
     ),
     *of(
-        "__main__.py",
-        ("the module's exit status is always 0", "raise SystemExit(main())", "main()",
-         f"{DOCTOR}::test_settings_and_other_plugins"),
-    ),
-    *of(
         "commands/console.py",
         ("reports are empty", "print(text, flush=True)", "print(flush=True)",
          f"{STATUS}::test_a_server_that_is_switched_off"),
@@ -1057,11 +1052,6 @@ _WRITTEN = [
          "        return True\n", f"{DOCTOR}::test_other_reasons"),
         ("a no is no failure", "{True: 0, False: 1, None: 2}", "{True: 0, False: 0, None: 2}",
          f"{DOCTOR}::test_real_servers_give_the_same_reason"),
-    ),
-    *of(
-        "commands/main.py",
-        ("a failure is a no", "        return 2\n", "        return 1\n",
-         f"{STATUS}::test_nobody_is_there"),
     ),
     *of(
         "commands/preflight.py",
