@@ -250,8 +250,10 @@ class Owner:
         others = ranks.disagreement(f"agrees with stock: {self.checked.agrees}")
         if others is not None or not self.checked.agrees:
             self.refuse(self_check.FAILED)
-            why = self.checked.describe() if others is None else f"on another rank, {others}"
-            report.error(f"Gemma 4 fast prefill is off for this server: {self_check.FAILED}; {why}")
+            found = "another rank's differs" if self.checked.agrees else self.checked.describe()
+            report.error(
+                f"Gemma 4 fast prefill is off for this server: {self_check.FAILED}; {found}"
+            )
         return self.checked
 
     def refuse(self, reason: str) -> None:

@@ -79,7 +79,8 @@ def _say_so_in_server_info(reason: str) -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     stock = Scheduler.get_internal_state
-    state = {"version": __version__, "active": False, "reason": reason, "cut": None, "tail": None}
+    nothing = dict.fromkeys(("cut", "tail", "check", "audits"))
+    state = {"version": __version__, "active": False, "reason": reason, **nothing}
 
     @functools.wraps(stock)
     def get_internal_state(self: Any, *args: Any, **kwargs: Any) -> Any:

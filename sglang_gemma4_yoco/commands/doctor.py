@@ -76,11 +76,18 @@ def run(args: argparse.Namespace) -> int:
         CommandError: there is no SGLang, or its parser refuses the flags.
     """
     findings = Findings(FACTS)
-    with quiet() as said:
-        _versions(findings)
-        _settings(findings)
-        _discovery(findings)
-        _with_sglang(findings, args.model_path, args.flags, said)
+    try:
+        with quiet() as said:
+            _versions(findings)
+            _settings(findings)
+            _discovery(findings)
+            _with_sglang(findings, args.model_path, args.flags, said)
+    except CommandError as failure:
+        if args.json:
+            findings.refusals.clear()
+            findings.unknowns = [str(failure)]
+            say(json.dumps(findings.document()))
+        raise
     if args.json:
         say(json.dumps(findings.document()))
     else:

@@ -35,7 +35,8 @@ def state() -> dict[str, Any]:
     cut = tail = None
     if known is not None and reason is None:
         cut, tail = known.attends(), known.runs_its_tail()
-    audited = known is not None and known.auditor is not None
+    is_audited = known is not None and known.auditor is not None
+    audited = is_audited or report.audits != report.Audits()  # until one differed, it may be
     return {
         "version": __version__,
         "active": reason is None,

@@ -223,10 +223,11 @@ def test_what_is_told_by_a_name(patients: Patients) -> None:
 )
 def test_flags_that_start_no_server(patients: Patients, flags: Sequence[str], words: str) -> None:
     answer = patients.with_flags(*flags)
-    assert (answer.status, answer.out) == (2, "")
+    assert answer.status == 2
     [line] = answer.err.splitlines()
     assert line.startswith("error: ")
     assert words in line
+    assert answer.verdict == (2, None, line.removeprefix("error: "))
 
 
 def test_models_that_cannot_be_had(patients: Patients) -> None:
