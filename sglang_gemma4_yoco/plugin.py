@@ -9,6 +9,7 @@ would drop an INFO line. That the path is on, or is switched off, is said when a
 from __future__ import annotations
 
 import functools
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
@@ -100,8 +101,20 @@ def _leave_alone(reason: str) -> None:
         _say_so_in_server_info(reason)
 
 
+def _is_installed() -> bool:
+    """Whether this process's SGLang is patched already. Imports nothing."""
+    patch = sys.modules.get("sglang_gemma4_yoco.patch")
+    return patch is not None and bool(patch.is_installed())
+
+
 def load() -> None:
     """Install the patch into this process's SGLang, or say in one line why not. Never raises."""
+    if _is_installed():
+        logger.warning(
+            "Gemma 4 fast prefill %s is loaded a second time; the first stays installed",
+            __version__,
+        )
+        return
     try:
         if not switch.enabled():
             logger.info("Gemma 4 fast prefill %s is off: %s=0", __version__, switch.VARIABLE)
@@ -125,12 +138,6 @@ def load() -> None:
         self_check.wanted()
         audit.every()
         audit.strict()
-        if patch.is_installed():
-            logger.warning(
-                "Gemma 4 fast prefill %s is loaded a second time; the first stays installed",
-                __version__,
-            )
-            return
         patch.install()
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down
         logger.error(

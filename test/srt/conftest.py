@@ -154,6 +154,17 @@ def outside_of_a_server() -> Iterator[None]:
 
 
 @pytest.fixture
+def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin finds SGLang as if it had not been loaded yet; what it wraps is put back."""
+    from sglang_gemma4_yoco import patch, plugin
+
+    monkeypatch.setattr(plugin, "left_alone", None)
+    monkeypatch.setattr(patch, "_installed", {})
+    for patched, name in patch.WRAPPED:
+        monkeypatch.setattr(patched, name, getattr(patched, name))
+
+
+@pytest.fixture
 def forgotten_reports() -> Iterator[None]:
     """Nothing is counted yet, and nothing said."""
     from sglang_gemma4_yoco.telling import report

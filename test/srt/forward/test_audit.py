@@ -275,7 +275,11 @@ def _raise() -> None:
     [(audit.VARIABLE, "-1"), (audit.VARIABLE, "often"), (audit.STRICT, "yes")],
 )
 def test_a_misspelt_setting_is_told_at_load(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, value: str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    not_loaded: None,
+    variable: str,
+    value: str,
 ) -> None:
     monkeypatch.setenv(variable, value)
     monkeypatch.setenv(SWITCH, "1")

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -23,7 +24,10 @@ import pytest
 import sglang_gemma4_yoco
 from environment import REPO
 from mutations import MUTATIONS, PACKAGE, broken
-from sglang_gemma4_yoco.commands import prompts, verdict
+from server import Server
+from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.commands import prompts, servers, verdict
+from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.deciding import threshold
 
@@ -140,7 +144,9 @@ def test_a_broken_package_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None
     mine.write_text("\n".join(map(json.dumps, lines)))
     path = os.pathsep.join([str(copy.parent), os.environ.get("PYTHONPATH", "")])
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--prompts", str(mine)]
-    done = run([*command, "--servers", "together"], tmp_path, {"PYTHONPATH": path})
+    # Its own check at start would turn it off, and there would be nothing to tell.
+    variables = {"PYTHONPATH": path, self_check.VARIABLE: "0"}
+    done = run([*command, "--servers", "together"], tmp_path, variables)
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
     document = document_of(done)
     assert document["active"] is True
@@ -167,6 +173,19 @@ def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_
     assert "NOT active (" in document["problems"][0]
     assert "too few rows could be skipped" in document["problems"][0]
     assert not (tmp_path / "here" / "server-off.log").exists()
+
+
+def test_a_time_from_the_prefix_cache_is_refused(on_server: Server, tmp_path: Path) -> None:
+    """But not for a first token that two random prompts share by chance."""
+    port = urlsplit(on_server.url).port
+    assert port is not None
+    timed = servers.Server(True, [], port, tmp_path / "log")
+    asked = [5, *range(10, 137)]
+    timed.first_token(asked)
+    _, reply = timed.first_token([5, *reversed(range(10, 137))])
+    assert reply["meta_info"]["cached_tokens"] == 1
+    with pytest.raises(CommandError, match="--disable-radix-cache"):
+        timed.first_token(asked)
 
 
 # ---------------------------------------------------------------- what cannot be verified
@@ -216,6 +235,7 @@ def test_without_its_libraries(tiny_checkpoint: Path, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- interrupted
 
+END = ""  # behind the last line
 SERVER = """
     import http.server, multiprocessing, os, signal, sys, time
     def child():
@@ -261,6 +281,7 @@ def begun(
         def read() -> None:
             for line in process.stdout or ():
                 lines.put(line)
+            lines.put(END)
 
         reader = threading.Thread(target=read)
         reader.start()
@@ -282,6 +303,7 @@ def wait_for(lines: queue.Queue[str], words: str, seconds: float) -> None:
             raise AssertionError(f"no {words!r} in:\n{''.join(seen)}") from None
         if words in seen[-1]:
             return
+        assert seen[-1] != END, f"no {words!r} in:\n{''.join(seen)}"
 
 
 def wait_for_processes(root: psutil.Process, count: int) -> list[psutil.Process]:
@@ -297,7 +319,7 @@ def test_control_c_leaves_no_process(tiny_checkpoint: Path, tmp_path: Path) -> N
     """In the middle of asking a real server."""
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "in-turn"]
     with begun([*command, "--repeats", "1000"], tmp_path) as (process, lines):
-        wait_for(lines, " of ", 500)  # so many requests of so many
+        wait_for(lines, " requests;", 500)  # so many of so many
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
         process.send_signal(signal.SIGINT)

@@ -100,8 +100,24 @@ del gemma4_causal.Gemma4DecoderLayer.forward
     assert "Gemma4DecoderLayer.forward" in line
 
 
-def test_load_never_raises(
+def test_what_was_loaded_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the settings are by then: what was said of the first time is true still."""
+    from sglang_gemma4_yoco import patch, seams
+
+    monkeypatch.setattr(patch, "_installed", {"something": "wrapped"})
+    monkeypatch.setenv(switch.VARIABLE, "no such value")
+    answers = seams.Scheduler.get_internal_state
+    plugin.load()
+    (record,) = caplog.records
+    assert "is loaded a second time; the first stays installed" in record.getMessage()
+    assert plugin.left_alone is None
+    assert seams.Scheduler.get_internal_state is answers
+
+
+def test_load_never_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, not_loaded: None
 ) -> None:
     from sglang_gemma4_yoco import patch, seams
     from sglang_gemma4_yoco.telling import metrics
@@ -113,8 +129,6 @@ def test_load_never_raises(
         return SimpleNamespace(internal_state={"theirs": 1})
 
     monkeypatch.setattr(seams.Scheduler, "get_internal_state", internal_state)
-    monkeypatch.setattr(plugin, "left_alone", None)
-    monkeypatch.setattr(patch, "_installed", {})
     monkeypatch.setattr(patch, "install", broken)
     monkeypatch.setenv(switch.VARIABLE, "1")
     with caplog.at_level(logging.INFO):
