@@ -6,7 +6,7 @@ request. So it is recorded when the server starts, after SGLang's own decode ste
 machinery, for 1, 2, 4, ... rows, and a batch costs the host one launch for all of its tail.
 
 What is recorded begins with the queries of layer K-1 where that layer is cut behind its K and V,
-else with layer K, and ends behind layer L-1. It reads and writes static tensors: ``Inputs``, the
+else with layer K, and ends behind the model's norm. It reads and writes static tensors: ``Inputs``, the
 weights, the pools, and the tail's backend's own buffers. A batch of B rows is replayed with the
 graph of b >= B rows; the b - B rows that pad it are requests of one token, the reserved row and
 slot 0, and nobody reads what becomes of them. With graphs for 1, 2 and 4 rows, three prompts run as
@@ -238,7 +238,7 @@ class Replay:
         with_donor: layer K-1 is recorded from its queries on; else layer K is the first.
         inputs: of the batch's kept rows, to be filled.
         room: those of them that come before the first layer; None without per-layer inputs.
-        run: runs it, and returns [B, hidden], which the next replay overwrites.
+        run: runs it, and returns [B, hidden], normed, which the next replay overwrites.
     """
 
     with_donor: bool
@@ -378,7 +378,7 @@ class TailGraphs:
     def both(
         self, size: int, rows: int, fill: Callable[[Inputs], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layers give for the same inputs, launched and replayed: each [rows, hidden].
+        """What the model gives for the same inputs, launched and replayed: each [rows, hidden].
 
         Args:
             size: of the graph.
@@ -410,7 +410,7 @@ class TailGraphs:
         return _Graph(inputs, batch)
 
     def _tail(self, graph: _Graph) -> torch.Tensor:
-        """The recorded layers, launched: [rows, hidden]."""
+        """The recorded layers and the model's norm, launched: [rows, hidden]."""
         inputs, batch = graph.inputs, graph.batch
         # Layers add into their input in place, and what pads would grow from replay to replay.
         rows = inputs.rows.clone()
@@ -428,7 +428,8 @@ class TailGraphs:
                     rows = seams.layer_rows(output)
         finally:
             seams.end_residual(batch)
-        return rows
+        normed: torch.Tensor = self._model.norm(rows)
+        return normed
 
     def _projected(self, inputs: Inputs) -> torch.Tensor | None:
         """[rows, recorded layers, width]."""

@@ -36,6 +36,7 @@ from sglang_gemma4_yoco.owner import Owner
 ENDLESS = "the model's layers go on behind the last one that it was told to run"
 FOREIGN_RESIDUAL = "the donor layer's attention is not added to the layer's input"
 OTHER_INPUTS = "the model is called without per-layer embeddings"
+OTHER_NORM = "the model does something else between its layers and its norm"
 STREAM_PENDING = "the residual stream is not written before the tail"
 
 _Call = Callable[..., Any]
@@ -234,7 +235,12 @@ class Cut:
     def _final_norm(self, stock: _Call) -> _Call:
         def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
             front = self.output
-            if front is None or hidden_states is not front or args or kwargs:
+            known = front is not None and hidden_states is front and not args and not kwargs
+            if self.replay is not None:
+                if not known:  # a norm of its own would come on top of the graph's
+                    raise LateRefusalError(OTHER_NORM)
+                return front
+            if front is None or not known:
                 return stock(hidden_states, *args, **kwargs)
             # The other rows stay unnormed: finite, and read by nobody.
             return front.index_copy_(0, self.tail.index, stock(self.kept(front)))

@@ -57,7 +57,8 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     ``q`` are the *last* rows of each request, so a call may bring K/V for more rows than it
     brings queries, or no K/V at all.
 
-    A decode step can be recorded, its attention as one node of each layer.
+    A decode step can be recorded, and one that verifies drafts, its attention as one node of each
+    layer.
     """
 
     gemma4_yoco = frozenset({"front", "tail", "recorded"})
@@ -94,13 +95,11 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
             [sum(extend_seq_lens), heads * head_dim].
         """
         cache = self._written(k, v, layer, forward_batch, save_kv_cache)
-        kv_lens = _listed(forward_batch.seq_lens)
         if forward_batch.forward_mode.is_target_verify():
             drafts = forward_batch.spec_info.draft_token_num
-            query_lens = [drafts] * len(kv_lens)
-            kv_lens = [kv_len + drafts for kv_len in kv_lens]
-        else:
-            query_lens = _listed(forward_batch.extend_seq_lens)
+            return _attend_alike(q, cache, layer, forward_batch, rows=drafts, ahead=drafts)
+        kv_lens = _listed(forward_batch.seq_lens)
+        query_lens = _listed(forward_batch.extend_seq_lens)
         requests = _listed(forward_batch.req_pool_indices)
         return _attend(
             _heads(q, layer), cache, requests, query_lens, kv_lens, layer.scaling, _window(layer)
@@ -118,16 +117,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """Write K and V, then attend as the last row of each request; see ``forward_extend``."""
         cache = self._written(k, v, layer, forward_batch, save_kv_cache)
-        attended: torch.Tensor = recorder.as_one_node(
-            _attend_with_one_row,
-            _heads(q, layer),
-            cache,
-            forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
-            scale=layer.scaling,
-            window=_window(layer),
-        )
-        return attended
+        return _attend_alike(q, cache, layer, forward_batch, rows=1, ahead=0)
 
     def _written(
         self,
@@ -171,18 +161,50 @@ def _window(layer: RadixAttention) -> int | None:
     return size if size > 0 else None
 
 
-def _attend_with_one_row(
+def _attend_alike(
+    q: torch.Tensor,
+    cache: LayerCache,
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    *,
+    rows: int,
+    ahead: int,
+) -> torch.Tensor:
+    """Attention of the same number of rows of each request, which can be recorded as one node.
+
+    Args:
+        q: [requests * rows, heads * head_dim].
+        rows: of each request, its last ones.
+        ahead: how many keys each request has beyond its ``seq_lens``.
+    """
+    attended: torch.Tensor = recorder.as_one_node(
+        _attend_when_it_runs,
+        _heads(q, layer),
+        cache,
+        forward_batch.req_pool_indices,
+        forward_batch.seq_lens,
+        rows=rows,
+        ahead=ahead,
+        scale=layer.scaling,
+        window=_window(layer),
+    )
+    return attended
+
+
+def _attend_when_it_runs(
     q: torch.Tensor,
     cache: LayerCache,
     requests: torch.Tensor,
     lengths: torch.Tensor,
     *,
+    rows: int,
+    ahead: int,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Decode attention, as a kernel of its own: it reads its lengths when it runs."""
-    kv_lens = _listed(lengths)
-    return _attend(q, cache, _listed(requests), [1] * len(kv_lens), kv_lens, scale, window)
+    """As a kernel of its own: the host's reads of its lengths are of the time when it runs."""
+    kv_lens = [length + ahead for length in _listed(lengths)]
+    return _attend(q, cache, _listed(requests), [rows] * len(kv_lens), kv_lens, scale, window)
 
 
 def _attend(

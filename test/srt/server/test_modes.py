@@ -15,7 +15,7 @@ import pytest
 
 from ask import TOLERANCE, Compared, assert_same_answers, compare, generate, outputs, tokens
 from layer_rows import assert_all_fast, assert_all_stock, cut
-from server import CHUNK, Server, running
+from server import CHUNK, RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
 
@@ -99,6 +99,7 @@ class Drafts:
             *("--speculative-num-steps", "3"),
             *("--speculative-eagle-topk", "1"),
             *("--speculative-num-draft-tokens", "4"),
+            *("--decode-log-interval", "1"),
         )
 
 
@@ -121,11 +122,15 @@ def drafting_stock(drafts: Drafts) -> Iterator[Server]:
 def drafting(
     request: pytest.FixtureRequest, drafts: Drafts, drafting_stock: Server
 ) -> Iterator[tuple[Server, Server]]:
-    """Servers with the assistant: the fast one on so many tensor-parallel ranks, and stock."""
+    """Servers with the assistant: the fast one on so many tensor-parallel ranks, and stock.
+
+    The fast one replays what verifies drafts, and the tails of its prefills.
+    """
     ranks: int = request.param
-    arguments = (*drafts.arguments, "--tp-size", str(ranks))
+    arguments = (*drafts.arguments, "--tp-size", str(ranks), *RECORDED_ARGUMENTS)
     directory = drafts.directory / f"on-{ranks}"
-    with running(drafts.checkpoint, directory, switch=None, arguments=arguments) as server:
+    recorded: Any = {"arguments": arguments, "env": RECORDED_GRAPHS}
+    with running(drafts.checkpoint, directory, switch=None, **recorded) as server:
         yield server, drafting_stock
 
 
@@ -161,7 +166,8 @@ def compare_drafts(
 
 def assert_fast_on_all_ranks(server: Server, prefills: list[Prefill]) -> None:
     """Every rank ran every batch, and cut it alike."""
-    assert_all_fast(prefills)
+    assert_all_fast(prefills, recorded=RECORDED_ROWS)
+    assert any(prefill.replays for prefill in prefills)
     processes = {prefill.process for prefill in prefills}
     assert len(processes) == ranks_of(server)
     first, *others = (
@@ -188,9 +194,10 @@ def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
     for server in drafting:
         assert server.verifications()
         assert_all_stock(server.verifications())
+    assert [line for line in drafting[0].log_lines("cpu graph: True") if "accept len" in line]
     lines = drafting[0].log_lines("Gemma 4 fast prefill is active")
     assert len(lines) == ranks_of(drafting[0])
-    assert all("Gemma4TextModel" in line for line in lines)
+    assert all(line.endswith(f"replayed for up to {RECORDED_ROWS[-1]} rows") for line in lines)
 
 
 def test_drafts_overlap_scheduling(drafting: tuple[Server, Server]) -> None:
