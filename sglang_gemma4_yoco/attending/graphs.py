@@ -6,8 +6,8 @@ request. So it is recorded when the server starts, after SGLang's own decode ste
 machinery, for 1, 2, 4, ... rows, and a batch costs the host one launch for all of its tail.
 
 What is recorded begins with the queries of layer K-1 where that layer is cut behind its K and V,
-else with layer K, and ends behind the model's norm. It reads and writes static tensors: ``Inputs``, the
-weights, the pools, and the tail's backend's own buffers. A batch of B rows is replayed with the
+else with layer K, and ends behind the model's norm. It reads and writes static tensors: ``Inputs``,
+the weights, the pools, and the tail's backend's own buffers. A batch of B rows is replayed with the
 graph of b >= B rows; the b - B rows that pad it are requests of one token, the reserved row and
 slot 0, and nobody reads what becomes of them. With graphs for 1, 2 and 4 rows, three prompts run as
 lengths [40, 3, 700, 1].

@@ -46,6 +46,7 @@ from sglang_gemma4_yoco import owner, patch, seams
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import difference, proof
+from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.deciding import backends, gate, threshold
 from sglang_gemma4_yoco.telling import report
@@ -694,4 +695,28 @@ def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGra
         stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
+    assert_replayed(engine, TWO_PROMPTS)
+
+
+def test_something_else_before_the_norm_is_served_by_stock(
+    engine: Engine, tail: TailGraphs
+) -> None:
+    """The graph ends behind the norm: rows that another operation has changed since are not its."""
+    norm = type(engine.text_model.norm)
+    call = norm.__call__
+
+    def of_a_copy(self: Any, hidden_states: torch.Tensor, *args: Any) -> Any:
+        copied = hidden_states.clone() if self is engine.text_model.norm else hidden_states
+        return call(self, copied, *args)
+
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with mock.patch.object(norm, "__call__", of_a_copy):
+        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    wanted = expected(engine, TWO_PROMPTS, owner.of(engine.text_model).donor_cut)
+    assert wanted is not None
+    assert fast.rows == replayed(wanted, FIRST_CUT).rows + stock.rows
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, 0.0)
+    assert outcomes() == {cut.OTHER_NORM: 1}
     assert_replayed(engine, TWO_PROMPTS)

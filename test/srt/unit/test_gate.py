@@ -649,6 +649,9 @@ SHOWN_BY = {
     cut.OTHER_INPUTS: (
         "forward/test_replayed_tail.py::test_without_per_layer_embeddings_stock_serves"
     ),
+    cut.OTHER_NORM: (
+        "forward/test_replayed_tail.py::test_something_else_before_the_norm_is_served_by_stock"
+    ),
     cut.STREAM_PENDING: "forward/test_donor.py::test_a_residual_that_is_owed_an_update",
     cut.FOREIGN_RESIDUAL: (
         "forward/test_forward.py::test_a_donor_that_adds_to_something_else_is_not_cut"
