@@ -668,6 +668,9 @@ _WRITTEN = [
     ),
     *of(
         "checking/self_check.py",
+        ("what is compared with no numbers agrees",
+         "if not math.isfinite(of_stock):", "if math.isnan(of_stock):",
+         f"{SELF_CHECK}::test_what_cannot_be_compared_is_said"),
         ("whatever is found agrees", "return self.largest <= self.allowed", "return True",
          f"{SELF_CHECK}::test_what_is_broken_is_found"),
         ("the check goes by its own answers", "with report.unheard(), self._known.refusing("

@@ -36,6 +36,7 @@ FAILED = "its self-check at start failed"
 PIPELINE = "a pipeline's stages run no batch alone"
 BACKED_LATER = "K and V get their memory later"
 NO_ROOM = "the pools are too small for it"
+NOT_FINITE = "stock's own answers are not finite numbers"
 NOT_SEEN = "such prefills run in no way that could be seen"  # replayed from a CUDA graph
 _BEING_CHECKED = "it is being compared with stock"
 _NEW = 7  # tokens of a request
@@ -129,6 +130,8 @@ def check(runner: Any, known: Owner) -> Checked:
             largest, of_stock = both.largest(), both.of_stock()
     except NotCutError as stepped_aside:
         return Checked(unchecked=str(stepped_aside))
+    if not math.isfinite(of_stock):  # whatever is compared with them says nothing
+        return Checked(unchecked=NOT_FINITE)
     layers = known.model.config.num_hidden_layers
     allowed = difference.allowed(of_stock, layers, runner.dtype, runner.token_to_kv_pool.dtype)
     return Checked(largest, allowed, time.monotonic() - began)

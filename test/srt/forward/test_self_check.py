@@ -322,6 +322,13 @@ def test_what_cannot_be_compared_is_said(engine: Engine, monkeypatch: pytest.Mon
     with monkeypatch.context() as unseen:
         unseen.setattr(report, "_count", lambda *_, **__: None)
         assert checked(engine) == Checked(unchecked=self_check.NOT_SEEN)
+    norm = engine.text_model.norm.weight
+    right = norm.data.clone()
+    try:
+        norm.data[0] = float("nan")
+        assert checked(engine) == Checked(unchecked=self_check.NOT_FINITE)
+    finally:
+        norm.data.copy_(right)
     assert checked(engine).agrees
 
 
