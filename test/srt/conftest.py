@@ -50,6 +50,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(_folder(item))
 
 
+#: Of the files of servers, those that run last: they share servers that no other file asks, which
+#: would lie in memory, 2.7 GB each, while the other files start theirs.
+LAST = ("test_defaults.py", "test_recorded_tail.py", "test_workload.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have ``LAST`` run behind the other files of their folder."""
+    folders = list(dict.fromkeys(map(_folder, items)))
+    items.sort(key=lambda item: (folders.index(_folder(item)), item.path.name in LAST))
+
+
 # Of the other folders' files, those that use the servers of this one, or start some themselves.
 ASKS_SERVERS = ("test_eval_quality.py", "test_bench_gpu.py")
 # Of the files here, those that start processes, and servers one by one, of their own.
