@@ -1006,8 +1006,6 @@ _WRITTEN = [
         ("a server that is off does not answer so", "    with suppress(Exception):\n"
          "        _say_so_in_server_info(reason)\n", "",
          f"{TOLD}::test_server_info_needs_no_flag"),
-        ("what is installed is loaded again", "patch is not None and bool(patch.is_installed())",
-         "False", "unit/test_switch_and_plugin.py::test_what_was_loaded_stays"),
         ("installed although switched off", "        if not switch.enabled():\n",
          "        switch.enabled()\n        if False:\n",
          f"{FAULTS}::test_switched_off"),
@@ -1025,7 +1023,7 @@ _WRITTEN = [
          f"{FAULTS}::test_other_versions"),
         ("a newer SGLang is not told", "        if seams.is_newer_than_tested():\n",
          "        if False:\n", f"{FAULTS}::test_other_versions"),
-        ("loaded twice is an error", "        if patch.is_installed():\n", "        if False:\n",
+        ("loaded twice is an error", "    if _is_installed():\n", "    if False:\n",
          f"{FAULTS}::test_loaded_twice"),
     ),
     *of(

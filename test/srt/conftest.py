@@ -15,6 +15,13 @@ from xdist.scheduler import LoadScopeScheduling
 # SGLang chooses its platform when it is first imported, in this process as in a server's.
 if os.environ.get("YOCO_TEST_GPU") != "1":
     os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
+# For the servers, and whatever else the tests start.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [
+        str(Path(__file__).parent / "harness" / "quick_start"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+)
 # Tensors this small gain nothing from threads that wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -64,7 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # Of the other folders' files, those that use the servers of this one, or start some themselves.
 ASKS_SERVERS = ("test_eval_quality.py", "test_bench_gpu.py")
 # Of the files here, those that start processes, and servers one by one, of their own.
-ASKS_NONE = ("test_doctor.py", "test_load_faults.py", "test_prefill_role.py")
+ASKS_NONE = (
+    "test_broken_package.py",
+    "test_doctor.py",
+    "test_load_faults.py",
+    "test_prefill_role.py",
+)
 
 
 class FilesAndServers(LoadScopeScheduling):

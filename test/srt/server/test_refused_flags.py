@@ -37,7 +37,6 @@ class Refused:
 
 REFUSED = [
     Refused("--enable-deterministic-inference", "deterministic inference"),
-    Refused("--enable-single-batch-overlap", "single-batch overlap"),
     Refused("--forward-hooks", "forward hooks, which may read any row", (_HOOK,)),
 ]
 

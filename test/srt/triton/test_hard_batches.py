@@ -204,13 +204,13 @@ def cases() -> Iterator[Any]:
         if (backend, donor) != usual:
             for i, name in enumerate(HARDEST if backend == OWN else HARDEST[:2]):
                 yield case("two pools", backend, donor, name, slow=i > 0)
-    for i, name in enumerate(REPLAYED_OR_NOT):
-        yield case("one pool", RECORDED, usual[1], name, slow=i > 0)
-    for donor in DonorCut:  # whose donor has a window
+    for name in REPLAYED_OR_NOT:
+        yield case("two pools", RECORDED, usual[1], name, slow=name != HARDEST[0])
+    for donor in (DonorCut.AFTER_ATTENTION, DonorCut.NONE):
         yield case("two pools", RECORDED, donor, HARDEST[0], slow=False)
+    yield case("one pool", RECORDED, usual[1], HARDEST[0], slow=False)  # its donor has no window
     yield case("pages of four", RECORDED, usual[1], HARDEST[0], slow=True)
-    for i, name in enumerate(HARDEST[:3]):
-        yield case("one pool", *usual, name, slow=i > 0)
+    yield case("one pool", *usual, HARDEST[0], slow=False)
     yield case("one pool", REBUILT, DonorCut.AFTER_ATTENTION, HARDEST[0], slow=True)
     for i, name in enumerate(HARDEST[:2]):
         yield case("pages of four", *usual, name, slow=i > 0)
