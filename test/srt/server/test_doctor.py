@@ -96,6 +96,7 @@ class Patients:
     FLAGS: tuple[tuple[str, ...], ...] = (
         (),
         *((refused.argument, *refused.value) for refused in REFUSED),
+        ("--enable-single-batch-overlap",),
         ("--cpu-offload-gb", "1"),
         ("--pp-size", "2"),
         ("--is-embedding",),
