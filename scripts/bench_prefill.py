@@ -605,15 +605,14 @@ def main() -> int:
         engine = build_engine(args, device, Path(directory))
         if args.graphs:
             record(engine)
+        about = describe(args, engine)  # before its own file is a change of the checkout
         gate = measure_gate(engine)
         grid = product(args.batch_sizes, args.decoding, args.read, args.lengths)
         loads = [Load(length, size, decoding, read) for size, decoding, read, length in grid]
         with tqdm(total=len(loads) * args.repeats * len(WAYS), unit="forward") as progress:
             for load in loads:
                 points.append(measure(engine, load, args.repeats, progress, args.host_repeats))
-                line = json.dumps(
-                    describe(args, engine) | {"points": points, "gate": gate}, default=asdict
-                )
+                line = json.dumps(about | {"points": points, "gate": gate}, default=asdict)
                 if args.json is not None:  # after each point, so that nothing is lost
                     args.json.parent.mkdir(parents=True, exist_ok=True)
                     args.json.write_text(line + "\n")
