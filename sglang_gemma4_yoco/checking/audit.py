@@ -19,6 +19,7 @@ import torch
 
 from sglang_gemma4_yoco import seams, switch
 from sglang_gemma4_yoco.checking import difference
+from sglang_gemma4_yoco.checking.self_check import PIPELINE
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.deciding import ranks
@@ -65,7 +66,7 @@ def auditor(runner: Any, known: Owner) -> Auditor | None:
     argument = seams.server_arguments()
     processor = getattr(runner.model, "logits_processor", None)
     if argument is not None and (argument("pp_size") or 1) > 1:
-        reason = "a pipeline's stages run no batch alone"
+        reason = PIPELINE
     elif processor is None:
         reason = f"{type(runner.model).__name__} has no logits processor"
     else:

@@ -269,11 +269,6 @@ class Server:
         return list(dict.fromkeys([reason for reason in said if reason] + lines))
 
 
-def is_cut(outcome: str) -> bool:
-    """Whether a forward with this outcome took the fast path."""
-    return outcome in (report.ACTIVE, report.TAIL_REPLAYED, report.TAIL_SKIPPED)
-
-
 def check_switch(server: Server) -> Counter[str]:
     """What became of a running server's prefills since it was ready.
 
@@ -282,7 +277,7 @@ def check_switch(server: Server) -> Counter[str]:
             That is read from the server's own counters, and of a stock one from its log as well.
     """
     forwards = server.forwards()
-    active = any(map(is_cut, forwards))
+    active = not report.CUT.isdisjoint(forwards)
     if not server.fast:
         active = active or any(ACTIVE_MARK in line for line in server.log_lines)
     if active == server.fast:

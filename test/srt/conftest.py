@@ -15,13 +15,6 @@ from xdist.scheduler import LoadScopeScheduling
 # SGLang chooses its platform when it is first imported, in this process as in a server's.
 if os.environ.get("YOCO_TEST_GPU") != "1":
     os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
-# For the servers, and whatever else the tests start.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [
-        str(Path(__file__).parent / "harness" / "quick_start"),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-)
 # Tensors this small gain nothing from threads that wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -38,6 +31,7 @@ from server import (
     RECORDED_GRAPHS,
     Server,
     pair,
+    python_path,
     running,
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
@@ -46,6 +40,8 @@ if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
 
 pytest_plugins = ["own_process"]
+# For the servers, and whatever else the tests start.
+os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "harness" / "quick_start")
 
 #: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs.
 FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts", "gpu")

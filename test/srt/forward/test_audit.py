@@ -11,14 +11,21 @@ import pytest
 import torch
 
 from batches import BATCHES, batch_of
-from forwards import TWO_PROMPTS, InjectedError, assert_fast, assert_stock, assert_untouched
+from forwards import (
+    TWO_PROMPTS,
+    InjectedError,
+    assert_fast,
+    assert_stock,
+    assert_untouched,
+    with_larger_keys,
+)
 from layer_rows import LAYERS
 from observe import SWITCH, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import owner, plugin, seams
 from sglang_gemma4_yoco.checking import audit
-from sglang_gemma4_yoco.cutting import cut, donor
+from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.telling import metrics, report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -85,7 +92,7 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
         engine.forward(scheduled, unread=True)
         assert report.forwards[report.TAIL_SKIPPED] == 1
         assert counts() == (1, 0)
-        _other_keys(broken)
+        with_larger_keys(broken)
         engine.forward(scheduled, unread=True)
     assert counts() == (1, 1)
     assert "forward" not in vars(engine.runner.model.logits_processor)
@@ -101,16 +108,6 @@ def _switched_on() -> Iterator[None]:
 # ---------------------------------------------------------------- what differs
 
 
-def _other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = donor.keys_and_values
-
-    def keys_and_values(*args: Any) -> Any:
-        k, v = stock(*args)
-        return k * 1.01, v
-
-    monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
-
-
 def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tail's output is another one; K and V are as they should be."""
     stock = cut.Cut.scatter
@@ -118,7 +115,7 @@ def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "K and V": _other_keys,
+    "K and V": with_larger_keys,
     "rows": _other_rows,
 }
 

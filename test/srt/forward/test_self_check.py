@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from decode_graphs import recorded_decode_steps
-from forwards import ENGINE, PLACES, assert_fast, assert_stock, assert_untouched, failing
+from forwards import (
+    ENGINE,
+    PLACES,
+    assert_fast,
+    assert_stock,
+    assert_untouched,
+    failing,
+    with_larger_keys,
+)
 from layer_rows import FIRST_SHARED, LAYERS
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
@@ -140,16 +148,6 @@ def _wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeptRows, "indices", lambda self: [max(i - 1, 0) for i in stock(self)])
 
 
-def _wrong_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = donor.keys_and_values
-
-    def keys_and_values(*args: Any) -> Any:
-        k, v = stock(*args)
-        return k * 1.01, v
-
-    monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
-
-
 def _keys_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = donor.attend
 
@@ -171,7 +169,7 @@ def _positions_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the rows before the last ones are kept": _wrong_row,
-    "keys of the donor are a hundredth too large": _wrong_keys,
+    "keys of the donor are a hundredth too large": with_larger_keys,
     "positions of the tail are one too high": _positions_of_other_rows,
     "keys of the donor are never written": _keys_never_written,
 }

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.model_executor import forward_context
@@ -31,7 +32,7 @@ from observe import (
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import owner, seams
-from sglang_gemma4_yoco.cutting import cut
+from sglang_gemma4_yoco.cutting import cut, donor
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.telling import report
@@ -195,3 +196,14 @@ def with_image(engine: Engine, scheduled: Any, first: int = 20, length: int = 30
         *[None] * (len(scheduled.reqs) - 1),
     ]
     return scheduled
+
+
+def with_larger_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break the package: the keys of the layer that is cut are a hundredth too large."""
+    stock = donor.keys_and_values
+
+    def keys_and_values(*args: Any) -> Any:
+        k, v = stock(*args)
+        return k * 1.01, v
+
+    monkeypatch.setattr(donor, "keys_and_values", keys_and_values)

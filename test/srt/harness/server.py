@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -377,3 +378,17 @@ def pair(
         on.wait_until_ready()
         off.wait_until_ready()
         yield on, off
+
+
+def python_path(directory: Path) -> str:
+    """A PYTHONPATH with ``directory`` in front."""
+    return os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def stand_in_for_sglang(directory: Path, program: str) -> Path:
+    """Make a folder for PYTHONPATH in which ``sglang.launch_server`` is this program."""
+    package = directory / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(textwrap.dedent(program))
+    return directory

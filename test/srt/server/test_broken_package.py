@@ -5,7 +5,6 @@ Each server imports a copy of the package that differs in one respect.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import pytest
 import sglang_gemma4_yoco
 from ask import generate, tokens
 from layer_rows import assert_all_stock
-from server import Server, running
+from server import Server, python_path, running
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.telling import metrics
 
@@ -65,8 +64,9 @@ def server_of(name: str, checkpoint: Path, directory: Path) -> Iterator[Server]:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     (broken / file).write_text(source)
-    path = os.pathsep.join([str(broken.parent), os.environ.get("PYTHONPATH", "")])
-    with running(checkpoint, directory, switch=None, env={"PYTHONPATH": path}) as server:
+    with running(
+        checkpoint, directory, switch=None, env={"PYTHONPATH": python_path(broken.parent)}
+    ) as server:
         yield server
 
 

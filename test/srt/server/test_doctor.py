@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_load_faults import AROUND, plugin, python_path
+from test_load_faults import AROUND, plugin
 from test_refused_flags import REFUSED
 
 import sglang_gemma4_yoco
+from server import python_path
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco.commands import doctor
 from sglang_gemma4_yoco.deciding import gate

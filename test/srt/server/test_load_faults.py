@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from layer_rows import assert_all_stock, cut
-from server import running
+from server import python_path, running
 
 _SECONDS = 300  # for a process that imports SGLang, on a busy machine too
 
@@ -41,11 +41,6 @@ def plugin(directory: Path, name: str, code: str) -> Path:
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:load\n")
     return directory
-
-
-def python_path(directory: Path) -> str:
-    """A PYTHONPATH with ``directory`` in front."""
-    return os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
 
 
 def output_of(code: str, **environment: str) -> str:

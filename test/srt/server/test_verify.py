@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import pytest
 import sglang_gemma4_yoco
 from environment import REPO
 from mutations import MUTATIONS, PACKAGE, broken
-from server import Server
+from server import Server, python_path, stand_in_for_sglang
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.commands import prompts, servers, verdict
 from sglang_gemma4_yoco.commands.console import CommandError
@@ -142,10 +141,9 @@ def test_a_broken_package_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None
     ]
     lines = [{"prompt": "Is this one right?"}, {"messages": [{"role": "user", "content": content}]}]
     mine.write_text("\n".join(map(json.dumps, lines)))
-    path = os.pathsep.join([str(copy.parent), os.environ.get("PYTHONPATH", "")])
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--prompts", str(mine)]
     # Its own check at start would turn it off, and there would be nothing to tell.
-    variables = {"PYTHONPATH": path, self_check.VARIABLE: "0"}
+    variables = {"PYTHONPATH": python_path(copy.parent), self_check.VARIABLE: "0"}
     done = run([*command, "--servers", "together"], tmp_path, variables)
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
     document = document_of(done)
@@ -225,7 +223,7 @@ def test_without_its_libraries(tiny_checkpoint: Path, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "rich.py").touch()
         (tmp_path / name / f"{name}.py").write_text(f"raise ModuleNotFoundError('', name='{name}')")
-        path = os.pathsep.join([str(tmp_path / name), os.environ.get("PYTHONPATH", "")])
+        path = python_path(tmp_path / name)
         done = run([*VERIFY, "--model-path", str(tiny_checkpoint)], tmp_path, {"PYTHONPATH": path})
         assert done.returncode == 2
         assert done.stderr.splitlines() == [
@@ -253,11 +251,7 @@ SERVER = """
 @pytest.fixture
 def stand_in(tmp_path: Path) -> dict[str, str]:
     """An environment in which ``sglang.launch_server`` is the program above."""
-    package = tmp_path / "path" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text(textwrap.dedent(SERVER))
-    return {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
+    return {"PYTHONPATH": python_path(stand_in_for_sglang(tmp_path / "path", SERVER))}
 
 
 @contextmanager

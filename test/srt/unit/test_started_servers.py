@@ -5,13 +5,18 @@ The server here is a program of a few lines that is found where SGLang's would b
 
 from __future__ import annotations
 
-import os
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from server import ServerDiedError, running, started, wait_until
+from server import (
+    ServerDiedError,
+    python_path,
+    running,
+    stand_in_for_sglang,
+    started,
+    wait_until,
+)
 from sglang_gemma4_reference.row_trace import Prefill, Trace, append_to
 
 
@@ -45,12 +50,7 @@ SERVER = """
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """One in which ``sglang.launch_server`` is the program above."""
-    package = tmp_path / "path" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text(textwrap.dedent(SERVER))
-    paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
+    return {"PYTHONPATH": python_path(stand_in_for_sglang(tmp_path / "path", SERVER))}
 
 
 def test_a_taken_port_is_another_start(tmp_path: Path, environment: dict[str, str]) -> None:
