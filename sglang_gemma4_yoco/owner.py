@@ -273,6 +273,15 @@ class Owner:
         finally:
             self.constant_reason = before
 
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Launch the tail of every batch in the span."""
+        before, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = before
+
     # -- one batch ---------------------------------------------------------------------------
 
     def _with_tail(self, plan_main: Callable[[Any], None]) -> Callable[[Any], None]:

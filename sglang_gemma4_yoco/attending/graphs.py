@@ -304,7 +304,7 @@ class TailGraphs:
         try:
             with self._recorded.session():
                 for rows in reversed(self._counts):
-                    graph = self._graph(rows)
+                    graph = self._graph(self._of_first[rows])
                     graph.metadata = seams.plan_recorded(self._backend, graph.batch)
                     self._recorded.record(rows, partial(self._tail, graph))
                     self._graphs[rows] = graph
@@ -374,33 +374,48 @@ class TailGraphs:
         # A tail that is launched after all finds its metadata there: of at least as many rows.
         self._backend.forward_metadata = graph.metadata
 
-    @torch.no_grad()
-    def both(
-        self, size: int, rows: int, fill: Callable[[Inputs], None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model gives for the same inputs, launched and replayed: each [rows, hidden].
+    # -- proof -------------------------------------------------------------------------------
 
-        Args:
-            size: of the graph.
-            rows: how many of its rows are not padding.
-            fill: sets the inputs of those.
-        """
-        launched = self._graph(rows)
-        fill(launched.inputs)
-        launched.batch.seq_lens_sum = int(launched.inputs.lengths.sum())
+    def inputs_for(self, size: int, rows: int, fill: Callable[[Inputs], None]) -> Inputs:
+        """Inputs of ``size`` rows in memory of their own; ``fill`` sets those of the first ``rows``."""
+        fields = {name: t[:size].clone() for name, t in vars(self._inputs).items() if t is not None}
+        inputs = replace(self._inputs, **fields)
+        fill(inputs.first(rows))
+        inputs.pad(rows)
+        return inputs
+
+    @torch.no_grad()
+    def launched(self, inputs: Inputs) -> torch.Tensor:
+        """What the recorded layers give when they are launched on these inputs: [rows, hidden]."""
+        graph = self._graph(inputs)
+        graph.batch.seq_lens_sum = int(inputs.lengths.sum())
         try:
-            seams.plan(self._backend, launched.batch)
-            output = self._tail(launched)
-            self._plan(size, rows, launched.batch)
-            return output, self._run(size, rows)
+            seams.plan(self._backend, graph.batch)
+            return self._tail(graph)
+        finally:
+            self._backend.forward_metadata = None
+
+    @torch.no_grad()
+    def replayed(self, size: int, inputs: Inputs) -> torch.Tensor:
+        """What the graph for ``size`` rows gives for these inputs, of as many or less: [rows, hidden].
+
+        The next replay overwrites it.
+        """
+        rows = inputs.rows.shape[0]
+        static = self._of_first[rows]
+        for name, tensor in vars(inputs).items():
+            if tensor is not None:
+                getattr(static, name).copy_(tensor)
+        try:
+            self._plan(size, rows, self._graph(inputs).batch)
+            return self._run(size, rows)
         finally:
             self._backend.forward_metadata = None
 
     # -- recording ---------------------------------------------------------------------------
 
-    def _graph(self, rows: int) -> _Graph:
-        """A tail of so many rows, not planned."""
-        inputs = self._of_first[rows]
+    def _graph(self, inputs: Inputs) -> _Graph:
+        """A tail of these rows, not planned."""
         batch = seams.decode_batch(
             input_ids=inputs.input_ids,
             req_pool_indices=inputs.requests,

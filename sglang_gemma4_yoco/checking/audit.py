@@ -1,24 +1,33 @@
-"""While it serves: every N-th shortened prefill is run again as stock, and the answers compared.
+"""While it serves: every N-th shortened prefill is run again as stock, and the two compared.
 
-Compared are the logits of the kept rows, by SGLang's own logits processor, which the model around
-the text model calls next; and K and V of layer K-1, whose way of being written is the package's
-own. (The layers before it are stock's in any case.) The stock forward finds all as the first one
-did, for the same reasons as in ``fallback``; K and V go to the same slots once more.
+How far their answers are apart says nothing in bf16 (``layerwise``), so the batch runs three times:
+as it serves; as stock, whose tail is watched; and from layer K-1 on once more on the fast path, each
+of its steps given stock's numbers. A recorded tail is replayed once more as well, beside its layers
+launched on the same rows, padding and all. Compared are all rows that are kept, K and V of layer K-1,
+and the logits and input log-probabilities that SGLang's own logits processor makes of the rows that
+the model hands on. (The layers before K-1 are stock's in any case.)
 
-Who asked gets the fast path's answer, as without an audit, unless the two differ beyond rounding:
-then stock's.
+The stock forward finds all as the first one did, for the same reasons as in ``fallback``; K and V go
+to the same slots once more, and stock's are what lies there in the end.
+
+The client gets the fast path's answer, as without an audit, or stock's where a defect was found.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_gemma4_yoco import seams, switch
-from sglang_gemma4_yoco.checking import difference
+from sglang_gemma4_yoco.checking import layerwise, proof, rounding
+from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
+from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 from sglang_gemma4_yoco.checking.self_check import PIPELINE
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.shadow import Shadows
@@ -26,13 +35,18 @@ from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.telling import report
 
 if TYPE_CHECKING:
+    from sglang_gemma4_yoco.attending.graphs import Inputs
     from sglang_gemma4_yoco.cutting.plan import Plan
     from sglang_gemma4_yoco.owner import Owner
 
 VARIABLE = "SGLANG_GEMMA4_YOCO_AUDIT"
 STRICT = "SGLANG_GEMMA4_YOCO_AUDIT_STRICT"
 DIFFERED = "an audited prefill differed from stock's"
+ANOTHERS = "another rank has found a defect"
 _MOST_LINES = 16  # errors that are logged; the others are counted
+# Of logits, whose rows are off by the last layer's roundings and the norm's.
+_OF_LOGITS = 3.0
+_OF_LOGPROBS = 6.0  # of a logit, less a sum of all
 
 
 def every() -> int:
@@ -45,7 +59,7 @@ def every() -> int:
 
 
 def strict() -> bool:
-    """Whether a difference beyond rounding turns the fast path off. Unset means no.
+    """Whether a defect that an audit finds turns the fast path off. Unset means no.
 
     Raises:
         ValueError: the variable is neither ``0`` nor ``1``; the message names it and both.
@@ -75,6 +89,19 @@ def auditor(runner: Any, known: Owner) -> Auditor | None:
     return None
 
 
+@dataclass(frozen=True)
+class Forwards:
+    """How a forward is run again, all as it was before it ran.
+
+    Attributes:
+        stock: runs it as stock; returns what the model does, [T, hidden] or a tuple that begins so.
+        cut: runs it on the fast path, by a plan.
+    """
+
+    stock: Callable[[], Any]
+    cut: Callable[[Plan], Any]
+
+
 class Auditor:
     """Audits the forwards of one model."""
 
@@ -89,33 +116,29 @@ class Auditor:
         self._forwards = 0
         self._lines = 0
         self._shadows = Shadows()
-        config, dtypes = known.model.config, (runner.dtype, self._pool.dtype)
-        checked = None if known.checked is None else known.checked.allowed
-        self._allowed = checked or difference.allowed(0.0, config.num_hidden_layers, *dtypes)
+        self._donor = known.first_shared - 1
 
     def is_due(self) -> bool:
         """Asked once for each shortened prefill: is it to be audited?"""
         self._forwards += 1
         return self._forwards % self._every == 0
 
-    def audit(self, plan: Plan, output: Any, again: Callable[[], Any]) -> Any:
-        """Run a forward again as stock; what the model goes on with.
+    def audit(self, plan: Plan, output: Any, forwards: Forwards) -> Any:
+        """Run a forward again; what the model goes on with.
 
         Args:
             plan: of the batch, whose forward is over.
             output: what the fast path has given: [T, hidden], or a tuple that begins with it.
-            again: runs it as stock.
+            forwards: run it again.
         """
         self._shadows.close()  # of an audit whose logits nobody has asked for
         # Stock may run in the memory that holds these rows.
         fast = seams.layer_rows(output).clone()
         try:
-            written = self._keys_and_values(plan)
-            stock = again()
-            apart = [
-                difference.relative_error(expected, found)
-                for expected, found in zip(self._keys_and_values(plan), written, strict=True)
-            ]
+            trace = Trace(self._donor, plan.tail.index)
+            with layerwise.watched(self._known.model, trace, start=self._donor):
+                stock = forwards.stock()
+            found, forced = self._forced(plan, trace, forwards)
         except Exception as failure:
             if not fallback.is_alone():
                 raise
@@ -123,48 +146,127 @@ class Auditor:
             report.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
             return _with_rows(output, fast)
         if plan.tail.unread:
-            self._judge(plan, max(apart), 0)
+            self._judge(plan, found, 0)
             return stock
-        self._compare_logits(plan, fast, max(apart))
+        self._compare_logits(plan, fast, forced, found)
         return stock
 
-    def _compare_logits(self, plan: Plan, fast: torch.Tensor, of_caches: float) -> None:
+    # -- layer by layer ------------------------------------------------------------------------
+
+    def _forced(
+        self, plan: Plan, trace: Trace, forwards: Forwards
+    ) -> tuple[list[Finding], torch.Tensor]:
+        """What was found, and the rows that the forced forward has handed on, [T, hidden]."""
+        model, last = self._known.model, len(self._known.model.layers) - 1
+        if plan.tail.unread:
+            last = self._donor - 1  # K and V alone
+        with self._stocks_keys(plan) as compared, Shadows() as shadows:
+            shadows.add(model, "start_layer", lambda _: self._donor)
+            launched = replace(plan, replay=None)
+            if self._known.attention is not None:
+                self._known.attention.plan(plan.batch, plan.tail.fields)
+            with Forced(model, trace, self._donor, last) as forced:
+                rows = seams.layer_rows(forwards.cut(launched)).clone()
+            found = [*forced.findings(), *compared()]
+            if plan.replay is not None:
+                found += self._replayed(plan, trace, forwards)
+                found += compared()
+        return found, rows
+
+    def _replayed(self, plan: Plan, trace: Trace, forwards: Forwards) -> list[Finding]:
+        tail, batch = self._known.graphs, plan.batch
+        assert tail is not None, "it has just been replayed"
+        kept = len(plan.tail.kept.lens)
+        size = tail.size_for(plan.tail.kept)
+        assert size is not None
+
+        def fill(inputs: Inputs) -> None:
+            trace.fill(inputs, tail.first)
+            inputs.requests.copy_(batch.req_pool_indices)
+            inputs.lengths.copy_(batch.seq_lens)
+
+        launched = tail.launched(tail.inputs_for(size, kept, fill))[:kept]
+        again = replace(plan, replay=tail.planned(batch, plan.tail))
+        with Forced(self._known.model, trace, self._donor, tail.first - 1) as forced:
+            forwards.cut(again)
+        assert forced.final is not None
+        return [*forced.findings(), proof.difference(launched, forced.final)]
+
+    @contextmanager
+    def _stocks_keys(self, plan: Plan) -> Iterator[Callable[[], list[Finding]]]:
+        """K and V of layer K-1 for the batch's new tokens are overwritten, and stock's at the end.
+
+        Yields what compares those that were written since with stock's, and overwrites them again.
+        """
+        layer = self._known.model.layers[self._donor].self_attn.attn.layer_id
+        slots = plan.batch.out_cache_loc
+        if seams.is_in_window_pool(self._pool, layer):
+            slots = self._pool.translate_loc_from_full_to_swa(slots)
+        buffers = self._pool.get_kv_buffer(layer)
+        stock = [buffer[slots] for buffer in buffers]
+
+        def overwrite() -> None:
+            for buffer in buffers:
+                buffer[slots] = 0
+
+        def compared() -> list[Finding]:
+            found = rounding.findings(
+                [
+                    layerwise.keys_compared(
+                        f"{what} of layer {self._donor} in the pool", e, b[slots]
+                    )
+                    for what, e, b in zip(("keys", "values"), stock, buffers, strict=True)
+                ]
+            )
+            overwrite()
+            return found
+
+        overwrite()
+        try:
+            yield compared
+        finally:
+            for buffer, values in zip(buffers, stock, strict=True):
+                buffer[slots] = values
+
+    # -- logits --------------------------------------------------------------------------------
+
+    def _compare_logits(
+        self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor, found: list[Finding]
+    ) -> None:
         """Where SGLang asks for the logits of stock's rows, make those of the fast ones as well."""
 
-        def both(processor: Callable[..., Any]) -> Callable[..., Any]:
+        def all_of(processor: Callable[..., Any]) -> Callable[..., Any]:
             def forward(input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
                 self._shadows.close()
                 expected = processor(input_ids, hidden_states, *args, **kwargs)
                 logits = expected.next_token_logits.clone()  # it may lie in a buffer of all calls
-                found = processor(input_ids, fast, *args, **kwargs)
-                if self._agree(plan, logits, found.next_token_logits, of_caches):
-                    return found
+                again = processor(input_ids, forced, *args, **kwargs)
+                compared = [*found, *_logits_compared(logits, expected, again)]
+                fast_answer = processor(input_ids, fast, *args, **kwargs)
+                if self._judge(plan, compared, _changes(logits, fast_answer.next_token_logits)):
+                    return fast_answer
                 expected.next_token_logits = logits
                 return expected
 
             return forward
 
-        self._shadows.add(self._processor, "forward", both)
+        self._shadows.add(self._processor, "forward", all_of)
 
-    def _agree(
-        self, plan: Plan, expected: torch.Tensor, found: torch.Tensor, of_caches: float
-    ) -> bool:
-        apart = max(of_caches, difference.relative_error(expected, found))
-        changes = int((expected.argmax(dim=-1) != found.argmax(dim=-1)).sum())
-        return self._judge(plan, apart, changes)
+    # -- verdict -------------------------------------------------------------------------------
 
-    def _judge(self, plan: Plan, apart: float, changes: int) -> bool:
-        apart = ranks.largest(apart)
-        agrees = apart <= self._allowed
-        report.audited(apart, agrees=agrees, greedy_changes=changes)
+    def _judge(self, plan: Plan, found: list[Finding], changes: int) -> bool:
+        worst = rounding.worst(found)
+        excess = ranks.largest(worst.excess)
+        agrees = excess <= 1
+        report.audited(excess, agrees=agrees, greedy_changes=changes)
         if not agrees:
-            self._say(plan, apart)
+            self._say(plan, worst if not worst.is_rounding else rounding.defect(ANOTHERS))
             if self._turns_off:
                 self._known.refuse(DIFFERED)
                 report.steps_aside(DIFFERED, logging.ERROR)
         return agrees
 
-    def _say(self, plan: Plan, apart: float) -> None:
+    def _say(self, plan: Plan, worst: Finding) -> None:
         self._lines += 1
         if self._lines > _MOST_LINES:
             return
@@ -172,18 +274,33 @@ class Auditor:
         starts = batch.extend_logprob_start_lens_cpu if batch.return_logprob else None
         run = "skipped" if plan.tail.unread else "launched" if plan.replay is None else "replayed"
         report.error(
-            f"Gemma 4 fast prefill: an audited prefill differs from stock's by {apart:.1e}, where "
-            f"{self._allowed:.1e} is rounding; new tokens {batch.extend_seq_lens_cpu}, cached "
-            f"{batch.extend_prefix_lens_cpu}, logprobs from {starts}, tail {run}"
+            f"Gemma 4 fast prefill: an audited prefill differs from stock's: {worst}; new tokens "
+            f"{batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, logprobs from "
+            f"{starts}, tail {run}"
         )
 
-    def _keys_and_values(self, plan: Plan) -> list[torch.Tensor]:
-        """K and V of layer K-1 for the batch's new tokens, each [T, kv_heads, head_dim]."""
-        layer = self._known.model.layers[self._known.first_shared - 1].self_attn.attn.layer_id
-        slots = plan.batch.out_cache_loc
-        if seams.is_in_window_pool(self._pool, layer):
-            slots = self._pool.translate_loc_from_full_to_swa(slots)
-        return [buffer[slots] for buffer in self._pool.get_kv_buffer(layer)]
+
+def _logits_compared(logits: torch.Tensor, stock: Any, forced: Any) -> list[Finding]:
+    """What SGLang makes of the rows, for the sampler and for those who want log-probabilities."""
+    size = logits.float().square().mean(dim=-1, keepdim=True).sqrt()
+    compared = [Comparison.of("logits", logits, forced.next_token_logits, _OF_LOGITS, size=size)]
+    logprobs = stock.input_token_logprobs
+    if logprobs is not None and logprobs.numel():
+        expected, found = logprobs[:, None], forced.input_token_logprobs[:, None]
+        compared.append(
+            Comparison.of(
+                "input log-probabilities",
+                expected.to(logits.dtype),
+                found,
+                _OF_LOGPROBS,
+                size=size.mean(dim=0, keepdim=True),
+            )
+        )
+    return rounding.findings(compared)
+
+
+def _changes(expected: torch.Tensor, found: torch.Tensor) -> int:
+    return int((expected.argmax(dim=-1) != found.argmax(dim=-1)).sum())
 
 
 def _with_rows(output: Any, rows: torch.Tensor) -> Any:

@@ -1,10 +1,15 @@
 """Before it serves: a few small prefills of nobody's, as stock and on the fast path, compared.
 
 The package's tests know neither this GPU nor these weights. So when the server starts, behind its
-graphs, it runs requests that reach beyond the window, with prefixes of random K and V, alone and
-together, one of them with logprobs, and an unfinished chunk. What is compared is all that anybody
-reads: logits and logprobs of the kept rows, and K and V of all new tokens. How much they may differ
-is measured too: by as much as stock's own answers do when each request runs alone.
+graphs, it runs requests that reach beyond the window, with prefixes of random K and V: together, with
+logprobs, and as an unfinished chunk. Each layer is compared with stock's on stock's own numbers
+(``layerwise``), where a defect is a defect and rounding is rounding; the recorded tail with the
+launched layers on the same rows, padding and all; K and V of all layers in the pools; and no slot
+that is not the requests' may change.
+
+End to end only that is judged which no rounding does: logits are numbers, and each request's are
+nearest to its own of stock's. How far they are apart is told, beside what stock's own answers do when
+each step of its tail is rounded once more: in bf16 both may be large on a model that is right.
 
 With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and 1025 + 5 tokens
 (cached + new): a few rows each, so that this takes milliseconds, and rows around the window's edge.
@@ -12,22 +17,27 @@ With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_gemma4_yoco import seams, switch
-from sglang_gemma4_yoco.checking import difference
+from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
+from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
+from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.deciding import threshold
+from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.telling import report
 
 if TYPE_CHECKING:
+    from sglang_gemma4_yoco.attending.graphs import Inputs
     from sglang_gemma4_yoco.owner import Owner
 
 VARIABLE = "SGLANG_GEMMA4_YOCO_SELF_CHECK"
@@ -38,9 +48,15 @@ BACKED_LATER = "K and V get their memory later"
 NO_ROOM = "the pools are too small for it"
 NOT_FINITE = "stock's own answers are not finite numbers"
 NOT_SEEN = "such prefills run in no way that could be seen"  # replayed from a CUDA graph
+NOT_REPLAYED = "the recorded tail was not replayed"
+RAISED = "the fast path raised an error"
+NO_NUMBERS = "logits that are no numbers"
+OTHERS_ROW = "logits nearer to another request's than to its own"
+OTHERS_SLOTS = "slots that are not the requests' were written to"
 _BEING_CHECKED = "it is being compared with stock"
 _NEW = 7  # tokens of a request
 _BEHIND = 2  # tokens of one, behind the window of its first one
+_FARTHER = 4.0  # than one more rounding takes stock's logits those of a right fast path may be
 
 
 def wanted() -> bool:
@@ -58,42 +74,56 @@ class Checked:
     """What came of it.
 
     Attributes:
-        largest: the largest relative difference of a row; None where nothing was compared.
-        allowed: the largest that is rounding.
+        worst: the comparison that is farthest beyond its bound, or nearest to it; None where
+            nothing was compared.
+        apart: the largest relative difference of a request's logits from stock's, end to end.
+        noise: that of stock from itself, where every step of its tail is rounded once more.
         seconds: how long it took.
         unchecked: why nothing was compared.
     """
 
-    largest: float | None = None
-    allowed: float | None = None
+    worst: Finding | None = None
+    apart: float | None = None
+    noise: float | None = None
     seconds: float = 0.0
     unchecked: str | None = None
 
     @property
     def agrees(self) -> bool:
         """Whether nothing was found that speaks against the fast path."""
-        if self.largest is None or self.allowed is None:
-            return True
-        return self.largest <= self.allowed
+        return self.worst is None or self.worst.is_rounding
 
     def describe(self) -> str:
         """For the log."""
-        if self.largest is None:
+        if self.worst is None:
             return f"not checked: {self.unchecked}"
-        return f"checked: largest difference {self.largest:.1e}, {self.allowed:.1e} is rounding"
+        told = f"checked layer by layer: {self.worst} at most"
+        if self.apart is None:
+            return told
+        return (
+            f"{told}; logits {self.apart:.1e} apart, as rounding moves stock's by {self.noise:.1e}"
+        )
 
     def state(self) -> dict[str, Any]:
         """For /server_info."""
+        worst = self.worst
         return {
-            "largest_difference": self.largest,
-            "allowed": self.allowed,
+            "compared": None if worst is None else worst.what,
+            "largest_difference": None if worst is None else worst.error,
+            "allowed": None if worst is None else worst.allowed,
+            "logits_apart": self.apart,
+            "logits_apart_by_rounding": self.noise,
             "seconds": round(self.seconds, 3),
             "unchecked": self.unchecked,
         }
 
 
-class NotCutError(Exception):
-    """A batch that should have been cut was not; the message says why."""
+class FastPathError(Exception):
+    """A forward failed on the fast path, and was served by stock."""
+
+
+class NotComparableError(Exception):
+    """There are not two ways to compare; the message says why."""
 
 
 def why_not(runner: Any) -> str | None:
@@ -124,17 +154,15 @@ def check(runner: Any, known: Owner) -> Checked:
     requests = _requests(runner, known, window)
     if not requests:
         return Checked(unchecked=NO_ROOM)
-    both = _BothWays(runner, known, requests)
     try:
-        with _placed(runner, _front(known), requests, window), threshold.lifted():
-            largest, of_stock = both.largest(), both.of_stock()
-    except NotCutError as stepped_aside:
-        return Checked(unchecked=str(stepped_aside))
-    if not math.isfinite(of_stock):  # whatever is compared with them says nothing
-        return Checked(unchecked=NOT_FINITE)
-    layers = known.model.config.num_hidden_layers
-    allowed = difference.allowed(of_stock, layers, runner.dtype, runner.token_to_kv_pool.dtype)
-    return Checked(largest, allowed, time.monotonic() - began)
+        with _placed(runner, known, requests, window) as places, threshold.lifted():
+            both = _BothWays(runner, known, requests, places)
+            found = both.findings()
+    except NotComparableError as why:
+        return Checked(unchecked=str(why))
+    except FastPathError:  # it is logged, with its traceback
+        return Checked(rounding.defect(RAISED), seconds=time.monotonic() - began)
+    return Checked(rounding.worst(found), both.apart, both.noise, time.monotonic() - began)
 
 
 # ---------------------------------------------------------------- requests
@@ -210,66 +238,41 @@ def _front(known: Owner) -> list[int]:
     return [layer.self_attn.attn.layer_id for layer in layers]
 
 
-# ---------------------------------------------------------------- both ways
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """All that anybody reads of a prefill.
-
-    Attributes:
-        logits: [requests, vocabulary]; None of an unfinished chunk.
-        logprobs: [1, wanted], input logprobs; None if nobody wants any.
-        caches: K and V of each layer of the front, for all new tokens.
-    """
-
-    logits: torch.Tensor | None
-    logprobs: torch.Tensor | None
-    caches: list[torch.Tensor]
-
-    def difference(self, found: _Answers) -> float:
-        """The largest relative error of a row of what both have."""
-        pairs = [(self.logits, found.logits), (self.logprobs, found.logprobs)]
-        pairs += zip(self.caches, found.caches, strict=True)
-        return max(
-            difference.relative_error(expected, other)
-            for expected, other in pairs
-            if expected is not None and other is not None
-        )
-
-    def of_one(self, number: int, first: int, new: int) -> _Answers:
-        """Those of one request, whose first new token is the batch's token ``first``."""
-        caches = [cache[first : first + new] for cache in self.caches]
-        logits = None if self.logits is None else self.logits[number : number + 1]
-        return _Answers(logits, None, caches)
-
-    def caches_alone(self) -> _Answers:
-        """All that is read of a chunk that finishes no prompt."""
-        return _Answers(None, None, self.caches)
+# ---------------------------------------------------------------- places
 
 
 @contextmanager
 def _placed(
-    runner: Any, layers: Sequence[int], requests: Sequence[_Request], window: int
-) -> Iterator[None]:
-    """SGLang's tables say where these requests' tokens are, and their K and V are random."""
+    runner: Any, known: Owner, requests: Sequence[_Request], window: int
+) -> Iterator[list[torch.Tensor]]:
+    """SGLang's tables say where these requests' tokens are, and their K and V are random.
+
+    Yields views of all places that may be written to or read.
+    """
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
     mapping = getattr(pool, "full_to_swa_index_mapping", None)
     last = 1 + max(int(places.max()) for r in requests for places in (r.slots, r.window_slots))
-    caches = [buffer[:last] for layer in layers for buffer in pool.get_kv_buffer(layer)]
+    caches = {
+        layer: tuple(buffer[:last] for buffer in pool.get_kv_buffer(layer))
+        for layer in _front(known)
+    }
     rows = [(table[r.row, : len(r.slots)], r) for r in requests]
     mappings = [] if mapping is None else [mapping[:last]]
-    with borrowed([*caches, *mappings, *(row for row, _ in rows)]):
+    places = [buffer for of_layer in caches.values() for buffer in of_layer]
+    with borrowed([*places, *mappings, *(row for row, _ in rows)]):
         generator = torch.Generator(runner.device).manual_seed(0)
-        for cache in caches:
-            cache.copy_(random_like(cache, generator))
-        for layer in layers:
+        for layer, (keys, values) in zip(known.model.layers, caches.values(), strict=False):
+            # As large as the model's own: Gemma 4 scales no scores, its weights keep them small.
+            of_channels = layer.self_attn.k_norm.weight.float()
+            keys.copy_(random_like(keys, generator) * of_channels)
+            values.copy_(random_like(values, generator))
+        for layer in caches:
             _mark_edges(pool, layer, requests, window)
         for row, request in rows:
             row.copy_(request.slots)
             for of_window in mappings:
                 of_window[request.slots] = request.window_slots.to(of_window.dtype)
-        yield
+        yield places
 
 
 def _mark_edges(pool: Any, layer: int, requests: Sequence[_Request], window: int) -> None:
@@ -289,55 +292,183 @@ def _mark_edges(pool: Any, layer: int, requests: Sequence[_Request], window: int
                 values[at] = (values[at].float() * min(window, most)).to(values.dtype)
 
 
-class _BothWays:
-    """Runs batches of the same requests, as stock and on the fast path."""
+# ---------------------------------------------------------------- both ways
 
-    def __init__(self, runner: Any, known: Owner, requests: Sequence[_Request]) -> None:
+
+@dataclass(frozen=True)
+class _Run:
+    """What came of one forward.
+
+    Attributes:
+        logits: [requests, vocabulary].
+        caches: K and V of each layer of the front for all new tokens, [T, kv_heads, head_dim].
+        outcome: as it was counted; None where none was.
+    """
+
+    logits: torch.Tensor
+    caches: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    outcome: str | None
+
+
+class _BothWays:
+    """Runs batches of the same requests, as stock and on the fast path.
+
+    Attributes:
+        apart: the largest difference of a request's logits from stock's, end to end.
+        noise: that of stock's from its own, where its tail is rounded once more.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        known: Owner,
+        requests: Sequence[_Request],
+        places: Sequence[torch.Tensor],
+    ) -> None:
+        self.apart = self.noise = 0.0
         self._runner = runner
         self._known = known
         self._requests = requests
+        self._places = places
         self._layers = _front(known)
+        self._donor = known.first_shared - 1
         self._generator = torch.Generator(runner.device).manual_seed(1)
+        self._lens = [r.new for r in requests]
+        self._ends = list(accumulate(self._lens))
+        # One request with several rows, one with its last alone, one with all.
+        self._starts = list(self._lens)
+        self._starts[0], self._starts[-1] = 2, 0
 
-    def largest(self) -> float:
-        """The largest difference from stock, of all kinds of batches."""
-        together = self._difference(None, finishes=True)
-        starts = [r.new for r in self._requests]
-        starts[0], starts[-1] = 2, 0
-        suffixes = self._difference(starts, finishes=True)
-        unread = self._difference(None, finishes=False)
-        return max(together, suffixes, unread)
+    def findings(self) -> list[Finding]:
+        """All that is judged."""
+        before = self._others()
+        all_rows = self._rows(range(sum(self._lens)))
+        trace = Trace(self._donor, all_rows)
+        with layerwise.watched(self._known.model, trace, start=0):
+            self._stock = self._as_stock(self._starts)
+        if not trace.is_whole:
+            raise NotComparableError(NOT_SEEN)
+        if not self._stock.logits.isfinite().all():
+            raise NotComparableError(NOT_FINITE)
+        last_rows = trace.of_rows(self._rows(end - 1 for end in self._ends))
+        found = self._launched(last_rows, None)
+        found += self._launched(self._of_suffixes(trace), self._starts)
+        found += self._unread(last_rows)
+        found += self._replayed(last_rows)
+        found += self._as_served()
+        now = self._others()
+        if not all(map(torch.equal, before, now)):
+            found.append(rounding.defect(OTHERS_SLOTS))
+        return found
 
-    def of_stock(self) -> float:
-        """The largest difference of stock from itself, where each request runs alone."""
-        together = self._stock(self._requests, None, finishes=True)
-        errors = []
-        for number, request in enumerate(self._requests):
-            alone = self._stock([request], None, finishes=True)
-            first = sum(r.new for r in self._requests[:number])
-            errors.append(alone.difference(together.of_one(number, first, request.new)))
-        return max(errors)
+    # -- what is compared ----------------------------------------------------------------------
 
-    def _difference(self, starts: list[int] | None, *, finishes: bool) -> float:
-        stock = self._stock(self._requests, starts, finishes=finishes)
-        with report.unheard() as outcomes:
-            fast = self._run(self._requests, starts, finishes=finishes)
-        if report.FAILED in outcomes:
-            return math.inf
-        if not report.CUT.issuperset(outcomes) or not outcomes:
-            raise NotCutError(next(iter(outcomes), NOT_SEEN))
-        return stock.difference(fast if finishes else fast.caches_alone())
+    def _launched(self, trace: Trace, starts: list[int] | None) -> list[Finding]:
+        """Each layer on stock's numbers; rows of ``trace`` are those that are kept."""
+        last = len(self._known.model.layers) - 1
+        with self._known.launching(), Forced(self._known.model, trace, 0, last) as forced:
+            run = self._fast(starts)
+        return [*forced.findings(), *self._written(run)]
 
-    def _stock(
-        self, requests: Sequence[_Request], starts: list[int] | None, *, finishes: bool
-    ) -> _Answers:
+    def _unread(self, trace: Trace) -> list[Finding]:
+        """K and V alone, of layer K-1 given stock's rows."""
+        model = self._known.model
+        with Forced(model, trace, 0, self._donor - 1) as forced:
+            run = self._fast(None, finishes=False)
+        return [*forced.findings(), *self._written(run)]
+
+    def _replayed(self, trace: Trace) -> list[Finding]:
+        """The recorded tail, given stock's rows, and its layers launched on the same rows."""
+        tail = self._known.graphs
+        size = None if tail is None else tail.size_for(KeptRows.suffixes(self._lens, self._lens))
+        if tail is None or size is None:
+            return []
+        with Forced(self._known.model, trace, 0, tail.first - 1) as forced:
+            run = self._fast(None)
+        if run.outcome != report.TAIL_REPLAYED or forced.final is None:
+            raise NotComparableError(NOT_REPLAYED)
+        replayed = forced.final.clone()
+        inputs = tail.inputs_for(size, len(self._requests), partial(self._fill, trace, tail.first))
+        launched = tail.launched(inputs)[: len(self._requests)]
+        return [*forced.findings(), *self._written(run), proof.difference(launched, replayed)]
+
+    def _fill(self, trace: Trace, first: int, inputs: Inputs) -> None:
+        trace.fill(inputs, first)
+        inputs.requests.copy_(torch.tensor([r.row for r in self._requests]))
+        inputs.lengths.copy_(torch.tensor([r.cached + r.new for r in self._requests]))
+
+    def _as_served(self) -> list[Finding]:
+        """End to end, with nothing forced: what no rounding does."""
+        logits, stock, noisy = self._fast(None).logits, self._stock.logits, self._noisy()
+        self.apart = rounding.relative_error(stock, logits)
+        self.noise = rounding.relative_error(stock, noisy)
+        found = [] if logits.isfinite().all() else [rounding.defect(NO_NUMBERS)]
+        if _strays(stock, logits) and not _strays(stock, stock + _FARTHER * (noisy - stock)):
+            found.append(rounding.defect(OTHERS_ROW))
+        return found
+
+    def _noisy(self) -> torch.Tensor:
+        """Stock's logits, each attention and FFN of its tail rounded once more."""
+        eps = torch.finfo(self._runner.dtype).eps
+
+        def rounded(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+            noise = torch.rand(output.shape, generator=self._generator, device=output.device)
+            return (output.float() * (1 + (noise - 0.5) * eps)).to(output.dtype)
+
+        with ExitStack() as hooks:
+            for layer in self._known.model.layers[self._donor :]:
+                for part in (layer.self_attn, layer.mlp):
+                    hooks.callback(part.register_forward_hook(rounded).remove)
+            return self._as_stock(self._starts).logits
+
+    def _written(self, run: _Run) -> list[Finding]:
+        """K and V in the pools, of all layers that have some."""
+        compared = [
+            layerwise.keys_compared(f"{what} of layer {layer} in the pool", expected, found)
+            for layer in self._layers
+            for what, expected, found in zip(
+                ("keys", "values"), self._stock.caches[layer], run.caches[layer], strict=True
+            )
+        ]
+        return rounding.findings(compared)
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _rows(self, numbers: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=self._runner.device)
+
+    def _of_suffixes(self, trace: Trace) -> Trace:
+        rows: list[int] = []
+        for end, new, start in zip(self._ends, self._lens, self._starts, strict=True):
+            rows += range(end - max(1, new - start), end)
+        return trace.of_rows(self._rows(rows))
+
+    def _others(self) -> list[torch.Tensor]:
+        """Copies of all places but those of the new tokens, which are zeros here."""
+        copies = [place.clone() for place in self._places]
+        for number, (_, slots) in enumerate(self._caches()):
+            copies[number][slots] = 0
+            copies[number][0] = 0  # nobody's, where padding goes
+        return copies
+
+    # -- forwards ------------------------------------------------------------------------------
+
+    def _as_stock(self, starts: list[int] | None) -> _Run:
         with report.unheard(), self._known.refusing(_BEING_CHECKED):
-            return self._run(requests, starts, finishes=finishes)
+            return self._run(starts, finishes=True)
 
-    def _run(
-        self, requests: Sequence[_Request], starts: list[int] | None, *, finishes: bool
-    ) -> _Answers:
-        caches = list(self._caches(requests))
+    def _fast(self, starts: list[int] | None, *, finishes: bool = True) -> _Run:
+        with report.unheard() as outcomes:
+            run = self._run(starts, finishes=finishes)
+        if report.FAILED in outcomes:
+            raise FastPathError
+        if not report.CUT.issuperset(outcomes) or not outcomes:
+            raise NotComparableError(next(iter(outcomes), NOT_SEEN))
+        return replace(run, outcome=next(iter(outcomes)))
+
+    def _run(self, starts: list[int] | None, *, finishes: bool) -> _Run:
+        requests = self._requests
+        caches = list(self._caches())
         for buffer, slots in caches:  # what a forward does not write must not look as if it had
             buffer[slots] = random_like(buffer[slots], self._generator).to(buffer.dtype)
         batch = seams.prefill_batch(
@@ -350,16 +481,22 @@ class _BothWays:
             logprob_starts=starts,
             finishes=finishes,
         )
-        output = self._runner.forward(batch).logits_output
-        logprobs = None if starts is None else output.input_token_logprobs.clone()[None]
+        logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
         written = [buffer[slots] for buffer, slots in caches]
-        return _Answers(output.next_token_logits.clone(), logprobs, written)
+        pairs = zip(self._layers, zip(written[::2], written[1::2], strict=True), strict=True)
+        return _Run(logits, dict(pairs), None)
 
-    def _caches(self, requests: Sequence[_Request]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _caches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer of the front, and where the new tokens are in them."""
         pool = self._runner.token_to_kv_pool
         for layer in self._layers:
             window = seams.is_in_window_pool(pool, layer)
-            slots = [(r.window_slots if window else r.slots)[r.cached :] for r in requests]
+            slots = [(r.window_slots if window else r.slots)[r.cached :] for r in self._requests]
             for buffer in pool.get_kv_buffer(layer):
                 yield buffer, torch.cat(slots)
+
+
+def _strays(stock: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Whether some request's logits are nearer to another's of stock's; [requests, vocabulary]."""
+    nearest = torch.cdist(logits.float(), stock.float()).argmin(dim=-1)
+    return nearest.tolist() != list(range(len(nearest)))

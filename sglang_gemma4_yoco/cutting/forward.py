@@ -10,6 +10,7 @@ import torch
 
 from sglang_gemma4_yoco import owner
 from sglang_gemma4_yoco.attending.graphs import ReplayError
+from sglang_gemma4_yoco.checking.audit import Forwards
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.cut import Cut, LateRefusalError
 from sglang_gemma4_yoco.cutting.plan import Plan
@@ -37,7 +38,11 @@ def prefill(
             copy = fallback.copy_of(embeds)
             output, is_cut = _cut(known, plan, run)
             if is_cut and known.auditor is not None and known.auditor.is_due():
-                return known.auditor.audit(plan, output, partial(_again, embeds, copy, run))
+                forwards = Forwards(
+                    stock=partial(_again, embeds, copy, run),
+                    cut=partial(_cut_again, known, embeds, copy, run),
+                )
+                return known.auditor.audit(plan, output, forwards)
             return output
         known.release()
         reason = decided.reason
@@ -61,6 +66,23 @@ def prefill(
 def _again(embeds: torch.Tensor | None, copy: torch.Tensor | None, run: Callable[[], Any]) -> Any:
     fallback.put_back(embeds, copy)
     return run()
+
+
+def _cut_again(
+    known: Owner,
+    embeds: torch.Tensor | None,
+    copy: torch.Tensor | None,
+    run: Callable[[], Any],
+    plan: Plan,
+) -> Any:
+    """A forward cut once more, which nobody counts."""
+    fallback.put_back(embeds, copy)
+    try:
+        with Cut(known, plan):
+            return run()
+    finally:
+        known.release()
+        fallback.put_back(embeds, copy)  # a forced forward overwrites them
 
 
 def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> tuple[Any, bool]:

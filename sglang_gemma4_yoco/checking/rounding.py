@@ -1,0 +1,170 @@
+"""How far apart two computations of the same numbers are, counted in roundings.
+
+What is compared is always one step of a layer that was given the very same inputs on both sides. So
+its outputs differ by how each side rounds, and by nothing else: a few units in the last place,
+whatever the model's weights are. (End to end nothing of the kind holds: attention may pick one key
+of many, and a rounding that changes the pick changes everything behind it.)
+
+How much is one rounding? A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16); over
+numbers that are spread evenly that is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of their
+own, and 0.27 eps between two sides that round independently. r roundings on each side come to
+0.27 * sqrt(r) eps: 0.46 eps for keys, which are projected, normed and turned. Right computations stay
+far below that, for both sides round most numbers alike.
+
+The error of a number is taken relative to the size of its channel. In trained models some channels
+are fifty times as large as the others, and a norm over all of them would see those alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Sums are made in fp32 whatever the type: of a thousand numbers, off by about the root of as many.
+_OF_SUMS = 32 * torch.finfo(torch.float32).eps
+TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
+# Of one row, beside that of all: it has fewer numbers, and one that is rounded otherwise weighs more.
+_ONE_ROW = 6.0
+# What N numbers are too large by on average: roundings go up and down, and leave one of sqrt(N).
+_DRIFT = 1 / 16
+# A channel that is near 0 in every row still has the roundings of what was added up to it.
+_FLOOR = 0.25
+_TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
+
+
+def unit(tensor: torch.Tensor) -> float:
+    """What the last place of a number is to it: eps of the type, and of the sums that it comes from."""
+    eps = torch.finfo(tensor.dtype).eps
+    if tensor.dtype == torch.float32 and tensor.is_cuda:
+        eps = TF32
+    return eps + _OF_SUMS
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The largest error of a comparison, beside the largest that is rounding.
+
+    Attributes:
+        what: what was compared, for the log.
+        error: relative; infinite where a number is none, and for what no rounding does.
+        allowed: relative; 0 for what no rounding does.
+    """
+
+    what: str
+    error: float
+    allowed: float
+
+    @property
+    def excess(self) -> float:
+        """The error in multiples of what is allowed."""
+        return self.error / self.allowed if self.allowed else math.inf
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is no defect."""
+        return self.error <= self.allowed
+
+    def __str__(self) -> str:
+        if math.isinf(self.error):
+            return self.what if self.allowed == 0 else f"{self.what} is no number"
+        return f"{self.what} off by {self.error:.1e}, up to {self.allowed:.1e} is rounding"
+
+
+def defect(what: str) -> Finding:
+    """What no rounding does."""
+    return Finding(what, math.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison, not read from the device yet.
+
+    Attributes:
+        errors: [4], relative: of all numbers (root mean square), of the worst row, and on average;
+            behind them what is allowed for another reason than rounding.
+        allowed: of the first three, what is rounding.
+    """
+
+    what: str
+    errors: torch.Tensor
+    allowed: tuple[float, float, float]
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        expected: torch.Tensor,
+        found: torch.Tensor,
+        roundings: float,
+        *,
+        size: torch.Tensor | None = None,
+        besides: torch.Tensor | None = None,
+    ) -> Comparison:
+        """Compare ``found`` with ``expected``, each [rows, channels] of one type.
+
+        Args:
+            roundings: how large the root mean square may be, in units of the type.
+            size: [rows, channels] or a part of it, what errors are relative to; None for the root
+                mean square of each channel.
+            besides: [], a relative error that has another reason than rounding; None for none.
+        """
+        place = unit(expected)
+        e, error = expected.float(), found.float() - expected.float()
+        relative_to = sizes(e) if size is None else size.clamp_min(_TINY)
+        error, e = error / relative_to, e / relative_to
+        of_rows = error.square().mean(dim=-1)
+        drift = (error * e).sum() / e.square().sum().clamp_min(_TINY)
+        more = drift.new_zeros(()) if besides is None else besides
+        errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs(), more])
+        bound, few = roundings * place, 1 / math.sqrt(error.numel())
+        return cls(what, errors, (bound, _ONE_ROW * bound, (_DRIFT + few) * bound))
+
+
+def sizes(values: torch.Tensor) -> torch.Tensor:
+    """[1, channels]: the size of each channel of ``values`` [rows, channels], in fp32."""
+    squares = values.float().square().mean(dim=0, keepdim=True)
+    typical = squares.median()
+    return (squares + _FLOOR**2 * typical).sqrt().clamp_min(_TINY)
+
+
+def findings(compared: Sequence[Comparison]) -> list[Finding]:
+    """Of each comparison the error that exceeds most; reads them from the device at once."""
+    if not compared:
+        return []
+    errors = torch.stack([one.errors for one in compared]).tolist()
+    return [
+        worst(
+            Finding(one.what, _finite(e), a + more) for e, a in zip(row, one.allowed, strict=True)
+        )
+        for one, (*row, more) in zip(compared, errors, strict=True)
+    ]
+
+
+def worst(found: Iterable[Finding]) -> Finding:
+    """The one that is farthest beyond its bound, or nearest to it."""
+    return max(found, key=lambda finding: finding.excess)
+
+
+def _finite(number: float) -> float:
+    return number if math.isfinite(number) else math.inf
+
+
+def relative_error(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest error of a row, in the L2 norm, relative to the expected row's.
+
+    Args:
+        expected, found: [rows, ...], of one shape.
+
+    Returns:
+        0 for equal tensors, zeros and no rows among them; infinity where one of the two is not
+        finite, or where an expected row of zeros was not found.
+    """
+    if torch.equal(expected, found):
+        return 0.0
+    expected, found = expected.flatten(1).double(), found.flatten(1).double()
+    errors, norms = (expected - found).norm(dim=-1), expected.norm(dim=-1)
+    # A row of zeros that was found as one is 0 / 0.
+    return _finite(float(torch.where(errors == 0, errors, errors / norms).max()))
