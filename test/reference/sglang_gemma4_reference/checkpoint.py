@@ -1,6 +1,8 @@
 """Small random Gemma 4 checkpoints, complete enough to be served.
 
-``python -m sglang_gemma4_reference.checkpoint E2B_TINY /tmp/tiny`` writes one.
+``python -m sglang_gemma4_reference.checkpoint E2B_TINY /tmp/tiny`` writes one. Its weights are
+tame: ``TAMINGS`` says in what way and why, and a field of ``Gemma4Shape`` leaves each out.
+``untamed`` leaves out those that make a layer's rounding small, and so do presets named ``_SHARP``.
 """
 
 from __future__ import annotations
@@ -116,6 +118,25 @@ class Gemma4Shape:
     """At most this many tokens per image: 70, 140, 280, 560 or 1120."""
     dtype: str = "float32"
     seed: int = 0
+    # What follows multiplies what ``randomise`` makes, so that 1 is tame: see ``TAMINGS``.
+    sharpness: float = 1.0
+    """Of the weights of q_norm and k_norm; head_dim ** 0.25 makes them about 1."""
+    global_sharpness: float | None = None
+    """The same in full-attention layers; None for ``sharpness``."""
+    post_norms: float = 1.0
+    """Of the weights of norms behind attention, FFN and per-layer input; 2 makes them about 1."""
+    outliers: float = 1.0
+    """Of some channels' weights, in every norm of a layer that is as wide as the stream."""
+    outlier_share: float = 0.01
+    """Which share of the channels that is: the same ones in all layers, and at least one."""
+    layer_scalars: float = 1.0
+    """Of the factor that each layer's output is multiplied by."""
+    embeddings: float = 1.0
+    """Of the embedding, which is the output layer too; 2.5 has the stream begin at a scale of 1."""
+    special_tokens: float = 1.0
+    """Of the special tokens' embeddings, besides; 10 makes them as large as all others."""
+    final_norm: float = 1.0
+    """Of the last norm's weights; 1/6 makes them about 1."""
 
     @property
     def layer_types(self) -> list[str]:
@@ -125,6 +146,103 @@ class Gemma4Shape:
             "full_attention" if (layer + 1) % group == 0 else "sliding_attention"
             for layer in range(self.layers)
         ]
+
+
+@dataclass(frozen=True)
+class Taming:
+    """Something that is done to random weights for the tests' sake, and not by Gemma 4.
+
+    Attributes:
+        field: of ``Gemma4Shape``; it multiplies what is made.
+        made: what the weights are without it.
+        reason: why they are.
+        left_out: the field's value that leaves it out, but for ``width``.
+        hides: whether it makes a layer's rounding smaller than that of a trained model may be:
+            ``untamed`` leaves it out. The others concern what is answered.
+        width: the field whose fourth root ``left_out`` is to be multiplied by; "" for none.
+    """
+
+    field: str
+    made: str
+    reason: str
+    left_out: float
+    hides: bool
+    width: str = ""
+
+    def without(self, shape: Gemma4Shape) -> float:
+        """The field's value that leaves it out of a checkpoint of this shape."""
+        return self.left_out * (getattr(shape, self.width) ** 0.25 if self.width else 1)
+
+
+TAMINGS = (
+    Taming(
+        "sharpness",
+        "q_norm and k_norm of sliding-window layers: about head_dim ** -0.25",
+        "Gemma 4 does not divide scores by sqrt(head_dim). Random heads with weights of 1 would "
+        "each attend to few keys, and a rounding that changes which changes all of the head.",
+        left_out=1.0,
+        hides=True,
+        width="head_dim",
+    ),
+    Taming(
+        "global_sharpness",
+        "q_norm and k_norm of full-attention layers: about global_head_dim ** -0.25",
+        "The same, for another width.",
+        left_out=1.0,
+        hides=True,
+        width="global_head_dim",
+    ),
+    Taming(
+        "post_norms",
+        "norms behind attention, FFN and per-layer input: about 0.5",
+        "A layer adds to the stream without drowning it, so rounding errors do not multiply.",
+        left_out=2.0,
+        hides=True,
+    ),
+    Taming(
+        "outliers",
+        "norms of a layer: all channels alike",
+        "Trained models have a few channels many times larger than the others. They take most of a "
+        "row's length, and of what bf16 can tell apart.",
+        left_out=50.0,
+        hides=True,
+    ),
+    Taming(
+        "layer_scalars",
+        "the factor of a layer's output: 0.9 to 1.0",
+        "The stream keeps its scale over all layers.",
+        left_out=1.0,  # trained ones are not known here
+        hides=False,
+    ),
+    Taming(
+        "embeddings",
+        "the embedding: a scale of 0.4 where the stream begins",
+        "It is the output layer too. A small one keeps a token from answering itself.",
+        left_out=2.5,
+        hides=False,
+    ),
+    Taming(
+        "special_tokens",
+        "the embeddings of special tokens: a tenth of the others",
+        "Small logits: no answer ends early, and none contains the placeholder of an image, which "
+        "transformers and SGLang embed differently in an answer.",
+        left_out=10.0,
+        hides=False,
+    ),
+    Taming(
+        "final_norm",
+        "the last norm: about 6",
+        "Logits far enough apart that rounding does not decide which is largest.",
+        left_out=1 / 6,
+        hides=False,
+    ),
+)
+
+
+def untamed(shape: Gemma4Shape) -> Gemma4Shape:
+    """The same model, its heads, layers and channels as unequal as a trained model's may be."""
+    left_out = {taming.field: taming.without(shape) for taming in TAMINGS if taming.hides}
+    return dataclasses.replace(shape, **left_out)
 
 
 E2B = Gemma4Shape(
@@ -223,6 +341,11 @@ E4B_HOST = dataclasses.replace(
     double_wide_mlp=False,
 )
 
+# As they are served: in bf16, and not tame.
+E2B_TINY_SHARP = untamed(dataclasses.replace(E2B_TINY, dtype="bfloat16"))
+E2B_HOST_SHARP = untamed(dataclasses.replace(E2B_HOST, dtype="bfloat16"))
+E2B_MINI_SHARP = untamed(dataclasses.replace(E2B_MINI, dtype="bfloat16"))
+
 PRESETS = {
     "E2B": E2B,
     "E4B": E4B,
@@ -231,6 +354,9 @@ PRESETS = {
     "E2B_TINY": E2B_TINY,
     "E2B_HOST": E2B_HOST,
     "E4B_HOST": E4B_HOST,
+    "E2B_TINY_SHARP": E2B_TINY_SHARP,
+    "E2B_HOST_SHARP": E2B_HOST_SHARP,
+    "E2B_MINI_SHARP": E2B_MINI_SHARP,
 }
 
 
@@ -316,13 +442,38 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
             randomise(name, weight)
         for layer in model.model.language_model.layers:
             layer.layer_scalar.uniform_(0.9, 1.0)
-        # Small logits for special tokens: no answer ends early, and none contains the placeholder
-        # of an image, which transformers and SGLang embed differently in an answer.
         model.model.language_model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= 0.1
+        _leave_out_tamings(model.model.language_model, shape)
     _give_shared_layers_projections(model.model.language_model)
     model.to(getattr(torch, shape.dtype))
     model.eval()
     return model
+
+
+def _leave_out_tamings(model: Any, shape: Gemma4Shape) -> None:
+    """Multiply what the shape says is to be multiplied."""
+    in_full = shape.sharpness if shape.global_sharpness is None else shape.global_sharpness
+    sharpness = {"sliding_attention": shape.sharpness, "full_attention": in_full}
+    chosen = _outlier_channels(shape)
+    for layer, kind in zip(model.layers, shape.layer_types, strict=True):
+        layer.layer_scalar *= shape.layer_scalars
+        for name, weight in layer.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight *= sharpness[kind]
+            elif weight.dim() == 1:
+                weight[chosen] *= shape.outliers
+                if name.startswith("post_"):
+                    weight *= shape.post_norms
+    model.embed_tokens.weight *= shape.embeddings
+    model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= shape.special_tokens
+    model.norm.weight *= shape.final_norm
+
+
+def _outlier_channels(shape: Gemma4Shape) -> torch.Tensor:
+    """The numbers of the channels that are larger than others: drawn apart from the weights."""
+    draw = torch.Generator().manual_seed(shape.seed)
+    count = max(1, round(shape.outlier_share * shape.hidden_size))
+    return torch.randperm(shape.hidden_size, generator=draw)[:count]
 
 
 def _give_shared_layers_projections(model: Any) -> None:
@@ -341,24 +492,22 @@ def _give_shared_layers_projections(model: Any) -> None:
 
 
 def randomise(name: str, weight: nn.Parameter) -> None:
-    """Fill one parameter so that values keep a scale of about 1 on their way through the model."""
+    """Fill one parameter so that values keep a scale of about 1 on their way through the model.
+
+    ``TAMINGS`` gives the reasons for scales other than 1.
+    """
     if weight.dim() > 1:
         std = weight[0].numel() ** -0.5
         if name.endswith(".embed_tokens.weight"):
-            # The output layer too. A small embedding keeps a token from answering itself.
             std *= 0.4
         weight.normal_(std=std)
         return
     scale = 1.0
     if name.endswith(("q_norm.weight", "k_norm.weight")):
-        # Gemma 4 does not divide by sqrt(head_dim): random heads of scale 1 would each attend
-        # to a single key, and no answer would depend on more than a few tokens.
         scale = weight.numel() ** -0.25
     elif name == "model.language_model.norm.weight":
-        # Logits far enough apart that rounding does not decide which is largest.
         scale = 6.0
     elif ".language_model.layers." in name and ".post_" in name:
-        # A layer adds to the stream without drowning it, so rounding errors do not multiply.
         scale = 0.5
     weight.normal_(mean=scale, std=0.1 * scale)
 
