@@ -377,7 +377,11 @@ class TailGraphs:
     # -- proof -------------------------------------------------------------------------------
 
     def inputs_for(self, size: int, rows: int, fill: Callable[[Inputs], None]) -> Inputs:
-        """Inputs of ``size`` rows in memory of their own; ``fill`` sets those of the first ``rows``."""
+        """Inputs of ``size`` rows in memory of their own, padded behind the first ``rows``.
+
+        Args:
+            fill: sets the inputs of those.
+        """
         fields = {name: t[:size].clone() for name, t in vars(self._inputs).items() if t is not None}
         inputs = replace(self._inputs, **fields)
         fill(inputs.first(rows))
@@ -397,9 +401,12 @@ class TailGraphs:
 
     @torch.no_grad()
     def replayed(self, size: int, inputs: Inputs) -> torch.Tensor:
-        """What the graph for ``size`` rows gives for these inputs, of as many or less: [rows, hidden].
+        """What the graph for ``size`` rows gives for these inputs: [rows, hidden].
 
         The next replay overwrites it.
+
+        Args:
+            inputs: of as many rows, or less.
         """
         rows = inputs.rows.shape[0]
         static = self._of_first[rows]

@@ -1,14 +1,14 @@
 """While it serves: every N-th shortened prefill is run again as stock, and the two compared.
 
 How far their answers are apart says nothing in bf16 (``layerwise``), so the batch runs three times:
-as it serves; as stock, whose tail is watched; and from layer K-1 on once more on the fast path, each
-of its steps given stock's numbers. A recorded tail is replayed once more as well, beside its layers
-launched on the same rows, padding and all. Compared are all rows that are kept, K and V of layer K-1,
-and the logits and input log-probabilities that SGLang's own logits processor makes of the rows that
-the model hands on. (The layers before K-1 are stock's in any case.)
+as it serves; as stock, whose tail is watched; and from layer K-1 on once more on the fast path,
+each of its steps given stock's numbers. A recorded tail is replayed once more as well, beside its
+layers launched on the same rows, padding and all. Compared are all rows that are kept, K and V of
+layer K-1, and the logits and input log-probabilities that SGLang's own logits processor makes of
+the rows that the model hands on. (The layers before K-1 are stock's in any case.)
 
-The stock forward finds all as the first one did, for the same reasons as in ``fallback``; K and V go
-to the same slots once more, and stock's are what lies there in the end.
+The stock forward finds all as the first one did, for the same reasons as in ``fallback``; K and V
+go to the same slots once more, and stock's are what lies there in the end.
 
 The client gets the fast path's answer, as without an audit, or stock's where a defect was found.
 """
@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,11 +94,11 @@ class Forwards:
 
     Attributes:
         stock: runs it as stock; returns what the model does, [T, hidden] or a tuple that begins so.
-        cut: runs it on the fast path, by a plan.
+        cut: runs it on the fast path, by a plan; returns the rows alone, [T, hidden].
     """
 
     stock: Callable[[], Any]
-    cut: Callable[[Plan], Any]
+    cut: Callable[[Plan], torch.Tensor]
 
 
 class Auditor:
@@ -136,8 +135,9 @@ class Auditor:
         fast = seams.layer_rows(output).clone()
         try:
             trace = Trace(self._donor, plan.tail.index)
-            with layerwise.watched(self._known.model, trace, start=self._donor):
+            with layerwise.watched(self._known.model, trace, start=self._donor) as steps:
                 stock = forwards.stock()
+                steps.at_the_end(seams.layer_rows(stock))
             found, forced = self._forced(plan, trace, forwards)
         except Exception as failure:
             if not fallback.is_alone():
@@ -166,7 +166,8 @@ class Auditor:
             if self._known.attention is not None:
                 self._known.attention.plan(plan.batch, plan.tail.fields)
             with Forced(model, trace, self._donor, last) as forced:
-                rows = seams.layer_rows(forwards.cut(launched)).clone()
+                rows = forwards.cut(launched)
+                forced.at_the_end(rows)
             found = [*forced.findings(), *compared()]
             if plan.replay is not None:
                 found += self._replayed(plan, trace, forwards)
@@ -185,12 +186,12 @@ class Auditor:
             inputs.requests.copy_(batch.req_pool_indices)
             inputs.lengths.copy_(batch.seq_lens)
 
-        launched = tail.launched(tail.inputs_for(size, kept, fill))[:kept]
         again = replace(plan, replay=tail.planned(batch, plan.tail))
         with Forced(self._known.model, trace, self._donor, tail.first - 1) as forced:
-            forwards.cut(again)
-        assert forced.final is not None
-        return [*forced.findings(), proof.difference(launched, forced.final)]
+            replayed = forwards.cut(again).index_select(0, plan.tail.index)
+        # Over K and V that the replay has found, which were written for it.
+        launched = tail.launched(tail.inputs_for(size, kept, fill))[:kept]
+        return [*forced.findings(), proof.difference(launched, replayed)]
 
     @contextmanager
     def _stocks_keys(self, plan: Plan) -> Iterator[Callable[[], list[Finding]]]:

@@ -1,9 +1,10 @@
 """Each layer given what stock's was given: what it computes is stock's, but for rounding.
 
-End to end a right fast path may differ from stock by anything: it sums in another order, and in bf16
-sharp attention makes of one rounding another pick of a key. So stock is watched, layer by layer, and
-the fast path is run once more, its layers launched. Before each step the numbers that it goes on
-with are replaced by stock's. What the step then makes of them is compared; see ``rounding``.
+End to end a right fast path may differ from stock by anything: it sums in another order, and in
+bf16 sharp attention makes of one rounding another pick of a key. So stock is watched, layer by
+layer, and the fast path is run once more, its layers launched. Before each step the numbers that it
+goes on with are replaced by stock's. What the step then makes of them is compared; see
+``rounding``.
 
 The steps, for layers K-1 to L-1 and the rows that are kept:
 
@@ -14,9 +15,10 @@ The steps, for layers K-1 to L-1 and the rows that are kept:
 - the layer's output, given stock's output of its attention;
 - the layer's per-layer input;
 
-and at the end the rows that the model hands on, normed. So the window, the slots, the positions, the
-rows and their order all show where they come in. Layers before K-1 are stock's own code; where they
-run at all they are given stock's rows too, since their per-layer inputs are not projected by stock.
+and at the end the rows that the model hands on, normed. So the window, the slots, the positions,
+the rows and their order all show where they come in. Layers before K-1 are stock's own code; where
+they run at all they are given stock's rows too, since their per-layer inputs are not projected by
+stock.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ class _Steps(Protocol):
 
 @contextmanager
 def _told(model: Any, donor: int, start: int, steps: _Steps) -> Iterator[None]:
-    """Tell ``steps`` of layers from ``start`` on, of attention from layer K-1 on, and of the end."""
+    """Tell ``steps`` of layers from ``start`` on, of attention from K-1 on, and of the end."""
     with ExitStack() as hooks:
 
         def hook(register: Callable[..., Any], function: Callable[..., Any]) -> None:
@@ -220,8 +222,12 @@ def _told(model: Any, donor: int, start: int, steps: _Steps) -> Iterator[None]:
 
 
 @contextmanager
-def watched(model: Any, trace: Trace, start: int) -> Iterator[None]:
-    """Fill ``trace`` with what stock does in the span, from layer ``start`` on."""
+def watched(model: Any, trace: Trace, start: int) -> Iterator[_Steps]:
+    """Fill ``trace`` with what stock does in the span, from layer ``start`` on.
+
+    Yields what must be told of the model's output, [T, hidden], where its forward is called, and
+    not the model itself.
+    """
     original = model.project_per_layer_inputs
 
     def projecting(_: Any) -> Callable[..., Any]:
@@ -234,9 +240,10 @@ def watched(model: Any, trace: Trace, start: int) -> Iterator[None]:
 
         return project
 
-    with Shadows() as shadows, _told(model, trace.donor, start, _Watching(trace)):
+    watching = _Watching(trace)
+    with Shadows() as shadows, _told(model, trace.donor, start, watching):
         shadows.add(model, "project_per_layer_inputs", projecting)
-        yield
+        yield watching
 
 
 class _Watching:

@@ -6,9 +6,9 @@ over a request of random K and V that reaches beyond the window, and compared, r
 with as many rows of padding as a batch can have there. What lay where that request is written is
 put back: a server that records anew may have cached prefixes.
 
-The launched layers get the same numbers in other memory, padding and all. So both sides run the same
-kernels on the same shapes, and what they give is equal, or nearly: there is no rounding that layer
-after layer could make more of. Both plan with the same planner, over the same widened window:
+The launched layers get the same numbers in other memory, padding and all. So both sides run the
+same kernels on the same shapes, and what they give is equal, or nearly: there is no rounding that
+layer after layer could make more of. Both plan with the same planner, over the same widened window:
 whether that is right, the tests show that compare with stock.
 """
 

@@ -6,10 +6,10 @@ whatever the model's weights are. (End to end nothing of the kind holds: attenti
 of many, and a rounding that changes the pick changes everything behind it.)
 
 How much is one rounding? A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16); over
-numbers that are spread evenly that is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of their
-own, and 0.27 eps between two sides that round independently. r roundings on each side come to
-0.27 * sqrt(r) eps: 0.46 eps for keys, which are projected, normed and turned. Right computations stay
-far below that, for both sides round most numbers alike.
+numbers that are spread evenly that is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of
+their own, and 0.27 eps between two sides that round independently. r roundings on each side come to
+0.27 * sqrt(r) eps: 0.46 eps for keys, which are projected, normed and turned. Right computations
+stay far below that, for both sides round most numbers alike.
 
 The error of a number is taken relative to the size of its channel. In trained models some channels
 are fifty times as large as the others, and a norm over all of them would see those alone.
@@ -26,17 +26,18 @@ import torch
 # Sums are made in fp32 whatever the type: of a thousand numbers, off by about the root of as many.
 _OF_SUMS = 32 * torch.finfo(torch.float32).eps
 TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
-# Of one row, beside that of all: it has fewer numbers, and one that is rounded otherwise weighs more.
+# Of one row, beside all: of its few numbers one that is rounded otherwise weighs more.
 _ONE_ROW = 6.0
-# What N numbers are too large by on average: roundings go up and down, and leave one of sqrt(N).
-_DRIFT = 1 / 16
+# What N numbers are too large by on average: roundings go up and down, and leave one of sqrt(N);
+# three times that, for the large ones weigh more and some run is the worst.
+_DRIFT, _OF_FEW = 1 / 16, 3.0
 # A channel that is near 0 in every row still has the roundings of what was added up to it.
 _FLOOR = 0.25
 _TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
 
 
 def unit(tensor: torch.Tensor) -> float:
-    """What the last place of a number is to it: eps of the type, and of the sums that it comes from."""
+    """What the last place of a number is to it: eps of the type, and of the sums behind it."""
     eps = torch.finfo(tensor.dtype).eps
     if tensor.dtype == torch.float32 and tensor.is_cuda:
         eps = TF32
@@ -119,7 +120,7 @@ class Comparison:
         drift = (error * e).sum() / e.square().sum().clamp_min(_TINY)
         more = drift.new_zeros(()) if besides is None else besides
         errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs(), more])
-        bound, few = roundings * place, 1 / math.sqrt(error.numel())
+        bound, few = roundings * place, _OF_FEW / math.sqrt(error.numel())
         return cls(what, errors, (bound, _ONE_ROW * bound, (_DRIFT + few) * bound))
 
 

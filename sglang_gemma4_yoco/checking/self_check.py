@@ -1,15 +1,15 @@
 """Before it serves: a few small prefills of nobody's, as stock and on the fast path, compared.
 
 The package's tests know neither this GPU nor these weights. So when the server starts, behind its
-graphs, it runs requests that reach beyond the window, with prefixes of random K and V: together, with
-logprobs, and as an unfinished chunk. Each layer is compared with stock's on stock's own numbers
-(``layerwise``), where a defect is a defect and rounding is rounding; the recorded tail with the
-launched layers on the same rows, padding and all; K and V of all layers in the pools; and no slot
-that is not the requests' may change.
+graphs, it runs requests that reach beyond the window, with prefixes of random K and V: together,
+with logprobs, and as an unfinished chunk. Each layer is compared with stock's on stock's own
+numbers (``layerwise``), where a defect is a defect and rounding is rounding; the recorded tail with
+the launched layers on the same rows, padding and all; K and V of all layers in the pools; and no
+slot that is not the requests' may change.
 
 End to end only that is judged which no rounding does: logits are numbers, and each request's are
-nearest to its own of stock's. How far they are apart is told, beside what stock's own answers do when
-each step of its tail is rounded once more: in bf16 both may be large on a model that is right.
+nearest to its own of stock's. How far they are apart is told, beside what stock's own answers do
+when each step of its tail is rounded once more: in bf16 both may be large on a model that is right.
 
 With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and 1025 + 5 tokens
 (cached + new): a few rows each, so that this takes milliseconds, and rows around the window's edge.
@@ -97,7 +97,7 @@ class Checked:
         """For the log."""
         if self.worst is None:
             return f"not checked: {self.unchecked}"
-        told = f"checked layer by layer: {self.worst} at most"
+        told = f"checked layer by layer: {'at most ' if self.agrees else ''}{self.worst}"
         if self.apart is None:
             return told
         return (
@@ -141,7 +141,6 @@ def why_not(runner: Any) -> str | None:
     return None
 
 
-@torch.no_grad()
 def check(runner: Any, known: Owner) -> Checked:
     """Run and compare; all that was written is put back.
 
@@ -150,19 +149,30 @@ def check(runner: Any, known: Owner) -> Checked:
         known: what is known of its model, whose batches may be cut.
     """
     began = time.monotonic()
-    window = max(seams.keys_in_window(layer.self_attn.attn) for layer in known.model.layers)
-    requests = _requests(runner, known, window)
-    if not requests:
-        return Checked(unchecked=NO_ROOM)
     try:
-        with _placed(runner, known, requests, window) as places, threshold.lifted():
-            both = _BothWays(runner, known, requests, places)
+        with comparing(runner, known) as both:
             found = both.findings()
     except NotComparableError as why:
         return Checked(unchecked=str(why))
     except FastPathError:  # it is logged, with its traceback
         return Checked(rounding.defect(RAISED), seconds=time.monotonic() - began)
     return Checked(rounding.worst(found), both.apart, both.noise, time.monotonic() - began)
+
+
+@contextmanager
+def comparing(runner: Any, known: Owner) -> Iterator[BothWays]:
+    """Stock has been watched on the requests of nobody's, and they can be run on the fast path.
+
+    Raises:
+        NotComparableError: the message says why.
+    """
+    window = max(seams.keys_in_window(layer.self_attn.attn) for layer in known.model.layers)
+    requests = _requests(runner, known, window)
+    if not requests:
+        raise NotComparableError(NO_ROOM)
+    placed = _placed(runner, known, requests, window)
+    with torch.no_grad(), placed as places, threshold.lifted():
+        yield BothWays(runner, known, requests, places)
 
 
 # ---------------------------------------------------------------- requests
@@ -310,7 +320,7 @@ class _Run:
     outcome: str | None
 
 
-class _BothWays:
+class BothWays:
     """Runs batches of the same requests, as stock and on the fast path.
 
     Attributes:
@@ -338,26 +348,29 @@ class _BothWays:
         # One request with several rows, one with its last alone, one with all.
         self._starts = list(self._lens)
         self._starts[0], self._starts[-1] = 2, 0
-
-    def findings(self) -> list[Finding]:
-        """All that is judged."""
-        before = self._others()
-        all_rows = self._rows(range(sum(self._lens)))
-        trace = Trace(self._donor, all_rows)
-        with layerwise.watched(self._known.model, trace, start=0):
+        self._before = self._others()
+        self._trace = Trace(self._donor, self._rows(range(sum(self._lens))))
+        with layerwise.watched(known.model, self._trace, start=0):
             self._stock = self._as_stock(self._starts)
-        if not trace.is_whole:
+        if not self._trace.is_whole:
             raise NotComparableError(NOT_SEEN)
         if not self._stock.logits.isfinite().all():
             raise NotComparableError(NOT_FINITE)
-        last_rows = trace.of_rows(self._rows(end - 1 for end in self._ends))
+
+    def findings(self) -> list[Finding]:
+        """All that is judged.
+
+        Raises:
+            NotComparableError: a batch that should have been cut was not.
+            FastPathError: a forward failed.
+        """
+        last_rows = self._trace.of_rows(self._rows(end - 1 for end in self._ends))
         found = self._launched(last_rows, None)
-        found += self._launched(self._of_suffixes(trace), self._starts)
+        found += self._launched(self._of_suffixes(self._trace), self._starts)
         found += self._unread(last_rows)
         found += self._replayed(last_rows)
         found += self._as_served()
-        now = self._others()
-        if not all(map(torch.equal, before, now)):
+        if not all(map(torch.equal, self._before, self._others())):
             found.append(rounding.defect(OTHERS_SLOTS))
         return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import owner, seams
 from sglang_gemma4_yoco.attending.graphs import ReplayError
 from sglang_gemma4_yoco.checking.audit import Forwards
 from sglang_gemma4_yoco.cutting import fallback
@@ -74,15 +74,17 @@ def _cut_again(
     copy: torch.Tensor | None,
     run: Callable[[], Any],
     plan: Plan,
-) -> Any:
-    """A forward cut once more, which nobody counts."""
+) -> torch.Tensor:
+    """The rows [T, hidden] of a forward that is cut once more, which nobody counts."""
     fallback.put_back(embeds, copy)
     try:
         with Cut(known, plan):
-            return run()
+            # The embeddings are the residual, and with it the output, where a layer behind the
+            # first one is the first to run.
+            return seams.layer_rows(run()).clone()
     finally:
         known.release()
-        fallback.put_back(embeds, copy)  # a forced forward overwrites them
+        fallback.put_back(embeds, copy)
 
 
 def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> tuple[Any, bool]:

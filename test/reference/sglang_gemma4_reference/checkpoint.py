@@ -443,14 +443,14 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
         for layer in model.model.language_model.layers:
             layer.layer_scalar.uniform_(0.9, 1.0)
         model.model.language_model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= 0.1
-        _leave_out_tamings(model.model.language_model, shape)
+        leave_out_tamings(model.model.language_model, shape)
     _give_shared_layers_projections(model.model.language_model)
     model.to(getattr(torch, shape.dtype))
     model.eval()
     return model
 
 
-def _leave_out_tamings(model: Any, shape: Gemma4Shape) -> None:
+def leave_out_tamings(model: Any, shape: Gemma4Shape) -> None:
     """Multiply what the shape says is to be multiplied."""
     in_full = shape.sharpness if shape.global_sharpness is None else shape.global_sharpness
     sharpness = {"sliding_attention": shape.sharpness, "full_attention": in_full}

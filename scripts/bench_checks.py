@@ -1,0 +1,360 @@
+#!/usr/bin/env python3
+"""Do the check at start, audits and proofs tell a defect from rounding, on any weights?
+
+Random models of many shapes, types and kinds of weights (sharp attention, large norms, outlier
+channels) run on SGLang's ModelRunner, nothing broken: no check, audit or proof may speak up. Then
+the package is broken in every way of ``breakages.py``, and each must be found by the check at start
+on every one of them, by its own bound and several times over::
+
+    python scripts/bench_checks.py --write benchmark/results/checks_cpu.json
+    python scripts/bench_checks.py --models 12 --only tiny        # a few minutes
+    TRITON_INTERPRET=1 python scripts/bench_checks.py --triton    # on SGLang's Triton backend
+
+The weights are drawn into the loaded model, so that hundreds of models need no checkpoint of their
+own; recorded tails are replayed by the reference platform, in place of CUDA graphs.
+
+Output contract: a line for each model and two tables on stdout; the last line is one JSON document.
+The exit status is 1 after a false alarm, or if something broken was not found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import math
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"] = "1"
+os.environ["SGLANG_GEMMA4_YOCO_SELF_CHECK"] = "0"  # it is called by hand
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test" / "srt" / "harness"))
+
+import torch
+from breakages import BREAKAGES
+
+from decode_graphs import recorded_decode_steps
+from provenance import commit_of
+from sglang_gemma4_reference import checkpoint
+from sglang_gemma4_reference.checkpoint import (
+    E2B,
+    E2B_HOST,
+    E2B_MINI,
+    E2B_TINY,
+    E4B_HOST,
+    E4B_MINI,
+    Gemma4Shape,
+    write_checkpoint,
+)
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.checking import audit, proof, rounding, self_check
+from sglang_gemma4_yoco.telling import report
+
+SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
+POST_NORMS = (0.5, 1.0, 2.0, 4.0)
+OUTLIERS = (1.0, 50.0)
+ENOUGH = 4.0  # times its bound is what everything broken must come to
+AUDITED = 10  # batches of random traffic for each model
+
+_WIDE = {"vocab_size": 4096, "vision": E2B_MINI.vision, "audio": None, "image_tokens": 70}
+_WINDOW_DONOR = {"kv_shared_layers": 3, "sliding_per_full": 1}
+#: name -> shape, and how many models of it in bf16, fp16 and fp32.
+SHAPES: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
+    "tiny": (E2B_TINY, (44, 10, 10)),
+    "tiny, window donor": (dataclasses.replace(E2B_TINY, **_WINDOW_DONOR), (20, 4, 4)),
+    "tiny, 256 wide": (dataclasses.replace(E2B_TINY, hidden_size=256, head_dim=64), (16, 2, 2)),
+    "35 layers": (E2B_HOST, (24, 4, 4)),
+    "42 layers": (E4B_HOST, (20, 2, 2)),
+    "35 layers, 256 wide": (dataclasses.replace(E2B_HOST, hidden_size=256), (12, 1, 1)),
+    "E2B_MINI": (E2B_MINI, (10, 1, 1)),
+    "E4B_MINI": (E4B_MINI, (6, 0, 0)),
+    "E2B's dimensions": (dataclasses.replace(E2B, **_WIDE), (1, 0, 0)),
+}
+TRITON: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
+    "tiny, on Triton": (dataclasses.replace(E2B_TINY, heads=2), (10, 1, 1)),
+}
+MEASURED = (
+    "sglang_gemma4_yoco",
+    "test/reference",
+    "scripts/bench_checks.py",
+    "scripts/breakages.py",
+)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass
+class Result:
+    """What one model has shown.
+
+    Attributes:
+        check, audits, proof: the largest error of the unbroken package, in multiples of its bound.
+        apart, noise: of its logits; see ``Checked``.
+        found: breakage -> the error that the check has found, in multiples of its bound.
+    """
+
+    model: str
+    dtype: str
+    seed: int
+    sharpness: float
+    post_norms: float
+    outliers: float
+    check: float = 0.0
+    audits: float = 0.0
+    audited: int = 0
+    proof: float = 0.0
+    proved: int = 0
+    apart: float = 0.0
+    noise: float = 0.0
+    seconds: float = 0.0
+    found: dict[str, float] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        name, least = min(self.found.items(), key=lambda one: one[1], default=("nothing", math.inf))
+        return (
+            f"{self.model}, {self.dtype}, sharpness {self.sharpness:g}, post-norms "
+            f"{self.post_norms:g}, outliers {self.outliers:g}, seed {self.seed}: check "
+            f"{self.check:.2f}, audits {self.audits:.2f}, proofs {self.proof:.2f}; logits "
+            f"{self.apart:.1e} apart, by rounding {self.noise:.1e}; found least: {name}, "
+            f"{least:.1f} times its bound"
+        )
+
+
+@contextmanager
+def engines(shape: Gemma4Shape, dtype: str) -> Iterator[Engine]:
+    """An engine of this shape, its tail recorded, whose weights are to be drawn."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_checkpoint(directory, dataclasses.replace(shape, dtype=dtype), weights=False)
+        engine = Engine(
+            path,
+            device="cpu",
+            dtype=dtype,
+            max_total_tokens=4096,
+            load_format="dummy",
+            cuda_graph_bs_decode=[1, 2, 4, 8],
+        )
+        with recorded_decode_steps(engine):
+            yield engine
+
+
+@torch.no_grad()
+def draw(model: Any, shape: Gemma4Shape) -> None:
+    """Draw the weights of a loaded ``Gemma4TextModel`` as a checkpoint's."""
+    torch.manual_seed(shape.seed)
+    for name, weight in model.named_parameters():
+        drawn = torch.empty(weight.shape)
+        checkpoint.randomise(f"model.language_model.{name}", drawn)
+        weight.copy_(drawn)
+    for layer in model.layers:
+        layer.layer_scalar.uniform_(0.9, 1.0)
+    checkpoint.leave_out_tamings(model, shape)
+
+
+def kinds(count: int, seed: int) -> list[dict[str, Any]]:
+    """Kinds of weights, ``count`` of them: all combinations in random order, over and over."""
+    every = [
+        {"sharpness": s, "post_norms": p, "outliers": o}
+        for s in SHARPNESS
+        for p in POST_NORMS
+        for o in OUTLIERS
+    ]
+    random.Random(seed).shuffle(every)
+    return [every[i % len(every)] | {"seed": seed + i} for i in range(count)]
+
+
+def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
+    """One to four requests: prefixes, lengths around the window, input log-probabilities."""
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draws.randrange(vocabulary // 10, vocabulary) for _ in range(count))
+
+    prompts = []
+    for _ in range(draws.randint(1, 4)):
+        cached, new = draws.choice((0, 0, 3, 30, 70)), draws.randint(2, 60)
+        start = cached + draws.randrange(new) if draws.random() < 0.2 else -1
+        prompts.append(Prompt(ids(cached), ids(new), logprob_start=start))
+    return prompts
+
+
+def audited(engine: Engine, known: Any, draws: random.Random, number: int, result: Result) -> None:
+    """Random prefills, every one audited."""
+    report.reset()
+    os.environ[audit.VARIABLE] = "1"
+    known.auditor = audit.auditor(engine.runner, known)
+    try:
+        for _ in range(number):
+            batch = engine.schedule(traffic(draws, engine.text_model.config.vocab_size))
+            with switched("1"):
+                engine.forward(batch, unread=draws.random() < 0.15)
+    finally:
+        known.auditor = None
+    result.audited = report.audits.agree + report.audits.differ
+    result.audits = report.audits.worst
+
+
+def proved(known: Any, runner: Any, result: Result) -> None:
+    """Every graph of the recorded tail, full and padded."""
+    worst = [0.0]
+    difference = proof.difference
+
+    def noted(*rows: torch.Tensor) -> rounding.Finding:
+        found = difference(*rows)
+        worst.append(found.excess)
+        return found
+
+    proof.difference = noted
+    try:
+        proof.prove(known.graphs, runner)
+    finally:
+        proof.difference = difference
+    result.proof, result.proved = max(worst), len(worst) - 1
+
+
+@torch.no_grad()
+def judge(engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str]) -> None:
+    """The unbroken package, then every breakage."""
+    known = owner.of(engine.text_model)
+    checked = self_check.check(engine.runner, known)
+    if checked.worst is None:
+        raise SystemExit(f"{result.model}: {checked.describe()}")
+    result.check, result.seconds = checked.worst.excess, checked.seconds
+    result.apart, result.noise = checked.apart or 0.0, checked.noise or 0.0
+    if known.graphs is not None:
+        proved(known, engine.runner, result)
+    audited(engine, known, draws, AUDITED, result)
+    with self_check.comparing(engine.runner, known) as both:
+        for name in breaks:
+            with BREAKAGES[name](known) as applies:
+                if applies:
+                    broken = rounding.worst(both.findings())
+                    result.found[name], result.where[name] = broken.excess, broken.what
+
+
+def judged(name: str, dtype: str, count: int, breaks: Sequence[str], triton: bool) -> list[Result]:
+    """All models of one shape and type; in a process of its own, which keeps their memory."""
+    logging.disable(logging.ERROR)  # what is broken on purpose is logged, again and again
+    torch.set_num_threads(1)
+    shapes = TRITON if triton else SHAPES
+    shape, results = shapes[name][0], []
+    seed = 1000 * list(shapes).index(name) + 100 * DTYPES.index(dtype)
+    with engines(shape, dtype) as engine:
+        for kind in kinds(count, seed):
+            draw(engine.text_model, dataclasses.replace(shape, outlier_share=0.02, **kind))
+            result = Result(name, dtype, **kind)
+            judge(engine, result, random.Random(kind["seed"]), breaks)
+            results.append(result)
+            print(result, flush=True)
+    return results
+
+
+def run(args: argparse.Namespace) -> list[Result]:
+    """All models that are asked for."""
+    breaks = [name for name in BREAKAGES if args.breakage in name]
+    groups = [
+        (name, dtype, min(count, args.models or count), breaks, args.triton)
+        for name, (_, counts) in (TRITON if args.triton else SHAPES).items()
+        for dtype, count in zip(DTYPES, counts, strict=True)
+        if args.only in name and count
+    ]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=spawn, max_tasks_per_child=1) as pool:
+        done = [pool.submit(judged, *group) for group in reversed(groups)]
+        return [result for group in reversed(done) for result in group.result()]
+
+
+def summary(results: Sequence[Result]) -> dict[str, Any]:
+    """False alarms, and the smallest factor of each breakage."""
+    factors: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for result in results:
+        for name, factor in result.found.items():
+            model = f"{result.model}, {result.dtype}, seed {result.seed}"
+            factors[name].append((factor, model))
+    return {
+        "models": len(results),
+        "false_alarms": {
+            "check": sum(r.check > 1 for r in results),
+            "audits": sum(r.audits > 1 for r in results),
+            "proofs": sum(r.proof > 1 for r in results),
+        },
+        "largest": {
+            "check": max(r.check for r in results),
+            "audits": max(r.audits for r in results),
+            "proofs": max(r.proof for r in results),
+        },
+        "audited": sum(r.audited for r in results),
+        "proved": sum(r.proved for r in results),
+        "breakages": {
+            name: {"models": len(found), "smallest": min(found)[0], "on": min(found)[1]}
+            for name, found in factors.items()
+        },
+    }
+
+
+def finite(value: Any) -> Any:
+    """``value`` for JSON, which has no infinity."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.3g}") if math.isfinite(value) else "infinite"
+    return value
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; see ``--help``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=int, help="at most so many of each shape and type")
+    parser.add_argument("--only", default="", help="shapes with this in their name")
+    parser.add_argument("--breakage", default="", help="breakages with this in their name")
+    parser.add_argument("--jobs", type=int, default=2, help="processes; default: %(default)s")
+    parser.add_argument("--triton", action="store_true", help="on SGLang's Triton backend")
+    parser.add_argument("--write", type=Path, help="the results, as JSON")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run, print, write."""
+    args = parse_arguments()
+    began = time.monotonic()
+    results = run(args)
+    told = summary(results)
+    document = finite(
+        {
+            "commit": commit_of(MEASURED),
+            "seconds": round(time.monotonic() - began),
+            **told,
+            "results": [dataclasses.asdict(result) for result in results],
+        }
+    )
+    for name, found in told["breakages"].items():
+        print(f"{name:45} {found['models']:4} models, at least {found['smallest']:.3g} times")
+    if args.write:
+        args.write.write_text(json.dumps(document) + "\n")
+    document.pop("results")
+    print(json.dumps(document))
+    good = not any(told["false_alarms"].values()) and all(
+        found["smallest"] > ENOUGH for found in told["breakages"].values()
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

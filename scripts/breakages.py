@@ -1,0 +1,249 @@
+"""Ways in which the fast path could be wrong, for whoever wants to see that checks notice.
+
+Each is a context manager around forwards of one model; stock's own forwards are not touched. Where
+a model has no place for one (no layer with a window, no recorded tail) it yields False.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.cutting import cut, donor, per_layer
+from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.owner import Owner
+
+Breakage = Callable[[Owner], AbstractContextManager[bool]]
+
+
+def _is_triton(backend: Any) -> bool:
+    return any(base.__name__ == "TritonAttnBackend" for base in type(backend).__mro__)
+
+
+@contextmanager
+def _window(known: Owner, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
+    """The tail's rows see so many keys more in their windows."""
+    attention, layers = known.attention, known.model.layers[known.first_shared - 1 :]
+    assert attention is not None
+    broken = {
+        layer.self_attn.attn
+        for layer in (layers[:1] if donor_alone else layers)
+        if seams.keys_in_window(layer.self_attn.attn)
+    }
+    if not broken:
+        yield False
+        return
+    tail, whole_window = attention.tail, seams.whole_window
+
+    def narrower(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if layer in broken:
+                layer = copy.copy(layer)
+                layer.sliding_window_size += more
+            return stock(q, k, v, layer, *args, **kwargs)
+
+        return forward
+
+    @contextmanager
+    def planned(backend: Any) -> Iterator[None]:  # Triton's windows are what was planned
+        with whole_window(backend):
+            backend.sliding_window_size += more
+            try:
+                yield
+            finally:
+                backend.sliding_window_size -= more
+
+    with ExitStack() as stack:
+        if _is_triton(tail):
+            if donor_alone:
+                yield False
+                return
+            stack.enter_context(mock.patch.object(seams, "whole_window", planned))
+        else:
+            shadows = stack.enter_context(Shadows())
+            for name in ("forward_decode", "forward_extend"):
+                shadows.add(tail, name, narrower)
+        yield True
+
+
+@contextmanager
+def _other_pool(known: Owner) -> Iterator[bool]:
+    """Slots of the full pool are looked up in the window's."""
+    assert known.attention is not None
+    tail = known.attention.tail
+    if not hasattr(tail.token_to_kv_pool, "full_to_swa_index_mapping"):
+        yield False
+        return
+    plan = seams.plan
+
+    def untranslated(stock: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: stock(*args)._replace(window_slots=None)
+
+    def planned(backend: Any, batch: Any) -> None:
+        plan(backend, batch)
+        metadata = backend.forward_metadata
+        metadata.window_kv_indices = metadata.window_kv_indices.roll(1)
+
+    with ExitStack() as stack:
+        if _is_triton(tail):
+            stack.enter_context(mock.patch.object(seams, "plan", planned))
+        else:
+            stack.enter_context(Shadows()).add(tail, "_written", untranslated)
+        yield True
+
+
+@contextmanager
+def _positions(_: Owner) -> Iterator[bool]:
+    stock = cut.gather
+
+    def gather(*args: Any) -> Any:
+        gathered = stock(*args)
+        return replace(gathered, positions=gathered.positions + 1)
+
+    with mock.patch.object(cut, "gather", gather):
+        yield True
+
+
+@contextmanager
+def _next_request(_: Owner) -> Iterator[bool]:
+    stock = KeptRows.indices
+
+    def indices(kept: KeptRows) -> list[int]:
+        right = stock(kept)
+        return [min(row + 1, right[-1]) for row in right]
+
+    with mock.patch.object(KeptRows, "indices", indices):
+        yield True
+
+
+@contextmanager
+def _keys(_: Owner, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
+    stock = donor.keys_and_values
+
+    def keys_and_values(*args: Any) -> Any:
+        keys, values = stock(*args)
+        return keys * k, values * v
+
+    with mock.patch.object(donor, "keys_and_values", keys_and_values):
+        yield True
+
+
+@contextmanager
+def _inputs(known: Owner, wrong: Callable[[Any, Callable[..., Any], int], Any]) -> Iterator[bool]:
+    stock = per_layer.SplitInputs.kept
+    kept = lambda inputs, layer: wrong(inputs, stock, layer)  # noqa: E731 - it replaces a method
+    with mock.patch.object(per_layer.SplitInputs, "kept", kept):
+        yield known.model.hidden_size_per_layer_input > 0
+
+
+def _other_layer(inputs: Any, stock: Callable[..., Any], layer: int) -> Any:
+    return stock(inputs, layer - 1 if layer == inputs._stop - 1 else layer + 1)
+
+
+def _other_row(inputs: Any, stock: Callable[..., Any], layer: int) -> Any:
+    return stock(inputs, layer).roll(1, 0)
+
+
+@contextmanager
+def _no_norm(_: Owner) -> Iterator[bool]:
+    def final_norm(_: Any, __: Any) -> Any:
+        return lambda hidden_states, *_, **__: hidden_states
+
+    with mock.patch.object(cut.Cut, "_final_norm", final_norm):
+        yield True
+
+
+@contextmanager
+def _scattered(_: Owner) -> Iterator[bool]:
+    stock = cut.Cut.scatter
+
+    def scatter(this: Any, rows: torch.Tensor) -> Any:
+        right = this.tail
+        this.tail = replace(right, index=(right.index - 1).clamp_min(0))
+        try:
+            return stock(this, rows)
+        finally:
+            this.tail = right
+
+    with mock.patch.object(cut.Cut, "scatter", scatter):
+        yield True
+
+
+@contextmanager
+def _skipped_layer(_: Owner) -> Iterator[bool]:
+    stock = cut._launched
+
+    def skipping(_: Any) -> Any:
+        return lambda *_, **kwargs: seams.layer_output(kwargs["hidden_states"])
+
+    def launched(this: Any) -> None:
+        stock(this)
+        this.shadow(this.layers[1], "forward", skipping)
+
+    with mock.patch.object(cut, "_launched", launched):
+        yield True
+
+
+@contextmanager
+def _never_written(_: Owner) -> Iterator[bool]:
+    """K and V of chunks that nobody reads."""
+    stock = donor.attend
+
+    def attend(parts: Any, q: torch.Tensor, k: Any, v: Any, batch: Any) -> Any:
+        unread = k is not None and not q.any()
+        return stock(parts, q, None if unread else k, None if unread else v, batch)
+
+    with mock.patch.object(donor, "attend", attend):
+        yield True
+
+
+@contextmanager
+def _stale(known: Owner, name: str) -> Iterator[bool]:
+    """A static input is never filled in, for any number of requests."""
+    tail = known.graphs
+    if tail is None or getattr(tail._inputs, name) is None:
+        yield False
+        return
+    static, right = getattr(tail._inputs, name), tail._of_first
+    static.fill_(1 if name == "lengths" else 0)  # of another batch
+    tail._of_first = [replace(rows, **{name: getattr(rows, name).clone()}) for rows in right]
+    tail._replays.clear()
+    try:
+        yield True
+    finally:
+        tail._of_first = right
+        tail._replays.clear()
+
+
+BREAKAGES: Mapping[str, Breakage] = {
+    "windows one key short": partial(_window, more=-1),
+    "windows one key long": partial(_window, more=1),
+    "the donor's window one key short": partial(_window, more=-1, donor_alone=True),
+    "the donor's window one key long": partial(_window, more=1, donor_alone=True),
+    "slots of the other pool": _other_pool,
+    "positions one too high": _positions,
+    "rows of the next request": _next_request,
+    "keys doubled": partial(_keys, k=2.0),
+    "keys 2 % too large": partial(_keys, k=1.02),
+    "values doubled": partial(_keys, v=2.0),
+    "values 2 % too large": partial(_keys, v=1.02),
+    "per-layer inputs of another layer": partial(_inputs, wrong=_other_layer),
+    "per-layer inputs of another row": partial(_inputs, wrong=_other_row),
+    "the norm left out": _no_norm,
+    "scattered one row off": _scattered,
+    "one layer skipped": _skipped_layer,
+    "unread keys and values not written": _never_written,
+    **{
+        f"a stale input of graphs: {name}": partial(_stale, name=name)
+        for name in ("rows", "positions", "requests", "lengths", "embeds", "embedded")
+    },
+}

@@ -1,0 +1,42 @@
+"""The check at start, made by hand, and what it makes a model run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from layer_rows import LAYERS
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.checking.self_check import Checked
+
+REQUESTS = 3
+NEW = [7, 6, 5]  # tokens of each, with pages of one
+
+
+def checked(engine: Engine) -> Checked:
+    """The check of this engine's model."""
+    return self_check.check(engine.runner, owner.of(engine.text_model))
+
+
+@contextmanager
+def counted(engine: Engine) -> Iterator[list[list[int]]]:
+    """Rows of each layer's FFN, for every forward in the span."""
+    forwards: list[list[int]] = []
+    hooks = [engine.text_model.register_forward_pre_hook(lambda *_: forwards.append([0] * LAYERS))]
+
+    def counter(number: int) -> Callable[..., None]:
+        def count(_: Any, args: tuple[Any, ...]) -> None:
+            forwards[-1][number] += args[0].shape[0]
+
+        return count
+
+    layers = enumerate(engine.text_model.layers)
+    hooks += [layer.mlp.register_forward_pre_hook(counter(n)) for n, layer in layers]
+    try:
+        yield forwards
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,121 @@
+"""What counts as rounding: held against computations that round, and against some that do more."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_gemma4_yoco.checking import rounding
+from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def compared(expected: torch.Tensor, found: torch.Tensor, roundings: float = 0.75) -> Finding:
+    [finding] = rounding.findings([Comparison.of("rows", expected, found, roundings)])
+    return finding
+
+
+def exact(seed: int, rows: int = 18, width: int = 64, *, outliers: float = 1.0) -> torch.Tensor:
+    values = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).double()
+    values[:, :2] *= outliers
+    return values
+
+
+def rounded_three_times(values: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Each time to a grid that lies otherwise: no rounding of it is like another's."""
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        shift = torch.rand(values.shape, generator=draw).double() + 0.5
+        values = (values * shift).to(dtype).double() / shift
+    return values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(seed=st.integers(0, 10**6), outliers=st.sampled_from([1.0, 50.0]))
+def test_three_roundings_each_are_allowed(dtype: torch.dtype, seed: int, outliers: float) -> None:
+    """The docstring's figure, and no more: 0.46 of the last place for keys."""
+    values = exact(seed, outliers=outliers)
+    one, other = (rounded_three_times(values, dtype, seed + i).to(dtype) for i in (1, 2))
+    found = compared(one, other)
+    assert found.is_rounding
+    if dtype != torch.float32:  # whose sums are most of what is allowed
+        assert found.excess > 0.2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outliers", [1.0, 50.0])
+def test_two_percent_are_a_defect(dtype: torch.dtype, outliers: float) -> None:
+    values = exact(0, outliers=outliers).to(dtype)
+    assert compared(values, values * 1.02).excess > 4
+
+
+def test_one_row_among_many() -> None:
+    values = exact(0, rows=1000).bfloat16()
+    other = values.clone()
+    other[7] = other[8]
+    assert compared(values, other).excess > 4
+    assert compared(values, values).error == 0
+
+
+def test_a_channel_that_is_small_counts_as_much_as_one_that_is_large() -> None:
+    values = exact(0, outliers=500.0).bfloat16()
+    other = values.clone()
+    other[:, 2:] *= 1.1
+    assert compared(values, other).excess > 4
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_is_no_number_is_a_defect(wrong: float) -> None:
+    values = exact(0).bfloat16()
+    other = values.clone()
+    other[1, 0] = wrong
+    for one, another in ((values, other), (other, values)):
+        found = compared(one, another)
+        assert found.error == math.inf
+        assert not found.is_rounding
+    assert str(compared(values, other)) == "rows is no number"
+
+
+def test_zeros() -> None:
+    zeros = torch.zeros(3, 8)
+    assert compared(zeros, zeros).error == 0
+    assert not compared(zeros, zeros + 1).is_rounding
+
+
+def test_another_reason_is_allowed_besides() -> None:
+    values = exact(0).bfloat16()
+    besides = torch.tensor(0.05)
+    [found] = rounding.findings(
+        [Comparison.of("rows", values, values * 1.02, 0.75, besides=besides)]
+    )
+    assert found.is_rounding
+    assert found.allowed > 0.05
+
+
+def test_tf32_is_what_a_gpu_rounds_to() -> None:
+    assert rounding.unit(torch.zeros(1)) < 1e-5
+    assert rounding.unit(torch.zeros(1, dtype=torch.bfloat16)) == pytest.approx(2**-7, rel=1e-3)
+
+
+def test_the_worst_is_the_farthest_beyond_its_bound() -> None:
+    near, far = Finding("near", 0.5, 0.4), Finding("far", 0.1, 0.01)
+    assert rounding.worst([near, far]) is far
+    assert rounding.worst([far, rounding.defect("gone")]).what == "gone"
+    assert str(far) == "far off by 1.0e-01, up to 1.0e-02 is rounding"
+    assert str(rounding.defect("gone")) == "gone"
+
+
+def test_distances_of_rows() -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 10.0]])
+    assert rounding.relative_error(rows, rows) == 0.0
+    assert rounding.relative_error(rows, rows + torch.tensor([[0.0], [0.0], [1.0]])) == (
+        pytest.approx(math.sqrt(2) / 10)
+    )
+    assert rounding.relative_error(rows[:0], rows[:0]) == 0.0
+    assert rounding.relative_error(torch.zeros(2, 2), torch.ones(2, 2)) == math.inf
+    assert rounding.relative_error(rows, rows * math.nan) == math.inf
