@@ -106,6 +106,7 @@ TOLD = "server/test_served_metrics.py"
 CEILING = "forward/test_ceiling.py"
 DOCTOR = "server/test_doctor.py"
 STATUS = "server/test_status.py"
+FOUND_OUT = "server/test_broken_package.py::test_it_is_found_out"
 OTHER_MAINS = "forward/test_any_backend.py"
 VERIFY = "server/test_verify.py"
 DEMO = f"{VERIFY}::test_the_demo_keeps_its_contract"
@@ -508,6 +509,9 @@ _WRITTEN = [
          "  # packed for the CPU\n", "", PROJECTIONS),
         ("a projection in eight bits counts as plain",
          "        and weight.dtype.itemsize >= 2\n", "", PROJECTIONS),
+        ("a prefill of nobody's does not count its rows",
+         '        "global_num_token_non_padded_cpu": total,\n', "",
+         "forward/test_prefill_batch.py"),
         ("ranks know no others",
          '    if argument is None or (argument("tp_size") or 1) == 1:\n', "    if True:\n", RANKS),
         ("replayed prefills are not known of",
@@ -896,7 +900,7 @@ _WRITTEN = [
         ("another backend than the one that was looked at",
          "        or owner.why_not_on(seams.current_attn_backend())\n", "", DECIDING),
         ("switch read at load only",
-         "        if not switch.enabled():\n            return OFF\n", "", CUT),
+         "        if not switch.enabled():\n            return OFF, None\n", "", CUT),
         ("the threshold is read twice", "kept, unread, minimum)\n",
          "kept, unread, threshold.min_skipped_rows())\n",
          f"{HOST_WORK}::test_variables_are_read_once_per_forward"),
@@ -1106,8 +1110,13 @@ _WRITTEN = [
         ("audits are not told", "        report.observe_audits(tell_audit)\n", "",
          f"{TOLD}::test_audits"),
         ("a server that is active does not say where it cuts",
-         "    if known is not None and reason is None:\n", "    if False:\n",
+         "    if known is not None and active:\n", "    if False:\n",
          f"{TOLD}::test_server_info_has_the_same_numbers"),
+        ("what is no number costs SGLang's answer", "json.dumps(_with_words(value), allow_nan=",
+         "json.dumps(value, allow_nan=", FOUND_OUT),
+        ("a server that gave up is active", "        reason = gate.standing_reason(known)\n",
+         "        reason = known.constant_reason\n",
+         f"{STATUS}::test_a_server_that_gave_up_is_not_active"),
     ),
     *of(
         "telling/report.py",

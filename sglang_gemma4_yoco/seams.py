@@ -32,7 +32,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.model_executor import forward_context
+from sglang.srt.model_executor import forward_batch_info, forward_context
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -618,7 +618,9 @@ def prefill_batch(
     logprob_starts: Sequence[int] | None,
     finishes: bool,
 ) -> Any:
-    """An extend batch of nobody's requests, as the scheduler's are.
+    """An extend batch of nobody's requests, field by field what SGLang makes of a scheduled one.
+
+    It names no requests, and nobody samples from it.
 
     Args:
         runner: SGLang's ``ModelRunner``.
@@ -656,21 +658,49 @@ def prefill_batch(
         extend_prefix_lens_cpu=list(prefix_lens),
         extend_logprob_start_lens_cpu=list(lens if logprob_starts is None else logprob_starts),
         return_logprob=logprob_starts is not None,
-        top_logprobs_nums=[0] * size,
-        token_ids_logprobs=[None] * size,
         mm_inputs=[None] * size,
+        lora_ids=[None] * size,
         spec_algorithm=SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        capture_hidden_mode=_captured_by_every_batch(runner),
     )
-    if hasattr(batch, "contains_last_prefill_chunk"):
-        batch.contains_last_prefill_chunk = finishes
+    for name, value in {
+        "contains_last_prefill_chunk": finishes,
+        "req_pool_indices_cpu": torch.tensor(requests, dtype=torch.int64),
+        # By these a replayed prefill tells its rows from its padding, up to 0.5.19 and since.
+        "num_token_non_padded_cpu": total,
+        "global_num_token_non_padded_cpu": total,
+    }.items():
+        if _has(ForwardBatch, name):
+            setattr(batch, name, value)
     if logprob_starts is not None:
-        wanted = sum(n - start for start, n in zip(logprob_starts, lens, strict=True))
-        batch.extend_input_logprob_token_ids_gpu = input_ids.new_zeros(wanted)
+        batch.top_logprobs_nums = [0] * size
+        batch.token_ids_logprobs = [None] * size
+        batch.extend_input_logprob_token_ids_gpu = _next_tokens(input_ids, lens, logprob_starts)
+    # Before 0.5.22 only pools translate that the gate refuses.
     translator = getattr(runner, "kv_index_translator", None)
-    if translator is not None and hasattr(translator, "own_plan"):  # 0.5.22 and later
+    if translator is not None and hasattr(translator, "own_plan"):
         translator.own_plan(batch).bind(batch, translator)
     return batch
+
+
+def _captured_by_every_batch(runner: Any) -> CaptureHiddenMode:
+    """Which hidden states every batch of this server returns, whoever asks (0.5.17 and later)."""
+    of_server = getattr(forward_batch_info, "get_server_return_hidden_states_mode", None)
+    if of_server is None:
+        return CaptureHiddenMode.NULL
+    return of_server(*([runner.server_args] if _parameters(of_server) else []))  # until 0.5.17
+
+
+def _next_tokens(
+    input_ids: torch.Tensor, lens: Sequence[int], starts: Sequence[int]
+) -> torch.Tensor:
+    """The token behind each one of a request from its start on; 0 behind the last."""
+    wanted = []
+    for request, start in zip(input_ids.split(list(lens)), starts, strict=True):
+        behind = request[start:].roll(-1)
+        behind[-1:] = 0
+        wanted.append(behind)
+    return torch.cat(wanted)
 
 
 def keys_in_window(attention: Any) -> int:

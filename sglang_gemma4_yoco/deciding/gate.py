@@ -405,6 +405,26 @@ def _rows(
     return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None
 
 
+def _wish() -> tuple[str | None, int | None]:
+    """Why the fast path is not wanted now, or None; and how many rows it must skip at least."""
+    try:
+        if not switch.enabled():
+            return OFF, None
+        return None, threshold.min_skipped_rows()
+    except ValueError as invalid:  # changed after load: a forward must not fail over it
+        return str(invalid), None
+
+
+def _standing(owner: Owner) -> str | None:
+    return _failures() or owner.constant_reason or _captures(owner)
+
+
+def standing_reason(owner: Owner) -> str | None:
+    """Why every batch would run as stock now, whatever it holds; None if some may be cut."""
+    unwanted, _ = _wish()
+    return unwanted or _standing(owner)
+
+
 def ineligible_reason(owner: Owner, forward_batch: Any) -> str | None:
     """Why this forward must run as stock, or None when it may skip rows in the shared layers."""
     verdict = judge(owner, forward_batch)
@@ -426,21 +446,11 @@ def judge(owner: Owner, forward_batch: Any) -> str | Admission:
     reason = _mode(forward_batch)
     if reason is not None:
         return reason
-    try:
-        if not switch.enabled():
-            return OFF
-        minimum = threshold.min_skipped_rows()
-    except ValueError as invalid:  # changed after load: a forward must not fail over it
-        return str(invalid)
+    unwanted, minimum = _wish()
+    if unwanted is not None:
+        return unwanted
     seen = judged(forward_batch)
-    reason = (
-        _failures()
-        or owner.constant_reason
-        or _captures(owner)
-        or _graph()
-        or _fields(forward_batch, seen)
-        or _lengths(forward_batch)
-    )
+    reason = _standing(owner) or _graph() or _fields(forward_batch, seen) or _lengths(forward_batch)
     if reason is not None:
         return reason
     kept, unread = kept_rows(forward_batch), is_unread(forward_batch)

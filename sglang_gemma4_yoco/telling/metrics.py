@@ -11,12 +11,18 @@ processes share a directory, and SGLang names that directory after it has loaded
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_gemma4_yoco import __version__, owner, seams
+from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
+
+if TYPE_CHECKING:
+    from sglang_gemma4_yoco.owner import Owner
 
 #: What /server_info has it under, in the internal state of each scheduler.
 ENTRY = "gemma4_yoco"
@@ -24,30 +30,90 @@ NO_MODEL = "no model with a KV-shared tail is served"
 
 
 def state() -> dict[str, Any]:
-    """What this process would say of itself, in plain types.
+    """What this process would say of itself, as JSON has it.
 
-    ``active``: batches may be cut, ``reason``: why not; ``cut``, ``tail``: where, and how the tail
-    runs; ``check``: what came of the check at start; ``forwards`` by outcome; ``rows``, of prefills
-    at the last layer, by what became of them; ``audits``, None where nothing is audited.
+    ``active``: batches may be cut, None where that cannot be told; ``reason``: why not; ``cut``,
+    ``tail``: where, and how the tail runs; ``check``: what came of the check at start; ``forwards``
+    by outcome; ``rows``, of prefills at the last layer, by what became of them; ``audits``, None
+    where nothing is audited.
+
+    A number that is not finite is a word, as JSON has no such numbers. An entry that cannot be told
+    is None, and ``untold`` has why, by its name; it is there in that case alone.
     """
-    known = owner.attached()
-    reason = NO_MODEL if known is None else known.constant_reason
-    cut = tail = None
-    if known is not None and reason is None:
-        cut, tail = known.attends(), known.runs_its_tail()
+    told: dict[str, Any] = {"version": __version__}
+    untold: dict[str, str] = {}
+    for name, entry in _entries(owner.attached()).items():
+        try:
+            told[name] = plain(entry())
+        except Exception as failure:  # noqa: BLE001 - the other entries are worth telling
+            told[name], untold[name] = None, _because(failure)
+    return {**told, "untold": untold} if untold else told
+
+
+def _entries(known: Owner | None) -> dict[str, Callable[[], Any]]:
+    """What tells each entry of ``state``."""
+    active, reason = _activity(known)
+    cut = tail = check = _nothing
+    if known is not None and active:
+        cut, tail = known.attends, known.runs_its_tail
+    if known is not None and known.checked is not None:
+        check = known.checked.state
     is_audited = known is not None and known.auditor is not None
     audited = is_audited or report.audits != report.Audits()  # until one differed, it may be
     return {
-        "version": __version__,
-        "active": reason is None,
-        "reason": reason,
+        "active": lambda: active,
+        "reason": lambda: reason,
         "cut": cut,
         "tail": tail,
-        "check": None if known is None or known.checked is None else known.checked.state(),
-        "forwards": dict(report.forwards),
-        "rows": dict(report.rows),
-        "audits": asdict(report.audits) if audited else None,
+        "check": check,
+        "forwards": lambda: report.forwards,
+        "rows": lambda: report.rows,
+        "audits": lambda: asdict(report.audits) if audited else None,
     }
+
+
+def _activity(known: Owner | None) -> tuple[bool | None, str | None]:
+    """Whether batches may be cut now, and why not."""
+    if known is None:
+        return False, NO_MODEL
+    try:
+        reason = gate.standing_reason(known)
+    except Exception as failure:  # noqa: BLE001 - the counters are worth telling all the same
+        return None, f"whether it is active cannot be told: {_because(failure)}"
+    return reason is None, reason
+
+
+def _nothing() -> Any:
+    return None
+
+
+def _because(failure: Exception) -> str:
+    report.failure("Gemma 4 fast prefill: /server_info lacks a part of its state", failure)
+    return repr(failure)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as whoever reads its JSON has it, with a word for each number that is not finite.
+
+    >>> plain({"a": (1, 2.5, math.inf), "b": math.nan})
+    {'a': [1, 2.5, 'infinite'], 'b': 'not a number'}
+
+    Raises:
+        TypeError, ValueError: JSON has nothing like it.
+    """
+    # SGLang's encoders want UTF-8, which is less than JSON allows.
+    text = json.dumps(_with_words(value), allow_nan=False, ensure_ascii=False)
+    return json.loads(text.encode())
+
+
+def _with_words(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _with_words(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_words(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not a number" if math.isnan(value) else "infinite" if value > 0 else "-infinite"
+    return value
 
 
 def add_to(internal_state: Any) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from ask import generate, tokens
-from server import Server
+from server import Server, running
+from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
+from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.telling import metrics
+from sglang_gemma4_yoco.telling import metrics, report
 
 Captured = pytest.CaptureFixture[str]
 
@@ -63,6 +65,30 @@ def test_for_a_program(servers: tuple[Server, Server], capsys: Captured) -> None
         assert (code, document["active"], document["reason"]) == (int(not active), active, reason)
         [state] = server.get("/server_info")["internal_states"]
         assert document["schedulers"] == [state[metrics.ENTRY]]
+
+
+def test_a_server_that_gave_up_is_not_active(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """Nor is one active that has just lost the path for good, while it serves as before."""
+    with running(tiny_checkpoint, tmp_path, switch=None) as server:
+        assert told(capsys, server.url)[0] == 0
+        server.failures.write_text("1")
+        for number in range(fallback.LIMIT):
+            assert told(capsys, server.url)[0] == 0
+            generate(server, tokens(40, seed=number))
+        assert len(tail_failures.told(server.failures)) == fallback.LIMIT
+        code, out, err = told(capsys, server.url)
+        assert (code, err) == (1, [])
+        assert out[-1] == f"The fast path is NOT active: {fallback.GIVEN_UP}"
+        generate(server, tokens(40, seed=fallback.LIMIT))
+        code, out, _ = told(capsys, "--json", server.url)
+        [state] = json.loads(out[-1])["schedulers"]
+    assert code == 1
+    assert (state["active"], state["reason"]) == (False, fallback.GIVEN_UP)
+    assert state["forwards"][report.FAILED] == fallback.LIMIT
+    assert state["forwards"][fallback.GIVEN_UP] == 1
+    assert len(tail_failures.told(server.failures)) == fallback.LIMIT
 
 
 # ---------------------------------------------------------------- what is no such server

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import orjson
 import pytest
+import torch
 
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import owner, seams, switch
+from sglang_gemma4_yoco.checking import audit, self_check
+from sglang_gemma4_yoco.commands import status
+from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.deciding import gate, threshold
 from sglang_gemma4_yoco.telling import metrics, report
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
@@ -41,6 +50,147 @@ def test_a_server_that_steps_aside_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 class Refused:
     constant_reason = "LoRA"
     checked = auditor = None
+
+
+class Serving:
+    """What is known of a model whose batches may be cut."""
+
+    constant_reason: Any = None
+    first_shared = 15
+    checked: Any = None
+    auditor = None
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(layers_to_capture=[])
+
+    def attends(self) -> Any:
+        return "cut inside layer 14"
+
+    def runs_its_tail(self) -> Any:
+        return "launched"
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    """It is attached, and has not failed."""
+    known = Serving()
+    monkeypatch.setattr(owner, "_attached", {known})
+    monkeypatch.setenv(switch.VARIABLE, "1")
+    fallback.reset()
+    yield known
+    fallback.reset()
+
+
+def told() -> dict[str, Any]:
+    """What stands in a scheduler's answer, which SGLang can send and encode."""
+    answer = SimpleNamespace(internal_state={"theirs": 1})
+    metrics.add_to(answer)
+    state: dict[str, Any] = answer.internal_state[metrics.ENTRY]
+    # As SGLang does: from the scheduler in MessagePack, and to the client in JSON.
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer.internal_state)) == (
+        answer.internal_state
+    )
+    assert orjson.loads(orjson.dumps(state)) == state
+    assert json.loads(json.dumps(state, allow_nan=False)) == state
+    return state
+
+
+def test_whatever_turns_the_path_off_is_told(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def says(reason: str | None) -> bool:
+        state = told()
+        assert (state["active"], state["reason"]) == (reason is None, reason)
+        # Where nothing is cut, nobody asks where.
+        assert (state["cut"], state["tail"]) == (
+            ("cut inside layer 14", "launched") if reason is None else (None, None)
+        )
+        return status.verdict([state])[0] is (reason is None)
+
+    assert says(None)
+    for variable, value, reason in (
+        (switch.VARIABLE, "0", gate.OFF),
+        (switch.VARIABLE, "on", f"{switch.VARIABLE}='on' is not a valid value"),
+        (threshold.VARIABLE, "few", f"{threshold.VARIABLE}='few' is not a valid value"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setenv(variable, value)
+            assert told()["active"] is False
+            assert told()["reason"].startswith(reason)
+    for _ in range(fallback.LIMIT):
+        assert says(None)
+        fallback.failed(RuntimeError("a failure"))
+    assert says(fallback.GIVEN_UP)
+    fallback.reset()
+    for reason in (self_check.FAILED, audit.DIFFERED):
+        serving.constant_reason = reason
+        assert says(reason)
+    serving.constant_reason = None
+    serving.model = SimpleNamespace(layers_to_capture=[20])
+    assert says(gate.CAPTURE_IN_TAIL)
+
+
+@pytest.mark.parametrize(
+    ("largest", "word"),
+    [(math.inf, "infinite"), (-math.inf, "-infinite"), (math.nan, "not a number")],
+)
+def test_a_number_that_is_not_finite_is_a_word(
+    serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
+    serving.checked = self_check.Checked(largest=largest, allowed=0.5)
+    report.audits.worst = largest
+    state = told()
+    assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
+    assert state["check"]["allowed"] == 0.5
+    assert f"largest_difference: {word}; allowed: 0.5" in " ".join(status.lines_of(state))
+    assert "untold" not in state
+    assert caplog.records == []
+
+
+class Unwritable:
+    def state(self) -> Any:
+        return {"largest_difference": torch.zeros(1), "failure": ValueError("no JSON")}
+
+
+class Broken:
+    def state(self) -> Any:
+        raise RuntimeError("it cannot be \udcff said")
+
+
+@pytest.mark.parametrize("checked", [Unwritable(), Broken()])
+def test_what_is_no_json_costs_its_own_entry(
+    serving: Serving, checked: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving.checked = checked
+    report.stepped_aside("LoRA", 7)
+    state = told()
+    assert state["check"] is None
+    assert list(state["untold"]) == ["check"]
+    assert "Error(" in state["untold"]["check"]
+    assert (state["active"], state["cut"]) == (True, "cut inside layer 14")
+    assert state["forwards"] == {"LoRA": 1}
+    told()
+    [record] = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert "/server_info lacks a part of its state" in record.getMessage()
+
+
+def test_text_that_is_no_utf_8_costs_its_own_entry(serving: Serving) -> None:
+    """JSON allows it; the encoders that SGLang uses do not."""
+    serving.runs_its_tail = lambda: "\udcff"  # type: ignore[method-assign]
+    state = told()
+    assert state["tail"] is None
+    assert "UnicodeEncodeError" in state["untold"]["tail"]
+
+
+def test_a_reason_that_cannot_be_told(serving: Serving) -> None:
+    """Then nobody says that it is active, nor that it is not."""
+    del serving.model.layers_to_capture
+    state = told()
+    assert state["active"] is None
+    assert state["reason"].startswith("whether it is active cannot be told: AttributeError(")
+    assert state["forwards"] == {}
+    assert status.verdict([state]) == (False, state["reason"])
 
 
 def test_a_state_that_cannot_be_told_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:

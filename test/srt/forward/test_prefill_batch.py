@@ -1,0 +1,169 @@
+"""A prefill of nobody's requests is, field by field, the batch that SGLang makes of such requests.
+
+What a field lacks shows where nobody looks: SGLang's own prefill graphs write the rows of their
+padding into the cache, for example, unless the batch says how many of them are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor import forward_batch_info
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
+from batches import batch_of
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import seams
+
+#: Fields that may differ in any batch, and why.
+ALWAYS = {
+    "rids": "requests of nobody's have no names",
+    "sampling_info": "nobody samples from what they are answered",
+}
+# What comes after a chunk that finishes no prompt is not known: no such tokens were made up.
+_LONGER = {"orig_seq_lens": "the prompt's tokens to come count"}
+_NEXT = {"extend_input_logprob_token_ids_gpu": "the first token to come is the last row's"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of batch.
+
+    Attributes:
+        prompts: what is scheduled.
+        may_differ: further fields, and why.
+    """
+
+    prompts: list[Prompt]
+    may_differ: Mapping[str, str] = field(default_factory=dict)
+
+
+KINDS = {
+    "one request": Kind(batch_of((0, 9))),
+    "one token": Kind(batch_of((40, 1))),
+    "several, some with prefixes": Kind(batch_of((0, 7), (33, 6), (70, 5))),
+    "logprobs of all rows": Kind(batch_of((0, 9), logprob_start=0)),
+    "logprobs behind a prefix": Kind(
+        [
+            *batch_of((12, 8), logprob_start=15),
+            *batch_of((0, 6)),
+            *batch_of((4, 5), logprob_start=0),
+        ]
+    ),
+    "an unfinished chunk": Kind(batch_of((20, 30), to_come=(21, 22)), _LONGER),
+    "an unfinished chunk beside a finished prompt": Kind(
+        [*batch_of((0, 7)), *batch_of((20, 30), to_come=(21, 22))], _LONGER
+    ),
+    "logprobs of an unfinished chunk": Kind(
+        batch_of((5, 9), to_come=(21, 22), logprob_start=8), {**_LONGER, **_NEXT}
+    ),
+}
+
+
+def of_sglang(engine: Engine, prompts: list[Prompt]) -> ForwardBatch:
+    """The batch that SGLang makes of requests that want no more logprobs than those of inputs."""
+    scheduled: ScheduleBatch = engine.schedule(prompts)
+    if scheduled.return_logprob:
+        scheduled.top_logprobs_nums = [0] * len(prompts)
+        scheduled.token_ids_logprobs = [None] * len(prompts)
+    return releases.forward_batch(scheduled, engine.runner)
+
+
+def of_ours(engine: Engine, theirs: Any, prompts: list[Prompt]) -> ForwardBatch:
+    """The same requests' batch, made without a scheduler."""
+    starts = theirs.extend_logprob_start_lens_cpu
+    batch: ForwardBatch = seams.prefill_batch(
+        engine.runner,
+        input_ids=theirs.input_ids,
+        requests=theirs.req_pool_indices.tolist(),
+        lens=[len(prompt.new) for prompt in prompts],
+        prefix_lens=[len(prompt.cached) for prompt in prompts],
+        slots=theirs.out_cache_loc,
+        logprob_starts=starts if theirs.return_logprob else None,
+        finishes=any(not prompt.to_come for prompt in prompts),
+    )
+    return batch
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are alike to their last part, and of the same types."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+        return alike and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if hasattr(one, "__dict__") and not isinstance(one, Enum):
+        return same(vars(one), vars(other))
+    return bool(one == other)
+
+
+def unlike(theirs: ForwardBatch, ours: ForwardBatch) -> dict[str, tuple[Any, Any]]:
+    """The fields that differ: what SGLang's batch has there, and ours."""
+    ours_has, theirs_has = vars(ours), vars(theirs)
+    assert ForwardBatch.__dataclass_fields__.keys() <= theirs_has.keys() == ours_has.keys()
+    return {
+        name: (value, ours_has[name])
+        for name, value in theirs_has.items()
+        if not same(value, ours_has[name])
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_what_sglang_makes(engine: Engine, kind: str) -> None:
+    prompts = KINDS[kind].prompts
+    theirs = of_sglang(engine, prompts)
+    found = unlike(theirs, of_ours(engine, theirs, prompts))
+    may_differ = {**ALWAYS, **KINDS[kind].may_differ}
+    assert {name: pair for name, pair in found.items() if name not in may_differ} == {}
+    assert found.keys() == may_differ.keys()  # what does not differ needs no excuse
+
+
+@pytest.mark.parametrize("mode", [CaptureHiddenMode.LAST, CaptureHiddenMode.FULL])
+def test_what_every_batch_of_a_server_captures(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: CaptureHiddenMode
+) -> None:
+    """A server that may be asked for hidden states: SGLang's batches are all of one mode."""
+    name = "get_server_return_hidden_states_mode"
+    if not hasattr(forward_batch_info, name):
+        pytest.skip("in this SGLang a batch captures what its requests want")
+    monkeypatch.setattr(forward_batch_info, name, lambda *_: mode)
+    prompts = KINDS["one request"].prompts
+    theirs = of_sglang(engine, prompts)
+    assert theirs.capture_hidden_mode is mode
+    assert unlike(theirs, of_ours(engine, theirs, prompts)).keys() == ALWAYS.keys()
+
+
+def test_rows_are_counted(engine: Engine) -> None:
+    """The real ones, by which SGLang's prefill graphs tell them from padding."""
+    prompts = KINDS["several, some with prefixes"].prompts
+    theirs = of_sglang(engine, prompts)
+    batches: tuple[Any, Any] = (theirs, of_ours(engine, theirs, prompts))
+    names = {"global_num_token_non_padded_cpu", "num_token_non_padded_cpu"}
+    known = names & ForwardBatch.__dataclass_fields__.keys()
+    assert len(known) == 1
+    assert [getattr(batch, *known) for batch in batches] == [18, 18]
+
+
+def test_what_counts_as_the_same() -> None:
+    one = torch.tensor([1, 2])
+    assert same([one, {"a": (1, None)}], [one.clone(), {"a": (1, None)}])
+    assert not same(one, one.int())
+    assert not same(one, one[None])
+    assert not same(one, torch.tensor([1, 3]))
+    assert not same([0], (0,))
+    assert not same(1, True)
+    assert not same(Kind([]), Kind([], {"a": "b"}))
+    assert not same(CaptureHiddenMode.LAST, CaptureHiddenMode.FULL)
