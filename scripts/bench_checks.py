@@ -45,8 +45,8 @@ os.environ["SGLANG_GEMMA4_YOCO_SELF_CHECK"] = "0"  # it is called by hand
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test" / "srt" / "harness"))
 
 import torch
-from breakages import BREAKAGES
 
+from breakages import BREAKAGES
 from decode_graphs import recorded_decode_steps
 from provenance import commit_of
 from sglang_gemma4_reference import checkpoint

@@ -86,7 +86,14 @@ def _other_pool(known: Owner) -> Iterator[bool]:
     plan = seams.plan
 
     def untranslated(stock: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: stock(*args)._replace(window_slots=None)
+        def written(*args: Any) -> Any:
+            cache = stock(*args)
+            if cache.window_slots is None:
+                return cache
+            same = torch.arange(len(cache.window_slots)) % len(cache.keys)
+            return cache._replace(window_slots=same)
+
+        return written
 
     def planned(backend: Any, batch: Any) -> None:
         plan(backend, batch)

@@ -32,9 +32,13 @@ _ROUNDINGS = 4.0
 _BEYOND = 9  # tokens, of the request, before the window of its last one
 
 
-def prove(graphs: TailGraphs, runner: Any) -> None:
-    """Compare every graph with the launched layers, and drop what differs, with one error line."""
-    generator = torch.Generator(runner.device).manual_seed(0)
+def prove(graphs: TailGraphs, runner: Any, seed: int = 0) -> None:
+    """Compare every graph with the launched layers, and drop what differs, with one error line.
+
+    Args:
+        seed: of the random inputs.
+    """
+    generator = torch.Generator(runner.device).manual_seed(seed)
     attentions = [layer.self_attn.attn for layer in graphs.layers]
     with _a_request(runner, attentions, generator) as tokens:
         fill = partial(_fill, tokens=tokens, generator=generator)

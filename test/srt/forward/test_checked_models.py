@@ -1,19 +1,28 @@
-"""The check at start on models that are tame and on some that are not: it tells right from wrong.
+"""The check at start, and audits, on models that are tame and on some that are not.
+
+On all of them they tell right from wrong, and so do proofs of recorded tails.
 
 Here are three models; ``scripts/bench_checks.py`` has hundreds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import random
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+from audited_prefills import audited, counts
+from batches import batch_of
+from bench_checks import traffic
 from breakages import BREAKAGES
 from checking import NEW, REQUESTS, checked, counted
-
 from decode_graphs import recorded_decode_steps
-from forwards import ENGINE, norms_that_add_in_place
+from forwards import ENGINE, assert_untouched, norms_that_add_in_place
+from observe import run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import (
     E2B_TINY,
@@ -23,6 +32,8 @@ from sglang_gemma4_reference.checkpoint import (
 )
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.checking import proof
+from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -91,3 +102,71 @@ def test_norms_that_add_in_place(recorded: Engine) -> None:
         found = checked(recorded)
     assert found.worst is not None
     assert found.worst.excess < 0.5
+
+
+def test_a_right_graph_is_not_dropped(recorded: Engine) -> None:
+    """Full, and with as much padding as there can be."""
+    tail = owner.of(recorded.text_model).graphs
+    assert tail is not None
+    for seed in range(5):
+        proof.prove(tail, recorded.runner, seed)
+        assert tail.rows == (1, 2, 4)
+
+
+# ---------------------------------------------------------------- audits
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_audits_of_random_traffic(recorded: Engine, in_place: bool) -> None:
+    """None is a false alarm, whichever way the tail runs."""
+    draws = random.Random(int(in_place))
+    vocabulary = recorded.text_model.config.vocab_size
+    with audited(recorded), switched("1"), contextlib.ExitStack() as span:
+        if in_place:
+            span.enter_context(norms_that_add_in_place(recorded))
+        for number in range(12):
+            batch = recorded.schedule(traffic(draws, vocabulary))
+            recorded.forward(batch, unread=number % 6 == 5)
+    assert counts() == (12, 0)
+    assert report.audits.worst < 0.5
+    assert report.forwards[report.TAIL_REPLAYED] > 0
+    assert report.forwards[report.ACTIVE] > 0
+    assert_untouched(recorded)
+
+
+WINDOW = E2B_TINY.sliding_window
+BATCHES = {
+    "replayed": batch_of((WINDOW + 9, 7), (2 * WINDOW, 3), (0, 5)),
+    "launched": [*batch_of((WINDOW + 9, 7), (0, 5)), *batch_of((WINDOW, 9), logprob_start=WINDOW)],
+}
+
+
+@pytest.mark.parametrize("batch", [*BATCHES, "unread"])
+@pytest.mark.parametrize("way", BREAKAGES)
+def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -> None:
+    """On the batch that is served; who asked gets what stock answers."""
+    if not _shows(way, batch):
+        pytest.skip("no such batch comes there")
+    scheduled = recorded.schedule(BATCHES["replayed" if batch == "unread" else batch])
+    stock = run(recorded, scheduled, "0")
+    known = owner.of(recorded.text_model)
+    with audited(recorded), switched("1"), BREAKAGES[way](known) as applies:
+        if not applies:
+            pytest.skip("this model has no place for it")
+        output = recorded.forward(scheduled, unread=batch == "unread")
+    assert counts() == (0, 1)
+    assert report.audits.worst > ENOUGH
+    if batch != "unread":
+        assert torch.equal(output.next_token_logits, stock.output.next_token_logits)
+    for now, then in zip(recorded.kv(), stock.kv, strict=True):
+        assert all(map(torch.equal, now, then))
+
+
+def _shows(way: str, batch: str) -> bool:
+    """Whether it lies on the way of such a batch."""
+    if batch == "unread":
+        return way.startswith(("keys", "values", "unread"))
+    if batch == "launched":  # with input logprobs, where layer K-1 attends as stock
+        donors = ("keys", "values", "unread", "a stale", "the donor's")
+        return not way.startswith(donors)
+    return way != "unread keys and values not written"

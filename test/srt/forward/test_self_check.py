@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from breakages import BREAKAGES
 from checking import NEW, REQUESTS, checked, counted
-
 from forwards import (
     ENGINE,
     PLACES,
@@ -141,7 +141,8 @@ def test_what_is_broken_is_named(
     monkeypatch.setattr(mlp, "forward", forward)
     with self_check.comparing(engine.runner, known) as both:
         named = {found.what for found in both.findings() if not found.is_rounding}
-    assert named == {f"output of layer {layer}"}
+    behind_it = {"rows behind the norm"} if layer == LAYERS - 1 else set()
+    assert named == {f"output of layer {layer}"} | behind_it
 
 
 def test_slots_of_others_stay_as_they_are(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

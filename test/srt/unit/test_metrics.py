@@ -138,7 +138,7 @@ def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
-    serving.checked = self_check.Checked(largest=largest, allowed=0.5)
+    serving.checked = self_check.Checked(Finding("keys", largest, 0.5))
     report.audits.worst = largest
     state = told()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word

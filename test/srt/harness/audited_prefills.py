@@ -1,0 +1,34 @@
+"""Prefills of an engine that are audited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco.telling import report
+
+
+@contextmanager
+def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[owner.Owner]:
+    """Prefills of the engine are audited in the span."""
+    known = owner.of(engine.text_model)
+    reason = known.constant_reason
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(audit.VARIABLE, str(every))
+        environment.setenv(audit.STRICT, str(int(strict)))
+        known.auditor = audit.auditor(engine.runner, known)
+    try:
+        yield known
+    finally:
+        known.auditor = None
+        known.constant_reason = reason
+
+
+def counts() -> tuple[int, int]:
+    """Of all audits so far, those that agree and those that found a defect."""
+    return report.audits.agree, report.audits.differ
