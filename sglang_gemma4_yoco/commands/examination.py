@@ -32,12 +32,16 @@ class Found:
     Attributes:
         alone: answers to the prompts, one at a time.
         at_once: answers to the same prompts, several at a time.
+        again: answers to the same prompts, each right behind itself: but for its last token, or
+            what its log-probabilities were asked of, it is in the prefix cache. Stock alone is
+            asked, which computes the last row by itself then, as the fast path's tail does.
         timed: times to first token.
         forwards: its prefills, by what became of them.
     """
 
     alone: list[Answer] = field(default_factory=list)
     at_once: list[Answer] = field(default_factory=list)
+    again: list[Answer] = field(default_factory=list)
     timed: list[Timed] = field(default_factory=list)
     forwards: Counter[str] = field(default_factory=Counter)
 
@@ -127,15 +131,19 @@ def at_once(server: Server, prompts: Sequence[Prompt], advance: Advance) -> list
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def ask(server: Server, prompts: Sequence[Prompt], advance: Advance) -> tuple[list[Answer], ...]:
-    """A server's answers to all prompts, one at a time and several at once."""
+def ask(server: Server, prompts: Sequence[Prompt], advance: Advance) -> Found:
+    """A server's answers to all prompts; not yet its times."""
     server.forget_prefixes()
-    alone = []
+    found = Found()
     for prompt in prompts:
-        alone.append(Answer.of(server.generate(prompt.request())))
+        found.alone.append(Answer.of(server.generate(prompt.request())))
         advance(f"{_which(server)}: one at a time")
+        if not server.fast:
+            found.again.append(Answer.of(server.generate(prompt.request())))
+            advance(f"{_which(server)}: and again")
     server.forget_prefixes()
-    return alone, at_once(server, prompts, advance)
+    found.at_once = at_once(server, prompts, advance)
+    return found
 
 
 def _which(server: Server) -> str:
@@ -146,12 +154,12 @@ def examine(
     servers: Sequence[Server], plan: Plan, lengths: Sequence[int], repeats: int, steps: Steps
 ) -> list[Found]:
     """Ask and time running servers."""
-    found = [Found() for _ in servers]
-    rounds = 2 * len(plan.prompts) + requests_of(lengths, repeats)
-    with steps(len(servers) * rounds) as advance:
-        for server, one in zip(servers, found, strict=True):
+    found = []
+    rounds = sum(2 if server.fast else 3 for server in servers) * len(plan.prompts)
+    with steps(rounds + len(servers) * requests_of(lengths, repeats)) as advance:
+        for server in servers:
             say(f"Asking {server.name} {len(plan.prompts)} prompts, alone and {AT_ONCE} at a time")
-            one.alone, one.at_once = ask(server, plan.prompts, advance)
+            found.append(ask(server, plan.prompts, advance))
             check_switch(server)
             server.forget_prefixes()
         busy = busy_share()

@@ -2,7 +2,8 @@
 
 Serves one model twice with the unchanged ``python -m sglang.launch_server``: stock
 (SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both are asked the same prompts at
-temperature 0, one at a time and then several at once, and the time to first token is measured with
+temperature 0, one at a time and then several at once; stock also a second time right behind the
+first, when all but the last token is in its prefix cache. The time to first token is measured with
 prompts that no server has seen before. What follows -- goes to both servers.
 
 On a CPU with the memory the two servers stand side by side and take turns, so that a busy machine
@@ -11,8 +12,11 @@ disturbs both alike; elsewhere one runs after the other.
 In float32 on a CPU all tokens must be equal, and all log-probabilities within 1e-3. Elsewhere
 products round differently with the number of their rows, in stock as well. There, for each kind of
 prompt, the mean difference of log-probabilities may be 3 times what stock differs from itself in
-other batches, and 0.05 more; the mean KL divergence of the next-token distributions 3 times that of
-stock, and 0.01 nats more. It is computed over the 20 likeliest tokens, all others taken as one.
+other batches (by its noisiest kind of prompt), and 0.05 more; the mean KL divergence of the
+next-token distributions 3 times that of stock, and 0.01 nats more; and one prompt of each kind may
+be as far off as the furthest of stock's. All of it is asked of the whole answers, and of what
+prefills computed by themselves. KL is computed over the 20 likeliest tokens, all others taken as
+one.
 
 The last line of stdout is one JSON document, which is in verify.json too; verify.html shows it, and
 opens without a network.

@@ -101,3 +101,23 @@ def assert_no_further(
     # Two independent errors of one size are 2**0.5 of it apart; these share the front's.
     assert apart.rms <= 2**0.5 * of_stock.rms, (apart, of_stock)
     assert apart.largest <= 2 * of_stock.largest, (apart, of_stock)
+
+
+def assert_as_near_as_rounding(
+    fast: torch.Tensor, stock: torch.Tensor, rounded: Sequence[torch.Tensor]
+) -> None:
+    """The fast path is no further from stock than stock that rounds otherwise.
+
+    For models that multiply rounding errors: bf16 is so far from fp32 there that fp32 says nothing
+    about the fast path, which shares with stock whatever the front has made of its own errors.
+
+    Args:
+        fast: log-probabilities of the fast path: [prompts, vocab].
+        stock: of the stock forward.
+        rounded: of stock forwards whose tail rounds otherwise.
+    """
+    apart = Error.of(fast, stock)
+    noise = [Error.of(other, stock) for other in rounded]
+    assert min(error.rms for error in noise) > _NOT_FP32, noise
+    assert apart.rms <= max(error.rms for error in noise), (apart, noise)
+    assert apart.largest <= max(error.largest for error in noise), (apart, noise)

@@ -212,12 +212,32 @@ def test_answers_are_compared_up_to_where_they_part() -> None:
     "other",
     [
         answer(position(1, math.nan)),
-        answer(position(2, -1.0, t2=-1.0)),  # the first server's token is not among the likeliest
+        answer(position(2, math.nan, t1=-1.0)),
         answer(position(1, -1.0), read=(position(5, -1.0),)),  # more of the prompt was read
     ],
 )
 def test_what_is_not_known_is_far_apart(other: Answer) -> None:
     assert Comparison.of([(answer(position(1, -1.0)), other)]).max_logprob == math.inf
+
+
+@pytest.mark.parametrize(
+    ("likeliest", "least"),
+    [
+        ({"t2": -0.25, "t3": -4.0}, 3.0),  # the first server's token is none of them, so below -4
+        ({}, 0.75),  # it is less likely than the second server's own
+    ],
+)
+def test_a_token_that_is_not_among_the_likeliest(likeliest: dict[str, float], least: float) -> None:
+    other = answer(position(2, -0.25, **likeliest))
+    one = answer(position(1, -1.0))
+    assert Comparison.of([(one, other)]).logprobs == [least]
+    assert Comparison.of([(other, one)]).logprobs == [least]
+
+
+def test_what_prefills_compute_of_an_answer() -> None:
+    read = (position(5, -1.0), position(6, -2.0))
+    whole = answer(position(1, -1.0), position(2, -0.5), read=read)
+    assert whole.prefilled == answer(position(1, -1.0), read=read)
 
 
 def test_a_reply_is_read() -> None:
@@ -244,7 +264,7 @@ def comparison(logprob: float, kl: float = 0.0, *, equal: bool = True) -> Compar
 
 
 def test_float32_on_a_cpu_must_be_equal() -> None:
-    noise = comparison(0.5)  # which excuses nothing
+    noise = [comparison(0.5)]  # which excuses nothing
     assert beyond(comparison(9e-4), noise, exact=True) == []
     assert "up to 0.0011" in beyond(comparison(1.1e-3), noise, exact=True)[0]
     assert "1 of 2 answers" in beyond(comparison(0.0, equal=False), noise, exact=True)[0]
@@ -253,13 +273,27 @@ def test_float32_on_a_cpu_must_be_equal() -> None:
 
 @pytest.mark.parametrize("own", [0.0, 0.02, 0.2])
 def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
-    noise = comparison(own, own / 10)
-    limit, kl = 3 * own + MEAN_LOGPROB, 3 * own / 10 + MEAN_KL
+    # Of one prompt, which was asked twice: it may be as far off as stock's own.
+    noise = [comparison(own, own / 10), comparison(own / 2)]
+    limit, kl = 4 * own + MEAN_LOGPROB, 4 * own / 10 + MEAN_KL
     within = comparison(limit * 0.99, kl * 0.99, equal=False)
     assert beyond(within, noise, exact=False) == []
     assert "log-prob" in beyond(comparison(limit * 1.01, 0.0), noise, exact=False)[0]
     assert "distributions" in beyond(comparison(0.0, kl * 1.01), noise, exact=False)[0]
     assert beyond(comparison(math.inf), noise, exact=False)
+    assert beyond(comparison(math.inf), [comparison(math.inf)], exact=False)
+
+
+def test_one_prompt_of_several_may_be_as_far_off_as_the_furthest() -> None:
+    noise = [Comparison(8, 8, 8, 8, [0.0] * 7 + [0.8], [0.0] * 8)]
+    limit = 3 * 0.1 + MEAN_LOGPROB
+
+    def fast(asked: int, logprob: float) -> Comparison:
+        return Comparison(2 * asked, 0, 0, 0, [logprob] * 2 * asked, [0.0] * 2 * asked)
+
+    for asked, more in ((1, 0.8), (4, 0.2)):
+        assert beyond(fast(asked, limit + 0.99 * more), noise, exact=False) == []
+        assert beyond(fast(asked, limit + 1.01 * more), noise, exact=False) != []
 
 
 # ---------------------------------------------------------------- the whole, and the page
@@ -271,7 +305,7 @@ def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> verdict.Out
     def found(by: float, factor: float) -> Found:
         answers = [answer(position(i, -1.0 - by, t1=-1.0 - by, t2=-2.0)) for i in range(2)]
         timed = [Timed(n, n * factor, answers[0]) for n in (100, 100, 200)]
-        return Found(answers, answers, timed, Counter({report.ACTIVE: 7}))
+        return Found(answers, answers, answers, timed, Counter({report.ACTIVE: 7}))
 
     asked = [Prompt(prompts.QUESTIONS, "<b>?", {}), Prompt(prompts.PREFIX, "b", {})]
     plan = Plan(Maker(range(100)), asked, exact, "float32", {prompts.CHUNKS: "a <reason>"})
@@ -305,7 +339,15 @@ def test_what_is_beyond_is_said() -> None:
         verdict.TIMED,
     ]
     assert outcome(0.01, exact=False).document["agrees"] is True
-    assert outcome(0.06, exact=False).document["agrees"] is False
+    rounded = outcome(0.06, exact=False).document
+    assert rounded["agrees"] is False
+    assert [problem.partition(":")[0] for problem in rounded["problems"]] == [
+        prompts.QUESTIONS,
+        prompts.PREFIX,
+        f"{prompts.QUESTIONS}, prefills alone",
+        f"{prompts.PREFIX}, prefills alone",
+        f"{verdict.TIMED}, prefills alone",
+    ]
     # Stock serves a batch that fails on the fast path: the answers are right, something is not.
     assert "3 prefills failed" in outcome(0.0, failed=3).document["problems"][0]
     assert outcome(math.nan).document["max_logprob_diff"] is None

@@ -1,0 +1,133 @@
+"""How far rounding takes two forwards apart, whatever the model.
+
+End to end that depends on the model: where a head attends to few keys, a rounding that changes
+which they are changes all of what the head says, and later layers multiply it. So there are two
+measures. ``rounded_otherwise`` has stock itself round otherwise, and its answers show how far that
+takes them. ``layer_errors`` gives each layer of the tail the very rows that stock's was given:
+then rounding is that of one layer, and a defect of a layer is as large as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from batches import kept_rows
+from observe import run
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import seams
+
+# In units of the type's eps, of what a layer adds. It is the sum of three results, each rounded,
+# and so are the three sums on the way: by eps / 2 at most, eps / 12**0.5 in the mean square.
+# Stock's and the fast path's, 12 in all, make 1 if each is independent; four times that is none.
+_ROUNDING_OF_A_LAYER = 4.0
+
+
+@contextmanager
+def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
+    """In the layers behind the cut attention and FFN round otherwise: by up to eps / 2 more."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def rounded(_: Any, args: Any, output: Any) -> Any:
+        tensor = seams.layer_rows(output)
+        share = torch.rand(tensor.shape, generator=draw) - 0.5
+        other = (tensor.float() * (1 + share * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
+        return (other, *output[1:]) if isinstance(output, tuple) else other
+
+    hooks = [
+        part.register_forward_hook(rounded)
+        for _, layer in _layers_behind_the_cut(engine)
+        for part in (layer.self_attn, layer.mlp)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> dict[int, float]:
+    """By layer, the fast path's largest error of a kept row, relative to what the layer adds.
+
+    Every layer is given stock's own rows. An error is the root mean square over the channels, each
+    relative to what stock's layer adds to it: channels differ by far in some models.
+
+    Args:
+        scheduled: the batch of ``prompts``; the fast path cuts it inside the last donor.
+    """
+    layers = _layers_behind_the_cut(engine)
+    total, kept = 0, []
+    for prompt, count in zip(prompts, kept_rows(prompts), strict=True):
+        total += len(prompt.new)
+        kept += range(total - count, total)
+    before: dict[int, torch.Tensor] = {}
+    after: dict[int, torch.Tensor] = {}
+    fast: dict[int, torch.Tensor] = {}
+
+    def given(number: int) -> Any:
+        def hook(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            before[number] = kwargs["hidden_states"].clone()
+
+        return hook
+
+    def returned(number: int, found: dict[int, torch.Tensor]) -> Any:
+        def hook(_: Any, args: Any, output: Any) -> None:
+            found[number] = seams.layer_rows(output).clone()
+
+        return hook
+
+    def given_stocks(number: int) -> Any:
+        def hook(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            # The donor's own hooks do not see its kept rows: they are what comes next.
+            fast[number - 1] = kwargs["hidden_states"].clone()
+            rows = before[number][kept].clone()
+            seams.write_residual(kwargs["forward_batch"], rows)
+            return args, {**kwargs, "hidden_states": rows}
+
+        return hook
+
+    hooks = []
+    try:
+        for number, layer in layers:
+            hooks.append(layer.register_forward_pre_hook(given(number), with_kwargs=True))
+            hooks.append(layer.register_forward_hook(returned(number, after)))
+        run(engine, scheduled, "0")
+        while hooks:
+            hooks.pop().remove()
+        for number, layer in layers[1:]:
+            hooks.append(layer.register_forward_pre_hook(given_stocks(number), with_kwargs=True))
+        last, layer = layers[-1]
+        hooks.append(layer.register_forward_hook(returned(last, fast)))
+        run(engine, scheduled, "1")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    fast[last] = fast[last][kept]  # which come out of the last layer in their places among all
+    errors = {}
+    for number, _ in layers:
+        added = after[number].double() - before[number].double()
+        apart = fast[number].double() - after[number][kept].double()
+        scale = added.square().mean(0).sqrt()
+        errors[number] = float((apart / scale).square().mean(-1).sqrt().max())
+    return errors
+
+
+def allowed_of_a_layer(engine: Engine) -> float:
+    """What ``layer_errors`` may be."""
+    return float(_ROUNDING_OF_A_LAYER * torch.finfo(engine.runner.dtype).eps)
+
+
+def assert_layers_agree(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> None:
+    """Given stock's rows, each layer of the tail adds what stock's adds, but for its rounding."""
+    errors = layer_errors(engine, scheduled, prompts)
+    assert max(errors.values()) <= allowed_of_a_layer(engine), errors
+
+
+def _layers_behind_the_cut(engine: Engine) -> list[tuple[int, Any]]:
+    """The last donor, which is cut, and the layers that share K and V."""
+    config = engine.text_model.config
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    return list(enumerate(engine.text_model.layers))[first - 1 :]
