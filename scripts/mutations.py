@@ -1,7 +1,7 @@
 """The named ways in which ``mutation_check.py`` breaks the package.
 
 Written against what could break: which rows, whose metadata, what is put back, who refuses. None of
-them may leave the package's behaviour as it was. Every single entry of the gate's tables is one
+them may leave the package's behaviour as it was. Every single entry of the package's tables is one
 more, made from the source itself.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -99,6 +100,8 @@ IMAGES = "triton/test_image_masks.py"
 READS = "forward/test_no_sync.py"
 HOST_WORK = "forward/test_added_work.py"
 FAULTS = "server/test_load_faults.py"
+LOAD = "forward/test_load.py"
+GONE = f"{LOAD}::test_a_name_that_is_gone"
 DEFAULTS = "server/test_defaults.py"
 RULE = "forward/test_measured_rule.py"
 REPLAYED = "forward/test_replayed_tail.py"
@@ -523,6 +526,35 @@ _WRITTEN = [
         ("a renamed method is no changed seam",
          "        if not callable(getattr(ModelRunner, name, None)):\n", "        if False:\n",
          f"{FAULTS}::test_renamed_seams"),
+        ("a renamed field is no changed seam",
+         "    absent = [name for name in _REQUIRED_FIELDS if name not in fields]\n",
+         "    absent = []\n", GONE),
+        ("a renamed mode is no changed seam",
+         "    absent = [name for name in _REQUIRED_MODES if name not in ForwardMode.__members__]\n",
+         "    absent = []\n", GONE),
+        ("another way to make a forward's context is no changed seam",
+         "        if not callable(getattr(forward_context, name, None)):\n", "        if False:\n",
+         GONE),
+        ("another way to write residuals is no changed seam",
+         "            if not callable(getattr(residual_batch, name, None)):\n",
+         "            if False:\n", GONE),
+        ("batches without residuals are no changed seam",
+         '        if "residual_stream" not in fields:\n', "        if False:\n", GONE),
+        ("residuals that have moved are no changed seam",
+         '    elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:\n',
+         "    elif False:\n", f"{LOAD}::test_a_residual_that_has_moved"),
+        ("a layer that is called otherwise is no changed seam",
+         "    if layer_call[1:5] != [", "    if False and layer_call[1:5] != [",
+         f"{LOAD}::test_a_signature_that_has_changed"),
+        ("another way to plan attention is no changed seam",
+         '    if _parameters(AttentionBackend.init_forward_metadata) != ["self", "forward_batch"]:\n',
+         "    if False:\n", f"{LOAD}::test_a_signature_that_has_changed"),
+        ("what a release never had is missed",
+         "lacking = [name for name in absent if name not in _SINCE or installed >= _SINCE[name]]",
+         "lacking = absent", f"{LOAD}::test_what_a_release_never_had_is_not_missed"),
+        ("what a release has from its first day on is not missed",
+         "or installed >= _SINCE[name]]", "or installed > _SINCE[name]]",
+         f"{LOAD}::test_what_a_release_never_had_is_not_missed"),
         ("a model that is patched already is patched again",
          "        if hasattr(model, name):\n", "        if False:\n",
          f"{FORWARD}::TestInstallation"),
@@ -1010,9 +1042,15 @@ _WRITTEN = [
          "        switch.enabled()\n        if False:\n",
          f"{FAULTS}::test_switched_off"),
         ("installed with an invalid threshold", "        threshold.min_skipped_rows()\n", "",
-         f"{FAULTS}::test_settings_that_mean_nothing"),
+         f"{LOAD}::test_a_setting_that_means_nothing"),
         ("installed with an invalid number of rows", "        graphs.most_rows()\n", "",
-         f"{FAULTS}::test_settings_that_mean_nothing"),
+         f"{LOAD}::test_a_setting_that_means_nothing"),
+        ("installed with an invalid wish for the check", "        self_check.wanted()\n", "",
+         f"{LOAD}::test_a_setting_that_means_nothing"),
+        ("installed with an invalid number of audits", "        audit.every()\n", "",
+         f"{LOAD}::test_a_setting_that_means_nothing"),
+        ("installed with an invalid wish for strictness", "        audit.strict()\n", "",
+         f"{LOAD}::test_a_setting_that_means_nothing"),
         ("any version is good", "        check_version()\n", "",
          f"{FAULTS}::test_other_versions"),
         ("a changed seam is SGLang's loader's affair", "    except Exception as refusal:",
@@ -1236,16 +1274,45 @@ _WRITTEN = [
     ),
 ]  # fmt: skip
 
-# The gate's tables, by the test that goes through them in behaviour.
-_TABLES = {
-    "_REFUSING_FIELDS": FIELDS,
-    "_REFUSING_ARGUMENTS": ARGUMENTS,
-    "_REFUSING_SIZES": ARGUMENTS,
-    "_HIDDEN_STATE_ARGUMENTS": ARGUMENTS,
-    "_LAST_ROW_CAPTURES": REFUSED,
-    "_LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
+# The tables of each file, by the tests that go through them in behaviour. Of a table of tables
+# every entry of those is one.
+_TABLES: dict[str, dict[str, str]] = {
+    "deciding/gate.py": {
+        "_REFUSING_FIELDS": FIELDS,
+        "_REFUSING_ARGUMENTS": ARGUMENTS,
+        "_REFUSING_SIZES": ARGUMENTS,
+        "_HIDDEN_STATE_ARGUMENTS": ARGUMENTS,
+        "_LAST_ROW_CAPTURES": REFUSED,
+        "_LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
+        "_JUDGED": f"{DECIDING}::test_what_a_plan_was_made_from_is_replaced",
+    },
+    "deciding/backends.py": {
+        "SGLANGS": f"{OTHER_MAINS}::test_sglangs_own_backends",
+        "NAMES": f"{DOCTOR}::test_attention_backends_by_their_names",
+    },
+    "deciding/quantised.py": {"_APART": KINDS, "_SCHEMES_APART": KINDS},
+    "attending/graphs.py": {
+        "_REFUSED": f"{REPLAYED}::TestReasons",
+        "_ROWS": f"{REPLAYED}::test_all_row_counts_by_default",
+    },
+    "seams.py": {
+        "_REQUIRED_FIELDS": GONE,
+        "_REQUIRED_MODES": GONE,
+        "_REQUIRED_OF_RUNNERS": GONE,
+        "_REQUIRED_OF_CONTEXTS": GONE,
+        "_REQUIRED_OF_RESIDUALS": GONE,
+        "_SINCE": f"{LOAD}::test_what_a_release_never_had_is_not_missed",
+    },
 }
-_FIRST_OF_ENTRY = {"seams.CaptureHiddenMode.NULL": CUT}
+_FIRST_OF_ENTRY = {
+    "seams.CaptureHiddenMode.NULL": CUT,
+    "TritonAttnBackend: FRONT": WINDOWS,
+    "TritonAttnBackend: TAIL": WINDOWS,
+    "TritonAttnBackend: RECORDED": RECORDED_WINDOWS,
+    "1": ONE_ROW_EACH,
+}
+# Without it the file cannot be imported, or is not another one.
+_NO_MUTATIONS = {"*_REFUSING_FIELDS"}
 
 
 def _table(value: ast.expr) -> ast.expr:
@@ -1253,42 +1320,65 @@ def _table(value: ast.expr) -> ast.expr:
     return value.args[0] if isinstance(value, ast.Call) else value
 
 
-def _names(table: ast.expr) -> list[str]:
-    """What the entries of a table are called."""
+def _entries(table: ast.expr) -> list[ast.expr]:
+    """What the entries of a table are called by: the keys of a dict."""
     if isinstance(table, ast.Dict):
-        return [ast.unparse(key) for key in table.keys if key is not None]
+        return [key for key in table.keys if key is not None]
     assert isinstance(table, ast.Tuple | ast.Set), ast.dump(table)
-    return [ast.unparse(element) for element in table.elts]
+    return table.elts
 
 
-def _without(statement: ast.Assign, position: int) -> str:
+def _is_table(value: ast.expr) -> bool:
+    return isinstance(_table(value), ast.Dict | ast.Tuple | ast.Set)
+
+
+def _paths(value: ast.expr) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Each entry of a table, by name and by where it is: its place, or those of a table in it."""
+    table = _table(value)
+    for place, entry in enumerate(_entries(table)):
+        name = ast.unparse(entry).strip("'")
+        within = table.values[place] if isinstance(table, ast.Dict) else None
+        if within is None or not _is_table(within):
+            yield name, (place,)
+        else:
+            yield from ((f"{name}: {inner}", (place, *path)) for inner, path in _paths(within))
+
+
+def _without(statement: ast.Assign, path: tuple[int, ...]) -> str:
     """The source of an assignment whose table lacks one entry."""
     changed = copy.deepcopy(statement)
-    table = _table(changed.value)
+    table, (*outer, place) = _table(changed.value), path
+    for within in outer:
+        assert isinstance(table, ast.Dict)
+        table = _table(table.values[within])
     if isinstance(table, ast.Dict):
-        del table.keys[position], table.values[position]
+        del table.keys[place], table.values[place]
     else:
         assert isinstance(table, ast.Tuple | ast.Set)
-        del table.elts[position]
+        del table.elts[place]
+    # A set without elements has no literal: ast writes ``{*()}`` for it.
     return ast.unparse(changed)
 
 
-def table_entries(file: str = "deciding/gate.py") -> list[Mutation]:
-    """One mutation for every entry of the gate's tables: without it."""
-    source = (REPO / PACKAGE / file).read_text()
+def table_entries() -> list[Mutation]:
+    """One mutation for every entry of the tables: without it."""
     mutations = []
-    for statement in ast.parse(source).body:
-        if not isinstance(statement, ast.Assign):
-            continue
-        table = ast.unparse(statement.targets[0])
-        whole = ast.get_source_segment(source, statement)
-        if table not in _TABLES or whole is None:
-            continue
-        for position, entry in enumerate(_names(_table(statement.value))):
-            name = entry.strip("'")
-            first = _FIRST_OF_ENTRY.get(name, _TABLES[table])
-            changed = _without(statement, position)
-            mutations.append(Mutation(f"{table} without {name}", file, whole, changed, first))
+    for file, tables in _TABLES.items():
+        source = (REPO / PACKAGE / file).read_text()
+        for statement in ast.parse(source).body:
+            if not isinstance(statement, ast.Assign):
+                continue
+            table = ast.unparse(statement.targets[0])
+            whole = ast.get_source_segment(source, statement)
+            if table not in tables or whole is None:
+                continue
+            for name, path in _paths(statement.value):
+                if name not in _NO_MUTATIONS:
+                    first = _FIRST_OF_ENTRY.get(name, tables[table])
+                    changed = _without(statement, path)
+                    mutations.append(
+                        Mutation(f"{table} without {name}", file, whole, changed, first)
+                    )
     return mutations
 
 

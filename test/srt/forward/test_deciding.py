@@ -35,7 +35,7 @@ from forwards import (
 )
 from layer_rows import FIRST_CUT, LAYERS
 from layer_rows import cut as cut_rows
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import owner, seams
@@ -210,9 +210,22 @@ def test_a_batch_that_does_not_tell_whether_it_finishes_is_read(
             yield
         setattr(batch, name, before)
 
-    with while_deciding(engine, without, PLANNED), while_deciding(engine, without, CALLED):
-        seen = run(engine, engine.schedule(chunk), "1")
-    assert seen.rows[-1] == len(chunk)
+    def count(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        rows.append(args[0].shape[0])
+
+    rows: list[int] = []
+    scheduled = engine.schedule(chunk)
+    hook = engine.text_model.layers[-1].mlp.register_forward_pre_hook(count)
+    try:
+        with (
+            while_deciding(engine, without, PLANNED),
+            while_deciding(engine, without, CALLED),
+            switched("1"),
+        ):
+            engine.forward(scheduled)
+    finally:
+        hook.remove()
+    assert rows == [len(chunk)]
 
 
 @contextmanager
