@@ -228,6 +228,35 @@ def test_a_batch_that_does_not_tell_whether_it_finishes_is_read(
     assert rows == [len(chunk)]
 
 
+# What the host would know of two prompts of 40 and of 3 tokens -> what it says instead.
+LENGTHS: dict[str, dict[str, Any]] = {
+    "no list of new tokens": {"extend_seq_lens_cpu": (40, 3)},
+    "no list of cached ones": {"extend_prefix_lens_cpu": None},
+    "fewer that are cached": {"extend_prefix_lens_cpu": [0]},
+    "more requests": {"seq_lens": torch.tensor([40, 3, 1])},
+    "a request without new tokens": {"extend_seq_lens_cpu": [43, 0]},
+    "fewer tokens in all": {"extend_num_tokens": 42},
+    "more input ids": {"input_ids": torch.arange(44)},
+    "no list of logprobs": {"return_logprob": True, "extend_logprob_start_lens_cpu": None},
+    "fewer logprobs": {"return_logprob": True, "extend_logprob_start_lens_cpu": [0]},
+}
+
+
+@pytest.mark.parametrize("what", LENGTHS)
+def test_lengths_that_the_host_does_not_know(engine: Engine, what: str) -> None:
+    @contextmanager
+    def said(batch: Any) -> Iterator[None]:
+        before = {name: getattr(batch, name) for name in LENGTHS[what]}
+        vars(batch).update(LENGTHS[what])
+        try:
+            yield
+        finally:
+            vars(batch).update(before)
+
+    assert_stock(engine, said)
+    assert report.forwards[gate.UNKNOWN_LENGTHS] == 1
+
+
 @contextmanager
 def with_an_image(batch: Any) -> Iterator[None]:
     batch.mm_input_embeds = torch.zeros(len(batch.input_ids), 1)
@@ -460,8 +489,13 @@ def test_no_other_kind_is_known() -> None:
     assert set(SCHEMES) == known
 
 
-def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
-    with while_deciding(engine, lambda _: releases.published(**DRAFTS)):
+@pytest.mark.parametrize(
+    "arguments",
+    [DRAFTS, {"disaggregation_mode": "prefill"}, {"pp_size": 2}, {"offload_group_size": 0}],
+    ids=lambda a: ", ".join(a),
+)
+def test_what_refuses_nothing_alone(engine: Engine, arguments: dict[str, Any]) -> None:
+    with while_deciding(engine, lambda _: releases.published(**arguments)):
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows[-1] == len(TWO_PROMPTS)
 

@@ -801,6 +801,25 @@ REFUSED_ARGUMENTS = (
 )
 
 
+@pytest.mark.parametrize("backend", ["breakable", "tc_piecewise", "disabled"])
+def test_decode_steps_in_graphs_of_another_kind(
+    engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """What is recorded in pieces runs Python between them."""
+    stock = seams.server_arguments()
+    assert stock is not None
+    config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
+    with monkeypatch.context() as other:
+        other.setattr(
+            seams,
+            "server_arguments",
+            lambda: lambda asked: config if asked == "cuda_graph_config" else stock(asked),
+        )
+        steps = object.__new__(seams.DecodeCudaGraphRunner)
+        other.setattr(engine.runner, "decode_cuda_graph_runner", steps)
+        assert reason(engine) == graphs.NO_GRAPHS
+
+
 @pytest.mark.usefixtures("recordable")
 class TestReasons:
     def test_switched_off(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -887,17 +906,16 @@ class TestReasons:
         assert reason(engine) == "only 900 MiB of the GPU's memory are free"
 
     def test_just_enough_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of 4 rows: the numbers of all their slots, and the sums of 3 parts of 5 heads, 7 wide.
-
-        Three times what is needed, and a GiB besides.
-        """
+        """Of 4 rows: the numbers of all their slots, and the sums of 3 parts of 5 heads, which are
+        7 wide, and 11 where they have a window. Three times what is needed, and a GiB besides."""
         known = owner.of(engine.text_model)
         assert known.attention is not None
         backend = known.attention.tail
-        for name, value in {"num_head": 5, "max_kv_splits": 3, "v_head_dim": 7}.items():
+        has = {"num_head": 5, "max_kv_splits": 3, "v_head_dim": 7, "swa_v_head_dim": 11}
+        for name, value in has.items():
             monkeypatch.setattr(backend, name, value, raising=False)
         slots = engine.runner.req_to_token_pool.req_to_token.shape[1]
-        needed = 4 * (8 * slots + 4 * 5 * 3 * 7) + (64 << 20)
+        needed = 4 * (8 * slots + 4 * 5 * 3 * (7 + 11)) + (64 << 20)
         monkeypatch.setenv(graphs.VARIABLE, "4")
         for free in ((1 << 30) + 3 * needed, (1 << 30) + 3 * needed - 1):
             monkeypatch.setattr(seams, "free_device_memory", lambda _, free=free: free)
