@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -815,7 +816,7 @@ def test_decode_steps_in_graphs_of_another_kind(
             "server_arguments",
             lambda: lambda asked: config if asked == "cuda_graph_config" else stock(asked),
         )
-        steps = object.__new__(seams.DecodeCudaGraphRunner)
+        steps = object.__new__(DecodeCudaGraphRunner)
         other.setattr(engine.runner, "decode_cuda_graph_runner", steps)
         assert reason(engine) == graphs.NO_GRAPHS
 
