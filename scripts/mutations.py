@@ -1,7 +1,7 @@
 """The named ways in which ``mutation_check.py`` breaks the package.
 
 Written against what could break: which rows, whose metadata, what is put back, who refuses. None of
-them may leave the package's behaviour as it was. Every single entry of the gate's tables is one
+them may leave the package's behaviour as it was. Every single entry of the package's tables is one
 more, made from the source itself.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -99,6 +100,8 @@ IMAGES = "triton/test_image_masks.py"
 READS = "forward/test_no_sync.py"
 HOST_WORK = "forward/test_added_work.py"
 FAULTS = "server/test_load_faults.py"
+LOAD = "forward/test_load.py"
+GONE = f"{LOAD}::test_a_name_that_is_gone"
 DEFAULTS = "server/test_defaults.py"
 RULE = "forward/test_measured_rule.py"
 REPLAYED = "forward/test_replayed_tail.py"
@@ -190,6 +193,11 @@ _WRITTEN = [
         ("residual stream not put back",
          'for name in (*fields, "residual_stream") if hasattr(forward_batch, name)]',
          "for name in fields if hasattr(forward_batch, name)]", SERVED),
+        ("fields that a batch does not have are rewritten",
+         'for name in (*fields, "residual_stream") if hasattr(forward_batch, name)]',
+         'for name in (*fields, "residual_stream")]', CUT),
+        ("attention counts the rows of the whole batch",
+         '            "global_num_token_non_padded_cpu": kept.kept,\n', "", FIELDS_OF_TAIL),
     ),
     *of(
         "cutting/cut.py",
@@ -331,6 +339,13 @@ _WRITTEN = [
         ("what is planned ahead is not judged",
          "        return Refusal(forward_batch, verdict)\n    assert",
          f"        verdict = {ADMITTED}\n    assert", FIELDS),
+        ("a replayed tail is planned as a launched one too",
+         "    if plan.replay is None:\n        owner", "    if True:\n        owner",
+         f"{REPLAYED}::test_a_replay_costs_the_host_no_more_than_its_inputs"),
+        ("a replayed tail's batch is rewritten, for nobody",
+         "        replay = None if owner.graphs is None else",
+         "        assert tail.fields\n        replay = None if owner.graphs is None else",
+         f"{REPLAYED}::test_a_replay_costs_the_host_no_more_than_its_inputs"),
     ),
     *of(
         "cutting/forward.py",
@@ -364,6 +379,16 @@ _WRITTEN = [
          "        known.release()\n        reason = decided.reason\n",
          "        reason = decided.reason\n",
          "forward/test_tails_batch.py::TestPlansThatNobodyUses"),
+        ("a forward that never came to the cut counts as cut",
+         "    if cut.output is not None:\n", "    if True:\n",
+         f"{FORWARD}::test_a_forward_that_never_comes_to_the_cut"),
+        ("a forward that never came to the cut is audited",
+         "    return output, cut.output is not None\n", "    return output, True\n",
+         f"{FORWARD}::test_a_forward_that_never_comes_to_the_cut"),
+        ("a forward without new tokens cannot be counted",
+         'getattr(forward_batch, "extend_num_tokens", None) or 0  #',
+         'getattr(forward_batch, "extend_num_tokens", None)  #',
+         f"{FORWARD}::test_a_mode_without_new_tokens"),
     ),
     *of(
         "owner.py",
@@ -455,6 +480,39 @@ _WRITTEN = [
          "    except Exception as failure:  # noqa: BLE001 - whatever",
          "    except KeyError as failure:  # noqa: BLE001 - whatever",
          f"{HOST_WORK}::test_kernels_that_cannot_be_compiled_are_no_servers_end"),
+        ("a recording that fails on one rank is no end for the others",
+         "            if not fallback.is_alone():\n                raise\n"
+         "            report.failure(\"Gemma 4 fast prefill: rec",
+         "            if False:\n                raise\n"
+         "            report.failure(\"Gemma 4 fast prefill: rec",
+         f"{REPLAYED}::test_a_recording_that_fails_beside_other_ranks_ends_the_server"),
+        ("what another rank does not replay is held",
+         "            if recorded is not None:\n                recorded.close()\n"
+         "            self.launch(reason or", "            self.launch(reason or",
+         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_not_used"),
+        ("what is left of a recording that failed is held",
+         "            tail.close()\n            return None, reason",
+         "            return None, reason",
+         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_not_used"),
+        ("a model that was closed is told of", "        _attached.discard(self)\n", "",
+         f"{FORWARD}::test_nothing_is_known_of_a_model_that_was_closed"),
+        ("a model that was closed holds what was planned",
+         "        self.release()\n        self.launch(graphs.NOT_YET)",
+         "        self.launch(graphs.NOT_YET)",
+         f"{FORWARD}::test_nothing_is_known_of_a_model_that_was_closed"),
+        ("what is let go of a batch is its plan alone",
+         "        if self.attention is not None:\n            self.attention.release()\n", "",
+         f"{FORWARD}::test_nothing_is_known_of_a_model_that_was_closed"),
+        ("what is let go of a batch is its metadata alone",
+         "        self.planned = None\n        if self.attention is not None:",
+         "        if self.attention is not None:",
+         f"{FORWARD}::test_nothing_is_known_of_a_model_that_was_closed"),
+        ("a rank plans for a tail that the others refuse",
+         "Owner(model, attention if reason is None else None, runner.attn_backend)",
+         "Owner(model, attention, runner.attn_backend)",
+         f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
+        ("ranks of several versions go on", "return f\"{__version__}, {found}, ",
+         "return f\"{found}, ", f"{RANKS}::test_ranks_are_checked_together"),
     ),
     *of(
         "seams.py",
@@ -521,12 +579,49 @@ _WRITTEN = [
          "        is_in_breakable", RECORDED),
         ("a piecewise graph that is captured is not seen",
          "        or is_in_tc_piecewise_cuda_graph()\n", "", RECORDED),
+        ("ranks of all stages are one group", "return parallel_state.get_tp_group()",
+         "return parallel_state.get_world_group()", f"{RANKS}::test_groups_beside_each_other"),
+        ("graphs of any kind are SGLang's own",
+         'return graphs if getattr(getattr(config, "decode", None), "backend", None) == "full" '
+         "else None", "return graphs",
+         f"{REPLAYED}::test_decode_steps_in_graphs_of_another_kind"),
+        ("partial sums of windows need no memory", 'in ("v_head_dim", "swa_v_head_dim")]',
+         'in ("v_head_dim",)]', f"{REPLAYED}::TestReasons"),
         ("a hidden signature is no changed seam",
          '    if _parameters(model.forward)[:5] != [\n', "    if False and [] != [\n",
          f"{FAULTS}::test_server_with_a_changed_seam"),
         ("a renamed method is no changed seam",
          "        if not callable(getattr(ModelRunner, name, None)):\n", "        if False:\n",
          f"{FAULTS}::test_renamed_seams"),
+        ("a renamed field is no changed seam",
+         "    absent = [name for name in _REQUIRED_FIELDS if name not in fields]\n",
+         "    absent = []\n", GONE),
+        ("a renamed mode is no changed seam",
+         "    absent = [name for name in _REQUIRED_MODES if name not in ForwardMode.__members__]\n",
+         "    absent = []\n", GONE),
+        ("another way to make a forward's context is no changed seam",
+         "        if not callable(getattr(forward_context, name, None)):\n", "        if False:\n",
+         GONE),
+        ("another way to write residuals is no changed seam",
+         "            if not callable(getattr(residual_batch, name, None)):\n",
+         "            if False:\n", GONE),
+        ("batches without residuals are no changed seam",
+         '        if "residual_stream" not in fields:\n', "        if False:\n", GONE),
+        ("residuals that have moved are no changed seam",
+         '    elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:\n',
+         "    elif False:\n", f"{LOAD}::test_a_residual_that_has_moved"),
+        ("a layer that is called otherwise is no changed seam",
+         "    if layer_call[1:5] != [", "    if False and layer_call[1:5] != [",
+         f"{LOAD}::test_a_signature_that_has_changed"),
+        ("another way to plan attention is no changed seam",
+         "    if _parameters(AttentionBackend.init_forward_metadata) != [",
+         "    if False and [] != [", f"{LOAD}::test_a_signature_that_has_changed"),
+        ("what a release never had is missed",
+         "lacking = [name for name in absent if name not in _SINCE or installed >= _SINCE[name]]",
+         "lacking = absent", f"{LOAD}::test_what_a_release_never_had_is_not_missed"),
+        ("what a release has from its first day on is not missed",
+         "or installed >= _SINCE[name]]", "or installed > _SINCE[name]]",
+         f"{LOAD}::test_what_a_release_never_had_is_not_missed"),
         ("a model that is patched already is patched again",
          "        if hasattr(model, name):\n", "        if False:\n",
          f"{FORWARD}::TestInstallation"),
@@ -560,6 +655,17 @@ _WRITTEN = [
         ("rounded caches beside any backend",
          " and TAIL not in can(type(main)):", " and False:",
          f"{OTHER_MAINS}::test_a_rounded_cache_beside_another_backend"),
+        ("values lie as keys do", "(*part.k_buffer, *part.v_buffer)", "part.k_buffer",
+         f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
+        ("any FlashAttention", "return None if version == _FLASH_ATTENTION else",
+         "return None if version else", f"{OTHER_MAINS}::test_sglangs_own_backends"),
+        ("another FlashAttention", "_FLASH_ATTENTION = 4 ", "_FLASH_ATTENTION = 3 ",
+         f"{OTHER_MAINS}::test_sglangs_own_backends"),
+        *(
+            (f"the tail runs on {kind} too", f'"{kind}": frozenset({{FRONT}})',
+             f'"{kind}": frozenset({{FRONT, TAIL}})', f"{OTHER_MAINS}::test_sglangs_own_backends")
+            for kind in ("TRTLLMHAAttnBackend", "FlashAttentionBackend", "XPUAttentionBackend")
+        ),
     ),
     *of(
         "attending/attention.py",
@@ -596,8 +702,8 @@ _WRITTEN = [
          "        if not kept.one_per_request:\n            return None\n        return min",
          "        return min", f"{REPLAYED}::test_suffixes_must_skip_as_many_as_ever"),
         ("an unread chunk is replayed",
-         "if size is None or tail.unread or not tail.decodes:",
-         "if size is None or not tail.decodes:", f"{REPLAYED}::test_what_is_not_replayed"),
+         "if size is None or tail.unread:", "if size is None:",
+         f"{REPLAYED}::test_what_is_not_replayed"),
         ("lengths of the batch before", "inputs.lengths.copy_(forward_batch.seq_lens)", "pass",
          ONE_ROW_EACH),
         ("requests of the batch before",
@@ -643,6 +749,60 @@ _WRITTEN = [
         ("a replay that fails is any failure",
          "            raise ReplayError(\"the recorded tail could not be run\") from failure\n",
          "            raise\n", f"{REPLAYED}::test_a_failing_replay_is_served_by_stock"),
+        ("recorded without a backend of the tail's own",
+         "    if attention is None:\n        return NO_BACKEND\n", "",
+         f"{REPLAYED}::TestReasons"),
+        ("nothing is recorded unless it is asked for",
+         "return _ROWS[-1] if wanted is None else wanted", "return wanted or 0",
+         f"{REPLAYED}::test_all_row_counts_by_default"),
+        ("recorded into memory that others need", "_RESERVE + 3 * needed", "_RESERVE + needed",
+         f"{REPLAYED}::TestReasons"),
+        ("partial sums need no memory", " + 4 * seams.partial_sums(backend)", "",
+         f"{REPLAYED}::TestReasons"),
+        ("lists of tokens need no memory", "rows * (8 * slots + ", "rows * (",
+         f"{REPLAYED}::TestReasons"),
+        ("what is recorded in inference mode is written in no other",
+         "    @torch.inference_mode(False)  # they are written in forwards of any mode\n", "",
+         f"{REPLAYED}::test_recorded_in_inference_mode"),
+        ("rows that pad are the batch before's", "        if rows < size:\n",
+         "        if False:\n", ONE_ROW_EACH),
+        ("rows that pad are requests of the batch before", "        self.requests[kept:].zero_()\n",
+         "", ONE_ROW_EACH),
+        ("rows that pad are as long as the batch before's",
+         "        self.lengths[kept:].fill_(1)\n", "", ONE_ROW_EACH),
+        ("rows that pad hold the batch before's numbers",
+         "                floats[kept:].zero_()\n", "                pass\n", ONE_ROW_EACH),
+        ("rows that pad hold the batch before's embeddings",
+         "for floats in (self.rows, self.embeds, self.embedded):", "for floats in (self.rows,):",
+         ONE_ROW_EACH),
+        ("the largest graph serves all", "return min((rows for rows in self._graphs",
+         "return max((rows for rows in self._graphs", ONE_ROW_EACH),
+        ("a replay is made anew for each batch",
+         "        if (size, rows) not in self._replays:\n", "        if True:\n",
+         f"{REPLAYED}::test_a_replay_costs_the_host_no_more_than_its_inputs"),
+        ("graphs are held until Python collects cycles", "        self._replays.clear()\n", "",
+         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_let_go"),
+        ("a tail that was let go is replayed still", "        self._graphs.clear()\n", "",
+         f"{REPLAYED}::test_closed_with_the_backends"),
+        ("buffers outlive their graphs", "        seams.drop_graph_buffers(self._backend)\n", "",
+         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_let_go"),
+        ("the plan of the recording is held",
+         "            raise\n        finally:\n            self._backend.forward_metadata = None",
+         "            raise\n        finally:\n            pass",
+         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_let_go"),
+        ("recorded residuals are held", "            seams.end_residual(batch)\n",
+         "            pass\n", f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_let_go"),
+        ("recorded layers add into what they are given", "rows = inputs.rows.clone()",
+         "rows = inputs.rows", f"{REPLAYED}::test_norms_that_add_in_place"),
+        ("loads of the first recorded layer alone are waited for",
+         "{layer.self_attn.attn.layer_id for layer in self.layers}",
+         "{self.layers[0].self_attn.attn.layer_id}",
+         f"{REPLAYED}::test_loads_of_prefixes_are_waited_for"),
+        ("stages of a pipeline are recorded", '    if (argument("pp_size") or 1) > 1:\n',
+         "    if False:\n", f"{REPLAYED}::TestReasons"),
+        ("recorded beside memory that SGLang lends",
+         'return "SGLang lends the memory of its graphs" if seams.lends_graph_memory() else None',
+         "return None", f"{REPLAYED}::TestReasons"),
     ),
     *of(
         "checking/proof.py",
@@ -818,6 +978,18 @@ _WRITTEN = [
          KINDS),
         ("weights for few rows do no harm",
          " and not _is_converted_for_few_rows(layer)", "", KINDS),
+        ("many scales are one", "        and scale.numel() == 1\n", "", KINDS),
+        ("a scale of the inputs' own is the batch's",
+         '        and getattr(layer, "input_scale", None) is None\n', "", KINDS),
+        ("a scale for each token is the batch's", "        and not by_row\n", "", KINDS),
+        ("a scheme has no scale for each token",
+         'getattr(layer, "scheme", None), "per_token", False', 'None, "per_token", False', KINDS),
+        ("a method has no scale for each token",
+         'getattr(layer.quant_method, "use_per_token_if_dynamic", False) or', "False or", KINDS),
+        ("image models' methods count by their names", '_SGLANG = "sglang.srt."',
+         '_SGLANG = "sglang."', KINDS),
+        ("any method's scheme will do", "not in _SCHEMES_APART.get(name, ()):",
+         "not in {s for known in _SCHEMES_APART.values() for s in known}:", KINDS),
     ),
     *of(
         "cutting/per_layer.py",
@@ -834,6 +1006,8 @@ _WRITTEN = [
          "self._embedded = _layers(embedded, first_cut, self._stop)[: index.shape[0]]", CUT),
         ("per-layer embeddings of the first layers",
          "else embedded[:, start:stop]", "else embedded[:, : (stop or start + 1) - start]", CUT),
+        ("embeddings of no layer are gathered too", " or start == stop else", " else",
+         f"{REPLAYED}::test_a_replay_costs_the_host_no_more_than_its_inputs"),
         ("the tail's inputs are projected by the front's weights",
          "            start * model.hidden_size_per_layer_input, stop * model",
          "            0, (stop - start) * model", CUT),
@@ -931,7 +1105,39 @@ _WRITTEN = [
          "mode is not seams.ForwardMode.EXTEND", f"{DECIDING}::test_a_mixed_batch_that_stays_one"),
         ("what a newer SGLang has renamed",
          "reason = unseen_reason() or server_reason()", "reason = server_reason()",
-         f"{REFUSED}::test_a_renamed_argument_is_said_when_the_server_starts"),
+         f"{REFUSED}::test_a_renamed_name_is_said_when_the_server_starts"),
+        ("fields that a newer SGLang has renamed",
+         "seams.unseen(sorted(_judged_arguments()), _REFUSING_FIELDS)",
+         "seams.unseen(sorted(_judged_arguments()), ())",
+         f"{REFUSED}::test_a_renamed_name_is_said_when_the_server_starts"),
+        ("arguments that a newer SGLang has renamed",
+         "seams.unseen(sorted(_judged_arguments()), _REFUSING_FIELDS)",
+         "seams.unseen((), _REFUSING_FIELDS)",
+         f"{REFUSED}::test_a_renamed_name_is_said_when_the_server_starts"),
+        ("what does not tell whether it finishes is unread",
+         '"contains_last_prefill_chunk", True)', '"contains_last_prefill_chunk", False)',
+         f"{DECIDING}::test_a_batch_that_does_not_tell_whether_it_finishes_is_read"),
+        *(
+            (f"{what} count as known", old, new,
+             f"{DECIDING}::test_lengths_that_the_host_does_not_know")
+            for what, old, new in (
+                ("new tokens that are no list", "if type(lens) is not list or type(prefixes)",
+                 "if type(prefixes)"),
+                ("cached tokens that are no list", " or type(prefixes) is not list:", ":"),
+                ("cached tokens of fewer requests",
+                 "        len(lens) != len(prefixes)\n        or", "       "),
+                ("new tokens of fewer requests",
+                 "        or len(lens) != len(forward_batch.seq_lens)\n", ""),
+                ("requests without new tokens", "        or min(lens, default=0) < 1\n", ""),
+                ("lengths of fewer tokens",
+                 "        or total != forward_batch.extend_num_tokens\n", ""),
+                ("lengths of fewer input ids",
+                 "        or (input_ids is not None and total != len(input_ids))\n", ""),
+                ("logprobs that are no list", "if type(starts) is not list or len(starts)",
+                 "if len(starts)"),
+                ("logprobs of fewer requests", " or len(starts) != len(lens):", ":"),
+            )
+        ),
     ),
     *of(
         "patch.py",
@@ -1001,6 +1207,10 @@ _WRITTEN = [
         ("a rank looks at its own findings only",
          'keys = [f"{name}/{other}" for other in ranks]', 'keys = [f"{name}/{rank}"]',
          f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
+        ("groups share their verdicts", "{next(_comparisons)}/{min(group.ranks)}",
+         "{next(_comparisons)}", f"{RANKS}::test_groups_beside_each_other"),
+        ("a rank is looked for by its place in its group", "group.ranks[group.rank_in_group]",
+         "group.rank_in_group", f"{RANKS}::test_groups_beside_each_other"),
     ),
     *of(
         "plugin.py",
@@ -1014,9 +1224,15 @@ _WRITTEN = [
          "        switch.enabled()\n        if False:\n",
          f"{FAULTS}::test_switched_off"),
         ("installed with an invalid threshold", "        threshold.min_skipped_rows()\n", "",
-         f"{FAULTS}::test_settings_that_mean_nothing"),
+         f"{LOAD}::test_a_setting_that_means_nothing"),
         ("installed with an invalid number of rows", "        graphs.most_rows()\n", "",
-         f"{FAULTS}::test_settings_that_mean_nothing"),
+         f"{LOAD}::test_a_setting_that_means_nothing"),
+        ("installed with an invalid wish for the check", "        self_check.wanted()\n", "",
+         f"{LOAD}::test_a_setting_that_means_nothing"),
+        ("installed with an invalid number of audits", "        audit.every()\n", "",
+         f"{LOAD}::test_a_setting_that_means_nothing"),
+        ("installed with an invalid wish for strictness", "        audit.strict()\n", "",
+         f"{LOAD}::test_a_setting_that_means_nothing"),
         ("any version is good", "        check_version()\n", "",
          f"{FAULTS}::test_other_versions"),
         ("a changed seam is SGLang's loader's affair", "    except Exception as refusal:",
@@ -1059,6 +1275,11 @@ _WRITTEN = [
          "    with warnings.catch_warnings():\n", f"{DOCTOR}::test_flags_that_start_no_server"),
         ("plugins are not loaded", "    load_plugins()\n", "    pass\n",
          f"{DOCTOR}::test_a_server_that_would_be_active"),
+        ("a plugin that is not registered is not told",
+         "    if plugin.NAME not in found:\n", "    if False:\n",
+         f"{DOCTOR}::test_a_plugin_that_is_not_registered"),
+        ("a switch that is off is not told", "read() is False:", "read() is None:",
+         f"{DOCTOR}::test_a_switch_that_is_off"),
     ),
     *of(
         "commands/findings.py",
@@ -1084,6 +1305,34 @@ _WRITTEN = [
          "    if False:\n", f"{DOCTOR}::test_other_reasons"),
         ("overridden configs are not", "            config[name].update(value)\n",
          "            pass\n", f"{DOCTOR}::test_other_reasons"),
+        ("attention of decode steps is not looked at", 'for part in ("prefill", "decode")}',
+         'for part in ("prefill",)}', f"{DOCTOR}::test_attention_backends_by_their_names"),
+        ("attention of prefills is not looked at", 'for part in ("prefill", "decode")}',
+         'for part in ("decode",)}', f"{DOCTOR}::test_attention_backends_by_their_names"),
+        ("the one backend of a server is not looked at", " or common for part", " for part",
+         f"{DOCTOR}::test_attention_backends_by_their_names"),
+        ("a backend that is not proven is told to be active",
+         "        elif backends.FRONT not in can:\n", "        elif False:\n",
+         f"{DOCTOR}::test_attention_backends_by_their_names"),
+        ("a backend that nobody knows is told to be active",
+         "        if can is None:\n            findings.unknowns.append(",
+         "        if can is None:\n            (", f"{DOCTOR}::test_what_a_name_does_not_tell"),
+        ("a rounded cache beside any backend is told to be active",
+         "        elif stored not in (None, \"auto\") and backends.TAIL not in can:\n",
+         "        elif False:\n", f"{DOCTOR}::test_what_a_name_does_not_tell"),
+        ("a cache of any layout is told to be active",
+         '    if stored not in (None, "auto") and not str', "    if False and not str",
+         f"{DOCTOR}::test_what_a_name_does_not_tell"),
+        *(
+            (f"doctor does not read {setting}", old, new,
+             f"{DOCTOR}::test_settings_and_other_plugins")
+            for setting, old, new in (
+                ("how many rows are recorded", "in (graphs.most_rows, self", "in (self"),
+                ("whether it is checked", " self_check.wanted,", ""),
+                ("how often it is audited", " audit.every,", ""),
+                ("whether audits turn it off", ", audit.strict)", ")"),
+            )
+        ),
     ),
     *of(
         "commands/status.py",
@@ -1245,16 +1494,46 @@ _WRITTEN = [
     ),
 ]  # fmt: skip
 
-# The gate's tables, by the test that goes through them in behaviour.
-_TABLES = {
-    "_REFUSING_FIELDS": FIELDS,
-    "_REFUSING_ARGUMENTS": ARGUMENTS,
-    "_REFUSING_SIZES": ARGUMENTS,
-    "_HIDDEN_STATE_ARGUMENTS": ARGUMENTS,
-    "_LAST_ROW_CAPTURES": REFUSED,
-    "_LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
+# The tables of each file, by the tests that go through them in behaviour. Of a table of tables
+# every entry of those is one.
+_TABLES: dict[str, dict[str, str]] = {
+    "deciding/gate.py": {
+        "_REFUSING_FIELDS": FIELDS,
+        "_REFUSING_ARGUMENTS": ARGUMENTS,
+        "_REFUSING_SIZES": ARGUMENTS,
+        "_HIDDEN_STATE_ARGUMENTS": ARGUMENTS,
+        "_LAST_ROW_CAPTURES": REFUSED,
+        "_LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
+        "_JUDGED": f"{DECIDING}::test_what_a_plan_was_made_from_is_replaced",
+        "_OTHER_ARGUMENTS": f"{DECIDING}::test_what_refuses_nothing_alone",
+    },
+    "deciding/backends.py": {
+        "SGLANGS": f"{OTHER_MAINS}::test_sglangs_own_backends",
+        "NAMES": f"{DOCTOR}::test_attention_backends_by_their_names",
+    },
+    "deciding/quantised.py": {"_APART": KINDS, "_SCHEMES_APART": KINDS},
+    "attending/graphs.py": {
+        "_REFUSED": f"{REPLAYED}::TestReasons",
+        "_ROWS": f"{REPLAYED}::test_all_row_counts_by_default",
+    },
+    "seams.py": {
+        "_REQUIRED_FIELDS": GONE,
+        "_REQUIRED_MODES": GONE,
+        "_REQUIRED_OF_RUNNERS": GONE,
+        "_REQUIRED_OF_CONTEXTS": GONE,
+        "_REQUIRED_OF_RESIDUALS": GONE,
+        "_SINCE": f"{LOAD}::test_what_a_release_never_had_is_not_missed",
+    },
 }
-_FIRST_OF_ENTRY = {"seams.CaptureHiddenMode.NULL": CUT}
+_FIRST_OF_ENTRY = {
+    "seams.CaptureHiddenMode.NULL": CUT,
+    "TritonAttnBackend: FRONT": WINDOWS,
+    "TritonAttnBackend: TAIL": WINDOWS,
+    "TritonAttnBackend: RECORDED": RECORDED_WINDOWS,
+    "1": ONE_ROW_EACH,
+}
+# Without it the file cannot be imported, or is not another one.
+_NO_MUTATIONS = {"*_REFUSING_FIELDS"}
 
 
 def _table(value: ast.expr) -> ast.expr:
@@ -1262,42 +1541,65 @@ def _table(value: ast.expr) -> ast.expr:
     return value.args[0] if isinstance(value, ast.Call) else value
 
 
-def _names(table: ast.expr) -> list[str]:
-    """What the entries of a table are called."""
+def _entries(table: ast.expr) -> list[ast.expr]:
+    """What the entries of a table are called by: the keys of a dict."""
     if isinstance(table, ast.Dict):
-        return [ast.unparse(key) for key in table.keys if key is not None]
+        return [key for key in table.keys if key is not None]
     assert isinstance(table, ast.Tuple | ast.Set), ast.dump(table)
-    return [ast.unparse(element) for element in table.elts]
+    return table.elts
 
 
-def _without(statement: ast.Assign, position: int) -> str:
+def _is_table(value: ast.expr) -> bool:
+    return isinstance(_table(value), ast.Dict | ast.Tuple | ast.Set)
+
+
+def _paths(value: ast.expr) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Each entry of a table, by name and by where it is: its place, or those of a table in it."""
+    table = _table(value)
+    for place, entry in enumerate(_entries(table)):
+        name = ast.unparse(entry).strip("'")
+        within = table.values[place] if isinstance(table, ast.Dict) else None
+        if within is None or not _is_table(within):
+            yield name, (place,)
+        else:
+            yield from ((f"{name}: {inner}", (place, *path)) for inner, path in _paths(within))
+
+
+def _without(statement: ast.Assign, path: tuple[int, ...]) -> str:
     """The source of an assignment whose table lacks one entry."""
     changed = copy.deepcopy(statement)
-    table = _table(changed.value)
+    table, (*outer, place) = _table(changed.value), path
+    for within in outer:
+        assert isinstance(table, ast.Dict)
+        table = _table(table.values[within])
     if isinstance(table, ast.Dict):
-        del table.keys[position], table.values[position]
+        del table.keys[place], table.values[place]
     else:
         assert isinstance(table, ast.Tuple | ast.Set)
-        del table.elts[position]
+        del table.elts[place]
+    # A set without elements has no literal: ast writes ``{*()}`` for it.
     return ast.unparse(changed)
 
 
-def table_entries(file: str = "deciding/gate.py") -> list[Mutation]:
-    """One mutation for every entry of the gate's tables: without it."""
-    source = (REPO / PACKAGE / file).read_text()
+def table_entries() -> list[Mutation]:
+    """One mutation for every entry of the tables: without it."""
     mutations = []
-    for statement in ast.parse(source).body:
-        if not isinstance(statement, ast.Assign):
-            continue
-        table = ast.unparse(statement.targets[0])
-        whole = ast.get_source_segment(source, statement)
-        if table not in _TABLES or whole is None:
-            continue
-        for position, entry in enumerate(_names(_table(statement.value))):
-            name = entry.strip("'")
-            first = _FIRST_OF_ENTRY.get(name, _TABLES[table])
-            changed = _without(statement, position)
-            mutations.append(Mutation(f"{table} without {name}", file, whole, changed, first))
+    for file, tables in _TABLES.items():
+        source = (REPO / PACKAGE / file).read_text()
+        for statement in ast.parse(source).body:
+            if not isinstance(statement, ast.Assign):
+                continue
+            table = ast.unparse(statement.targets[0])
+            whole = ast.get_source_segment(source, statement)
+            if table not in tables or whole is None:
+                continue
+            for name, path in _paths(statement.value):
+                if name not in _NO_MUTATIONS:
+                    first = _FIRST_OF_ENTRY.get(name, tables[table])
+                    changed = _without(statement, path)
+                    mutations.append(
+                        Mutation(f"{table} without {name}", file, whole, changed, first)
+                    )
     return mutations
 
 

@@ -297,7 +297,6 @@ class Owner:
         try:
             planned = plan.ahead(self, forward_batch)
         except Exception as failure:
-            self.release()
             if not fallback.is_alone():
                 raise  # the other ranks go on with a tail
             report.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)

@@ -71,7 +71,8 @@ _FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
 LAST_TESTED = Version("0.5.23")
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
-# Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see.
+# Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see. Those that it
+# refuses when they are set are asked for by ``unseen``.
 _REQUIRED_FIELDS = (
     "forward_mode",
     "batch_size",
@@ -91,15 +92,9 @@ _REQUIRED_FIELDS = (
     "return_logprob",
     "capture_hidden_mode",
     "spec_algorithm",
-    "spec_info",
     "lora_ids",
     "mm_input_embeds",
     "mm_inputs",
-    "input_embeds",
-    "global_num_tokens_cpu",
-    "attn_cp_metadata",
-    "tbo_split_seq_index",
-    "tbo_children",
 )
 # The first release that has a name which the gate judges. One that is not listed here has been in
 # all of them, and none has gone so far.
@@ -128,7 +123,10 @@ _SINCE = {
     "ForwardBatch.full_prefill_cuda_graph_capture": Version("0.5.22"),
     "ForwardBatch.kv_loc_cols": Version("0.5.22"),
 }
-_REQUIRED_MODES = ("EXTEND", "DECODE", "MIXED", "IDLE", "SPLIT_PREFILL", "DLLM_EXTEND")
+_REQUIRED_MODES = ("EXTEND", "DECODE", "MIXED")
+_REQUIRED_OF_RUNNERS = ("init_attention_backends", "init_cuda_graphs", "init_decode_cuda_graph")
+_REQUIRED_OF_CONTEXTS = ("forward_context", "get_forward_context", "has_forward_context")
+_REQUIRED_OF_RESIDUALS = ("set_written", "start")
 
 
 class SeamError(RuntimeError):
@@ -166,22 +164,18 @@ def _missing() -> Iterator[str]:
     absent = [name for name in _REQUIRED_MODES if name not in ForwardMode.__members__]
     if absent:
         yield f"ForwardMode.{', .'.join(absent)}"
-    for name in (
-        "init_attention_backends",
-        "init_cuda_graphs",
-        "init_decode_cuda_graph",
-    ):
+    for name in _REQUIRED_OF_RUNNERS:
         if not callable(getattr(ModelRunner, name, None)):
             yield f"ModelRunner.{name}"
     if _parameters(AttentionBackend.init_forward_metadata) != ["self", "forward_batch"]:
         yield "AttentionBackend.init_forward_metadata(self, forward_batch)"
-    for name in ("forward_context", "get_forward_context", "has_forward_context"):
+    for name in _REQUIRED_OF_CONTEXTS:
         if not callable(getattr(forward_context, name, None)):
             yield f"forward_context.{name}"
     if HAS_RESIDUAL_STREAM:
         if "residual_stream" not in fields:
             yield "ForwardBatch.residual_stream"
-        for name in ("set_written", "start"):
+        for name in _REQUIRED_OF_RESIDUALS:
             if not callable(getattr(residual_batch, name, None)):
                 yield f"layer_boundary.residual.batch.{name}"
     elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:

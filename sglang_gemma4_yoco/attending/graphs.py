@@ -337,10 +337,10 @@ class TailGraphs:
     def planned(self, forward_batch: Any, tail: Tail) -> Replay | None:
         """Plan the tail of this batch for a graph; None if there is none for it.
 
-        Rows of suffixes are no decode step, and of an unread chunk there is no tail to run.
+        Of an unread chunk there is no tail to run.
         """
         rows, size = len(tail.kept.lens), self.size_for(tail.kept)
-        if size is None or tail.unread or not tail.decodes:
+        if size is None or tail.unread:
             return None
         self._plan(size, rows, forward_batch)
         # Nothing in it is the batch's own, so each is made once.

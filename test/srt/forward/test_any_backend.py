@@ -194,6 +194,45 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
     assert owner.of(engine.text_model).constant_reason is None
 
 
+NO_TAIL = "the tail has no attention backend of its own beside {}"
+# The class of SGLang's by this name, what it has -> whether it may be main; none may be the tail's.
+SGLANGS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "TRT-LLM": ("TRTLLMHAAttnBackend", {}, None),
+    "XPU": ("XPUAttentionBackend", {}, None),
+    "FlashAttention 4": ("FlashAttentionBackend", {"fa_impl_ver": 4}, None),
+    "FlashAttention 3": (
+        *("FlashAttentionBackend", {"fa_impl_ver": 3}),
+        "FlashAttention 3 is not proven",
+    ),
+    **{
+        name: (name, {}, f"the attention backend {name} is not proven")
+        for name in ("AiterAttnBackend", "AscendAttnBackend", "IntelAMXAttnBackend")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SGLANGS)
+def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By the names of their classes; what they would compute, the reference does here."""
+    kind, values, reason = SGLANGS[name]
+    module = {"__module__": "sglang.srt.layers.attention.a"}
+    with monkeypatch.context() as others:
+        others.setitem(
+            ATTENTION_BACKENDS, "intel_xpu", type(kind, (FrontBackend,), module | values)
+        )
+        engine.runner.init_attention_backends()
+        assert owner.of(engine.text_model).constant_reason == reason
+        seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+        assert seen.rows == (cut(70, 1) if reason is None else [70] * LAYERS)
+        if reason is None:
+            others.setattr(seams, "build_attn_backend", out_of_memory)
+            engine.runner.init_attention_backends()
+            main = type(engine.runner.attn_backend).__name__
+            assert owner.of(engine.text_model).constant_reason == NO_TAIL.format(main)
+    engine.runner.init_attention_backends()
+    assert owner.of(engine.text_model).constant_reason is None
+
+
 class PoolOfAnotherKind(MHATokenToKVPool):
     pass
 
@@ -213,8 +252,12 @@ class PoolOfAnotherKind(MHATokenToKVPool):
             {"k_buffer": [torch.zeros(1, 2, 3, 4)]},
             "K and V do not lie slot by slot, but in 4 dimensions",
         ),
+        (
+            {"v_buffer": [torch.zeros(1, 2, 3, 4)]},
+            "K and V do not lie slot by slot, but in 4 dimensions",
+        ),
     ],
-    ids=["another class", "quantised", "by pages"],
+    ids=["another class", "quantised", "K by pages", "V by pages"],
 )
 @pytest.mark.parametrize("part", ["full_kv_pool", "swa_kv_pool"])
 def test_pools_that_are_not_plain(

@@ -12,6 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from batches import BATCHES, batch_of
 from forwards import (
@@ -33,13 +35,13 @@ from forwards import (
 )
 from layer_rows import FIRST_CUT, LAYERS
 from layer_rows import cut as cut_rows
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import owner, seams
 from sglang_gemma4_yoco.cutting import fallback, plan
 from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.deciding import arguments, backends, gate, threshold
+from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised, threshold
 from sglang_gemma4_yoco.telling import report
 from stand_ins import skip_on_older
 
@@ -149,21 +151,110 @@ def test_a_field_of_the_batch(engine: Engine, name: str, when: str) -> None:
     assert_stock(engine, set_field, when)
 
 
-@pytest.mark.parametrize("name", ["extend_seq_lens_cpu", "extend_prefix_lens_cpu"])
-def test_what_a_plan_was_made_from_is_replaced(engine: Engine, name: str) -> None:
+# What a plan was made from besides those -> what stands there when the model is called. Each is
+# what the gate would admit, but for the last two.
+REPLACED: dict[str, Callable[[Any], object]] = {
+    "extend_seq_lens_cpu": copy.copy,
+    "extend_prefix_lens_cpu": copy.copy,
+    "forward_mode": lambda _: ForwardMode.MIXED,
+    "capture_hidden_mode": lambda _: CaptureHiddenMode.LAST,
+    "spec_algorithm": lambda _: SpeculativeAlgorithm.FROZEN_KV_MTP,
+    "lora_ids": lambda _: [None] * len(TWO_PROMPTS),
+    "contains_last_prefill_chunk": lambda _: False,
+    "extend_logprob_start_lens_cpu": lambda _: [0] * len(TWO_PROMPTS),
+    "return_logprob": lambda _: True,
+    "lora_ids of an adapter": lambda _: ["adapter"],
+    "extend_num_tokens": lambda before: before + 1,
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_a_plan_was_made_from_is_replaced(engine: Engine, what: str) -> None:
     """Nothing tells then whether the plan still fits."""
+    name = what.partition(" ")[0]
+    skip_on_older("ForwardBatch", {name} - ForwardBatch.__dataclass_fields__.keys())
 
     @contextmanager
     def replaced(batch: Any) -> Iterator[None]:
         before = getattr(batch, name)
-        setattr(batch, name, copy.copy(before))
+        setattr(batch, name, REPLACED[what](before))
+        assert getattr(batch, name) is not before
         try:
             yield
         finally:
             setattr(batch, name, before)
 
     assert_stock(engine, replaced, CALLED)
-    assert report.forwards[plan.NOT_PLANNED] == 1
+    assert report.forwards[plan.NOT_PLANNED] == (what not in list(REPLACED)[-2:])
+
+
+def test_a_plan_was_made_from_nothing_else() -> None:
+    fields = {name.partition(" ")[0] for name in REPLACED}
+    assert set(gate._JUDGED) == fields.union(FIELDS)
+
+
+def test_a_batch_that_does_not_tell_whether_it_finishes_is_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the batches of SGLang's first releases do not."""
+    name = "contains_last_prefill_chunk"
+    skip_on_older("ForwardBatch", {name} - ForwardBatch.__dataclass_fields__.keys())
+
+    chunk = batch_of((20, 30), (0, 9), to_come=(21,))
+
+    @contextmanager
+    def without(batch: Any) -> Iterator[None]:
+        before = batch.__dict__.pop(name)
+        with monkeypatch.context() as absent:
+            absent.delattr(ForwardBatch, name)
+            yield
+        setattr(batch, name, before)
+
+    def count(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        rows.append(args[0].shape[0])
+
+    rows: list[int] = []
+    scheduled = engine.schedule(chunk)
+    hook = engine.text_model.layers[-1].mlp.register_forward_pre_hook(count)
+    try:
+        with (
+            while_deciding(engine, without, PLANNED),
+            while_deciding(engine, without, CALLED),
+            switched("1"),
+        ):
+            engine.forward(scheduled)
+    finally:
+        hook.remove()
+    assert rows == [len(chunk)]
+
+
+# What the host would know of two prompts of 40 and of 3 tokens -> what it says instead.
+LENGTHS: dict[str, dict[str, Any]] = {
+    "no list of new tokens": {"extend_seq_lens_cpu": (40, 3)},
+    "no list of cached ones": {"extend_prefix_lens_cpu": None},
+    "fewer that are cached": {"extend_prefix_lens_cpu": [0]},
+    "more requests": {"seq_lens": torch.tensor([40, 3, 1])},
+    "a request without new tokens": {"extend_seq_lens_cpu": [43, 0]},
+    "fewer tokens in all": {"extend_num_tokens": 42},
+    "more input ids": {"input_ids": torch.arange(44)},
+    "no list of logprobs": {"return_logprob": True, "extend_logprob_start_lens_cpu": None},
+    "fewer logprobs": {"return_logprob": True, "extend_logprob_start_lens_cpu": [0]},
+}
+
+
+@pytest.mark.parametrize("what", LENGTHS)
+def test_lengths_that_the_host_does_not_know(engine: Engine, what: str) -> None:
+    @contextmanager
+    def said(batch: Any) -> Iterator[None]:
+        before = {name: getattr(batch, name) for name in LENGTHS[what]}
+        vars(batch).update(LENGTHS[what])
+        try:
+            yield
+        finally:
+            vars(batch).update(before)
+
+    assert_stock(engine, said)
+    assert report.forwards[gate.UNKNOWN_LENGTHS] == 1
 
 
 @contextmanager
@@ -269,36 +360,105 @@ def method(name: str, module: str = "sglang.srt.a", **values: Any) -> Unquantize
     return made
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A linear layer of the tail.
+
+    Attributes:
+        apart: whether its rows are known to be apart.
+        computes: what computes it.
+        values: what it has besides.
+        place: the layer whose last projection it is.
+        amd: whether it is looked at on an AMD GPU.
+    """
+
+    apart: bool
+    computes: UnquantizedLinearMethod
+    values: dict[str, Any] = field(default_factory=dict)
+    place: int = -1
+    amd: bool = False
+
+
+def scheme(name: str, **values: Any) -> dict[str, Any]:
+    """What a layer has whose method asks a scheme."""
+    return {"scheme": type(name, (), values)()}
+
+
+# As SGLang names them. Methods that know by themselves, and schemes beside their methods.
+METHODS = (
+    "BlockInt8LinearMethod",
+    "FBGEMMFp8LinearMethod",
+    "Fp8LinearMethod",
+    "ModelOptFp4LinearMethod",
+    "ModelOptFp8LinearMethod",
+    "ModelOptNvFp4A16LinearMethod",
+    "PetitNvFp4LinearMethod",
+    "QoQLinearMethod",
+    "W8A8Fp8LinearMethod",
+    "W8A8Int8LinearMethod",
+)
+SCHEMES = (
+    ("AWQLinearMethod", "AWQIntelAMXLinearScheme"),
+    ("AWQLinearMethod", "AWQLinearScheme"),
+    ("AWQLinearMethod", "AWQMarlinLinearScheme"),
+    ("AWQLinearMethod", "AWQXPULinearScheme"),
+    ("CompressedTensorsLinearMethod", "CompressedTensorsW4A16Fp4"),
+    ("CompressedTensorsLinearMethod", "CompressedTensorsW4A4Fp4"),
+    ("CompressedTensorsLinearMethod", "CompressedTensorsW8A16Fp8"),
+    ("CompressedTensorsLinearMethod", "CompressedTensorsW8A8Fp8"),
+    ("CompressedTensorsLinearMethod", "CompressedTensorsW8A8Int8"),
+    ("CompressedTensorsLinearMethod", "CompressedTensorsWNA16"),
+    ("CompressedTensorsLinearMethod", "XPUCompressedTensorsWNA16"),
+    ("GPTQLinearMethod", "GPTQIntelAMXLinearScheme"),
+    ("GPTQLinearMethod", "GPTQLinearScheme"),
+    ("GPTQLinearMethod", "GPTQXPULinearScheme"),
+    ("GPTQMarlinLinearMethod", "GPTQMarlinLinearScheme"),
+    ("QuarkLinearMethod", "QuarkW4A4MXFP4"),
+    ("QuarkLinearMethod", "QuarkW8A8Fp8"),
+)
 ONE_SCALE = {"weight_scale": torch.ones(1)}
 EIGHT_BITS, FOUR_BITS = (SimpleNamespace(load_in_8bit=eight) for eight in (True, False))
-AWQ = method("AWQLinearMethod")
-# Name -> whether rows are known to be apart, the layer, what computes it, what it has, and where.
-KINDS: dict[str, tuple[bool, int, UnquantizedLinearMethod, dict[str, Any], str]] = {
-    "fp8": (True, -1, method("Fp8LinearMethod"), ONE_SCALE, "NVIDIA"),
-    "fp8 with one scale, on AMD": (False, -1, method("Fp8LinearMethod"), ONE_SCALE, "AMD"),
-    "fp8 whose weights are kept twice": (
-        *(False, -1, method("Fp8LinearMethod")),
-        *({"weight": SimpleNamespace(_ptpc_weight=None)}, "AMD"),
+FP8, UNKNOWN = method("Fp8LinearMethod"), method("NewLinearMethod")
+BITS = "BitsAndBytesLinearMethod"
+QUARK = method("QuarkLinearMethod")
+KINDS: dict[str, Kind] = {
+    **{name: Kind(True, method(name)) for name in METHODS},
+    **{name: Kind(True, method(of), scheme(name)) for of, name in SCHEMES},
+    "one scale, where each row has its own": Kind(True, FP8, ONE_SCALE),
+    "one scale, on AMD": Kind(False, FP8, ONE_SCALE, amd=True),
+    "many scales, on AMD": Kind(True, FP8, {"weight_scale": torch.ones(2)}, amd=True),
+    "no scale, on AMD": Kind(True, FP8, amd=True),
+    "a scale of the inputs' own, on AMD": Kind(
+        True, FP8, {**ONE_SCALE, "input_scale": torch.ones(1)}, amd=True
     ),
-    "4 bits of bitsandbytes": (
-        *(True, -1, method("BitsAndBytesLinearMethod", quant_config=FOUR_BITS), {}, "NVIDIA"),
+    "a scale for each token, on AMD": Kind(
+        True, method("Fp8LinearMethod", use_per_token_if_dynamic=True), ONE_SCALE, amd=True
     ),
-    "8 bits of bitsandbytes": (
-        *(False, -1, method("BitsAndBytesLinearMethod", quant_config=EIGHT_BITS), {}, "NVIDIA"),
+    "Quark's one scale, on AMD": Kind(
+        False, QUARK, {**ONE_SCALE, **scheme("QuarkW8A8Fp8")}, amd=True
     ),
-    "AWQ": (True, -1, AWQ, {"scheme": type("AWQMarlinLinearScheme", (), {})()}, "NVIDIA"),
-    "AWQ by a scheme that is not known": (False, -1, AWQ, {"scheme": object()}, "NVIDIA"),
-    "another package's": (False, -1, method("Fp8LinearMethod", "another"), {}, "NVIDIA"),
-    "one that is not known": (False, -1, method("NewLinearMethod"), {}, "NVIDIA"),
-    "one that is not known, in the last donor": (
-        *(False, FIRST_CUT, method("NewLinearMethod"), {}, "NVIDIA"),
+    "Quark's scale for each token, on AMD": Kind(
+        True, QUARK, {**ONE_SCALE, **scheme("QuarkW8A8Fp8", per_token=True)}, amd=True
     ),
-    "one that is not known, before the last donor": (
-        *(True, FIRST_CUT - 1, method("NewLinearMethod"), {}, "NVIDIA"),
+    "weights that are kept twice, on AMD": Kind(
+        False, FP8, {"weight": SimpleNamespace(_ptpc_weight=None)}, amd=True
     ),
-    "a class of tensors": (
-        *(False, -1, UnquantizedLinearMethod()),
-        *({"weight": SimpleNamespace(data=object())}, "NVIDIA"),
+    "4 bits of bitsandbytes": Kind(True, method(BITS, quant_config=FOUR_BITS)),
+    "8 bits of bitsandbytes": Kind(False, method(BITS, quant_config=EIGHT_BITS)),
+    "AWQ by a scheme that is not known": Kind(
+        False, method("AWQLinearMethod"), {"scheme": object()}
+    ),
+    "AWQ by another method's scheme": Kind(
+        False, method("AWQLinearMethod"), scheme("GPTQLinearScheme")
+    ),
+    "GGUF, which rounds few rows otherwise": Kind(False, method("GGUFLinearMethod")),
+    "another package's": Kind(False, method("Fp8LinearMethod", "another")),
+    "an image model's": Kind(False, method("Fp8LinearMethod", "sglang.multimodal_gen.a")),
+    "one that is not known": Kind(False, UNKNOWN),
+    "one that is not known, in the last donor": Kind(False, UNKNOWN, place=FIRST_CUT),
+    "one that is not known, before the last donor": Kind(True, UNKNOWN, place=FIRST_CUT - 1),
+    "a class of tensors": Kind(
+        False, UnquantizedLinearMethod(), {"weight": SimpleNamespace(data=object())}
     ),
 }
 
@@ -306,25 +466,36 @@ KINDS: dict[str, tuple[bool, int, UnquantizedLinearMethod, dict[str, Any], str]]
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_linear_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Each computes what the plain layer does; the gate goes by what it is."""
-    apart, place, computes, values, where = KINDS[name]
-    layer, known = engine.text_model.layers[place].mlp.down_proj, owner.of(engine.text_model)
+    kind, known = KINDS[name], owner.of(engine.text_model)
+    layer = engine.text_model.layers[kind.place].mlp.down_proj
     with monkeypatch.context() as changed:
-        changed.setattr(torch.version, "hip", "7.0" if where == "AMD" else None)
-        for attribute, value in ({"quant_method": computes} | values).items():
+        changed.setattr(torch.version, "hip", "7.0" if kind.amd else None)
+        for attribute, value in ({"quant_method": kind.computes} | kind.values).items():
             changed.setitem(vars(layer), attribute, value)
         vars(known).pop("constant_reason", None)
         refused = known.constant_reason
-        assert (refused is None) == apart
+        assert (refused is None) == kind.apart
     try:
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     finally:
         del vars(known)["constant_reason"]
     total, kept = sum(len(prompt.new) for prompt in TWO_PROMPTS), len(TWO_PROMPTS)
-    assert seen.rows == (cut_rows(total, kept) if apart else [total] * LAYERS)
+    assert seen.rows == (cut_rows(total, kept) if kind.apart else [total] * LAYERS)
 
 
-def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
-    with while_deciding(engine, lambda _: releases.published(**DRAFTS)):
+def test_no_other_kind_is_known() -> None:
+    assert set(METHODS) == quantised._APART
+    known = {(of, name) for of, names in quantised._SCHEMES_APART.items() for name in names}
+    assert set(SCHEMES) == known
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [DRAFTS, {"disaggregation_mode": "prefill"}, {"pp_size": 2}, {"offload_group_size": 0}],
+    ids=lambda a: ", ".join(a),
+)
+def test_what_refuses_nothing_alone(engine: Engine, arguments: dict[str, Any]) -> None:
+    with while_deciding(engine, lambda _: releases.published(**arguments)):
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows[-1] == len(TWO_PROMPTS)
 

@@ -8,10 +8,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from batches import BATCHES, batch_of, kept_rows
 from forwards import (
@@ -40,7 +43,7 @@ from observe import (
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import owner, patch, seams
-from sglang_gemma4_yoco.cutting import cut, fallback, plan
+from sglang_gemma4_yoco.cutting import cut, fallback, forward, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
@@ -297,6 +300,63 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
                 run(engine, scheduled, "1")
         assert run(engine, scheduled, "1").rows[-1] == 1
     assert report.forwards == {report.FAILED: 3 * (fallback.LIMIT - 1), report.ACTIVE: 3}
+
+
+def test_a_forward_that_never_comes_to_the_cut(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another package answers in the model's place: nothing was skipped, audited or shown to work.
+
+    What was planned for it is let go all the same.
+    """
+    model, known = engine.text_model, owner.of(engine.text_model)
+    attention, audits = known.attention, []
+    assert attention is not None
+    monkeypatch.setattr(known, "auditor", SimpleNamespace(is_due=lambda: audits.append(1)))
+    batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
+    answer = object()
+    for _ in range(fallback.LIMIT - 1):
+        fallback.failed(InjectedError())
+    report.reset()
+    with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
+        attention.main.init_forward_metadata(batch)
+        assert known.plan_of(batch) is not None
+        assert forward.prefill(model, batch, None, lambda: answer) is answer
+    assert known.planned is None
+    assert (report.forwards, report.rows, audits) == ({}, {}, [])
+    assert_untouched(engine)
+    fallback.failed(InjectedError())
+    assert fallback.given_up()
+
+
+def test_a_mode_without_new_tokens(engine: Engine) -> None:
+    """An idle rank's forward, which has no lengths at all, is counted, with no rows."""
+    batch = ForwardBatch(ForwardMode.IDLE, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)
+    assert batch.extend_num_tokens is None
+    assert forward.prefill(engine.text_model, batch, None, lambda: "stock's") == "stock's"
+    assert report.forwards == {"forward mode IDLE": 1}
+    assert report.rows == {report.COMPUTED: 0, report.SKIPPED: 0}
+
+
+def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
+    """Nor is a batch held that was planned for it, or is it told of as the served one."""
+    known = owner.of(engine.text_model)
+    attention = known.attention
+    assert attention is not None
+    batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
+    with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
+        attention.main.init_forward_metadata(batch)
+    assert known.plan_of(batch) is not None
+    attention.tail.forward_metadata = "planned"
+    others = {one for one in owner._attached if one is not known}
+    known.close()
+    try:
+        assert known.planned is None
+        assert attention.tail.forward_metadata is None
+        assert owner.find(engine.text_model) is None
+        assert set(owner._attached) == others
+    finally:
+        engine.runner.init_attention_backends()
 
 
 def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:

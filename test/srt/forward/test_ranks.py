@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.distributed import parallel_state
 from sglang.srt.platforms import interface
+from torch.distributed import HashStore
 from torch.multiprocessing.spawn import spawn
 
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
@@ -25,7 +30,7 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_sa
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import owner, seams
 from sglang_gemma4_yoco.commands.servers import choose_ports
 from sglang_gemma4_yoco.deciding import ranks
 
@@ -91,11 +96,12 @@ def assert_stock(engine: Engine, reason: str | None) -> None:
     assert_same_answers(stock, fast, 0.0)
     known = owner.find(engine.text_model)
     assert (known and known.constant_reason) == reason
+    if reason == ranks.NOT_ALIKE:
+        assert known is not None
+        assert known.attention is None  # nothing is planned for a tail, and its memory is free
 
 
 def with_the_package(rank: int, port: int, shared_head: Path, head_each: Path) -> None:
-    from sglang_gemma4_yoco import seams
-
     for path in (shared_head, head_each):
         assert_every_batch_is_cut(start(rank, path, port))
 
@@ -184,6 +190,11 @@ def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
         engine = start(rank, path, port)
     assert owner.of(engine.text_model).checked is None
     assert_stock(engine, ranks.NOT_ALIKE)
+    engine.runner.init_attention_backends()
+    assert owner.of(engine.text_model).constant_reason is None
+    with mock.patch.object(owner, "__version__", f"0.{rank}"):  # another version of the package
+        engine.runner.init_attention_backends()
+    assert_stock(engine, ranks.NOT_ALIKE)
 
 
 def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> None:
@@ -229,6 +240,37 @@ def with_audits(rank: int, port: int, path: Path) -> None:
         run(engine, scheduled, "1")
     assert (report.audits.agree, report.audits.differ) == (1, 1)
     assert_stock(engine, audit.DIFFERED)
+
+
+def test_groups_beside_each_other() -> None:
+    """Of a pipeline's stages: each is one mind, and knows nothing of the others'.
+
+    Each rank is a thread here, with a coordinator of its own, as SGLang's processes have one.
+    """
+    store, here, found = HashStore(), threading.local(), {}
+    findings = {0: "a", 1: "a", 2: "b", 3: "c", 4: "d", 5: "d"}
+
+    def rank_of(rank: int) -> None:
+        group = list(range(rank // RANKS * RANKS, rank // RANKS * RANKS + RANKS))
+        here.group = SimpleNamespace(ranks=group, rank_in_group=rank % RANKS)
+        found[rank] = ranks.disagreement(findings[rank])
+
+    world = SimpleNamespace(ranks=list(findings), rank_in_group=0)
+    with (
+        mock.patch.object(ranks, "_comparisons", repeat(0)),
+        mock.patch.object(ranks, "_PATIENCE", timedelta(seconds=20)),
+        mock.patch.object(seams, "rendezvous_store", return_value=store),
+        mock.patch.object(parallel_state, "get_tp_group", side_effect=lambda: here.group),
+        mock.patch.object(parallel_state, "get_world_group", return_value=world),
+        releases.published(tp_size=RANKS, pp_size=3),
+    ):
+        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in findings]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    alike, unlike = dict.fromkeys((0, 1, 4, 5)), dict.fromkeys((2, 3), ranks.NOT_ALIKE)
+    assert found == alike | unlike
 
 
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:

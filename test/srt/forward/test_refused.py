@@ -269,26 +269,32 @@ def test_refused_servers_of_several_ranks(
         assert gate.constant_reason(engine.text_model) == reason
 
 
-def test_a_renamed_argument_is_said_when_the_server_starts(
+@pytest.mark.parametrize(
+    ("table", "old", "new"),
+    [
+        ("_REFUSING_ARGUMENTS", "enable_lora", "ServerArgs.enable_adapters"),
+        ("_REFUSING_FIELDS", "token_type_ids", "ForwardBatch.token_kinds"),
+    ],
+)
+def test_a_renamed_name_is_said_when_the_server_starts(
     engine: Engine,
     restarted: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    table: str,
+    old: str,
+    new: str,
 ) -> None:
-    """As on a release that has given the argument another name."""
-    monkeypatch.setattr(
-        gate,
-        "_REFUSING_ARGUMENTS",
-        {
-            "enable_adapters" if name == "enable_lora" else name: reason
-            for name, reason in gate._REFUSING_ARGUMENTS.items()
-        },
-    )
+    """As on a release that has given the argument, or the field, another name."""
+    entries = getattr(gate, table)
+    _, _, name = new.partition(".")
+    changed = {name if entry == old else entry: reason for entry, reason in entries.items()}
+    monkeypatch.setattr(gate, table, changed)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted()
         restarted()
     [line] = said(caplog)
-    assert " lacks ServerArgs.enable_adapters, which may go by another name now" in line
+    assert f" lacks {new}, which may go by another name now" in line
     assert owner.of(engine.text_model).attention is None
     assert_stock(engine, line.partition("server: ")[2])
 

@@ -7,8 +7,11 @@ and modules of the tail are not seen, which shows that it ran. On Triton: ``test
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +20,22 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import observe
 from batches import BATCHES, batch_of
-from decode_graphs import record_tail, static_tensors
-from forwards import ENGINE, TWO_PROMPTS, InjectedError, assert_untouched
+from decode_graphs import record_tail, recorded_decode_steps, static_tensors
+from forwards import (
+    ENGINE,
+    TWO_PROMPTS,
+    InjectedError,
+    assert_untouched,
+    norms_that_add_in_place,
+    on_one_backend,
+)
 from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from media import MediaPrompt, assert_same_inputs, media_batch
 from observe import (
@@ -46,9 +58,10 @@ from sglang_gemma4_yoco import owner, patch, seams
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import difference, proof
-from sglang_gemma4_yoco.cutting import cut
+from sglang_gemma4_yoco.cutting import cut, fallback, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.deciding import backends, gate, threshold
+from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.deciding import backends, gate, ranks, threshold
 from sglang_gemma4_yoco.telling import report
 from stand_ins import halved_weights
 
@@ -111,12 +124,50 @@ def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
 # ---------------------------------------------------------------- what is replayed
 
 
-@pytest.mark.parametrize("requests", [1, 2, 3, 4])
-def test_one_row_of_each_request(engine: Engine, tail: TailGraphs, requests: int) -> None:
-    """Three are padded to four; with windows of 32, some see all of their keys and some do not."""
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """One replay: the graph's rows, and what lay in its static inputs when it ran."""
+
+    size: int
+    inputs: dict[str, torch.Tensor]
+
+
+@contextmanager
+def watched_replays(tail: TailGraphs) -> Iterator[list[Ran]]:
+    """Yields the replays of the span."""
+    seen: list[Ran] = []
+    replay = seams.GraphBackend.replay
+
+    def noting(backend: Any, size: int) -> Any:
+        inputs = {name: t[:size].clone() for name, t in vars(tail._inputs).items()}
+        seen.append(Ran(size, inputs))
+        return replay(backend, size)
+
+    with mock.patch.object(seams.GraphBackend, "replay", noting):
+        yield seen
+
+
+@pytest.mark.parametrize(("requests", "size"), [(1, 1), (2, 2), (3, 4), (4, 4)])
+def test_one_row_of_each_request(
+    engine: Engine, tail: TailGraphs, requests: int, size: int
+) -> None:
+    """By the smallest graph with room; with windows of 32, some see all of their keys.
+
+    Three are padded to four: that row is nobody's, whatever an earlier batch has left there.
+    """
     prompts = batch_of((0, 40), (5, 3), (90, 1), (33, 20))[:requests]
     assert_replayed(engine, prompts)
-    assert outcomes() == {report.TAIL_REPLAYED: 1}
+    for stale in vars(tail._inputs).values():
+        stale.fill_(7)
+    with watched_replays(tail) as replays:
+        assert_replayed(engine, prompts)
+    [ran] = replays
+    assert ran.size == size
+    assert ran.inputs["lengths"].tolist() == [40, 8, 91, 53][:requests] + [1] * (size - requests)
+    padding = {name: rows[requests:] for name, rows in ran.inputs.items()}
+    for name in ("requests", "rows", "embeds", "embedded"):
+        assert not padding[name].any(), name
+    assert outcomes() == {report.TAIL_REPLAYED: 2}
     assert tail.rows == (1, 2, 4)
 
 
@@ -247,6 +298,185 @@ def test_full_capture_of_frozen_kv_drafts(
     read = [select_last_extend_hidden(batch, seen.output.hidden_states) for seen in (stock, fast)]
     assert read[0].shape == (len(TWO_PROMPTS), E2B_TINY.hidden_size)
     torch.testing.assert_close(read[1], read[0], atol=TOLERANCE, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- host work and memory
+
+
+class Gathered(TorchDispatchMode):
+    """How often rows are gathered by one of these indices."""
+
+    def __init__(self, indices: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
+        self.times = 0
+        self._indices = indices
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__ == "index_select":
+            self.times += any(index.data_ptr() == args[2].data_ptr() for index in self._indices)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: TailGraphs) -> None:
+    """They are gathered once each, attention is planned once, in the graph's own buffers, and what
+    is the same for all batches of so many rows is made once."""
+    known, replays, indices = owner.of(engine.text_model), [], []
+    assert known.attention is not None
+    calls: list[str] = []
+
+    def noting(name: str) -> Callable[[Any], Any]:
+        def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return stock(*args, **kwargs)
+
+            return noted
+
+        return wrap
+
+    def look(*_: Any) -> None:
+        assert isinstance(known.planned, plan.Plan)
+        replays.append(known.planned.replay)
+        indices.append(known.planned.tail.index)
+
+    scheduled = engine.schedule(TWO_PROMPTS)
+    run(engine, scheduled, "1")
+    hook = engine.text_model.register_forward_pre_hook(look)
+    try:
+        with Shadows() as shadows, Gathered(indices) as gathered, observe.switched("1"):
+            for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
+                shadows.add(known.attention.tail, name, noting(name))
+            engine.forward(scheduled)
+            engine.forward(scheduled)
+    finally:
+        hook.remove()
+    assert outcomes() == {report.TAIL_REPLAYED: 3}
+    assert replays[0] is replays[1] is not None
+    assert gathered.times == 2 * len(("rows", "positions", "embeds", "embedded"))
+    assert calls == ["init_forward_metadata_out_graph"] * 2
+
+
+@pytest.fixture
+def buffers(engine: Engine) -> Iterator[Callable[[], list[str]]]:
+    """The names of what the tail's backend has allocated for graphs and planned, if anything.
+
+    As backends do that plan; the CPU's own does neither.
+    """
+    known = owner.of(engine.text_model)
+    assert known.attention is not None
+    backend = known.attention.tail
+    known.launch(graphs.NOT_YET)
+
+    def allocating(_: Any) -> Callable[[int, int], None]:
+        def init_cuda_graph_state(most: int, tokens: int) -> None:
+            assert most == tokens
+            backend.cuda_graph_kv_indices = torch.zeros(most)
+
+        return init_cuda_graph_state
+
+    def planning(stock: Callable[..., None]) -> Callable[..., None]:
+        def init_forward_metadata_out_graph(*args: Any, **kwargs: Any) -> None:
+            stock(*args, **kwargs)
+            backend.forward_metadata = object()
+
+        return init_forward_metadata_out_graph
+
+    def left() -> list[str]:
+        names = [name for name in vars(backend) if name.startswith("cuda_graph_")]
+        return names + ["a plan"] * (backend.forward_metadata is not None)
+
+    with Shadows() as shadows:
+        shadows.add(backend, "init_cuda_graph_state", allocating)
+        shadows.add(backend, "init_forward_metadata_out_graph", planning)
+        yield left
+    known.launch(graphs.NOT_YET)
+
+
+def test_nothing_is_held_of_a_tail_that_is_let_go(
+    engine: Engine, buffers: Callable[[], list[str]]
+) -> None:
+    """At once: nothing waits for Python's collector of cycles, which knows no GPU's memory."""
+    known = owner.of(engine.text_model)
+    held = [weakref.ref(record_tail(engine, MOST))]
+    assert known.graphs is not None
+    assert buffers() == ["cuda_graph_kv_indices"]
+    batches = [graph.batch for graph in known.graphs._graphs.values()]
+    assert [getattr(batch, "residual_stream", None) for batch in batches] == [None] * 3
+    assert_replayed(engine, TWO_PROMPTS)
+    gc.collect()
+    gc.disable()
+    try:
+        known.launch(graphs.NOT_YET)
+        assert [one() for one in held] == [None]
+    finally:
+        gc.enable()
+    assert buffers() == []
+
+
+@pytest.mark.parametrize("fails", ["recording", "every proof", "another rank"])
+def test_nothing_is_held_of_a_tail_that_is_not_used(
+    engine: Engine, buffers: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def impossible(*_: Any) -> None:
+        raise InjectedError(fails)
+
+    def disagreement(findings: str) -> str | None:
+        return ranks.NOT_ALIKE if findings.startswith("replayed: (") else None
+
+    with monkeypatch.context() as broken:
+        if fails == "recording":
+            broken.setattr(seams.GraphBackend, "record", impossible)
+        elif fails == "every proof":
+            broken.setattr(difference, "relative_error", lambda *_: float("inf"))
+        else:
+            broken.setattr(ranks, "disagreement", disagreement)
+        with pytest.raises(AssertionError):
+            record_tail(engine, MOST)
+    known = owner.of(engine.text_model)
+    because = {
+        "recording": "recording failed: InjectedError",
+        "every proof": graphs.NONE_GOOD,
+        "another rank": ranks.NOT_ALIKE,
+    }
+    assert (known.graphs, known.launched_because) == (None, because[fails])
+    assert buffers() == []
+    assert_replayed(engine, TWO_PROMPTS, launched=True)
+
+
+def test_norms_that_add_in_place(engine: Engine) -> None:
+    """As their CUDA kernel does: the layers must add into a copy of the static rows.
+
+    A graph is compared with the same inputs twice, and would find them changed.
+    """
+    known = owner.of(engine.text_model)
+    known.launch(graphs.NOT_YET)
+    with norms_that_add_in_place(engine):
+        assert record_tail(engine, MOST).rows == (1, 2, 4)
+        for prompts in (TWO_PROMPTS, batch_of((0, 9), (3, 5), (40, 2))):
+            assert_replayed(engine, prompts)
+    known.launch(graphs.NOT_YET)
+
+
+def test_recorded_in_inference_mode(engine: Engine) -> None:
+    """As SGLang does for new weights; its forwards need not be in that mode."""
+    known = owner.of(engine.text_model)
+    known.launch(graphs.NOT_YET)
+    with torch.inference_mode():
+        record_tail(engine, MOST)
+    assert_replayed(engine, TWO_PROMPTS)
+    known.launch(graphs.NOT_YET)
+
+
+def test_all_row_counts_by_default(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = owner.of(engine.text_model)
+    known.launch(graphs.NOT_YET)
+    monkeypatch.delenv(graphs.VARIABLE, raising=False)
+    with recorded_decode_steps(engine):
+        assert known.graphs is not None, known.launched_because
+        assert known.graphs.rows == (1, 2, 4, 8, 16, 32)
+    known.launch(graphs.NOT_YET)
 
 
 # ---------------------------------------------------------------- when it pays
@@ -479,6 +709,25 @@ def test_a_failing_recording_leaves_a_working_server(
     assert_replayed(engine, TWO_PROMPTS, launched=True)
 
 
+def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have recorded theirs, and wait in its collectives for this one."""
+    known = owner.of(engine.text_model)
+    known.launch(graphs.NOT_YET)
+
+    def impossible(*_: Any) -> None:
+        raise InjectedError("on one rank")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(seams.GraphBackend, "record", impossible)
+        broken.setattr(fallback, "is_alone", lambda: False)
+        with pytest.raises(InjectedError, match="on one rank"):
+            record_tail(engine, MOST)
+    assert known.graphs is None
+    assert_replayed(engine, TWO_PROMPTS, launched=True)
+
+
 def test_a_failing_replay_is_served_by_stock(
     engine: Engine, tail: TailGraphs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -545,6 +794,33 @@ def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
     assert reason(engine) == graphs.NO_GRAPHS
 
 
+REFUSED_ARGUMENTS = (
+    "enable_hierarchical_cache",
+    "enable_memory_saver",
+    "enable_symm_mem",
+    "disable_cuda_graph_padding",
+)
+
+
+@pytest.mark.parametrize("backend", ["breakable", "tc_piecewise", "disabled"])
+def test_decode_steps_in_graphs_of_another_kind(
+    engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """What is recorded in pieces runs Python between them."""
+    stock = seams.server_arguments()
+    assert stock is not None
+    config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
+    with monkeypatch.context() as other:
+        other.setattr(
+            seams,
+            "server_arguments",
+            lambda: lambda asked: config if asked == "cuda_graph_config" else stock(asked),
+        )
+        steps = object.__new__(DecodeCudaGraphRunner)
+        other.setattr(engine.runner, "decode_cuda_graph_runner", steps)
+        assert reason(engine) == graphs.NO_GRAPHS
+
+
 @pytest.mark.usefixtures("recordable")
 class TestReasons:
     def test_switched_off(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,14 +855,20 @@ class TestReasons:
         monkeypatch.setattr(projection, "quant_method", object())
         assert reason(engine) == graphs.QUANTISED
 
-    @pytest.mark.parametrize("name", graphs._REFUSED)
+    def test_no_backend_of_its_own(self, engine: Engine) -> None:
+        with on_one_backend(engine):
+            assert reason(engine) == graphs.NO_BACKEND
+
+    @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
     def test_arguments(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         stock = seams.server_arguments()
         assert stock is not None
-        monkeypatch.setattr(
-            seams, "server_arguments", lambda: lambda asked: asked == name or stock(asked)
-        )
-        assert reason(engine).startswith(f"--{name.replace('_', '-')}: ")
+        with monkeypatch.context() as other:
+            other.setattr(
+                seams, "server_arguments", lambda: lambda asked: asked == name or stock(asked)
+            )
+            assert reason(engine).startswith(f"--{name.replace('_', '-')}: ")
+        assert_replayed(engine, TWO_PROMPTS, launched=True)
 
     def test_pipelines(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         stock = seams.server_arguments()
@@ -624,8 +906,30 @@ class TestReasons:
         monkeypatch.setattr(seams, "free_device_memory", lambda _: 900 << 20)
         assert reason(engine) == "only 900 MiB of the GPU's memory are free"
 
+    def test_just_enough_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of 4 rows: the numbers of all their slots, and the sums of 3 parts of 5 heads, which are
+        7 wide, and 11 where they have a window. Three times what is needed, and a GiB besides."""
+        known = owner.of(engine.text_model)
+        assert known.attention is not None
+        backend = known.attention.tail
+        has = {"num_head": 5, "max_kv_splits": 3, "v_head_dim": 7, "swa_v_head_dim": 11}
+        for name, value in has.items():
+            monkeypatch.setattr(backend, name, value, raising=False)
+        slots = engine.runner.req_to_token_pool.req_to_token.shape[1]
+        needed = 4 * (8 * slots + 4 * 5 * 3 * (7 + 11)) + (64 << 20)
+        monkeypatch.setenv(graphs.VARIABLE, "4")
+        for free in ((1 << 30) + 3 * needed, (1 << 30) + 3 * needed - 1):
+            monkeypatch.setattr(seams, "free_device_memory", lambda _, free=free: free)
+            because = graphs.why_not(engine.runner, engine.text_model, known.attention)
+            enough = free == (1 << 30) + 3 * needed
+            assert because == (
+                None if enough else f"only {free >> 20} MiB of the GPU's memory are free"
+            )
 
-def test_the_refused_arguments_exist() -> None:
+
+def test_the_refused_arguments_are_these() -> None:
+    """And SGLang has them."""
+    assert set(graphs._REFUSED) == set(REFUSED_ARGUMENTS)
     assert seams.unseen(graphs._REFUSED, ()) is None
 
 

@@ -8,14 +8,18 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mutation_check
 from mutation_check import ALL, BEHAVIOURAL, Control, Results, Verdict
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken, table_entries
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.deciding import backends, gate, quantised
 
 REPO = Path(__file__).resolve().parents[3]
 TESTS = REPO / "test" / "srt"
@@ -24,11 +28,13 @@ TESTS = REPO / "test" / "srt"
 WITHOUT_MUTATIONS = {"report.py"}
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.file}: {m.name}")
-def test_every_mutation_changes_the_package(mutation: Mutation) -> None:
-    source = (REPO / PACKAGE / mutation.file).read_text()
-    changed = broken(mutation, source)
-    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+@pytest.mark.parametrize("file", sorted({mutation.file for mutation in MUTATIONS}))
+def test_every_mutation_changes_the_package(file: str) -> None:
+    source = (REPO / PACKAGE / file).read_text()
+    unbroken = ast.dump(ast.parse(source))
+    for mutation in MUTATIONS:
+        if mutation.file == file:
+            assert ast.dump(ast.parse(broken(mutation, source))) != unbroken, mutation.name
 
 
 def test_no_file_is_left_out() -> None:
@@ -52,15 +58,36 @@ def test_names_tell_mutations_apart() -> None:
 def test_the_first_tests_exist_and_show_behaviour(first: str) -> None:
     file, _, test = first.partition("::")
     assert file.partition("/")[0] in mutation_check.BEHAVIOUR
+    assert not test or test.partition("[")[0] in names_in(file)
+
+
+@cache
+def names_in(file: str) -> set[str]:
+    """What a file of tests defines."""
     tree = ast.parse((TESTS / file).read_text())
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    assert not test or test.partition("[")[0] in names
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def test_every_entry_of_the_gates_tables_is_a_mutation() -> None:
+def entries(table: Any) -> int:
+    """How many there are, those of tables in it among them."""
+    if not isinstance(table, dict):
+        return len(table)
+    return sum(entries(v) if isinstance(v, set | frozenset) else 1 for v in table.values())
+
+
+def test_every_entry_of_the_tables_is_a_mutation() -> None:
     counts = Counter(mutation.name.partition(" ")[0] for mutation in table_entries())
-    assert counts == {name: len(getattr(gate, name)) for name in counts}
-    assert {"_REFUSING_FIELDS", "_REFUSING_ARGUMENTS", "_REFUSING_SIZES"} <= counts.keys()
+    tables = {
+        name: getattr(module, name)
+        for module in (gate, backends, quantised, graphs, seams)
+        for name in counts
+        if hasattr(module, name)
+    }
+    judged = dict.fromkeys(gate._JUDGED[len(gate._REFUSING_FIELDS) :])  # the others are taken over
+    assert counts == {
+        name: entries(table) for name, table in (tables | {"_JUDGED": judged}).items()
+    }
+    assert {"_REFUSING_FIELDS", "_REFUSED", "SGLANGS", "_SCHEMES_APART", "_SINCE"} <= counts.keys()
 
 
 def test_a_stale_mutation_is_reported() -> None:
@@ -175,6 +202,40 @@ def test_the_table_names_both_verdicts() -> None:
     written = mutation_check.table(results.document(ALL), results.document(BEHAVIOURAL))
     assert f"| {MUTATIONS[0].name} | `unit/a.py::b[c \\| d]` | - |" in written
     assert f"survivors: none of all tests, {MUTATIONS[0].name} of the behavioural" in written
+
+
+def test_a_document_has_a_line_for_each_verdict(tmp_path: Path, sources: Sources) -> None:
+    results = Results(tmp_path, "0123456789ab")
+    for mutation in MUTATIONS[:3]:
+        results.add(verdict(mutation, "unit/a.py::b[c | d]"), verdict(mutation, None))
+    text = (tmp_path / ALL).read_text()
+    assert json.loads(text) == json.loads(json.dumps(results.document(ALL)))
+    lines = [line.rstrip(",") for line in text.splitlines() if line.startswith('  {"name"')]
+    assert [json.loads(line)["name"] for line in lines] == [m.name for m in MUTATIONS[:3]]
+    assert max(map(len, text.splitlines())) < 60 * len(MUTATIONS)
+
+
+def test_the_document_says_whether_its_results_are_of_this_package(tmp_path: Path) -> None:
+    """If this fails: ``scripts/mutation_check.py --results benchmark/results --say
+    benchmark/README.md``."""
+    document, folder = REPO / "benchmark" / "README.md", REPO / "benchmark" / "results"
+    copied = tmp_path / "README.md"
+    copied.write_text(document.read_text())
+    mutation_check.say_age(folder, copied)
+    assert copied.read_text() == document.read_text()
+    of_today = Results(None, "0123456789ab").document(ALL)
+    assert mutation_check.age(of_today) == "The table is of the package as it is."
+    other = mutation_check.age(of_today | {"package": "of another day"})
+    assert other.startswith("The package has changed since: the table is of commit `0123456789ab`")
+
+
+def test_a_package_is_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    before = mutation_check.package_of(tmp_path)
+    (tmp_path / "a.pyc").write_text("of a run")
+    assert mutation_check.package_of(tmp_path) == before
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert mutation_check.package_of(tmp_path) != before
 
 
 BROKEN = {

@@ -10,17 +10,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from test_load_faults import AROUND, plugin
 from test_refused_flags import REFUSED
 
 import sglang_gemma4_yoco
 from server import python_path
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco.commands import doctor
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.commands import doctor, preflight
+from sglang_gemma4_yoco.commands.findings import Findings
+from sglang_gemma4_yoco.deciding import backends, gate
 from sglang_gemma4_yoco.telling import metrics
 from stand_ins import server_args
 
@@ -104,6 +108,7 @@ class Patients:
         ("--quantization", "fp8"),
         ("--kv-cache-dtype", "fp8_e5m2"),
         ("--attention-backend", "intel_xpu"),
+        ("--prefill-attention-backend", "intel_xpu", "--decode-attention-backend", "triton"),
         ("--json-model-override-args", '{"text_config": {"num_kv_shared_layers": 0}}'),
         ("--no-such-flag",),
         ("--help",),
@@ -213,6 +218,90 @@ def test_what_is_told_by_a_name(patients: Patients) -> None:
     assert rounded["cut"] == "cut inside layer 3, behind its attention (of 8)"
     beside = patients.with_flags("--attention-backend", "intel_xpu").document
     assert (beside["active"], beside["attention"]) == (True, ["intel_xpu"])
+    two = ("--prefill-attention-backend", "intel_xpu", "--decode-attention-backend", "triton")
+    both = patients.with_flags(*two).document
+    assert (both["active"], both["attention"]) == (True, ["intel_xpu", "triton"])
+
+
+# As SGLang registers them -> their classes, and whether one of those may be a server's.
+BY_NAME = {
+    "triton": ("TritonAttnBackend", True),
+    "trtllm_mha": ("TRTLLMHAAttnBackend", True),
+    "fa4": ("FlashAttentionBackend", True),
+    "intel_xpu": ("XPUAttentionBackend", True),
+    "aiter": ("AiterAttnBackend", False),
+    "ascend": ("AscendAttnBackend", False),
+    "intel_amx": ("IntelAMXAttnBackend", False),
+    "torch_native": ("TorchNativeAttnBackend", False),
+}
+
+
+def attends(**arguments: str) -> Findings:
+    """What is found of a server with these arguments, as to attention alone."""
+    findings = Findings(doctor.FACTS)
+    findings.section("A server")
+    preflight._attention(findings, arguments.get)
+    return findings
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_attention_backends_by_their_names(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whichever of a server's two it is; what this platform has put in their place is set aside."""
+    monkeypatch.setattr(seams, "attention_backend", lambda _: TritonAttnBackend)
+    kind, known = BY_NAME[name]
+    refusals = [] if known else [f"the attention backend {kind} is not proven"]
+    for part in ("prefill", "decode"):
+        found = attends(attention_backend="triton", **{f"{part}_attention_backend": name})
+        assert found.refusals == refusals
+        assert found.unknowns == []
+        assert found.facts["attention"] == sorted({name, "triton"})
+    assert attends(attention_backend=name).refusals == refusals
+    assert set(BY_NAME) == set(backends.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "words"),
+    [
+        ("triton", "fp8_e5m2", None),
+        ("triton", "nvfp4", "--kv-cache-dtype nvfp4: a layout that is not known"),
+        ("trtllm_mha", "auto", None),
+        ("trtllm_mha", "bfloat16", "--kv-cache-dtype bfloat16 beside attention by trtllm_mha: "),
+        ("flashinfer", "auto", "the attention backend 'flashinfer' is not known by its name"),
+    ],
+)
+def test_what_a_name_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, name: str, stored: str, words: str | None
+) -> None:
+    monkeypatch.setattr(seams, "attention_backend", lambda _: TritonAttnBackend)
+    found = attends(attention_backend=name, kv_cache_dtype=stored)
+    assert found.refusals == []
+    assert len(found.unknowns) == (words is not None)
+    assert words is None or found.unknowns[0].startswith(words)
+
+
+def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout that was never installed: SGLang would not find it."""
+    monkeypatch.delenv(doctor.RESTRICTION, raising=False)
+    remedy = "the plugin is not registered in this environment: pip install sglang-gemma4-yoco"
+    for names, refusals in ((["another"], [remedy]), (["another", "gemma4_yoco"], [])):
+        found = [SimpleNamespace(name=name) for name in names]
+        registered = {"sglang.srt.plugins": found}
+        monkeypatch.setattr(doctor, "entry_points", lambda group, of=registered: of[group])
+        findings = Findings(doctor.FACTS)
+        doctor._discovery(findings)
+        assert findings.refusals == refusals
+        assert findings.facts["plugins"]["found"] == sorted(names)
+
+
+def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told here, for where SGLang finds no plugin nobody else would tell it."""
+    for name in doctor.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for value, refusals in (("0", ["SGLANG_GEMMA4_YOCO=0"]), ("1", [])):
+        monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
+        findings = Findings(doctor.FACTS)
+        doctor._settings(findings)
+        assert findings.refusals == refusals
 
 
 @pytest.mark.parametrize(
@@ -253,15 +342,21 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path) -> None:
         *("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
         SGLANG_GEMMA4_YOCO_GRAPH_ROWS="all",
         SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS="few",
+        SGLANG_GEMMA4_YOCO_SELF_CHECK="on",
+        SGLANG_GEMMA4_YOCO_AUDIT="often",
+        SGLANG_GEMMA4_YOCO_AUDIT_STRICT="very",
         SGLANG_PLUGINS="gemma4_row_trace",
         SGLANG_PLATFORM="",
     )
     assert answer.verdict[:2] == (1, False)
-    few, plugins, rows, attention = answer.document["refusals"]
+    few, plugins, rows, check, audit, strict, attention = answer.document["refusals"]
     assert attention == "the attention backend TorchNativeAttnBackend is not proven"
     assert few.startswith("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS='few' is not a valid value: use ")
     assert plugins == "SGLANG_PLUGINS=gemma4_row_trace leaves gemma4_yoco out: add it, or unset it"
     assert rows.startswith("SGLANG_GEMMA4_YOCO_GRAPH_ROWS='all' is not a valid value: use a whole")
+    assert check.startswith("SGLANG_GEMMA4_YOCO_SELF_CHECK='on' is not a valid value: use 1 ")
+    assert audit.startswith("SGLANG_GEMMA4_YOCO_AUDIT='often' is not a valid value: use a whole")
+    assert strict.startswith("SGLANG_GEMMA4_YOCO_AUDIT_STRICT='very' is not a valid value: use 1 ")
     assert answer.document["settings"]["SGLANG_GEMMA4_YOCO_GRAPH_ROWS"] == "all"
 
 

@@ -1,0 +1,237 @@
+"""What the plugin refuses when it is loaded: settings, and an SGLang that lacks what it needs.
+
+In this process, which has loaded it once: what an operator sees of it, ``server/test_load_faults``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor import forward_context
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from sglang_gemma4_yoco import plugin, seams
+from sglang_gemma4_yoco.deciding import gate
+
+pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
+
+
+def refusal(caplog: pytest.LogCaptureFixture) -> str:
+    """The one line that says why nothing is patched."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "sglang_gemma4_yoco"):
+        plugin.load()
+    [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
+    assert record.levelno == logging.ERROR
+    _, _, why = record.getMessage().partition(" is NOT installed, the server runs unpatched: ")
+    assert plugin.left_alone == why
+    return why
+
+
+NOT_A_NUMBER = ("few", "-1", "1.5", "")
+NO_ANSWER = ("on", "2", "")
+SETTINGS = {
+    "SGLANG_GEMMA4_YOCO": (NO_ANSWER, "use 1 (or leave it unset) to turn Gemma 4 fast prefill on"),
+    "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS": (
+        ("0", *NOT_A_NUMBER),
+        "use a whole number from 1 up",
+    ),
+    "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": (NOT_A_NUMBER, "use a whole number from 0 up"),
+    "SGLANG_GEMMA4_YOCO_SELF_CHECK": (NO_ANSWER, "use 1 (or leave it unset) to compare with stock"),
+    "SGLANG_GEMMA4_YOCO_AUDIT": (NOT_A_NUMBER, "use a whole number from 0 up"),
+    "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 to turn the fast path off where"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_means_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    values, remedy = SETTINGS[name]
+    for value in values:
+        monkeypatch.setenv(name, value)
+        why = refusal(caplog)
+        assert why.startswith(f"{name}={value!r} is not a valid value: ")
+        assert remedy in why
+
+
+# ---------------------------------------------------------------- names of SGLang's
+
+FIELDS = (
+    "forward_mode",
+    "batch_size",
+    "input_ids",
+    "req_pool_indices",
+    "seq_lens",
+    "seq_lens_sum",
+    "out_cache_loc",
+    "positions",
+    "extend_num_tokens",
+    "extend_seq_lens",
+    "extend_prefix_lens",
+    "extend_start_loc",
+    "extend_seq_lens_cpu",
+    "extend_prefix_lens_cpu",
+    "extend_logprob_start_lens_cpu",
+    "return_logprob",
+    "capture_hidden_mode",
+    "spec_algorithm",
+    "lora_ids",
+    "mm_input_embeds",
+    "mm_inputs",
+    "residual_stream",
+)
+NAMES = {
+    "ForwardBatch": FIELDS,
+    "ForwardMode": ("EXTEND", "DECODE", "MIXED"),
+    "ModelRunner": ("init_attention_backends", "init_cuda_graphs", "init_decode_cuda_graph"),
+    "forward_context": ("forward_context", "get_forward_context", "has_forward_context"),
+    "layer_boundary.residual.batch": ("set_written", "start"),
+}
+WITH_RESIDUALS = {"residual_stream", "set_written", "start"}
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [(of, name) for of, names in NAMES.items() for name in names]
+)
+def test_a_name_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, of: str, name: str
+) -> None:
+    """As on a release that has given it another one."""
+    if name in WITH_RESIDUALS and not seams.HAS_RESIDUAL_STREAM:
+        pytest.skip("the batches of this SGLang carry no residual")
+    if of == "ForwardBatch":
+        monkeypatch.setattr(seams, of, record(of, set(ForwardBatch.__dataclass_fields__) - {name}))
+    elif of == "ForwardMode":
+        modes = {mode: None for mode in ForwardMode.__members__ if mode != name}
+        monkeypatch.setattr(seams, of, SimpleNamespace(__members__=modes))
+    elif of == "ModelRunner":
+        monkeypatch.delattr(seams.ModelRunner, name)
+    elif of == "forward_context":
+        monkeypatch.delattr(forward_context, name)
+    else:
+        others = {other: print for other in NAMES[of] if other != name}
+        monkeypatch.setattr(seams, "residual_batch", SimpleNamespace(**others))
+    why = refusal(caplog)
+    assert f"{of}.{name}" in why
+    assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
+
+
+def record(name: str, fields: set[str]) -> type:
+    """A class with these fields, and no others."""
+    return dataclasses.make_dataclass(name, [(field, object, None) for field in sorted(fields)])
+
+
+def _anything(*_: Any) -> None:
+    """Takes what it is given, and says nothing of it."""
+
+
+SIGNATURES: dict[str, tuple[type, str]] = {
+    "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds": (
+        seams.gemma4_causal.Gemma4TextModel,
+        "forward",
+    ),
+    "Gemma4DecoderLayer.forward(self, positions, hidden_states, per_layer_input, forward_": (
+        seams.gemma4_causal.Gemma4DecoderLayer,
+        "forward",
+    ),
+    "AttentionBackend.init_forward_metadata(self, forward_batch)": (
+        AttentionBackend,
+        "init_forward_metadata",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", SIGNATURES)
+def test_a_signature_that_has_changed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, words: str
+) -> None:
+    monkeypatch.setattr(*SIGNATURES[words], _anything)
+    assert words in refusal(caplog)
+
+
+def test_a_residual_that_has_moved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches carry it from 0.5.22 on; a release that hides where is none from before that."""
+    monkeypatch.setattr(seams, "HAS_RESIDUAL_STREAM", False)
+    monkeypatch.setattr(seams, "version", lambda _: "0.5.22")
+    assert "gemma4_causal.residual_batch" in refusal(caplog)
+    monkeypatch.setattr(seams, "version", lambda _: "0.5.21")
+    assert "gemma4_causal.residual_batch" not in list(seams._missing())
+
+
+# What a server or a batch can be asked for is in a release, or came with this one.
+CAME_WITH = {
+    "0.5.15": (
+        "dcp_size",
+        "enable_page_major_kv_layout",
+        "enable_unified_memory",
+        "attn_dcp_metadata",
+        "dcp_kv_mask",
+    ),
+    "0.5.16": ("enable_flexkv",),
+    "0.5.17": ("dwdp_size", "return_hidden_states_mode"),
+    "0.5.18": (),
+    "0.5.19": ("enable_dense_mlp_attn_tp", "enable_layernorm_sp"),
+    "0.5.20": ("enable_unified_cache_external_linker", "attn_tp_sequence_sharded"),
+    "0.5.21": ("encoder_swa_replay", "engram_history", "token_indices_to_pool"),
+    "0.5.22": (
+        "attn_dp_size",
+        "enable_kv_cache_sharding",
+        "decision_layouts",
+        "full_prefill_cuda_graph_capture",
+        "kv_loc_cols",
+    ),
+    "0.5.23": (
+        "enable_amd_monokernel",
+        "enable_nvidia_megakernel",
+        "enable_return_aux_hidden_states",
+    ),
+}
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[str]], str | None]:
+    """Why no batch is cut on this release of SGLang, from which these names have gone besides."""
+
+    def reason(installed: str, gone: set[str]) -> str | None:
+        releases = list(CAME_WITH)
+        later = releases[releases.index(installed) + 1 :] if installed in CAME_WITH else releases
+        absent = gone.union(*(CAME_WITH[other] for other in later))
+        arguments = gate._judged_arguments() - absent
+        monkeypatch.setattr(seams, "ServerArgs", record("ServerArgs", set(arguments)))
+        fields = gate._REFUSING_FIELDS.keys() - absent
+        monkeypatch.setattr(seams, "ForwardBatch", record("ForwardBatch", fields))
+        monkeypatch.setattr(seams, "version", lambda _: installed)
+        return gate.unseen_reason()
+
+    return reason
+
+
+@pytest.mark.parametrize("installed", ["0.5.14", *CAME_WITH])
+def test_what_a_release_never_had_is_not_missed(
+    release: Callable[[str, set[str]], str | None], installed: str
+) -> None:
+    """But from the first release on that has it."""
+    assert release(installed, set()) is None
+    for name in CAME_WITH.get(installed, ("enable_lora", "token_type_ids")):
+        of = "ServerArgs" if name in gate._judged_arguments() else "ForwardBatch"
+        lacks = f"SGLang {installed} lacks {of}.{name}, which may go by another name now"
+        assert release(installed, {name}) == lacks
+
+
+def test_the_tables_are_complete() -> None:
+    assert set(FIELDS) - WITH_RESIDUALS == set(seams._REQUIRED_FIELDS)
+    assert NAMES["ForwardMode"] == seams._REQUIRED_MODES
+    assert NAMES["ModelRunner"] == seams._REQUIRED_OF_RUNNERS
+    assert NAMES["forward_context"] == seams._REQUIRED_OF_CONTEXTS
+    assert NAMES["layer_boundary.residual.batch"] == seams._REQUIRED_OF_RESIDUALS
+    came = {name for names in CAME_WITH.values() for name in names}
+    assert came == {name.partition(".")[2] for name in seams._SINCE}
