@@ -440,7 +440,8 @@ class Forced:
         eps = torch.finfo(torch.float32).eps
         if queries.is_cuda and self._trace.queries[layer].dtype == torch.float32:
             eps = rounding.TF32 / math.sqrt(width)
-        return 2 * eps * largest
+        off: torch.Tensor = 2 * eps * largest
+        return off
 
 
 def keys_compared(what: str, expected: torch.Tensor, found: torch.Tensor) -> Comparison:

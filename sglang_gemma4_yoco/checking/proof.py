@@ -32,42 +32,32 @@ _ROUNDINGS = 4.0
 _BEYOND = 9  # tokens, of the request, before the window of its last one
 
 
-def prove(graphs: TailGraphs, runner: Any, seed: int = 0) -> None:
-    """Compare every graph with the launched layers, and drop what differs, with one error line.
+def prove(graphs: TailGraphs, runner: Any) -> None:
+    """Compare every graph with the launched layers, and drop what differs, with one error line."""
+    for size in graphs.rows:
+        largest = rounding.worst(findings(graphs, runner, size))
+        if not largest.is_rounding:
+            graphs.drop(size)
+            report.error(
+                f"Gemma 4 fast prefill: the tail recorded for {size} rows differs from the "
+                f"launched one (relative error {largest.error:.1e}, up to "
+                f"{largest.allowed:.1e} is rounding) and is not used"
+            )
 
-    Args:
-        seed: of the random inputs.
-    """
-    generator = torch.Generator(runner.device).manual_seed(seed)
+
+def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
+    """What the graph for ``size`` rows gives, compared: with most padding, and with none."""
+    generator = torch.Generator(runner.device).manual_seed(size)
     attentions = [layer.self_attn.attn for layer in graphs.layers]
+    fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
+    found = []
     with _a_request(runner, attentions, generator) as tokens:
         fill = partial(_fill, tokens=tokens, generator=generator)
-        fewer = 0
-        for size in graphs.rows:
-            found = [
-                compare(graphs, size, graphs.inputs_for(size, rows, fill), rows)
-                for rows in sorted({fewer + 1, size})
-            ]
-            fewer, largest = size, rounding.worst(found)
-            if not largest.is_rounding:
-                graphs.drop(size)
-                report.error(
-                    f"Gemma 4 fast prefill: the tail recorded for {size} rows differs from the "
-                    f"launched one (relative error {largest.error:.1e}, up to "
-                    f"{largest.allowed:.1e} is rounding) and is not used"
-                )
-
-
-def compare(graphs: TailGraphs, size: int, inputs: Inputs, rows: int) -> Finding:
-    """Replay a graph and launch its layers on the same numbers.
-
-    Args:
-        size: of the graph.
-        inputs: [size, ...], in memory of their own, padded.
-        rows: how many of these are no padding.
-    """
-    launched = graphs.launched(inputs)[:rows]
-    return difference(launched, graphs.replayed(size, inputs.first(rows)))
+        for rows in sorted({fewest, size}):
+            inputs = graphs.inputs_for(size, rows, fill)
+            launched = graphs.launched(inputs)[:rows]
+            found.append(difference(launched, graphs.replayed(size, inputs.first(rows))))
+    return found
 
 
 def difference(launched: torch.Tensor, replayed: torch.Tensor) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -210,14 +211,14 @@ def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
     known = owner.of(engine.text_model)
     given = []
 
-    def overwritten(plan: Any, output: torch.Tensor, _: Callable[[], Any]) -> Any:
+    def overwritten(plan: Any, output: torch.Tensor, forwards: audit.Forwards) -> Any:
         given.append(output.clone())
 
         def again() -> Any:
             output.fill_(torch.nan)
             raise InjectedError("in the stock forward")
 
-        return stock_audit(plan, output, again)
+        return stock_audit(plan, output, dataclasses.replace(forwards, stock=again))
 
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine), _switched_on(), pytest.MonkeyPatch.context() as patched:

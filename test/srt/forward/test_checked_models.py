@@ -108,9 +108,13 @@ def test_a_right_graph_is_not_dropped(recorded: Engine) -> None:
     """Full, and with as much padding as there can be."""
     tail = owner.of(recorded.text_model).graphs
     assert tail is not None
-    for seed in range(5):
-        proof.prove(tail, recorded.runner, seed)
-        assert tail.rows == (1, 2, 4)
+    rows = tail.rows
+    assert rows == (1, 2, 4, 8, 16, 32)
+    found = [one for size in rows for one in proof.findings(tail, recorded.runner, size)]
+    assert len(found) == 2 * len(rows) - 2  # of one row and of two there is no padding
+    assert [one.excess for one in found if one.excess > 0.5] == []
+    proof.prove(tail, recorded.runner)
+    assert tail.rows == rows
 
 
 # ---------------------------------------------------------------- audits

@@ -199,7 +199,7 @@ def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
 
 def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> None:
     """What only one rank sees, as K and V of its own heads are, turns the path off on both."""
-    from sglang_gemma4_yoco.checking import self_check
+    from sglang_gemma4_yoco.checking import rounding, self_check
 
     engine = start(rank, path, port)
     known, found = owner.of(engine.text_model), []
@@ -207,7 +207,11 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
 
     def differing(*args: Any) -> Any:
         found.append(check(*args))
-        return dataclasses.replace(found[-1], largest=1.0) if rank == 1 else found[-1]
+        return (
+            dataclasses.replace(found[-1], worst=rounding.defect("this rank's"))
+            if rank == 1
+            else found[-1]
+        )
 
     known.checked = None
     with mock.patch.object(self_check, "check", differing):

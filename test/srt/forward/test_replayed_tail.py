@@ -57,7 +57,7 @@ from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
 from sglang_gemma4_yoco import owner, patch, seams
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
-from sglang_gemma4_yoco.checking import difference, proof
+from sglang_gemma4_yoco.checking import proof, rounding
 from sglang_gemma4_yoco.cutting import cut, fallback, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.shadow import Shadows
@@ -429,7 +429,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         if fails == "recording":
             broken.setattr(seams.GraphBackend, "record", impossible)
         elif fails == "every proof":
-            broken.setattr(difference, "relative_error", lambda *_: float("inf"))
+            broken.setattr(proof, "difference", lambda *_: rounding.defect("the recorded tail"))
         else:
             broken.setattr(ranks, "disagreement", disagreement)
         with pytest.raises(AssertionError):
@@ -680,7 +680,7 @@ def test_a_graph_that_differs_is_not_used(
 
 def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     known = owner.of(engine.text_model)
-    monkeypatch.setattr(difference, "relative_error", lambda *_: float("inf"))
+    monkeypatch.setattr(proof, "difference", lambda *_: rounding.defect("the recorded tail"))
     with pytest.raises(AssertionError, match="no graph gave what the launched layers give"):
         record_tail(engine, MOST)
     assert known.graphs is None

@@ -116,8 +116,8 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     """It agrees, and sees when the tail's window is one key short, as Triton's own is."""
     known = owner.of(engine.text_model)
     found = self_check.check(engine.runner, known)
-    assert found.largest is not None
-    assert found.agrees
+    assert found.worst is not None
+    assert found.worst.excess < 0.5
     monkeypatch.setattr(seams, "whole_window", lambda _: nullcontext())
     assert not self_check.check(engine.runner, known).agrees
 

@@ -15,6 +15,7 @@ import torch
 
 from sglang_gemma4_yoco import owner, seams, switch
 from sglang_gemma4_yoco.checking import audit, self_check
+from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.deciding import gate, threshold
