@@ -75,14 +75,14 @@ _E2B_WITHOUT_TOWERS = dataclasses.replace(
 _WINDOW_DONOR = dataclasses.replace(E2B_TINY, kv_shared_layers=3, sliding_per_full=1)
 #: name -> shape, and how many models of it in bf16, fp16 and fp32.
 SHAPES: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
-    "tiny": (E2B_TINY, (44, 10, 10)),
-    "tiny, window donor": (_WINDOW_DONOR, (20, 4, 4)),
-    "tiny, 256 wide": (dataclasses.replace(E2B_TINY, hidden_size=256, head_dim=64), (16, 2, 2)),
-    "35 layers": (E2B_HOST, (24, 4, 4)),
-    "42 layers": (E4B_HOST, (20, 2, 2)),
-    "35 layers, 256 wide": (dataclasses.replace(E2B_HOST, hidden_size=256), (12, 1, 1)),
-    "E2B_MINI": (E2B_MINI, (10, 1, 1)),
-    "E4B_MINI": (E4B_MINI, (6, 0, 0)),
+    "tiny": (E2B_TINY, (84, 10, 10)),
+    "tiny, window donor": (_WINDOW_DONOR, (30, 4, 4)),
+    "tiny, 256 wide": (dataclasses.replace(E2B_TINY, hidden_size=256, head_dim=64), (20, 2, 2)),
+    "35 layers": (E2B_HOST, (12, 1, 1)),
+    "42 layers": (E4B_HOST, (10, 1, 1)),
+    "35 layers, 256 wide": (dataclasses.replace(E2B_HOST, hidden_size=256), (6, 1, 1)),
+    "E2B_MINI": (E2B_MINI, (4, 0, 0)),
+    "E4B_MINI": (E4B_MINI, (3, 0, 0)),
     "E2B's dimensions": (_E2B_WITHOUT_TOWERS, (1, 0, 0)),
 }
 TRITON: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
