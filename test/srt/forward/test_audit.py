@@ -140,6 +140,69 @@ def test_what_differs_is_answered_by_stock(
     assert owner.of(engine.text_model).constant_reason is None
 
 
+def test_every_row_that_is_kept_is_compared(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the last row of a request alone: one that a log-probability is made of."""
+    stock = cut.Cut.scatter
+
+    def scatter(this: Any, rows: torch.Tensor) -> torch.Tensor:
+        rows[1] *= 1.1
+        return stock(this, rows)
+
+    scheduled = engine.schedule(BATCHES["input logprobs"])
+    expected = run(engine, scheduled, "0").output
+    monkeypatch.setattr(cut.Cut, "scatter", scatter)
+    with audited(engine):
+        seen = run(engine, scheduled, "1").output
+    assert counts() == (0, 1)
+    assert torch.equal(seen.next_token_logits, expected.next_token_logits)
+    assert torch.equal(seen.input_token_logprobs, expected.input_token_logprobs)
+
+
+def _processed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None]
+) -> None:
+    """SGLang makes something else of the second forward of an audit, which is the forced one."""
+    processor = engine.runner.model.logits_processor
+    stock, calls = type(processor).forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 2:
+            change(output)
+        return output
+
+    monkeypatch.setattr(type(processor), "forward", forward)
+
+
+def test_logits_of_other_rows_are_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tail has computed is right, and not what SGLang reads."""
+
+    def flip(output: Any) -> None:
+        output.next_token_logits = output.next_token_logits.flip(0)
+
+    scheduled = engine.schedule(TWO_PROMPTS)
+    _processed(engine, monkeypatch, flip)
+    with audited(engine), _switched_on():
+        engine.forward(scheduled)
+    assert counts() == (0, 1)
+
+
+def test_log_probabilities_of_other_rows_are_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flip(output: Any) -> None:
+        output.input_token_logprobs = output.input_token_logprobs.flip(0)
+
+    scheduled = engine.schedule(BATCHES["input logprobs"])
+    _processed(engine, monkeypatch, flip)
+    with audited(engine), _switched_on():
+        engine.forward(scheduled)
+    assert counts() == (0, 1)
+
+
 def test_changed_tokens_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     _other_rows(monkeypatch)
     with audited(engine):

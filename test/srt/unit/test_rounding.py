@@ -69,6 +69,15 @@ def test_a_channel_that_is_small_counts_as_much_as_one_that_is_large() -> None:
     assert compared(values, other).excess > 4
 
 
+def test_a_channel_near_zero_rounds_as_its_parts_do() -> None:
+    """It is the difference of two others, each off by a rounding of its own."""
+    values = exact(0).bfloat16()
+    other = values.clone()
+    values[:, 0] = torch.randn(18, generator=torch.Generator().manual_seed(1)) * 1e-6
+    other[:, 0] = values[:, 0] + 2**-9
+    assert compared(values, other).is_rounding
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_what_is_no_number_is_a_defect(wrong: float) -> None:
     values = exact(0).bfloat16()
