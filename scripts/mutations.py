@@ -854,8 +854,8 @@ _WRITTEN = [
         ("attention goes on as it is", "        return forced\n", "        return None\n",
          f"{FORCED}::test_attention"),
         ("keys are not compared",
-         "                self._compared.append(keys_compared(f\"{what} of layer {layer}\",
-         expected, rows))\n",
+         "                self._compared.append(keys_compared("
+         "f\"{what} of layer {layer}\", expected, rows))\n",
          "", f"{FORCED}::test_keys"),
         ("queries of zeros are not tried", "torch.zeros_like(call[\"q\"])", "call[\"q\"]",
          f"{SELF_CHECK}::test_one_key_of_many"),
@@ -871,8 +871,8 @@ _WRITTEN = [
          "trace.embeds = embeds[int(trace.index[0]) :][: len(trace.index)]",
          f"{MODELS}::test_a_recorded_tail_is_replayed"),
         ("per-layer inputs are not compared",
-         "            self._compare(f\"per-layer input of layer {layer}\",
-         expected, found, _OF_INPUTS)\n",
+         "            self._compare(f\"per-layer input of layer {layer}\", "
+         "expected, found, _OF_INPUTS)\n",
          "            pass\n", f"{FORCED}::test_per_layer_inputs"),
     ),
     *of(
