@@ -6,7 +6,8 @@ channels) run on SGLang's ModelRunner, nothing broken: no check, audit or proof 
 the package is broken in every way of ``breakages.py``, and each must be found by the check at start
 on every one of them, by its own bound and several times over::
 
-    python scripts/bench_checks.py --write benchmark/results/checks_cpu.json
+    python scripts/bench_checks.py --results benchmark/results/checks_cpu.json \\
+        --write benchmark/README.md                                # an hour on two idle cores
     python scripts/bench_checks.py --models 12 --only tiny        # a few minutes
     TRITON_INTERPRET=1 python scripts/bench_checks.py --triton    # on SGLang's Triton backend
 
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ import torch
 
 from breakages import BREAKAGES
 from decode_graphs import recorded_decode_steps
+from generated import inserted
 from provenance import commit_of
 from sglang_gemma4_reference import checkpoint
 from sglang_gemma4_reference.checkpoint import (
@@ -94,6 +96,7 @@ MEASURED = (
     "scripts/bench_checks.py",
     "scripts/breakages.py",
 )
+PART = "checks"  # of the document
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -296,6 +299,25 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def table(document: Mapping[str, Any]) -> str:
+    """What was found, for ``benchmark/README.md``."""
+    largest, alarms = document["largest"], document["false_alarms"]
+    lines = [
+        f"{document['models']} models, commit `{document['commit']}`, "
+        f"{document['seconds'] / 60:.0f} minutes. False alarms: {alarms['check']} of "
+        f"{document['models']} checks, {alarms['audits']} of {document['audited']} audited "
+        f"prefills, {alarms['proofs']} of {document['proved']} proofs. The largest errors of the "
+        f"unbroken package, in multiples of their bounds: {largest['check']}, {largest['audits']}, "
+        f"{largest['proofs']}.",
+        "",
+        "| broken | models | found: at least so many times its bound | on |",
+        "|---|---|---|---|",
+    ]
+    for name, found in document["breakages"].items():
+        lines.append(f"| {name} | {found['models']} | {found['smallest']} | {found['on']} |")
+    return "\n".join(lines)
+
+
 def finite(value: Any) -> Any:
     """``value`` for JSON, which has no infinity."""
     if isinstance(value, dict):
@@ -317,7 +339,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--breakage", default="", help="breakages with this in their name")
     parser.add_argument("--jobs", type=int, default=2, help="processes; default: %(default)s")
     parser.add_argument("--triton", action="store_true", help="on SGLang's Triton backend")
-    parser.add_argument("--write", type=Path, help="the results, as JSON")
+    parser.add_argument("--results", type=Path, help="where to put the results, as JSON")
+    parser.add_argument("--write", type=Path, help="a document to put the table into")
     return parser.parse_args()
 
 
@@ -337,8 +360,10 @@ def main() -> int:
     )
     for name, found in told["breakages"].items():
         print(f"{name:45} {found['models']:4} models, at least {found['smallest']:.3g} times")
+    if args.results:
+        args.results.write_text(json.dumps(document) + "\n")
     if args.write:
-        args.write.write_text(json.dumps(document) + "\n")
+        args.write.write_text(inserted(args.write.read_text(), PART, table(document)))
     document.pop("results")
     print(json.dumps(document))
     good = not any(told["false_alarms"].values()) and all(

@@ -38,7 +38,8 @@ A batch travels through the package in this order::
         graphs.py     the tail recorded for a few row counts, and replayed
 
     checking/     does it give what stock gives, here and with these weights?
-        difference.py how far two answers are apart, and how far rounding takes them
+        rounding.py   how far two computations of the same numbers are apart, in roundings
+        layerwise.py  each layer given what stock's was given, and compared
         borrowed.py   a server's slots, borrowed for requests of nobody's
         proof.py      a graph must give what the launched layers give
         self_check.py a few prefills both ways, before the server serves

@@ -176,7 +176,7 @@ def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]
 
     audits = Counter(
         "sglang:gemma4_yoco_audits_total",
-        "Prefills that were run again as stock, by whether they differed beyond rounding.",
+        "Prefills that were run again as stock, by whether a defect was found.",
         [*labels, "result"],
     )
     changes = Counter(
@@ -186,7 +186,7 @@ def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]
     ).labels(**labels)
     worst = Gauge(
         "sglang:gemma4_yoco_audit_worst_difference",
-        "Largest relative difference of an audited prefill from stock.",
+        "Largest error of an audited prefill, in multiples of what is rounding.",
         [*labels],
         multiprocess_mode="max",
     ).labels(**labels)

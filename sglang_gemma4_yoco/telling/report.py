@@ -37,10 +37,10 @@ class Audits:
     """What came of the forwards that were run again as stock.
 
     Attributes:
-        agree: those that differed by no more than rounding does.
+        agree: those of which each step differed by no more than rounding does.
         differ: the others.
         greedy_changes: rows whose likeliest token was another one.
-        worst: the largest difference of all; see ``checking.difference``.
+        worst: the largest error of all, in multiples of what is rounding; see ``rounding``.
     """
 
     agree: int = 0
@@ -132,13 +132,13 @@ def _tell(observers: list[Callable[..., None]], *counted: object) -> None:
             failure("Gemma 4 fast prefill: its metrics are collected no longer", broken)
 
 
-def audited(difference: float, *, agrees: bool, greedy_changes: int) -> None:
+def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
     """Count a forward that was run again as stock."""
     audits.agree += agrees
     audits.differ += not agrees
     audits.greedy_changes += greedy_changes
-    audits.worst = max(audits.worst, difference)
-    _tell(_audit_observers, Audits(int(agrees), int(not agrees), greedy_changes, difference))
+    audits.worst = max(audits.worst, excess)
+    _tell(_audit_observers, Audits(int(agrees), int(not agrees), greedy_changes, excess))
 
 
 def active(

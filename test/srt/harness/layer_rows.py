@@ -52,11 +52,23 @@ def fast_rows(prefill: Prefill, minimum: int | None = 1, recorded: Sequence[int]
 
 
 def without_audit(prefill: Prefill) -> Prefill:
-    """What a forward computed before it was run again as stock, if it was."""
-    total = sum(prefill.extend_lens)
+    """What a forward computed before it was audited, if it was.
+
+    An audit runs all rows as stock, and from layer K-1 on the kept ones once more, launched. A tail
+    that is replayed for b rows is replayed again, and launched on as many: b + T + B + 2 b rows.
+    """
+    total, requests = sum(prefill.extend_lens), len(prefill.extend_lens)
     if prefill.rows[0] != 2 * total:
         return prefill
-    return dataclasses.replace(prefill, rows=[rows - total for rows in prefill.rows])
+    audited = [rows - total for rows in prefill.rows]
+    if prefill.replays:
+        assert prefill.replays == 2, prefill
+        tail = [(rows - requests) / 3 for rows in audited[FIRST_CUT:]]
+    else:
+        tail = [rows / 2 for rows in audited[FIRST_CUT:]]
+    assert all(rows.is_integer() for rows in tail), prefill
+    rows = [*audited[:FIRST_CUT], *map(int, tail)]
+    return dataclasses.replace(prefill, rows=rows, replays=int(bool(prefill.replays)))
 
 
 def assert_all_fast(

@@ -110,7 +110,7 @@ def test_audits(measured: Server) -> None:
     assert audits == {"agrees": cut, "differs": 0}
     assert single(measured, f"{CHANGES}_total") == 0
     worst = single(measured, WORST)
-    assert 0 < worst < 1e-5
+    assert 0 < worst < 0.5  # of what is rounding
     for state in states(measured):
         assert state["audits"]["agree"] == cut
         assert state["audits"]["worst"] == pytest.approx(worst)

@@ -1,0 +1,81 @@
+"""The bench of checks: what it has found stands in the documents, and it can tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+import bench_checks
+from bench_checks import ENOUGH, SHAPES, TRITON, Result
+from breakages import BREAKAGES
+from generated import inserted
+
+REPO = Path(__file__).resolve().parents[3]
+RESULTS = REPO / "benchmark" / "results" / "checks_cpu.json"
+
+
+def test_what_was_found() -> None:
+    """No false alarm on two hundred models and more, and nothing broken that was missed."""
+    document = json.loads(RESULTS.read_text())
+    assert document["models"] == len(document["results"]) >= 200
+    assert document["false_alarms"] == {"check": 0, "audits": 0, "proofs": 0}
+    assert document["audited"] >= 2000
+    assert set(document["breakages"]) == set(BREAKAGES)
+    for name, found in document["breakages"].items():
+        factors = [
+            math.inf if one["found"][name] == "infinite" else one["found"][name]
+            for one in document["results"]
+            if name in one["found"]
+        ]
+        assert len(factors) == found["models"], name
+        assert min(factors) > ENOUGH, name
+    assert {one["dtype"] for one in document["results"]} == {"bfloat16", "float16", "float32"}
+
+
+def test_the_document_has_it() -> None:
+    page = (REPO / "benchmark" / "README.md").read_text()
+    table = bench_checks.table(json.loads(RESULTS.read_text()))
+    assert inserted(page, bench_checks.PART, table) == page
+
+
+def test_the_models() -> None:
+    shapes = [shape for shape, _ in SHAPES.values()]
+    assert {64, 1536} <= {shape.hidden_size for shape in shapes}
+    assert {8, 35, 42} <= {shape.layers for shape in shapes}
+    assert sum(sum(counts) for _, counts in SHAPES.values()) >= 200
+    assert sum(sum(counts) for _, counts in TRITON.values()) >= 12
+    drawn = bench_checks.kinds(40, seed=0)
+    assert len({(k["sharpness"], k["post_norms"], k["outliers"]) for k in drawn}) == 40
+
+
+@pytest.fixture
+def results() -> list[Result]:
+    """Of two models, on one of which something was missed."""
+    kind = {"seed": 0, "sharpness": 1.0, "post_norms": 1.0, "outliers": 1.0}
+    good = Result("tiny", "bfloat16", **kind, check=0.5, found={"a": 9.0, "b": math.inf})
+    bad = Result("large", "bfloat16", **kind, check=1.5, found={"a": 2.0})
+    return [good, bad]
+
+
+def test_false_alarms_and_misses_are_counted(results: list[Result]) -> None:
+    told = bench_checks.summary(results)
+    assert told["false_alarms"] == {"check": 1, "audits": 0, "proofs": 0}
+    assert told["breakages"]["a"] == {
+        "models": 2,
+        "smallest": 2.0,
+        "on": "large, bfloat16, seed 0",
+    }
+    document = bench_checks.finite(told)
+    assert document["breakages"]["b"]["smallest"] == "infinite"
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert "found least: a, 2.0 times" in str(results[1])
+
+
+def test_traffic_has_prefixes_and_log_probabilities() -> None:
+    prompts = [p for seed in range(50) for p in bench_checks.traffic(random.Random(seed), 512)]
+    assert any(prompt.cached for prompt in prompts)
+    assert any(prompt.logprob_start >= 0 for prompt in prompts)
