@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_the_models() -> None:
 @pytest.fixture
 def results() -> list[Result]:
     """Of two models, on one of which something was missed."""
-    kind = {"seed": 0, "sharpness": 1.0, "post_norms": 1.0, "outliers": 1.0}
+    kind: dict[str, Any] = {"seed": 0, "sharpness": 1.0, "post_norms": 1.0, "outliers": 1.0}
     good = Result("tiny", "bfloat16", **kind, check=0.5, found={"a": 9.0, "b": math.inf})
     bad = Result("large", "bfloat16", **kind, check=1.5, found={"a": 2.0})
     return [good, bad]
