@@ -511,7 +511,8 @@ _WRITTEN = [
          "Owner(model, attention, runner.attn_backend)",
          f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
         ("ranks of several versions go on", "return f\"{__version__}, {found}, ",
-         "return f\"{found}, ", f"{RANKS}::test_ranks_are_checked_together"),
+         "return f\"{found}, ",
+         f"{RANKS}::test_ranks_are_checked_together[with_settings_of_its_own]"),
     ),
     *of(
         "seams.py",
