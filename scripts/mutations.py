@@ -786,7 +786,7 @@ _WRITTEN = [
         ("the plan of the recording is held",
          "            raise\n        finally:\n            self._backend.forward_metadata = None",
          "            raise\n        finally:\n            pass",
-         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_let_go"),
+         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_not_used"),
         ("recorded residuals are held", "            seams.end_residual(batch)\n",
          "            pass\n", f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_let_go"),
         ("recorded layers add into what they are given", "rows = inputs.rows.clone()",
