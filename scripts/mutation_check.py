@@ -76,8 +76,6 @@ PART_OF_DOCUMENT = "mutations"
 AGE_IN_DOCUMENT = "mutations, of which package"
 WITHOUT_BEHAVIOUR = ("unit", "models")
 BEHAVIOUR = ("forward", "triton", "server")
-# They start a process for each test, so they run when nothing else has noticed.
-SLOW_UNITS = ("unit/test_switch_and_plugin.py",)
 CONTROL_LIMIT = 2400.0  # seconds
 ALL, BEHAVIOURAL = "mutations.json", "mutations_behavioural.json"
 # What takes longest to import, and nothing of the package: done once, then forked.
@@ -207,7 +205,6 @@ class Workplace:
         """Run tests, named relative to ``test/srt``, in one of the copies."""
         arguments = [*options, *(f"--deselect={name}" for name in left_out)]
         arguments += [str(TESTS / name) for name in tests]
-        arguments += [f"--ignore={TESTS / name}" for name in SLOW_UNITS if name not in tests]
         notes = tree.with_suffix(".json")
         notes.unlink(missing_ok=True)
         began = time.monotonic()
@@ -410,10 +407,7 @@ def judge_both(
         return behavioural, behavioural
     if behavioural.caught_by is not None:
         return behavioural, behavioural  # all tests are these and others
-    every = judge(mutation, place, controls, [WITHOUT_BEHAVIOUR])
-    if every.caught_by is None:
-        every = judge(mutation, place, controls, [SLOW_UNITS])
-    return every, behavioural
+    return judge(mutation, place, controls, [WITHOUT_BEHAVIOUR]), behavioural
 
 
 # ---------------------------------------------------------------- the results

@@ -515,7 +515,8 @@ _WRITTEN = [
          "Owner(model, attention, runner.attn_backend)",
          f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
         ("ranks of several versions go on", "return f\"{__version__}, {found}, ",
-         "return f\"{found}, ", f"{RANKS}::test_ranks_are_checked_together"),
+         "return f\"{found}, ",
+         f"{RANKS}::test_ranks_are_checked_together[with_settings_of_its_own]"),
     ),
     *of(
         "seams.py",
@@ -792,7 +793,7 @@ _WRITTEN = [
         ("the plan of the recording is held",
          "            raise\n        finally:\n            self._backend.forward_metadata = None",
          "            raise\n        finally:\n            pass",
-         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_let_go"),
+         f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_not_used"),
         ("recorded residuals are held", "            seams.end_residual(batch)\n",
          "            pass\n", f"{REPLAYED}::test_nothing_is_held_of_a_tail_that_is_let_go"),
         ("recorded layers add into what they are given", "rows = inputs.rows.clone()",

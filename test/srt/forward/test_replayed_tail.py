@@ -340,6 +340,7 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
         assert isinstance(known.planned, plan.Plan)
         replays.append(known.planned.replay)
         indices.append(known.planned.tail.index)
+        assert "fields" not in vars(known.planned.tail)  # nobody rewrites the batch
 
     scheduled = engine.schedule(TWO_PROMPTS)
     run(engine, scheduled, "1")

@@ -26,6 +26,8 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 print("patched", hasattr(Gemma4TextModel, "_yoco_eligibility"))
+import sys
+print("patch imported", "sglang_gemma4_yoco.patch" in sys.modules)
 """
 
 
@@ -145,6 +147,7 @@ def test_switched_off() -> None:
     """Nothing is patched, and the line is no error."""
     output = output_of(LOAD, SGLANG_GEMMA4_YOCO="0")
     assert "patched False" in output
+    assert "patch imported False" in output
     (line,) = ours(output)
     assert line.startswith("INFO")
     assert "is off: SGLANG_GEMMA4_YOCO=0" in line
