@@ -88,6 +88,6 @@ def test_it_is_found_out(name: str, tiny_checkpoint: Path, tmp_path: Path) -> No
         assert (largest == "infinite") is (name == "the tail gives no numbers")
         assert main(["status", server.url]) == 1
         [line] = server.log_lines("is off for this server")
-        assert "its self-check at start failed; checked: largest difference" in line
+        assert "its self-check at start failed; checked layer by layer: " in line
         assert server.log_lines("fast prefill is active") == []
         assert server.log_lines(" is on: ") == []
