@@ -237,8 +237,9 @@ def judge(engine: Engine, result: Result, draws: random.Random, breaks: Sequence
                     result.found[name], result.where[name] = broken.excess, broken.what
 
 
-def judged(name: str, dtype: str, count: int, breaks: Sequence[str], triton: bool) -> list[Result]:
+def judged(group: tuple[str, str, int, Sequence[str], bool]) -> list[Result]:
     """All models of one shape and type; in a process of its own, which keeps their memory."""
+    name, dtype, count, breaks, triton = group
     # Every row that can be skipped is; the check is called by hand.
     os.environ |= {threshold.VARIABLE: "1", self_check.VARIABLE: "0"}
     logging.disable(logging.ERROR)  # what is broken on purpose is logged, again and again
@@ -256,8 +257,8 @@ def judged(name: str, dtype: str, count: int, breaks: Sequence[str], triton: boo
     return results
 
 
-def run(args: argparse.Namespace) -> list[Result]:
-    """All models that are asked for."""
+def run(args: argparse.Namespace) -> Iterator[list[Result]]:
+    """All models that are asked for, by shape and type."""
     breaks = [name for name in BREAKAGES if args.breakage in name]
     groups = [
         (name, dtype, min(count, args.models or count), breaks, args.triton)
@@ -265,10 +266,8 @@ def run(args: argparse.Namespace) -> list[Result]:
         for dtype, count in zip(DTYPES, counts, strict=True)
         if args.only in name and count
     ]
-    # The largest first, and each in a process of its own.
     with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
-        done = pool.starmap(judged, reversed(groups), chunksize=1)
-    return [result for group in reversed(done) for result in group]
+        yield from pool.imap(judged, groups, chunksize=1)
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
@@ -348,22 +347,25 @@ def main() -> int:
     """Run, print, write."""
     args = parse_arguments()
     began = time.monotonic()
-    results = run(args)
-    told = summary(results)
-    document = finite(
-        {
-            "commit": commit_of(MEASURED),
-            "seconds": round(time.monotonic() - began),
-            **told,
-            "results": [dataclasses.asdict(result) for result in results],
-        }
-    )
+    commit = commit_of(MEASURED)
+    results: list[Result] = []
+    for group in run(args):  # a run that is cut short leaves what it has found
+        results += group
+        told = summary(results)
+        document = finite(
+            {
+                "commit": commit,
+                "seconds": round(time.monotonic() - began),
+                **told,
+                "results": [dataclasses.asdict(result) for result in results],
+            }
+        )
+        if args.results:
+            args.results.write_text(json.dumps(document) + "\n")
+        if args.write:
+            args.write.write_text(inserted(args.write.read_text(), PART, table(document)))
     for name, found in told["breakages"].items():
         print(f"{name:45} {found['models']:4} models, at least {found['smallest']:.3g} times")
-    if args.results:
-        args.results.write_text(json.dumps(document) + "\n")
-    if args.write:
-        args.write.write_text(inserted(args.write.read_text(), PART, table(document)))
     document.pop("results")
     print(json.dumps(document))
     good = not any(told["false_alarms"].values()) and all(

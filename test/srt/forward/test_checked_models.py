@@ -33,6 +33,7 @@ from sglang_gemma4_reference.checkpoint import (
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import owner
 from sglang_gemma4_yoco.checking import proof
+from sglang_gemma4_yoco.cutting import donor
 from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -136,6 +137,24 @@ def test_audits_of_random_traffic(recorded: Engine, in_place: bool) -> None:
     assert report.forwards[report.TAIL_REPLAYED] > 0
     assert report.forwards[report.ACTIVE] > 0
     assert_untouched(recorded)
+
+
+def test_one_row_of_a_long_prompt(recorded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among a thousand it is lost in the mean, and not to the one who wrote it."""
+    stock = donor.keys_and_values
+
+    def keys_and_values(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = stock(*args)
+        k[7] *= 1.15
+        return k, v
+
+    scheduled = recorded.schedule(batch_of((0, 1000)))
+    with audited(recorded), switched("1"):
+        recorded.forward(scheduled)
+        assert counts() == (1, 0)
+        monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
+        recorded.forward(scheduled)
+    assert counts() == (1, 1)
 
 
 WINDOW = E2B_TINY.sliding_window
