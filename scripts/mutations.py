@@ -1590,7 +1590,7 @@ _TABLES: dict[str, dict[str, str]] = {
         "_LAST_ROW_CAPTURES": REFUSED,
         "_LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
         "_JUDGED": f"{DECIDING}::test_what_a_plan_was_made_from_is_replaced",
-        "_OTHER_ARGUMENTS": f"{DECIDING}::test_what_refuses_nothing_alone",
+        "_OTHER_ARGUMENTS": f"{REFUSED}::test_refused_servers_of_several_ranks",
     },
     "deciding/backends.py": {
         "SGLANGS": f"{OTHER_MAINS}::test_sglangs_own_backends",

@@ -489,13 +489,8 @@ def test_no_other_kind_is_known() -> None:
     assert set(SCHEMES) == known
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [DRAFTS, {"disaggregation_mode": "prefill"}, {"pp_size": 2}, {"offload_group_size": 0}],
-    ids=lambda a: ", ".join(a),
-)
-def test_what_refuses_nothing_alone(engine: Engine, arguments: dict[str, Any]) -> None:
-    with while_deciding(engine, lambda _: releases.published(**arguments)):
+def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
+    with while_deciding(engine, lambda _: releases.published(**DRAFTS)):
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows[-1] == len(TWO_PROMPTS)
 

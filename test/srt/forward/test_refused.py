@@ -233,7 +233,8 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "sglang_gemma4_yoco"]
 
 
-# What one rank of several sees. Several ranks forward in ``test_ranks`` and ``test_parallel``.
+# What one rank of several sees, and, at the end, what refuses nothing by itself. Several ranks
+# forward in ``test_ranks`` and ``test_parallel``.
 SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
     ({"tp_size": 2}, None),
     (DP, gate.DP_ATTENTION),
@@ -246,6 +247,9 @@ SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
         "ranks on several machines",
     ),
     ({**DRAFTS, "tp_size": 2}, None),
+    ({"pp_size": 2}, None),
+    ({"disaggregation_mode": "prefill"}, None),
+    ({"offload_group_size": 0}, None),
 ]
 
 
