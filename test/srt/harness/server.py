@@ -189,6 +189,11 @@ class Server:
 
     # -- what it has said and done -----------------------------------------------------------
 
+    @property
+    def log_file(self) -> Path:
+        """Where its processes print."""
+        return self._log
+
     def log(self) -> str:
         """Everything that all processes of the server have printed so far."""
         return self._log.read_text("utf-8", errors="replace")

@@ -24,6 +24,7 @@ import sglang_gemma4_yoco
 from environment import REPO
 from mutations import MUTATIONS, PACKAGE, broken
 from server import Server, python_path, stand_in_for_sglang
+from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.commands import prompts, servers, verdict
 from sglang_gemma4_yoco.commands.console import CommandError
@@ -127,8 +128,13 @@ def test_what_people_see(demonstrated: subprocess.CompletedProcess[str]) -> None
 # ---------------------------------------------------------------- what is not right
 
 
-def test_a_broken_package_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A copy that keeps the row before the last one of each prompt."""
+def test_a_broken_package_is_told(tmp_path: Path) -> None:
+    """A copy that keeps the row before the last one of each prompt, judged by stock's rounding.
+
+    Of a model that multiplies rounding errors; ``test_bfloat16_server`` shows on the same model
+    that a package that is right is not told.
+    """
+    sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
     (mutation,) = (m for m in MUTATIONS if m.name == "wrong row: the one before the last")
     copy = tmp_path / "copy" / PACKAGE
     shutil.copytree(Path(sglang_gemma4_yoco.__file__).parent, copy)
@@ -141,21 +147,26 @@ def test_a_broken_package_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None
     ]
     lines = [{"prompt": "Is this one right?"}, {"messages": [{"role": "user", "content": content}]}]
     mine.write_text("\n".join(map(json.dumps, lines)))
-    command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--prompts", str(mine)]
+    command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
+    command += ["--servers", "together", "--", "--dtype", "bfloat16"]
     # Its own check at start would turn it off, and there would be nothing to tell.
     variables = {"PYTHONPATH": python_path(copy.parent), self_check.VARIABLE: "0"}
-    done = run([*command, "--servers", "together"], tmp_path, variables)
+    done = run(command, tmp_path, variables)
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
     document = document_of(done)
     assert document["active"] is True
+    assert (document["dtype"], document["rule"]) == ("bfloat16", "noise floor")
     assert document["agrees"] is document["answers_equal"] is False
-    assert document["max_logprob_diff"] is None or document["max_logprob_diff"] > 1e-3
+    assert document["max_logprob_diff"] > 1
     differing = {problem.partition(":")[0] for problem in document["problems"]}
-    assert {prompts.QUESTIONS, prompts.PICTURES} <= differing
+    assert {f"{kind}, prefills alone" for kind in (prompts.QUESTIONS, verdict.TIMED)} <= differing
     assert document["agreement"][prompts.QUESTIONS]["fast"]["answers"] == 2
     assert "THE ANSWERS DO NOT AGREE" in done.stdout
-    # Stock agrees with itself all the same.
-    assert document["agreement"][prompts.QUESTIONS]["stock"]["max_logprob_diff"] < 1e-3
+    # Stock agrees with itself all the same, as far as it rounds.
+    questions = document["agreement"][prompts.QUESTIONS]
+    assert questions["stock"]["answers"] == 2
+    of_stock, of_fast = (questions[way]["mean_logprob_diff"] for way in ("stock", "fast"))
+    assert 0 < of_stock < of_fast / 3
 
 
 def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ import pytest
 import torch
 
 from sglang_gemma4_reference import cuda_branches
-from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, untamed, write_checkpoint
 
 if version("sglang") != cuda_branches.SGLANG:
     pytest.skip(f"the mode knows SGLang {cuda_branches.SGLANG} alone", allow_module_level=True)
 
 from transformers import Gemma4ForConditionalGeneration
 
+import truth
 from batches import batch_of
 from observe import (
     TOLERANCE,
@@ -36,6 +37,7 @@ from observe import (
     run,
     switched,
 )
+from rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -79,6 +81,7 @@ _MODELS = {
     "wide": (WIDE, "float32"),
     "narrow": (NARROW, "float32"),
     "bfloat16": (WIDE, "bfloat16"),
+    "sharp": (untamed(dataclasses.replace(WIDE, outlier_share=1 / 8)), "bfloat16"),
 }
 
 
@@ -402,3 +405,21 @@ def test_bfloat16(bench: Bench) -> None:
     assert max(off.max(), on.max()) < 0.5
     assert off.mean() < 0.1
     assert on.mean() < 1.1 * off.mean()
+    assert_layers_agree(bench.engine, bench.engine.schedule(prompts), prompts)
+
+
+@models("sharp")
+def test_bfloat16_of_a_sharp_model(bench: Bench) -> None:
+    """Whose answers in bf16 are those of another model than in fp32: stock is the measure."""
+    prompts = BATCHES["three, two of them cached"]
+    stock, fast = both_ways(bench, prompts, len(prompts))
+    scheduled = bench.engine.schedule(prompts)
+    rounded = []
+    for seed in range(2):
+        with rounded_otherwise(bench.engine, seed):
+            rounded.append(run(bench.engine, scheduled, "0"))
+    of_stock, of_fast, *of_rounded = (
+        seen.output.next_token_logits.float().log_softmax(-1) for seen in (stock, fast, *rounded)
+    )
+    truth.assert_as_near_as_rounding(of_fast, of_stock, of_rounded)
+    assert_layers_agree(bench.engine, scheduled, prompts)
