@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_one_row_of_a_long_prompt(recorded: Engine, monkeypatch: pytest.MonkeyPa
     """Among a thousand it is lost in the mean, and not to the one who wrote it."""
     stock = donor.keys_and_values
 
-    def keys_and_values(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = stock(*args)
         k[7] *= 1.15
         return k, v
