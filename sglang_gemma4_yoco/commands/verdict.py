@@ -37,7 +37,7 @@ class Outcome:
 
 def compare(
     plan: Plan, stock: Found, fast: Found, *, prefilled: bool = False
-) -> tuple[dict[str, Comparison], ...]:
+) -> tuple[dict[str, Comparison], dict[str, Comparison]]:
     """By kind of prompt: fast against stock, and stock against itself.
 
     Args:

@@ -241,7 +241,9 @@ TAMINGS = (
 
 def untamed(shape: Gemma4Shape) -> Gemma4Shape:
     """The same model, its heads, layers and channels as unequal as a trained model's may be."""
-    left_out = {taming.field: taming.without(shape) for taming in TAMINGS if taming.hides}
+    left_out: dict[str, Any] = {
+        taming.field: taming.without(shape) for taming in TAMINGS if taming.hides
+    }
     return dataclasses.replace(shape, **left_out)
 
 
@@ -343,7 +345,7 @@ E4B_HOST = dataclasses.replace(
 
 # As they are served: in bf16, and not tame. Of 64 channels 8 are outliers: where it is one, a layer
 # is given little more than that one's sign, for all that bf16 keeps of a row.
-_NARROW = {"dtype": "bfloat16", "outlier_share": 1 / 8}
+_NARROW: dict[str, Any] = {"dtype": "bfloat16", "outlier_share": 1 / 8}
 E2B_TINY_SHARP = dataclasses.replace(untamed(E2B_TINY), **_NARROW)
 E2B_HOST_SHARP = dataclasses.replace(untamed(E2B_HOST), **_NARROW)
 E2B_MINI_SHARP = dataclasses.replace(untamed(E2B_MINI), dtype="bfloat16")

@@ -59,7 +59,8 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
         scheduled: the batch of ``prompts``; the fast path cuts it inside the last donor.
     """
     layers = _layers_behind_the_cut(engine)
-    total, kept = 0, []
+    total = 0
+    kept: list[int] = []
     for prompt, count in zip(prompts, kept_rows(prompts), strict=True):
         total += len(prompt.new)
         kept += range(total - count, total)
