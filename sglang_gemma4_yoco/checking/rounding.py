@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Sums are made in fp32 whatever the type: of a thousand numbers, off by about the root of as many.
-_OF_SUMS = 32 * torch.finfo(torch.float32).eps
+# Sums are made in fp32 whatever the type: of 4096 numbers, off by about the root of as many.
+_OF_SUMS = 64 * torch.finfo(torch.float32).eps
 TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
 # Of one row, beside all: of its few numbers one that is rounded otherwise weighs more.
 _ONE_ROW = 6.0
