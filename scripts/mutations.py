@@ -843,13 +843,13 @@ _WRITTEN = [
          f"{SELF_CHECK}::test_what_is_broken_is_named"),
         ("queries go on as they are", "        self._force(call[\"q\"], expected)\n", "",
          f"{FORCED}::test_queries"),
-        ("keys go on as they are", "                self._force(rows, expected)\n", "",
-         f"{FORCED}::test_keys"),
+        ("keys go on as they are", "                self._force(rows, stock)\n",
+         "                pass\n", f"{FORCED}::test_keys"),
         ("attention goes on as it is", "        return forced\n", "        return None\n",
          f"{FORCED}::test_attention"),
         ("keys are not compared",
-         "                self._compared.append(keys_compared("
-         "f\"{what} of layer {layer}\", expected, rows))\n",
+         "            self._compared += keys_and_values_compared("
+         "f\"layer {layer}\", expected_pair, pair)\n",
          "", f"{FORCED}::test_keys"),
         ("queries of zeros are not tried", "torch.zeros_like(call[\"q\"])", "call[\"q\"]",
          f"{SELF_CHECK}::test_one_key_of_many"),

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,6 @@ from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.telling import report
 
 if TYPE_CHECKING:
-    from sglang_gemma4_yoco.attending.graphs import Inputs
     from sglang_gemma4_yoco.cutting.plan import Plan
     from sglang_gemma4_yoco.owner import Owner
 
@@ -180,12 +180,12 @@ class Auditor:
         kept = len(plan.tail.kept.lens)
         size = tail.size_for(plan.tail.kept)
         assert size is not None
-
-        def fill(inputs: Inputs) -> None:
-            trace.fill(inputs, tail.first)
-            inputs.requests.copy_(batch.req_pool_indices)
-            inputs.lengths.copy_(batch.seq_lens)
-
+        fill = partial(
+            trace.fill,
+            first=tail.first,
+            requests=batch.req_pool_indices,
+            lengths=batch.seq_lens,
+        )
         again = replace(plan, replay=tail.planned(batch, plan.tail))
         with Forced(self._known.model, trace, self._donor, tail.first - 1) as forced:
             replayed = forwards.cut(again).index_select(0, plan.tail.index)
@@ -211,14 +211,9 @@ class Auditor:
                 buffer[slots] = 0
 
         def compared() -> list[Finding]:
-            found = rounding.findings(
-                [
-                    layerwise.keys_compared(
-                        f"{what} of layer {self._donor} in the pool", e, b[slots]
-                    )
-                    for what, e, b in zip(("keys", "values"), stock, buffers, strict=True)
-                ]
-            )
+            written = [buffer[slots] for buffer in buffers]
+            where = f"layer {self._donor} in the pool"
+            found = rounding.findings(layerwise.keys_and_values_compared(where, stock, written))
             overwrite()
             return found
 

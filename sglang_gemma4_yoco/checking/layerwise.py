@@ -24,7 +24,7 @@ stock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -46,7 +46,6 @@ _OF_ATTENTION = 1.0  # weights and sums, for each part of the keys
 _OF_INPUTS = 1.0  # r = 5: projected, scaled, normed, added, scaled
 _OF_LAYER = 1.0  # four sums of the residual, beside what is added
 _OF_NORM = 2.0  # that of a layer, normed
-_OF_LOGITS = 3.0  # that, projected
 
 
 @dataclass
@@ -119,10 +118,17 @@ class Trace:
             final=some(self.final),
         )
 
-    def fill(self, inputs: Inputs, first: int) -> None:
-        """Set the inputs of a recorded tail that begins with layer ``first``, [B, ...]; not whose
-        requests they are, and how long these.
+    def fill(
+        self, inputs: Inputs, first: int, requests: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Set the inputs of a recorded tail, [B, ...].
+
+        Args:
+            first: the layer that it begins with.
+            requests, lengths: [B], as in ``Inputs``.
         """
+        inputs.requests.copy_(requests)
+        inputs.lengths.copy_(lengths)
         rows = self.inputs[first]
         inputs.rows.copy_(rows.index_select(0, self.index) if first <= self.donor else rows)
         assert self.positions is not None
@@ -381,12 +387,10 @@ class Forced:
         if layer == trace.donor and call["k"] is not None:
             assert trace.keys is not None
             assert trace.values is not None
-            for what, expected, rows in (
-                ("keys", trace.keys, call["k"]),
-                ("values", trace.values, call["v"]),
-            ):
-                self._compared.append(keys_compared(f"{what} of layer {layer}", expected, rows))
-                self._force(rows, expected)
+            expected_pair, pair = (trace.keys, trace.values), (call["k"], call["v"])
+            self._compared += keys_and_values_compared(f"layer {layer}", expected_pair, pair)
+            for rows, stock in zip(pair, expected_pair, strict=True):
+                self._force(rows, stock)
         if layer > self._last:
             return
         expected = trace.queries[layer]
@@ -444,7 +448,15 @@ class Forced:
         return off
 
 
-def keys_compared(what: str, expected: torch.Tensor, found: torch.Tensor) -> Comparison:
-    """K or V compared, each [rows, kv_heads, head_dim]."""
-    width = expected.shape[-1]
-    return Comparison.of(what, expected.reshape(-1, width), found.reshape(-1, width), _OF_KEYS)
+def keys_and_values_compared(
+    where: str, expected: Iterable[torch.Tensor], found: Iterable[torch.Tensor]
+) -> list[Comparison]:
+    """K and V of ``where`` compared, each [rows, kv_heads, head_dim]."""
+
+    def of_channels(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1, like.shape[-1])
+
+    return [
+        Comparison.of(f"{what} of {where}", of_channels(e, e), of_channels(f, e), _OF_KEYS)
+        for what, e, f in zip(("keys", "values"), expected, found, strict=True)
+    ]

@@ -37,7 +37,6 @@ from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.telling import report
 
 if TYPE_CHECKING:
-    from sglang_gemma4_yoco.attending.graphs import Inputs
     from sglang_gemma4_yoco.owner import Owner
 
 VARIABLE = "SGLANG_GEMMA4_YOCO_SELF_CHECK"
@@ -351,7 +350,7 @@ class BothWays:
         self._before = self._others()
         self._trace = Trace(self._donor, self._rows(range(sum(self._lens))))
         with layerwise.watched(known.model, self._trace, start=0):
-            self._stock = self._as_stock(self._starts)
+            self._stock = self._as_stock()
         if not self._trace.is_whole:
             raise NotComparableError(NOT_SEEN)
         if not self._stock.logits.isfinite().all():
@@ -401,14 +400,15 @@ class BothWays:
         if run.outcome != report.TAIL_REPLAYED or forced.final is None:
             raise NotComparableError(NOT_REPLAYED)
         replayed = forced.final.clone()
-        inputs = tail.inputs_for(size, len(self._requests), partial(self._fill, trace, tail.first))
+        fill = partial(
+            trace.fill,
+            first=tail.first,
+            requests=torch.tensor([r.row for r in self._requests]),
+            lengths=torch.tensor([r.cached + r.new for r in self._requests]),
+        )
+        inputs = tail.inputs_for(size, len(self._requests), fill)
         launched = tail.launched(inputs)[: len(self._requests)]
         return [*forced.findings(), *self._written(run), proof.difference(launched, replayed)]
-
-    def _fill(self, trace: Trace, first: int, inputs: Inputs) -> None:
-        trace.fill(inputs, first)
-        inputs.requests.copy_(torch.tensor([r.row for r in self._requests]))
-        inputs.lengths.copy_(torch.tensor([r.cached + r.new for r in self._requests]))
 
     def _as_served(self) -> list[Finding]:
         """End to end, with nothing forced: what no rounding does."""
@@ -432,18 +432,20 @@ class BothWays:
             for layer in self._known.model.layers[self._donor :]:
                 for part in (layer.self_attn, layer.mlp):
                     hooks.callback(part.register_forward_hook(rounded).remove)
-            return self._as_stock(self._starts).logits
+            return self._as_stock().logits
 
     def _written(self, run: _Run) -> list[Finding]:
         """K and V in the pools, of all layers that have some."""
-        compared = [
-            layerwise.keys_compared(f"{what} of layer {layer} in the pool", expected, found)
-            for layer in self._layers
-            for what, expected, found in zip(
-                ("keys", "values"), self._stock.caches[layer], run.caches[layer], strict=True
-            )
-        ]
-        return rounding.findings(compared)
+        stock = self._stock.caches
+        return rounding.findings(
+            [
+                comparison
+                for layer in self._layers
+                for comparison in layerwise.keys_and_values_compared(
+                    f"layer {layer} in the pool", stock[layer], run.caches[layer]
+                )
+            ]
+        )
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -466,9 +468,9 @@ class BothWays:
 
     # -- forwards ------------------------------------------------------------------------------
 
-    def _as_stock(self, starts: list[int] | None) -> _Run:
+    def _as_stock(self) -> _Run:
         with report.unheard(), self._known.refusing(_BEING_CHECKED):
-            return self._run(starts, finishes=True)
+            return self._run(self._starts, finishes=True)
 
     def _fast(self, starts: list[int] | None, *, finishes: bool = True) -> _Run:
         with report.unheard() as outcomes:
