@@ -163,9 +163,7 @@ def draw(model: Any, shape: Gemma4Shape) -> None:
         drawn = torch.nn.Parameter(torch.empty(weight.shape))
         checkpoint.randomise(f"model.language_model.{name}", drawn)
         weight.copy_(drawn)
-    for layer in model.layers:
-        layer.layer_scalar.uniform_(0.9, 1.0)
-    checkpoint.leave_out_tamings(model, shape)
+    checkpoint.scale(model, shape)
 
 
 def kinds(count: int, seed: int) -> list[dict[str, Any]]:

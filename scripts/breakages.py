@@ -25,10 +25,6 @@ from sglang_gemma4_yoco.owner import Owner
 Breakage = Callable[[Owner], AbstractContextManager[bool]]
 
 
-def _is_triton(backend: Any) -> bool:
-    return any(base.__name__ == "TritonAttnBackend" for base in type(backend).__mro__)
-
-
 @contextmanager
 def _window(known: Owner, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
     """The tail's rows see so many keys more in their windows."""
@@ -39,10 +35,11 @@ def _window(known: Owner, *, more: int, donor_alone: bool = False) -> Iterator[b
         for layer in (layers[:1] if donor_alone else layers)
         if seams.keys_in_window(layer.self_attn.attn)
     }
-    if not broken:
+    tail, whole_window = attention.tail, seams.whole_window
+    on_triton = seams._triton_class(tail) is not None
+    if not broken or (on_triton and donor_alone):  # whose windows are planned for all layers
         yield False
         return
-    tail, whole_window = attention.tail, seams.whole_window
 
     def narrower(stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,10 +60,7 @@ def _window(known: Owner, *, more: int, donor_alone: bool = False) -> Iterator[b
                 backend.sliding_window_size -= more
 
     with ExitStack() as stack:
-        if _is_triton(tail):
-            if donor_alone:
-                yield False
-                return
+        if on_triton:
             stack.enter_context(mock.patch.object(seams, "whole_window", planned))
         else:
             shadows = stack.enter_context(Shadows())
@@ -101,7 +95,7 @@ def _other_pool(known: Owner) -> Iterator[bool]:
         metadata.window_kv_indices = metadata.window_kv_indices.roll(1)
 
     with ExitStack() as stack:
-        if _is_triton(tail):
+        if seams._triton_class(tail) is not None:
             stack.enter_context(mock.patch.object(seams, "plan", planned))
         else:
             stack.enter_context(Shadows()).add(tail, "_written", untranslated)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -422,16 +422,8 @@ class BothWays:
 
     def _noisy(self) -> torch.Tensor:
         """Stock's logits, each attention and FFN of its tail rounded once more."""
-        eps = torch.finfo(self._runner.dtype).eps
-
-        def rounded(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-            noise = torch.rand(output.shape, generator=self._generator, device=output.device)
-            return (output.float() * (1 + (noise - 0.5) * eps)).to(output.dtype)
-
-        with ExitStack() as hooks:
-            for layer in self._known.model.layers[self._donor :]:
-                for part in (layer.self_attn, layer.mlp):
-                    hooks.callback(part.register_forward_hook(rounded).remove)
+        behind = self._known.model.layers[self._donor :]
+        with layerwise.rounded_once_more(behind, self._generator):
             return self._as_stock().logits
 
     def _written(self, run: _Run) -> list[Finding]:

@@ -442,18 +442,22 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             randomise(name, weight)
-        for layer in model.model.language_model.layers:
-            layer.layer_scalar.uniform_(0.9, 1.0)
-        model.model.language_model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= 0.1
-        leave_out_tamings(model.model.language_model, shape)
+        scale(model.model.language_model, shape)
     _give_shared_layers_projections(model.model.language_model)
     model.to(getattr(torch, shape.dtype))
     model.eval()
     return model
 
 
-def leave_out_tamings(model: Any, shape: Gemma4Shape) -> None:
-    """Multiply what the shape says is to be multiplied."""
+def scale(model: Any, shape: Gemma4Shape) -> None:
+    """Tame a language model whose parameters are drawn, but for what its shape leaves out.
+
+    Args:
+        model: Hugging Face's, or SGLang's ``Gemma4TextModel``.
+    """
+    for layer in model.layers:
+        layer.layer_scalar.uniform_(0.9, 1.0)
+    model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= 0.1
     in_full = shape.sharpness if shape.global_sharpness is None else shape.global_sharpness
     sharpness = {"sliding_attention": shape.sharpness, "full_attention": in_full}
     chosen = _outlier_channels(shape)

@@ -10,18 +10,19 @@ there a package that is wrong shows, on both (``rounding``).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import truth
 from batches import BATCHES, batch_of
+from breakages import BREAKAGES, Breakage
 from layer_rows import FIRST_CUT, cut, whole
 from observe import Observed, assert_same_cache, assert_same_objects, run
 from rounding import (
@@ -34,8 +35,9 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import owner
-from sglang_gemma4_yoco.cutting import cut as cutting
+from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.owner import Owner
 from sglang_gemma4_yoco.telling import report
 
 WINDOW = E2B_TINY.sliding_window
@@ -146,66 +148,52 @@ def test_each_layer(engine: Engine, name: str) -> None:
     assert_layers_agree(engine, engine.schedule(ALL[name]), ALL[name])
 
 
-def _one_key_short(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = owner.of(engine.text_model).attention
-    assert attention is not None
-    stock = attention.tail.forward_decode
-
-    def forward_decode(q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        narrow = copy.copy(layer)
-        narrow.sliding_window_size -= layer.sliding_window_size > 0
-        return stock(q, k, v, narrow, *args, **kwargs)
-
-    monkeypatch.setattr(attention.tail, "forward_decode", forward_decode, raising=False)
-
-
-def _positions_one_too_high(_: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = cutting.gather
-
-    def gather(*args: Any) -> Any:
-        gathered = stock(*args)
-        return dataclasses.replace(gathered, positions=gathered.positions + 1)
-
-    monkeypatch.setattr(cutting, "gather", gather)
-
-
-def _the_rows_before(_: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def _the_rows_before(_: Owner) -> Iterator[bool]:
     stock = KeptRows.indices
-    monkeypatch.setattr(KeptRows, "indices", lambda self: [max(i - 1, 0) for i in stock(self)])
+
+    def indices(kept: KeptRows) -> list[int]:
+        return [max(i - 1, 0) for i in stock(kept)]
+
+    with mock.patch.object(KeptRows, "indices", indices):
+        yield True
 
 
-def _scores_a_quarter_too_large(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def _scores_a_quarter_too_large(known: Owner) -> Iterator[bool]:
     """Of the layers behind the donor."""
-    attention = owner.of(engine.text_model).attention
-    assert attention is not None
-    stock = attention.tail.forward_decode
+    assert known.attention is not None
 
-    def forward_decode(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock(q if k is not None else q * 1.25, k, *args, **kwargs)
+    def larger(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_decode(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+            return stock(q if k is not None else q * 1.25, k, *args, **kwargs)
 
-    monkeypatch.setattr(attention.tail, "forward_decode", forward_decode, raising=False)
+        return forward_decode
+
+    with Shadows() as shadows:
+        shadows.add(known.attention.tail, "forward_decode", larger)
+        yield True
 
 
-BREAKS: dict[str, Callable[[Engine, pytest.MonkeyPatch], None]] = {
-    "the window is one key short": _one_key_short,
-    "positions are one too high": _positions_one_too_high,
+BREAKS: dict[str, Breakage] = {
+    "the window is one key short": BREAKAGES["windows one key short"],
+    "positions are one too high": BREAKAGES["positions one too high"],
     "the rows before the last ones are kept": _the_rows_before,
     "scores are a quarter too large": _scores_a_quarter_too_large,
 }
 
 
 @pytest.mark.parametrize("way", BREAKS)
-def test_what_is_broken_shows(
-    engine: Engine, rounded: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_what_is_broken_shows(engine: Engine, rounded: list[torch.Tensor], way: str) -> None:
     """In what a layer adds, and in the answers."""
     stock = all_answers(engine, "0")
-    BREAKS[way](engine, monkeypatch)
     batches = [ALL[name] for name in ("at the window's edge", "eight", "long ones")]
-    errors = [layer_errors(engine, engine.schedule(prompts), prompts) for prompts in batches]
-    assert max(max(by_layer.values()) for by_layer in errors) > 2 * allowed_of_a_layer(engine)
-    with pytest.raises(AssertionError, match="rms"):
-        truth.assert_as_near_as_rounding(all_answers(engine, "1"), stock, rounded)
+    with BREAKS[way](owner.of(engine.text_model)) as applies:
+        assert applies
+        errors = [layer_errors(engine, engine.schedule(prompts), prompts) for prompts in batches]
+        assert max(max(by_layer.values()) for by_layer in errors) > 2 * allowed_of_a_layer(engine)
+        with pytest.raises(AssertionError, match="rms"):
+            truth.assert_as_near_as_rounding(all_answers(engine, "1"), stock, rounded)
 
 
 def test_input_logprobs(engine: Engine, oracle: Any) -> None:

@@ -145,7 +145,7 @@ def test_what_is_broken_is_named(
     assert named == {f"output of layer {layer}"} | behind_it
 
 
-def test_slots_of_others_stay_as_they_are(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_others_stay_as_they_are(engine: Engine) -> None:
     known = owner.of(engine.text_model)
     [first, *_] = engine.kv_buffers()[0]
     stray = 40  # of a cached token

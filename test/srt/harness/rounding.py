@@ -9,8 +9,8 @@ then rounding is that of one layer, and a defect of a layer is as large as it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from batches import kept_rows
 from observe import run
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.checking.layerwise import rounded_once_more
 
 # In units of the type's eps, of what a layer adds. It is the sum of three results, each rounded,
 # and so are the three sums on the way: by eps / 2 at most, eps / 12**0.5 in the mean square.
@@ -26,27 +27,10 @@ from sglang_gemma4_yoco import seams
 _ROUNDING_OF_A_LAYER = 4.0
 
 
-@contextmanager
-def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
+def rounded_otherwise(engine: Engine, seed: int) -> AbstractContextManager[None]:
     """In the layers behind the cut attention and FFN round otherwise: by up to eps / 2 more."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def rounded(_: Any, args: Any, output: Any) -> Any:
-        tensor = seams.layer_rows(output)
-        share = torch.rand(tensor.shape, generator=draw) - 0.5
-        other = (tensor.float() * (1 + share * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
-        return (other, *output[1:]) if isinstance(output, tuple) else other
-
-    hooks = [
-        part.register_forward_hook(rounded)
-        for _, layer in _layers_behind_the_cut(engine)
-        for part in (layer.self_attn, layer.mlp)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    layers = [layer for _, layer in _layers_behind_the_cut(engine)]
+    return rounded_once_more(layers, torch.Generator().manual_seed(seed))
 
 
 def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> dict[int, float]:
