@@ -156,7 +156,7 @@ class Unwritable:
 
 class Broken:
     def state(self) -> Any:
-        raise RuntimeError("it cannot be \udcff said")
+        raise RuntimeError("it cannot be said")
 
 
 @pytest.mark.parametrize("checked", [Unwritable(), Broken()])
