@@ -85,6 +85,7 @@ PRELOADED = (
     "transformers",
     "sglang.srt.models.gemma4_causal",
     "sglang.srt.models.gemma4_mm",
+    "sglang.srt.models.registry",  # and with it all models of SGLang's
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.managers.scheduler",
     "sglang.benchmark.one_batch",
@@ -151,7 +152,10 @@ def run_pytest(tree: Path, arguments: Sequence[str], notes: Path) -> None:
     import pytest
 
     recorder = Recorder()
-    status = int(pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", *arguments], [recorder]))
+    # Its garbage collections at the end take as long as a test.
+    without = ("cacheprovider", "xdist", "unraisableexception")
+    options = [option for name in without for option in ("-p", f"no:{name}")]
+    status = int(pytest.main([*options, *arguments], [recorder]))
     notes.write_text(json.dumps([status, recorder.passed, recorder.failed]))
     sys.stdout.flush()
     os._exit(0)  # a broken package may have left threads behind
