@@ -165,12 +165,22 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", [*BATCHES, "unread"])
-@pytest.mark.parametrize("way", BREAKAGES)
+def _shows(way: str, batch: str) -> bool:
+    """Whether it lies on the way of such a batch."""
+    if batch == "unread":
+        return way.startswith(("keys", "values", "unread"))
+    if batch == "launched":  # with input logprobs, where layer K-1 attends as stock
+        donors = ("keys", "values", "unread", "a stale", "the donor's")
+        return not way.startswith(donors)
+    return way != "unread keys and values not written"
+
+
+@pytest.mark.parametrize(
+    ("way", "batch"),
+    [(way, batch) for way in BREAKAGES for batch in (*BATCHES, "unread") if _shows(way, batch)],
+)
 def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -> None:
     """On the batch that is served; who asked gets what stock answers."""
-    if not _shows(way, batch):
-        pytest.skip("no such batch comes there")
     scheduled = recorded.schedule(BATCHES["replayed" if batch == "unread" else batch])
     stock = run(recorded, scheduled, "0")
     known = owner.of(recorded.text_model)
@@ -184,13 +194,3 @@ def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -
         assert torch.equal(output.next_token_logits, stock.output.next_token_logits)
     for now, then in zip(recorded.kv(), stock.kv, strict=True):
         assert all(map(torch.equal, now, then))
-
-
-def _shows(way: str, batch: str) -> bool:
-    """Whether it lies on the way of such a batch."""
-    if batch == "unread":
-        return way.startswith(("keys", "values", "unread"))
-    if batch == "launched":  # with input logprobs, where layer K-1 attends as stock
-        donors = ("keys", "values", "unread", "a stale", "the donor's")
-        return not way.startswith(donors)
-    return way != "unread keys and values not written"
