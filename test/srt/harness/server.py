@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import forked
 import psutil
 import requests
 
@@ -45,6 +46,7 @@ _ARGUMENTS = (
     "--enable-mixed-chunk",  # decode steps and prefill in one forward
     "--sleep-on-idle",  # an idle scheduler would otherwise keep a core busy
 )
+_PROGRAM = "sglang.launch_server"
 _START_TIMEOUT = 540.0  # below the limit of a test, so that the log is seen
 _REQUEST_TIMEOUT = 300.0
 _STARTS = 3  # a port that was free may be taken when the server comes to it
@@ -95,7 +97,7 @@ class Server:
         url: where it serves.
     """
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | forked.Program
     url: str
 
     def __init__(
@@ -104,6 +106,8 @@ class Server:
         directory: Path,
         arguments: Sequence[str],
         environment: Mapping[str, str],
+        *,
+        spawned: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
         directory.mkdir(parents=True, exist_ok=True)
@@ -117,6 +121,7 @@ class Server:
             row_trace.VARIABLE: str(self._trace.path),
             tail_failures.VARIABLE: str(self.failures),
         }
+        self._is_forked = not spawned and forked.as_this_process(self._environment)
         self._starts = 0
         self._http = requests.Session()
         self._http.trust_env = False  # no proxy stands between a machine and itself
@@ -131,12 +136,16 @@ class Server:
         self._starts += 1
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
-        command += ["--model-path", str(self.checkpoint), *_ARGUMENTS, *self._arguments]
+        arguments = ["--port", str(port), "--model-path", str(self.checkpoint)]
+        arguments += [*_ARGUMENTS, *self._arguments]
+        if self._is_forked:
+            where: Any = {"cwd": self._directory, "env": self._environment, "log": self._log}
+            self.process = forked.Program(_PROGRAM, arguments, **where)
+            return
         with self._log.open("wb") as output:
             # A session of its own: Ctrl-C reaches pytest alone, which then kills the server.
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", _PROGRAM, *arguments],
                 cwd=self._directory,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
@@ -310,6 +319,7 @@ def started(
     switch: str | None,
     arguments: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
+    spawned: bool = False,
 ) -> Iterator[Server]:
     """A server of ``checkpoint`` that is on its way up; dead, with all its children, after it.
 
@@ -319,6 +329,7 @@ def started(
         switch: value of ``SGLANG_GEMMA4_YOCO``; None leaves it unset.
         arguments: further ones for the command line.
         env: variables that differ from this process's; None takes one away.
+        spawned: each of its processes starts as users' do, which takes a while; see ``forked``.
     """
     changed: dict[str, str | None] = {
         "SGLANG_PLATFORM": "gemma4_cpu",
@@ -330,7 +341,7 @@ def started(
     }
     environment = {name: value for name, value in os.environ.items() if name not in changed}
     environment |= {name: value for name, value in changed.items() if value is not None}
-    server = Server(checkpoint, directory, arguments, environment)
+    server = Server(checkpoint, directory, arguments, environment, spawned=spawned)
     server.start()
     try:
         yield server
@@ -339,16 +350,9 @@ def started(
 
 
 @contextmanager
-def running(
-    checkpoint: Path,
-    directory: Path,
-    *,
-    switch: str | None,
-    arguments: Sequence[str] = (),
-    env: Mapping[str, str | None] | None = None,
-) -> Iterator[Server]:
+def running(checkpoint: Path, directory: Path, **how: Any) -> Iterator[Server]:
     """``started``, and ready to serve."""
-    with started(checkpoint, directory, switch=switch, arguments=arguments, env=env) as server:
+    with started(checkpoint, directory, **how) as server:
         server.wait_until_ready()
         yield server
 
@@ -360,6 +364,7 @@ def pair(
     *arguments: str,
     env: Mapping[str, str | None] | None = None,
     recorded: bool = False,
+    spawned: bool = False,
 ) -> Iterator[tuple[Server, Server]]:
     """Two servers with the same arguments: the fast path on (by default), and switched off.
 
@@ -376,6 +381,7 @@ def pair(
                     switch=switch,
                     arguments=[*arguments, *(RECORDED_ARGUMENTS if graphs else ())],
                     env={**(env or {}), **(RECORDED_GRAPHS if graphs else {})},
+                    spawned=spawned,
                 )
             )
             for name, switch, graphs in (("on", None, recorded), ("off", "0", False))

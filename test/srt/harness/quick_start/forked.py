@@ -1,0 +1,155 @@
+"""``python -m`` of a program of SGLang's, in a fork of a process that has imported SGLang.
+
+A server is three processes, each of which imports SGLang anew: some 40 s of a core, for a model that
+is loaded in one. So a test process has one process that imports it all once, and no more than that
+(``multiprocessing``'s fork server). A program's first process is forked from it; and what that one
+starts by ``multiprocessing`` is forked from a second fork server, which it forks off before it does
+anything else. So each process begins as a spawned one does: SGLang imported, nothing of it set up,
+no plugin loaded, the environment that of its parent when it was started.
+
+What differs from a spawned process: variables that are read when SGLang is imported are those of
+the test process; ``as_this_process`` tells whether a program may be forked. And between a first
+process and its children stands the fork server, which hands on the signal by which SGLang's
+children tell their parent that they failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, spawn
+from pathlib import Path
+from typing import Any
+
+#: What takes longest to import. No plugin: each process loads those by itself.
+IMPORTED = (
+    "transformers",
+    "uvicorn",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",  # and with it all models
+)
+#: The last release whose fork server is started as here.
+_LAST_PYTHON = (3, 13)
+_READ_AT_IMPORT = ("PYTHONPATH", "SGLANG_PLATFORM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+_PR_SET_PDEATHSIG = 1
+
+
+def as_this_process(environment: Mapping[str, str]) -> bool:
+    """Whether SGLang, imported in this process's environment, is what it would be in this one."""
+    if sys.version_info[:2] > _LAST_PYTHON:
+        return False
+    return all(environment.get(name) == os.environ.get(name) for name in _READ_AT_IMPORT)
+
+
+class Program:
+    """A program that runs, with what the tests use of ``subprocess.Popen``.
+
+    Attributes:
+        pid: of its first process, which is the first of a session of its own.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        """Start ``python -m module arguments``, which prints into ``log``."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*IMPORTED, __name__])
+        began = (module, list(arguments), str(cwd), dict(env), str(log))
+        self._process = context.Process(target=_run, args=began)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status, or the negative signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        """As ``poll``."""
+        return self.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not, in so many seconds.
+        """
+        self._process.join(timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return status
+
+
+def _run(module: str, arguments: list[str], cwd: str, env: dict[str, str], log: str) -> None:
+    os.setsid()  # Ctrl-C reaches pytest alone
+    with open(os.devnull, "rb") as nothing, open(log, "wb") as output:
+        for stream, file in ((0, nothing), (1, output), (2, output)):
+            os.dup2(file.fileno(), stream)
+    os.chdir(cwd)
+    _fork_a_fork_server()
+    _in_environment(env)
+    sys.path[0:0] = [cwd]
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _fork_a_fork_server() -> None:
+    """Have what this process starts by ``multiprocessing`` forked from a copy of it as it is now."""
+    alive, held = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(Path(tempfile.mkdtemp()) / "forks"))
+        listener.listen()
+        address = listener.getsockname()
+        server = os.fork()
+        if server == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.signal(signal.SIGQUIT, lambda *_: os.kill(os.getppid(), signal.SIGQUIT))
+            os.close(held)
+            forkserver.main(os.dup(listener.fileno()), alive, [])
+            os._exit(0)
+    os.close(alive)
+    known: Any = forkserver._forkserver  # type: ignore[attr-defined] # no public way in
+    known._forkserver_address = address
+    known._forkserver_alive_fd = held
+    known._forkserver_pid = server
+
+    context: Any = type(multiprocessing.context._default_context)  # type: ignore[attr-defined]
+    stock = context.set_start_method
+    context.set_start_method = lambda self, method, force=False: stock(
+        self, "forkserver" if method == "spawn" else method, force=force
+    )
+    of_a_child = spawn.get_preparation_data
+    spawn.get_preparation_data = lambda name: {  # type: ignore[assignment]
+        **of_a_child(name),
+        "environment": _Environment(os.environ),
+    }
+
+
+class _Environment(dict[str, str]):
+    """Variables that become those of the process which unpickles them."""
+
+    def __reduce__(self) -> Any:
+        return _in_environment, (dict(self),)
+
+
+def _in_environment(env: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
