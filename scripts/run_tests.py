@@ -43,7 +43,8 @@ TESTS = Path("test/srt")
 # What takes longest comes first, so that at the end no process waits long for the other.
 FOLDERS = ("server", "triton", "forward", "scripts", "unit", "models")
 GPU = ("-p", "no:xdist", str(TESTS / "gpu"))
-QUICK = ("-m", "(unit or forward or models) and not slow")
+QUICK = ("-m", "(unit or forward or models) and not slow and not release")
+DEFAULT = ("-m", "not release")
 QUICK_MODELS = "2"  # random ones that test_equivalence tries
 # test/srt/conftest.py says which tests stay together.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
@@ -58,16 +59,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--venv", type=Path, default=REPO / ".venv", help="default: %(default)s")
     parser.add_argument("--sglang-version", default=SGLANG_VERSION, help="default: %(default)s")
     parser.add_argument("--lint", action="store_true", help="check style and types first")
-    parser.add_argument("--quick", action="store_true", help="less than three minutes, no server")
-    parser.add_argument("--gpu", action="store_true", help="what needs a GPU, and nothing else")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--quick", action="store_true", help="less than three minutes, no server")
+    chosen.add_argument("--all", action="store_true", help="also what only a release must pass")
+    chosen.add_argument("--gpu", action="store_true", help="what needs a GPU, and nothing else")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     return parser.parse_args()
 
 
-def pytest_arguments(typed: Sequence[str], *, quick: bool) -> list[str]:
-    """What pytest is called with: everything in two processes, unless the caller says otherwise."""
+def pytest_arguments(typed: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """What pytest is called with: two processes, unless the caller says otherwise.
+
+    Args:
+        typed: the caller's own arguments; if they name tests, all of these run.
+        chosen: ``QUICK``, ``DEFAULT``, or nothing for all tests.
+    """
     names = any(_is_path(argument) for argument in typed)
-    arguments = list(QUICK) if quick else []
+    arguments = [] if names and chosen == DEFAULT else list(chosen)
     if not names and not any(argument.startswith(_ONE_PROCESS) for argument in typed):
         arguments += IN_TWO_PROCESSES
     arguments += typed
@@ -137,7 +145,8 @@ def main() -> int:
                 return 1
     heading("Tests")
     models = {"YOCO_TEST_MODELS": QUICK_MODELS} if args.quick else {}
-    arguments = pytest_arguments(args.pytest, quick=args.quick)
+    chosen = QUICK if args.quick else () if args.all else DEFAULT
+    arguments = pytest_arguments(args.pytest, chosen)
     return 0 if run(python, "pytest", *arguments, **models) else 1
 
 

@@ -28,8 +28,11 @@ GATE = "test/srt/unit/test_gate.py"
 def test_everything_in_two_processes_unless_told_otherwise(
     typed: list[str], expected: list[str]
 ) -> None:
-    assert run_tests.pytest_arguments(typed, quick=False) == expected
-    assert run_tests.pytest_arguments(typed, quick=True) == [*run_tests.QUICK, *expected]
+    named = any(GATE in argument for argument in typed)
+    default = [] if named else [*run_tests.DEFAULT]
+    assert run_tests.pytest_arguments(typed, ()) == expected
+    assert run_tests.pytest_arguments(typed, run_tests.DEFAULT) == [*default, *expected]
+    assert run_tests.pytest_arguments(typed, run_tests.QUICK) == [*run_tests.QUICK, *expected]
 
 
 def test_every_folder_is_run() -> None:
