@@ -60,7 +60,7 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.checking import audit, proof, rounding, self_check
 from sglang_gemma4_yoco.deciding import threshold
 from sglang_gemma4_yoco.telling import report
@@ -218,7 +218,7 @@ def proved(known: Any, runner: Any, result: Result) -> None:
 @torch.no_grad()
 def judge(engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str]) -> None:
     """The unbroken package, then every breakage."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     checked = self_check.check(engine.runner, known)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: {checked.describe()}")

@@ -272,10 +272,10 @@ def record(engine: Any) -> None:
         NotActiveError: it was not recorded.
     """
     from sglang_gemma4_reference import releases
-    from sglang_gemma4_yoco import owner
+    from sglang_gemma4_yoco import starting
 
     releases.record_decode_steps(engine.runner)
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     if known.graphs is None:
         raise NotActiveError(f"the tail is launched: {known.launched_because}")
     engine.runner.decode_cuda_graph_runner = None
@@ -475,12 +475,15 @@ def measure_gate(engine: Any) -> dict[str, float]:
     The wrapped calls get a stock function that does nothing, called through the same arguments
     without the wrapper for comparison.
     """
+    from functools import partial
+
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     from sglang_gemma4_reference.engine import Prompt
     from sglang_gemma4_yoco import patch
     from sglang_gemma4_yoco.attending.attention import OwnBackend
-    from sglang_gemma4_yoco.owner import Owner, find
+    from sglang_gemma4_yoco.cutting.plan import plan_ahead
+    from sglang_gemma4_yoco.served import ServedModel, find
 
     class Backend:
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -493,8 +496,8 @@ def measure_gate(engine: Any) -> dict[str, float]:
     backend, model = Backend(), engine.text_model
     plain_plan = backend.init_forward_metadata
     attached = find(model)
-    owner = Owner(model, OwnBackend(backend, Backend()))
-    owner.attach()
+    known = ServedModel(model, None, OwnBackend(backend, Backend()))
+    known.attach(partial(plan_ahead, known))
     wrapped = patch._with_fast_prefill(stock)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
@@ -521,7 +524,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
             "decode_us": round(added(decode), 3),
         }
     finally:
-        owner.close()
+        known.close()
         if attached is not None:
             model.__dict__["_yoco"] = attached
 

@@ -20,13 +20,13 @@ from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.cutting import cut, donor, per_layer
 from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.deciding.rows import KeptRows
-from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.served import ServedModel
 
-Breakage = Callable[[Owner], AbstractContextManager[bool]]
+Breakage = Callable[[ServedModel], AbstractContextManager[bool]]
 
 
 @contextmanager
-def _window(known: Owner, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
+def _window(known: ServedModel, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
     """The tail's rows see so many keys more in their windows."""
     attention, layers = known.attention, known.model.layers[known.first_shared - 1 :]
     assert attention is not None
@@ -70,7 +70,7 @@ def _window(known: Owner, *, more: int, donor_alone: bool = False) -> Iterator[b
 
 
 @contextmanager
-def _other_pool(known: Owner) -> Iterator[bool]:
+def _other_pool(known: ServedModel) -> Iterator[bool]:
     """Slots of the full pool are looked up in the window's."""
     assert known.attention is not None
     tail = known.attention.tail
@@ -103,7 +103,7 @@ def _other_pool(known: Owner) -> Iterator[bool]:
 
 
 @contextmanager
-def _positions(_: Owner) -> Iterator[bool]:
+def _positions(_: ServedModel) -> Iterator[bool]:
     stock = cut.gather
 
     def gather(*args: Any) -> Any:
@@ -115,7 +115,7 @@ def _positions(_: Owner) -> Iterator[bool]:
 
 
 @contextmanager
-def _next_request(_: Owner) -> Iterator[bool]:
+def _next_request(_: ServedModel) -> Iterator[bool]:
     stock = KeptRows.indices
 
     def indices(kept: KeptRows) -> list[int]:
@@ -127,7 +127,7 @@ def _next_request(_: Owner) -> Iterator[bool]:
 
 
 @contextmanager
-def _keys(_: Owner, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
+def _keys(_: ServedModel, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
     stock = donor.keys_and_values
 
     def keys_and_values(*args: Any) -> Any:
@@ -139,7 +139,9 @@ def _keys(_: Owner, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
 
 
 @contextmanager
-def _inputs(known: Owner, wrong: Callable[[Any, Callable[..., Any], int], Any]) -> Iterator[bool]:
+def _inputs(
+    known: ServedModel, wrong: Callable[[Any, Callable[..., Any], int], Any]
+) -> Iterator[bool]:
     stock = per_layer.SplitInputs.kept
     kept = lambda inputs, layer: wrong(inputs, stock, layer)  # noqa: E731 - it replaces a method
     with mock.patch.object(per_layer.SplitInputs, "kept", kept):
@@ -155,7 +157,7 @@ def _other_row(inputs: Any, stock: Callable[..., Any], layer: int) -> Any:
 
 
 @contextmanager
-def _no_norm(_: Owner) -> Iterator[bool]:
+def _no_norm(_: ServedModel) -> Iterator[bool]:
     def final_norm(_: Any, __: Any) -> Any:
         return lambda hidden_states, *_, **__: hidden_states
 
@@ -164,7 +166,7 @@ def _no_norm(_: Owner) -> Iterator[bool]:
 
 
 @contextmanager
-def _scattered(_: Owner) -> Iterator[bool]:
+def _scattered(_: ServedModel) -> Iterator[bool]:
     stock = cut.Cut.scatter
 
     def scatter(this: Any, rows: torch.Tensor) -> Any:
@@ -180,7 +182,7 @@ def _scattered(_: Owner) -> Iterator[bool]:
 
 
 @contextmanager
-def _skipped_layer(_: Owner) -> Iterator[bool]:
+def _skipped_layer(_: ServedModel) -> Iterator[bool]:
     stock = cut._launched
 
     def skipping(_: Any) -> Any:
@@ -195,7 +197,7 @@ def _skipped_layer(_: Owner) -> Iterator[bool]:
 
 
 @contextmanager
-def _never_written(_: Owner) -> Iterator[bool]:
+def _never_written(_: ServedModel) -> Iterator[bool]:
     """K and V of chunks that nobody reads."""
     stock = donor.attend
 
@@ -208,7 +210,7 @@ def _never_written(_: Owner) -> Iterator[bool]:
 
 
 @contextmanager
-def _stale(known: Owner, name: str) -> Iterator[bool]:
+def _stale(known: ServedModel, name: str) -> Iterator[bool]:
     """A static input is never filled in, for any number of requests."""
     tail = known.graphs
     if tail is None or getattr(tail._inputs, name) is None:

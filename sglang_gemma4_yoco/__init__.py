@@ -12,7 +12,8 @@ A batch travels through the package in this order::
 
     plugin.py     switch and seams -> install, or refuse with one line
     patch.py      Gemma4TextModel.forward, and what starts a ModelRunner, wrapped
-    owner.py      all that is known of one model; found out when the runner starts
+    starting.py   when a runner starts: facts found out, tail recorded, compared with stock
+    served.py     what is known of the served model and of its current batch
 
     deciding/     may this batch take the fast path, and does it pay?
         gate.py       a reason why not, or what it found out

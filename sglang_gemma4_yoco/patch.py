@@ -3,8 +3,8 @@
 Wrapped are, on their classes:
 
 - ``Gemma4TextModel.forward``, which ``forward`` serves;
-- of ``ModelRunner`` what builds attention backends, followed by ``owner.start``, and what records
-  graphs, followed by ``owner.record``;
+- of ``ModelRunner`` what builds attention backends, and what records graphs; ``starting`` follows
+  each;
 - what a scheduler says of its state, and where its metrics are made, for ``metrics``.
 
 Two helpers are added to ``Gemma4TextModel``. Nothing is replaced, so models that imported the class
@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, served, starting
 from sglang_gemma4_yoco.attending.attention import RebuiltBackend, Way
 from sglang_gemma4_yoco.cutting import cut, fallback, forward
+from sglang_gemma4_yoco.cutting import plan as plans
+from sglang_gemma4_yoco.cutting.donor import first_shared_layer
 from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import metrics
@@ -43,7 +45,7 @@ class AlreadyInstalledError(RuntimeError):
 
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """Whether this forward may skip, in the KV-shared layers, the rows that nobody reads."""
-    return gate.ineligible_reason(owner.of(self), forward_batch) is None
+    return gate.ineligible_reason(starting.of(self), forward_batch) is None
 
 
 def _yoco_truncate_to_last_tokens(
@@ -79,7 +81,7 @@ def _yoco_truncate_to_last_tokens(
 
 
 def _tail_of(model: Any, forward_batch: Any) -> tuple[Tail, Way]:
-    plan = owner.of(model).plan_of(forward_batch)
+    plan = plans.plan_of(starting.of(model), forward_batch)
     if plan is not None:
         return plan.tail, plan.way
     rebuilt = RebuiltBackend(seams.current_attn_backend())
@@ -96,18 +98,18 @@ def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         run = functools.partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
         embeds = kwargs.get("input_embeds", args[0] if args else None)
-        return forward.prefill(self, forward_batch, embeds, run)
+        return forward.prefill(starting.of(self), forward_batch, embeds, run)
 
     return text_model_forward
 
 
-def _with_owners(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _with_start(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         if not getattr(self, "is_draft_worker", False):
             for model in _text_models(self.model):
-                owner.start(self, model)
+                starting.start(self, model)
         return result
 
     return init_attention_backends
@@ -127,7 +129,7 @@ def _with_recording(stock: Callable[..., Any]) -> Callable[..., Any]:
                 _recording = False
         if outermost and not getattr(self, "is_draft_worker", False):
             for model in _text_models(self.model):
-                owner.record(self, model)
+                starting.record(self, model)
         return result
 
     return record_graphs
@@ -157,14 +159,14 @@ def _text_models(module: torch.nn.Module) -> list[Any]:
     return [
         model
         for model in module.modules()
-        if isinstance(model, _Model) and gate.first_shared_layer(model.config) is not None
+        if isinstance(model, _Model) and first_shared_layer(model.config) is not None
     ]
 
 
 #: (class, attribute) -> what makes our wrapper of what is there.
 WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     (_Model, "forward"): _with_fast_prefill,
-    (_Runner, "init_attention_backends"): _with_owners,
+    (_Runner, "init_attention_backends"): _with_start,
     (_Runner, "init_cuda_graphs"): _with_recording,
     (_Runner, "init_decode_cuda_graph"): _with_recording,
     (_Scheduler, "get_internal_state"): _with_state,
@@ -219,4 +221,4 @@ def uninstall() -> None:
         del _Model._yoco_eligibility
         del _Model._yoco_truncate_to_last_tokens
     _installed.clear()
-    owner.close_all()
+    served.close_all()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,13 +30,11 @@ from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 from sglang_gemma4_yoco.checking.self_check import PIPELINE
 from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.cutting.plan import Plan
 from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.deciding import ranks
+from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
-
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.cutting.plan import Plan
-    from sglang_gemma4_yoco.owner import Owner
 
 VARIABLE = "SGLANG_GEMMA4_YOCO_AUDIT"
 STRICT = "SGLANG_GEMMA4_YOCO_AUDIT_STRICT"
@@ -67,7 +65,7 @@ def strict() -> bool:
     return switch.yes_or_no(STRICT, "0", remedy)
 
 
-def auditor(runner: Any, known: Owner) -> Auditor | None:
+def auditor(runner: Any, known: ServedModel) -> Auditor | None:
     """Who audits this server, where the operator wants it; why nobody does is said."""
     try:
         number, turns_off = every(), strict()
@@ -105,7 +103,7 @@ class Auditor:
     """Audits the forwards of one model."""
 
     def __init__(
-        self, known: Owner, runner: Any, processor: Any, number: int, *, turns_off: bool
+        self, known: ServedModel, runner: Any, processor: Any, number: int, *, turns_off: bool
     ) -> None:
         self._known = known
         self._pool = runner.token_to_kv_pool
@@ -237,7 +235,7 @@ class Auditor:
                 expected = processor(input_ids, hidden_states, *args, **kwargs)
                 logits = expected.next_token_logits.clone()  # it may lie in a buffer of all calls
                 again = processor(input_ids, forced, *args, **kwargs)
-                compared = [*found, *_logits_compared(logits, expected, again)]
+                compared = [*found, *_logits_compared(forced, logits, expected, again)]
                 fast_answer = processor(input_ids, fast, *args, **kwargs)
                 if self._judge(plan, compared, _changes(logits, fast_answer.next_token_logits)):
                     return fast_answer
@@ -276,20 +274,27 @@ class Auditor:
         )
 
 
-def _logits_compared(logits: torch.Tensor, stock: Any, forced: Any) -> list[Finding]:
-    """What SGLang makes of the rows, for the sampler and for those who want log-probabilities."""
+def _logits_compared(
+    rows: torch.Tensor, logits: torch.Tensor, stock: Any, forced: Any
+) -> list[Finding]:
+    """What SGLang makes of the rows, for the sampler and for those who want log-probabilities.
+
+    Args:
+        rows: those that ``forced`` is made of; their type is what rounds, whatever logits are of.
+    """
     size = logits.float().square().mean(dim=-1, keepdim=True).sqrt()
-    compared = [Comparison.of("logits", logits, forced.next_token_logits, _OF_LOGITS, size=size)]
+    found: Any = {"size": size, "rounded": rows}
+    compared = [Comparison.of("logits", logits, forced.next_token_logits, _OF_LOGITS, **found)]
     logprobs = stock.input_token_logprobs
     if logprobs is not None and logprobs.numel():
-        expected, found = logprobs[:, None], forced.input_token_logprobs[:, None]
         compared.append(
             Comparison.of(
                 "input log-probabilities",
-                expected.to(logits.dtype),
-                found,
+                logprobs[:, None],
+                forced.input_token_logprobs[:, None],
                 _OF_LOGPROBS,
                 size=size.mean(dim=0, keepdim=True),
+                rounded=rows,
             )
         )
     return rounding.findings(compared)

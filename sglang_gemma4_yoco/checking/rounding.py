@@ -103,16 +103,19 @@ class Comparison:
         *,
         size: torch.Tensor | None = None,
         besides: torch.Tensor | None = None,
+        rounded: torch.Tensor | None = None,
     ) -> Comparison:
         """Compare ``found`` with ``expected``, each [rows, channels] of one type.
 
         Args:
             roundings: how large the root mean square may be, in units of the type.
+            rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from
+                rows of bf16. None for ``expected``.
             size: [rows, channels] or a part of it, what errors are relative to; None for the root
                 mean square of each channel.
             besides: [], a relative error that has another reason than rounding; None for none.
         """
-        place = unit(expected)
+        place = unit(expected if rounded is None else rounded)
         e, error = expected.float(), found.float() - expected.float()
         relative_to = sizes(e) if size is None else size.clamp_min(_TINY)
         error, e = error / relative_to, e / relative_to

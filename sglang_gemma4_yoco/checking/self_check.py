@@ -23,21 +23,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import seams, switch
 from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
+from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.deciding import threshold
 from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
-
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.owner import Owner
 
 VARIABLE = "SGLANG_GEMMA4_YOCO_SELF_CHECK"
 OFF = f"{VARIABLE}=0"
@@ -68,55 +67,6 @@ def wanted() -> bool:
     return switch.yes_or_no(VARIABLE, "1", remedy)
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What came of it.
-
-    Attributes:
-        worst: the comparison that is farthest beyond its bound, or nearest to it; None where
-            nothing was compared.
-        apart: the largest relative difference of a request's logits from stock's, end to end.
-        noise: that of stock from itself, where every step of its tail is rounded once more.
-        seconds: how long it took.
-        unchecked: why nothing was compared.
-    """
-
-    worst: Finding | None = None
-    apart: float | None = None
-    noise: float | None = None
-    seconds: float = 0.0
-    unchecked: str | None = None
-
-    @property
-    def agrees(self) -> bool:
-        """Whether nothing was found that speaks against the fast path."""
-        return self.worst is None or self.worst.is_rounding
-
-    def describe(self) -> str:
-        """For the log."""
-        if self.worst is None:
-            return f"not checked: {self.unchecked}"
-        told = f"checked layer by layer: {'at most ' if self.agrees else ''}{self.worst}"
-        if self.apart is None:
-            return told
-        return (
-            f"{told}; logits {self.apart:.1e} apart, as rounding moves stock's by {self.noise:.1e}"
-        )
-
-    def state(self) -> dict[str, Any]:
-        """For /server_info."""
-        worst = self.worst
-        return {
-            "compared": None if worst is None else worst.what,
-            "largest_difference": None if worst is None else worst.error,
-            "allowed": None if worst is None else worst.allowed,
-            "logits_apart": self.apart,
-            "logits_apart_by_rounding": self.noise,
-            "seconds": round(self.seconds, 3),
-            "unchecked": self.unchecked,
-        }
-
-
 class FastPathError(Exception):
     """A forward failed on the fast path, and was served by stock."""
 
@@ -140,7 +90,7 @@ def why_not(runner: Any) -> str | None:
     return None
 
 
-def check(runner: Any, known: Owner) -> Checked:
+def check(runner: Any, known: ServedModel) -> Checked:
     """Run and compare; all that was written is put back.
 
     Args:
@@ -159,7 +109,7 @@ def check(runner: Any, known: Owner) -> Checked:
 
 
 @contextmanager
-def comparing(runner: Any, known: Owner) -> Iterator[BothWays]:
+def comparing(runner: Any, known: ServedModel) -> Iterator[BothWays]:
     """Stock has been watched on the requests of nobody's, and they can be run on the fast path.
 
     Raises:
@@ -208,7 +158,7 @@ def _lengths(window: int, page: int) -> list[tuple[int, int]]:
     return [(0, _NEW), (before, window + _BEHIND - before), (behind, _NEW - 2)]
 
 
-def _requests(runner: Any, known: Owner, window: int) -> list[_Request]:
+def _requests(runner: Any, known: ServedModel, window: int) -> list[_Request]:
     """Those that fit into the pools; slots follow each other in a page, and pages do not."""
     page = runner.token_to_kv_pool_allocator.page_size
     table = runner.req_to_token_pool.req_to_token
@@ -241,7 +191,7 @@ def _requests(runner: Any, known: Owner, window: int) -> list[_Request]:
     return requests
 
 
-def _front(known: Owner) -> list[int]:
+def _front(known: ServedModel) -> list[int]:
     """Layers 0 to K-1, by their numbers."""
     layers = known.model.layers[: known.first_shared]
     return [layer.self_attn.attn.layer_id for layer in layers]
@@ -252,7 +202,7 @@ def _front(known: Owner) -> list[int]:
 
 @contextmanager
 def _placed(
-    runner: Any, known: Owner, requests: Sequence[_Request], window: int
+    runner: Any, known: ServedModel, requests: Sequence[_Request], window: int
 ) -> Iterator[list[torch.Tensor]]:
     """SGLang's tables say where these requests' tokens are, and their K and V are random.
 
@@ -330,7 +280,7 @@ class BothWays:
     def __init__(
         self,
         runner: Any,
-        known: Owner,
+        known: ServedModel,
         requests: Sequence[_Request],
         places: Sequence[torch.Tensor],
     ) -> None:

@@ -22,6 +22,7 @@ from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
+from sglang_gemma4_yoco.cutting import donor
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.deciding import backends, gate
 from sglang_gemma4_yoco.telling import metrics
@@ -146,7 +147,7 @@ def _model(findings: Findings, name: str, flags: Sequence[str]) -> dict[str, Any
     text = config.get("text_config", config)
     layers = text.get("num_hidden_layers")
     known = str(text.get("model_type", "")).startswith("gemma4") and layers is not None
-    first = gate.first_shared_layer(SimpleNamespace(**text)) if known else None
+    first = donor.first_shared_layer(SimpleNamespace(**text)) if known else None
     findings.tell("architecture", ", ".join(config.get("architectures") or ["not named"]))
     findings.tell("layers", str(layers))
     findings.facts |= {"layers": layers, "first_shared": first, "quantisation": _quantised(config)}
@@ -256,7 +257,7 @@ def _without_directories(flags: Sequence[str]) -> list[str]:
 
 
 def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
-    """As ``owner.start`` does in a server, in its order."""
+    """As ``starting.start`` does in a server, in its order."""
     text = config.get("text_config", config)
     if argument("model_impl") == "transformers":
         findings.refusals.append(metrics.NO_MODEL)
@@ -272,7 +273,7 @@ def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None
             "(docs/quantised.md lists those that are admitted)"
         )
     _attention(findings, argument)
-    first = gate.first_shared_layer(SimpleNamespace(**text))
+    first = donor.first_shared_layer(SimpleNamespace(**text))
     cut = _cut(first, argument)
     if cut is not None and not findings.refusals:
         where = cut.value.format(donor=(first or 0) - 1, first=first)
@@ -294,7 +295,7 @@ def _stages(text: Mapping[str, Any], argument: Any) -> str | None:
 
 def _stage(config: Any, start: int, end: int) -> Any:
     """What the gate asks of a stage's model: whose K/V each layer reads."""
-    first = gate.first_shared_layer(config) or 0
+    first = donor.first_shared_layer(config) or 0
     kinds = config.layer_types
     donors = {kind: index for index, kind in enumerate(kinds[:first])}
     layers = [

@@ -31,7 +31,7 @@ from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.plan import Plan
 from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.cutting.tail import Tail
-from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.served import ServedModel
 
 ENDLESS = "the model's layers go on behind the last one that it was told to run"
 FOREIGN_RESIDUAL = "the donor layer's attention is not added to the layer's input"
@@ -94,16 +94,16 @@ class Cut:
         output: [T, hidden], what the model goes on with once the tail is over; None before.
     """
 
-    def __init__(self, owner: Owner, plan: Plan) -> None:
-        self.layers = owner.tail_layers
-        self.donor = owner.model.layers[owner.first_shared - 1]
+    def __init__(self, known: ServedModel, plan: Plan) -> None:
+        self.layers = known.tail_layers
+        self.donor = known.model.layers[known.first_shared - 1]
         self.tail = plan.tail
         self.way = plan.way
         self.replay = plan.replay
         self.output: torch.Tensor | None = None
-        self._model = owner.model
-        self._first_shared = owner.first_shared
-        self._first_cut = owner.first_shared - (plan.donor is not DonorCut.NONE)
+        self._model = known.model
+        self._first_shared = known.first_shared
+        self._first_cut = known.first_shared - (plan.donor is not DonorCut.NONE)
         self._plan = plan
         self._gathered: Gathered | None = None
         self._shadows = Shadows()

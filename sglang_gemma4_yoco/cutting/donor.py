@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.deciding import gate
 
 
 class DonorCut(Enum):
@@ -48,9 +47,20 @@ _ATTENTION_PARTS = (
 )
 
 
+def first_shared_layer(config: Any) -> int | None:
+    """Index K of the first layer that reads an earlier layer's K/V; None if there is no such tail.
+
+    A model whose layers are all shared (the multi-token-prediction assistant) has no front that
+    could write the K/V, so it has no tail either.
+    """
+    layers = config.num_hidden_layers
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    return layers - shared if 0 < shared < layers else None
+
+
 def why_not_inside(model: Any) -> str | None:
     """Why layer K-1 of this model cannot be cut, or None."""
-    first = gate.first_shared_layer(model.config)
+    first = first_shared_layer(model.config)
     assert first is not None, "only models with a tail are asked"
     if first - getattr(model, "start_layer", 0) < 2:
         # The residual of a stage's first layer is its caller's, and must not be written to.
@@ -67,7 +77,7 @@ def why_not_inside(model: Any) -> str | None:
 
 def why_not_keys_and_values(model: Any, backend: Any) -> str | None:
     """Why K and V of layer K-1 cannot be computed apart from its queries, or None."""
-    first = gate.first_shared_layer(model.config)
+    first = first_shared_layer(model.config)
     assert first is not None
     stored = seams.kv_cache_dtype(backend)
     if stored is not None and stored != _dtype(model.layers[first - 1].self_attn):

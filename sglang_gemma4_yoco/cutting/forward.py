@@ -8,31 +8,31 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.attending.graphs import ReplayError
 from sglang_gemma4_yoco.checking.audit import Forwards
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.cut import Cut, LateRefusalError
-from sglang_gemma4_yoco.cutting.plan import Plan
+from sglang_gemma4_yoco.cutting.plan import Plan, at_the_forward
 from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
 
 
 def prefill(
-    model: Any, forward_batch: Any, embeds: torch.Tensor | None, run: Callable[[], Any]
+    known: ServedModel, forward_batch: Any, embeds: torch.Tensor | None, run: Callable[[], Any]
 ) -> Any:
     """Run one forward that is no decode step.
 
     Args:
+        known: what is known of the model.
         embeds: [T, hidden], the input embeddings that the model was called with, or None.
         run: the stock forward, which the cut makes fast.
     """
-    known = owner.of(model)
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
     copy = plan = None
     try:
-        decided = known.decision(forward_batch)
+        decided = at_the_forward(known, forward_batch)
         if isinstance(decided, Plan):
             plan = decided
             copy = fallback.copy_of(embeds)
@@ -56,7 +56,7 @@ def prefill(
         if plan is not None:
             plan.way.after_failure(forward_batch)
             if isinstance(failure, ReplayError):
-                known.launch(f"a replay failed: {type(failure.__cause__).__name__}")
+                known.drop_graphs(f"a replay failed: {type(failure.__cause__).__name__}")
         return run()
     report.stepped_aside(reason, rows, tell=gate.is_news(reason))
     fallback.put_back(embeds, copy)
@@ -69,7 +69,7 @@ def _again(embeds: torch.Tensor | None, copy: torch.Tensor | None, run: Callable
 
 
 def _cut_again(
-    known: Owner,
+    known: ServedModel,
     embeds: torch.Tensor | None,
     copy: torch.Tensor | None,
     run: Callable[[], Any],
@@ -87,7 +87,7 @@ def _cut_again(
         fallback.put_back(embeds, copy)
 
 
-def _cut(known: Owner, plan: Plan, run: Callable[[], Any]) -> tuple[Any, bool]:
+def _cut(known: ServedModel, plan: Plan, run: Callable[[], Any]) -> tuple[Any, bool]:
     """The output of one forward, and whether it was cut indeed."""
     try:
         with Cut(known, plan) as cut:
@@ -114,7 +114,7 @@ def _outcome(plan: Plan) -> str:
     return report.ACTIVE if plan.replay is None else report.TAIL_REPLAYED
 
 
-def _description(known: Owner) -> str:
+def _description(known: ServedModel) -> str:
     model = known.model
     return (
         f"{type(model).__name__} with hidden size {model.config.hidden_size}, "

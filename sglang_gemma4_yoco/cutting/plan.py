@@ -26,18 +26,18 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.attending.attention import RebuiltBackend, Way
 from sglang_gemma4_yoco.attending.graphs import Replay
+from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import gate
-
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.deciding.gate import Admission
-    from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.deciding.gate import Admission
+from sglang_gemma4_yoco.served import ServedModel
+from sglang_gemma4_yoco.telling import report
 
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 IMAGES_ON_ONE_BACKEND = "a multimodal prompt without an attention backend of the tail's own"
@@ -77,15 +77,15 @@ class Plan:
     replay: Replay | None = None
 
     @classmethod
-    def of(cls, owner: Owner, forward_batch: Any, admission: Admission, way: Way) -> Plan:
+    def of(cls, known: ServedModel, forward_batch: Any, admission: Admission, way: Way) -> Plan:
         """The plan of an eligible batch; a replay is planned already. The batch is not changed."""
         tail = Tail.of(forward_batch, admission.kept, admission.unread, way.tail)
-        replay = None if owner.graphs is None else owner.graphs.planned(forward_batch, tail)
+        replay = None if known.graphs is None else known.graphs.planned(forward_batch, tail)
         return cls(
             batch=forward_batch,
             judged=admission.judged,
             tail=tail,
-            donor=_deepest(owner.donor_cut, tail),
+            donor=_deepest(known.donor_cut, tail),
             way=way,
             replay=replay,
         )
@@ -110,34 +110,55 @@ def _deepest(allowed: DonorCut, tail: Tail) -> DonorCut:
     return allowed
 
 
-def ahead(owner: Owner, forward_batch: Any) -> Plan | Refusal:
+def plan_ahead(known: ServedModel, forward_batch: Any) -> None:
+    """The runner has planned this batch's attention: decide, and remember what was decided."""
+    known.planned = None
+    try:
+        planned = ahead(known, forward_batch)
+    except Exception as failure:
+        if not fallback.is_alone():
+            raise  # the other ranks go on with a tail
+        report.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
+    else:
+        known.planned = planned
+
+
+def plan_of(known: ServedModel, forward_batch: Any) -> Plan | None:
+    """The plan that was made ahead for this very batch object, if it was not refused."""
+    planned = known.planned
+    if isinstance(planned, Plan) and planned.batch is forward_batch:
+        return planned
+    return None
+
+
+def ahead(known: ServedModel, forward_batch: Any) -> Plan | Refusal:
     """Decide before the first layer, and plan the tail on the backend of its own."""
-    verdict = gate.judge(owner, forward_batch)
+    verdict = gate.judge(known, forward_batch)
     if isinstance(verdict, str):
         return Refusal(forward_batch, verdict)
-    assert owner.attention is not None
-    plan = Plan.of(owner, forward_batch, verdict, owner.attention)
+    assert known.attention is not None
+    plan = Plan.of(known, forward_batch, verdict, known.attention)
     if plan.replay is None:
-        owner.attention.plan(forward_batch, plan.tail.fields)
+        known.attention.plan(forward_batch, plan.tail.fields)
     return plan
 
 
-def at_the_forward(owner: Owner, forward_batch: Any) -> Plan | Refusal:
+def at_the_forward(known: ServedModel, forward_batch: Any) -> Plan | Refusal:
     """What was decided ahead, or what can still be decided when the model is called."""
-    planned = owner.planned
+    planned: Plan | Refusal | None = known.planned
     if (
         planned is not None
         and planned.batch is forward_batch
         and (isinstance(planned, Refusal) or planned.still_holds())
     ):
         return planned
-    verdict = gate.judge(owner, forward_batch)
+    verdict = gate.judge(known, forward_batch)
     if isinstance(verdict, str):
         return Refusal(forward_batch, verdict)
-    if owner.attention is not None:
+    if known.attention is not None:
         return Refusal(forward_batch, NOT_PLANNED)
     if gate.is_multimodal(forward_batch):
         # Rebuilding would drop the image masks that the model wrote into the metadata.
         return Refusal(forward_batch, IMAGES_ON_ONE_BACKEND)
     rebuilt = RebuiltBackend(seams.current_attn_backend())
-    return Plan.of(owner, forward_batch, verdict, rebuilt)
+    return Plan.of(known, forward_batch, verdict, rebuilt)

@@ -12,15 +12,15 @@ once.
 from __future__ import annotations
 
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import seams, switch
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.deciding import arguments, quantised, threshold
+from sglang_gemma4_yoco.cutting.donor import first_shared_layer
+from sglang_gemma4_yoco.deciding import arguments, backends, quantised, threshold
 from sglang_gemma4_yoco.deciding.rows import KeptRows
-
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.deciding.threshold import TailCost
+from sglang_gemma4_yoco.served import ServedModel
 
 OFF = f"{switch.VARIABLE}=0"
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
@@ -185,17 +185,6 @@ def judged(forward_batch: Any) -> tuple[object, ...]:
     return tuple(map(getattr, repeat(forward_batch), _JUDGED, repeat(None)))
 
 
-def first_shared_layer(config: Any) -> int | None:
-    """Index K of the first layer that reads an earlier layer's K/V; None if there is no such tail.
-
-    A model whose layers are all shared (the multi-token-prediction assistant) has no front that
-    could write the K/V, so it has no tail either.
-    """
-    layers = config.num_hidden_layers
-    shared = getattr(config, "num_kv_shared_layers", None) or 0
-    return layers - shared if 0 < shared < layers else None
-
-
 def kept_rows(forward_batch: Any) -> KeptRows:
     """The rows of an extend batch whose logits the sampler and the logprobs read."""
     return KeptRows.suffixes(
@@ -338,11 +327,11 @@ def _failures() -> str | None:
     return fallback.GIVEN_UP if fallback.given_up() else None
 
 
-def _captures(owner: Owner) -> str | None:
+def _captures(known: ServedModel) -> str | None:
     # Index i captures the input of layer i. Layer K-1 takes its own when it runs, which it does
     # not as a whole when nobody reads the batch.
-    captured = owner.model.layers_to_capture
-    if captured and max(captured) >= owner.first_shared - 1:
+    captured = known.model.layers_to_capture
+    if captured and max(captured) >= known.first_shared - 1:
         return CAPTURE_IN_TAIL
     return None
 
@@ -391,18 +380,40 @@ def _lengths(forward_batch: Any) -> str | None:
 
 
 def _rows(
-    owner: Owner, forward_batch: Any, kept: KeptRows, unread: bool, minimum: int | None
+    known: ServedModel, forward_batch: Any, kept: KeptRows, unread: bool, minimum: int | None
 ) -> str | None:
     total, rows = kept.total, kept.kept
     if rows == total:
         return NOTHING_TO_SKIP
     read = 0 if unread else rows
-    if not threshold.pays(total, read, minimum, owner.tail_cost(kept, read)):
+    if not threshold.pays(total, read, minimum, tail_cost(known, kept, read)):
         return TOO_LITTLE
     # An image's rows attend in both directions, which the suffix's attention does not know of.
     # The last row of a request has nothing after it, so for it that makes no difference.
     spread = not kept.one_per_request
     return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None
+
+
+def tail_cost(known: ServedModel, kept: KeptRows, read: int) -> TailCost:
+    """What the tail of a batch would cost besides its rows.
+
+    Args:
+        kept: the rows that it would run on.
+        read: how many of them somebody reads.
+    """
+    if read == 0 or (known.graphs is not None and known.graphs.size_for(kept) is not None):
+        return TailCost.NOTHING
+    return TailCost.LAUNCHES if known.on_gpu else TailCost.ARITHMETIC
+
+
+def _backend(known: ServedModel) -> str | None:
+    """Why the tail cannot run in a forward on the current attention backend, or None."""
+    current = seams.current_attn_backend()
+    # Outside of a forward there is none, and nothing is computed; the runner's own was looked at
+    # when it was built.
+    if current is None or current is known.backend:
+        return None
+    return backends.why_not_alone(current)
 
 
 def _wish() -> tuple[str | None, int | None]:
@@ -415,27 +426,27 @@ def _wish() -> tuple[str | None, int | None]:
         return str(invalid), None
 
 
-def _standing(owner: Owner) -> str | None:
-    return _failures() or owner.constant_reason or _captures(owner)
+def _standing(known: ServedModel) -> str | None:
+    return _failures() or known.constant_reason or _captures(known)
 
 
-def standing_reason(owner: Owner) -> str | None:
+def standing_reason(known: ServedModel) -> str | None:
     """Why every batch would run as stock now, whatever it holds; None if some may be cut."""
     unwanted, _ = _wish()
-    return unwanted or _standing(owner)
+    return unwanted or _standing(known)
 
 
-def ineligible_reason(owner: Owner, forward_batch: Any) -> str | None:
+def ineligible_reason(known: ServedModel, forward_batch: Any) -> str | None:
     """Why this forward must run as stock, or None when it may skip rows in the shared layers."""
-    verdict = judge(owner, forward_batch)
+    verdict = judge(known, forward_batch)
     return verdict if isinstance(verdict, str) else None
 
 
-def judge(owner: Owner, forward_batch: Any) -> str | Admission:
+def judge(known: ServedModel, forward_batch: Any) -> str | Admission:
     """May this forward skip rows in the shared layers?
 
     Args:
-        owner: what is known of the ``Gemma4TextModel``.
+        known: what is known of the ``Gemma4TextModel``.
         forward_batch: the batch it is about to run, SGLang's ``ForwardBatch``.
 
     Returns:
@@ -450,12 +461,12 @@ def judge(owner: Owner, forward_batch: Any) -> str | Admission:
     if unwanted is not None:
         return unwanted
     seen = judged(forward_batch)
-    reason = _standing(owner) or _graph() or _fields(forward_batch, seen) or _lengths(forward_batch)
+    reason = _standing(known) or _graph() or _fields(forward_batch, seen) or _lengths(forward_batch)
     if reason is not None:
         return reason
     kept, unread = kept_rows(forward_batch), is_unread(forward_batch)
     return (
-        _rows(owner, forward_batch, kept, unread, minimum)
-        or owner.why_not_on(seams.current_attn_backend())
+        _rows(known, forward_batch, kept, unread, minimum)
+        or _backend(known)
         or Admission(kept, unread, seen)
     )

@@ -15,14 +15,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sglang_gemma4_yoco import __version__, owner, seams
+from sglang_gemma4_yoco import __version__, seams, served
 from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
-
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.owner import Owner
 
 #: What /server_info has it under, in the internal state of each scheduler.
 ENTRY = "gemma4_yoco"
@@ -42,7 +40,7 @@ def state() -> dict[str, Any]:
     """
     told: dict[str, Any] = {"version": __version__}
     untold: dict[str, str] = {}
-    for name, entry in _entries(owner.attached()).items():
+    for name, entry in _entries(served.attached()).items():
         try:
             told[name] = plain(entry())
         except Exception as failure:  # noqa: BLE001 - the other entries are worth telling
@@ -50,7 +48,7 @@ def state() -> dict[str, Any]:
     return {**told, "untold": untold} if untold else told
 
 
-def _entries(known: Owner | None) -> dict[str, Callable[[], Any]]:
+def _entries(known: ServedModel | None) -> dict[str, Callable[[], Any]]:
     """What tells each entry of ``state``."""
     active, reason = _activity(known)
     cut = tail = check = _nothing
@@ -72,7 +70,7 @@ def _entries(known: Owner | None) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _activity(known: Owner | None) -> tuple[bool | None, str | None]:
+def _activity(known: ServedModel | None) -> tuple[bool | None, str | None]:
     """Whether batches may be cut now, and why not."""
     if known is None:
         return False, NO_MODEL

@@ -23,7 +23,7 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner, seams, switch
+from sglang_gemma4_yoco import seams, served, starting, switch
 from sglang_gemma4_yoco.cutting import donor
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.deciding import backends, gate, threshold
@@ -32,7 +32,7 @@ from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
-PACKAGE = Path(owner.__file__).parent
+PACKAGE = Path(served.__file__).parent
 NOTHING_TO_SKIP = batch_of((5, 1), (0, 1))
 
 
@@ -218,7 +218,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
         unproven.setattr(seams, "build_attn_backend", built.append)
         engine.runner.init_attention_backends()
         assert built == []
-        assert owner.of(engine.text_model).attention is None
+        assert starting.of(engine.text_model).attention is None
         said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
         assert said == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
         assert_stock(engine, reason)
@@ -272,7 +272,7 @@ def test_the_cut_is_decided_on_a_backend_over_the_runners_pools(
         if not own_backend:
             watched.setattr(seams, "build_attn_backend", impossible)
         engine.runner.init_attention_backends()
-        assert owner.of(engine.text_model).donor_cut is DonorCut.KEYS_AND_VALUES
+        assert starting.of(engine.text_model).donor_cut is DonorCut.KEYS_AND_VALUES
         main = engine.runner.attn_backend
     assert len(asked) == 1
     assert (asked[0] is main) is not own_backend
@@ -285,7 +285,7 @@ def test_kernels_that_are_not_needed_are_not_compiled(
     with monkeypatch.context() as shallow:
         shallow.setattr(donor, "why_not_keys_and_values", lambda *_: "a reason")
         engine.runner.init_attention_backends()
-        assert owner.of(engine.text_model).donor_cut is DonorCut.AFTER_ATTENTION
+        assert starting.of(engine.text_model).donor_cut is DonorCut.AFTER_ATTENTION
     assert projected == []
     engine.runner.init_attention_backends()
 
@@ -311,16 +311,16 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
 def test_one_entry_is_all_that_a_model_carries(engine: Engine) -> None:
     added = {name for name in vars(engine.text_model) if "yoco" in name}
     assert added == {"_yoco"}
-    known = owner.of(engine.text_model)
-    assert owner.find(engine.text_model) is known
+    known = starting.of(engine.text_model)
+    assert served.find(engine.text_model) is known
     engine.runner.init_attention_backends()
-    assert owner.of(engine.text_model) is not known
-    known = owner.of(engine.text_model)
+    assert starting.of(engine.text_model) is not known
+    known = starting.of(engine.text_model)
     known.close()
     assert not {name for name in vars(engine.text_model) if "yoco" in name}
     # Asked about once more, the model gets one that knows of no backend; its batches are cut.
     seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows[-1] == len(TWO_PROMPTS)
-    assert owner.of(engine.text_model).attention is None
+    assert starting.of(engine.text_model).attention is None
     engine.runner.init_attention_backends()
     assert_fast(engine)

@@ -28,7 +28,7 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.attending.attention import OwnBackend
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.telling import report
@@ -57,7 +57,7 @@ def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
 
 
 def attention(engine: Engine) -> OwnBackend:
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     assert known.attention is not None, known.constant_reason
     return known.attention
 
@@ -170,7 +170,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
             broken.setattr(seams, "build_attn_backend", build)
             broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
         engine.runner.init_attention_backends()
-        known = owner.of(engine.text_model)
+        known = starting.of(engine.text_model)
         assert known.attention is None
         reason = f"the tail has no attention backend of its own beside {main}"
         assert known.constant_reason == reason
@@ -179,7 +179,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
         assert seen.rows == [70] * LAYERS
         assert report.forwards[reason] == 1
     engine.runner.init_attention_backends()
-    assert owner.of(engine.text_model).constant_reason is None
+    assert starting.of(engine.text_model).constant_reason is None
 
 
 def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +187,11 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
     with monkeypatch.context() as silent:
         silent.delattr(FrontBackend, backends.ATTRIBUTE)
         engine.runner.init_attention_backends()
-        reason = owner.of(engine.text_model).constant_reason
+        reason = starting.of(engine.text_model).constant_reason
         assert reason == "the attention backend FrontBackend is not proven"
         assert run(engine, engine.schedule(BATCHES["one prompt"]), "1").rows == [70] * LAYERS
     engine.runner.init_attention_backends()
-    assert owner.of(engine.text_model).constant_reason is None
+    assert starting.of(engine.text_model).constant_reason is None
 
 
 NO_TAIL = "the tail has no attention backend of its own beside {}"
@@ -221,16 +221,16 @@ def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, n
             ATTENTION_BACKENDS, "intel_xpu", type(kind, (FrontBackend,), module | values)
         )
         engine.runner.init_attention_backends()
-        assert owner.of(engine.text_model).constant_reason == reason
+        assert starting.of(engine.text_model).constant_reason == reason
         seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == (cut(70, 1) if reason is None else [70] * LAYERS)
         if reason is None:
             others.setattr(seams, "build_attn_backend", out_of_memory)
             engine.runner.init_attention_backends()
             main = type(engine.runner.attn_backend).__name__
-            assert owner.of(engine.text_model).constant_reason == NO_TAIL.format(main)
+            assert starting.of(engine.text_model).constant_reason == NO_TAIL.format(main)
     engine.runner.init_attention_backends()
-    assert owner.of(engine.text_model).constant_reason is None
+    assert starting.of(engine.text_model).constant_reason is None
 
 
 class PoolOfAnotherKind(MHATokenToKVPool):
@@ -273,16 +273,16 @@ def test_pools_that_are_not_plain(
             pool = getattr(engine.runner.token_to_kv_pool, part)
             changed.setattr(pool, name, value, raising=False)
         engine.runner.init_attention_backends()
-        assert owner.of(engine.text_model).constant_reason == reason
+        assert starting.of(engine.text_model).constant_reason == reason
     engine.runner.init_attention_backends()
-    assert owner.of(engine.text_model).constant_reason is None
+    assert starting.of(engine.text_model).constant_reason is None
 
 
 # ---------------------------------------------------------------- servers that are refused
 
 
 def refused(checkpoint: Path, **arguments: Any) -> str | None:
-    return owner.of(start(checkpoint, **arguments).text_model).constant_reason
+    return starting.of(start(checkpoint, **arguments).text_model).constant_reason
 
 
 def test_a_rounded_cache_beside_another_backend(tiny_checkpoint: Path) -> None:

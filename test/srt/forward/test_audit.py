@@ -25,7 +25,7 @@ from layer_rows import FIRST_CUT, LAYERS
 from observe import SWITCH, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner, plugin, seams
+from sglang_gemma4_yoco import plugin, seams, starting
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.telling import metrics, report
@@ -137,7 +137,7 @@ def test_what_differs_is_answered_by_stock(
     lengths = [len(prompt.new) for prompt in prompts]
     assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
     assert line.endswith("tail launched")
-    assert owner.of(engine.text_model).constant_reason is None
+    assert starting.of(engine.text_model).constant_reason is None
 
 
 def test_every_row_that_is_kept_is_compared(
@@ -271,7 +271,7 @@ def test_an_audit_that_fails_costs_nothing(
 
 def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
     """The stock forward may run in the memory that holds the fast one's output."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     given = []
 
     def overwritten(plan: Any, output: torch.Tensor, forwards: audit.Forwards) -> Any:
@@ -332,7 +332,7 @@ def test_a_misspelt_setting_is_told_at_load(
 
 
 def test_none_without_a_wish(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     monkeypatch.delenv(audit.VARIABLE, raising=False)
     assert audit.auditor(engine.runner, known) is None
     monkeypatch.setenv(audit.VARIABLE, "0")
@@ -349,7 +349,7 @@ def test_why_there_are_none(
 ) -> None:
     monkeypatch.setenv(audit.VARIABLE, value)
     monkeypatch.setattr(seams, "server_arguments", lambda: lambda name: 2 if "pp" in name else None)
-    assert audit.auditor(engine.runner, owner.of(engine.text_model)) is None
+    assert audit.auditor(engine.runner, starting.of(engine.text_model)) is None
     [record] = caplog.records
     assert "is not audited: " in record.getMessage()
 

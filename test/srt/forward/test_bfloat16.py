@@ -34,10 +34,10 @@ from rounding import (
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.deciding.rows import KeptRows
-from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
 
 WINDOW = E2B_TINY.sliding_window
@@ -149,7 +149,7 @@ def test_each_layer(engine: Engine, name: str) -> None:
 
 
 @contextmanager
-def _the_rows_before(_: Owner) -> Iterator[bool]:
+def _the_rows_before(_: ServedModel) -> Iterator[bool]:
     stock = KeptRows.indices
 
     def indices(kept: KeptRows) -> list[int]:
@@ -160,7 +160,7 @@ def _the_rows_before(_: Owner) -> Iterator[bool]:
 
 
 @contextmanager
-def _scores_a_quarter_too_large(known: Owner) -> Iterator[bool]:
+def _scores_a_quarter_too_large(known: ServedModel) -> Iterator[bool]:
     """Of the layers behind the donor."""
     assert known.attention is not None
 
@@ -188,7 +188,7 @@ def test_what_is_broken_shows(engine: Engine, rounded: list[torch.Tensor], way: 
     """In what a layer adds, and in the answers."""
     stock = all_answers(engine, "0")
     batches = [ALL[name] for name in ("at the window's edge", "eight", "long ones")]
-    with BREAKS[way](owner.of(engine.text_model)) as applies:
+    with BREAKS[way](starting.of(engine.text_model)) as applies:
         assert applies
         errors = [layer_errors(engine, engine.schedule(prompts), prompts) for prompts in batches]
         assert max(max(by_layer.values()) for by_layer in errors) > 2 * allowed_of_a_layer(engine)

@@ -32,9 +32,9 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.checking import proof
-from sglang_gemma4_yoco.cutting import donor
+from sglang_gemma4_yoco.cutting import cut, donor
 from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -64,17 +64,17 @@ ENOUGH = 4  # times its bound: so far off is everything that is broken
 
 
 def test_what_is_right_agrees(recorded: Engine) -> None:
-    found = owner.of(recorded.text_model).checked
+    found = starting.of(recorded.text_model).checked
     assert found is not None
     assert found.worst is not None
     assert found.worst.excess < 0.5
-    assert owner.of(recorded.text_model).graphs is not None
-    assert owner.of(recorded.text_model).constant_reason is None
+    assert starting.of(recorded.text_model).graphs is not None
+    assert starting.of(recorded.text_model).constant_reason is None
 
 
 @pytest.mark.parametrize("way", BREAKAGES)
 def test_what_is_broken_is_found(recorded: Engine, way: str) -> None:
-    known = owner.of(recorded.text_model)
+    known = starting.of(recorded.text_model)
     with BREAKAGES[way](known) as applies:
         if not applies:
             pytest.skip("this model has no place for it")
@@ -87,7 +87,7 @@ def test_what_is_broken_is_found(recorded: Engine, way: str) -> None:
 
 def test_a_recorded_tail_is_replayed(recorded: Engine) -> None:
     """Once given stock's rows, and once as it serves; a replay runs no Python."""
-    known = owner.of(recorded.text_model)
+    known = starting.of(recorded.text_model)
     assert known.graphs is not None
     assert known.graphs.rows[-1] >= REQUESTS
     with counted(recorded) as forwards:
@@ -108,7 +108,7 @@ def test_norms_that_add_in_place(recorded: Engine) -> None:
 
 def test_a_right_graph_is_not_dropped(recorded: Engine) -> None:
     """Full, and with as much padding as there can be."""
-    tail = owner.of(recorded.text_model).graphs
+    tail = starting.of(recorded.text_model).graphs
     assert tail is not None
     rows = tail.rows
     assert rows == (1, 2, 4, 8, 16, 32)
@@ -120,6 +120,13 @@ def test_a_right_graph_is_not_dropped(recorded: Engine) -> None:
 
 
 # ---------------------------------------------------------------- audits
+
+
+WINDOW = E2B_TINY.sliding_window
+BATCHES = {
+    "replayed": batch_of((WINDOW + 9, 7), (2 * WINDOW, 3), (0, 5)),
+    "launched": [*batch_of((WINDOW + 9, 7), (0, 5)), *batch_of((WINDOW, 9), logprob_start=WINDOW)],
+}
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -140,6 +147,27 @@ def test_audits_of_random_traffic(recorded: Engine, in_place: bool) -> None:
     assert_untouched(recorded)
 
 
+def test_rows_that_round_otherwise(recorded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels for few rows do on a GPU. The logits that SGLang makes of them are in fp32."""
+    stock, draw = cut.Cut.finish, torch.Generator().manual_seed(0)
+
+    def finish(self: cut.Cut, hidden_states: torch.Tensor) -> torch.Tensor:
+        eps = torch.finfo(hidden_states.dtype).eps
+        share = torch.rand(hidden_states.shape, generator=draw) - 0.5
+        hidden_states.copy_(hidden_states.float() * (1 + share * eps))
+        return stock(self, hidden_states)
+
+    monkeypatch.setattr(cut.Cut, "finish", finish)
+    with audited(recorded), switched("1"):
+        for batch in BATCHES.values():
+            scheduled = recorded.schedule(batch)
+            recorded.forward(scheduled)
+            # Nor do they hide what is broken.
+            with BREAKAGES["scattered one row off"](starting.of(recorded.text_model)):
+                recorded.forward(scheduled)
+    assert counts() == (2, 2)
+
+
 def test_one_row_of_a_long_prompt(recorded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among a thousand it is lost in the mean, and not to the one who wrote it."""
     stock = donor.keys_and_values
@@ -156,13 +184,6 @@ def test_one_row_of_a_long_prompt(recorded: Engine, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
         recorded.forward(scheduled)
     assert counts() == (1, 1)
-
-
-WINDOW = E2B_TINY.sliding_window
-BATCHES = {
-    "replayed": batch_of((WINDOW + 9, 7), (2 * WINDOW, 3), (0, 5)),
-    "launched": [*batch_of((WINDOW + 9, 7), (0, 5)), *batch_of((WINDOW, 9), logprob_start=WINDOW)],
-}
 
 
 def _shows(way: str, batch: str) -> bool:
@@ -183,7 +204,7 @@ def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -
     """On the batch that is served; who asked gets what stock answers."""
     scheduled = recorded.schedule(BATCHES["replayed" if batch == "unread" else batch])
     stock = run(recorded, scheduled, "0")
-    known = owner.of(recorded.text_model)
+    known = starting.of(recorded.text_model)
     with audited(recorded), switched("1"), BREAKAGES[way](known) as applies:
         if not applies:
             pytest.skip("this model has no place for it")

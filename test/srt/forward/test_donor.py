@@ -33,7 +33,7 @@ from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from observe import SWITCH, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.cutting import cut, donor, fallback, per_layer
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.telling import report
@@ -42,11 +42,11 @@ from stand_ins import Doubled, Packed, halved_weights
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    vars(owner.of(engine.text_model)).pop("donor_cut", None)
+    vars(starting.of(engine.text_model)).pop("donor_cut", None)
     report.reset()
     fallback.reset()
     yield
-    vars(owner.of(engine.text_model)).pop("donor_cut", None)
+    vars(starting.of(engine.text_model)).pop("donor_cut", None)
 
 
 def donor_layer(engine: Engine) -> Any:
@@ -292,7 +292,7 @@ WITH_AN_IMAGE = "image"
 
 def assert_steps_aside(engine: Engine, name: str, cut_at: DonorCut) -> None:
     """The forward comes to the cut, is given up there, and is run again as stock."""
-    owner.of(engine.text_model).donor_cut = cut_at
+    starting.of(engine.text_model).donor_cut = cut_at
     scheduled = engine.schedule(BATCHES["one prompt" if name == WITH_AN_IMAGE else name])
     if name == WITH_AN_IMAGE:
         with_image(engine, scheduled)
@@ -331,7 +331,7 @@ def test_a_residual_that_is_owed_an_update(
 @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 def test_an_update_that_is_added_before_the_cut_is_nobodys_matter(engine: Engine) -> None:
     """Layer K-1 runs as stock where the cut comes before layer K, and writes the residual."""
-    owner.of(engine.text_model).donor_cut = DonorCut.NONE
+    starting.of(engine.text_model).donor_cut = DonorCut.NONE
     owing = owing_an_update(engine)
     try:
         assert_fast(engine, BATCHES["one prompt"], DonorCut.NONE)

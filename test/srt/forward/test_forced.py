@@ -16,7 +16,7 @@ from forwards import ENGINE
 from layer_rows import FIRST_SHARED, LAYERS
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.cutting import cut, donor, per_layer
 from sglang_gemma4_yoco.cutting.shadow import Shadows
@@ -39,7 +39,7 @@ def on_the_fast_path(
     engine: Engine, module: Any, name: str, wrong: Callable[..., Any]
 ) -> Iterator[None]:
     """``module.name`` is wrong where stock does not run it."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
 
     def replaced(stock: Callable[..., Any]) -> Callable[..., Any]:
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def on_the_fast_path(
 
 def named(engine: Engine) -> set[str]:
     """All that is no rounding."""
-    with self_check.comparing(engine.runner, owner.of(engine.text_model)) as both:
+    with self_check.comparing(engine.runner, starting.of(engine.text_model)) as both:
         found = both.findings()
     return {finding.what for finding in found if not finding.is_rounding}
 
@@ -117,7 +117,7 @@ def test_the_rows_in_the_end(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
-    model, known = sharp.text_model, owner.of(sharp.text_model)
+    model, known = sharp.text_model, starting.of(sharp.text_model)
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -42,9 +42,10 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner, patch, seams
+from sglang_gemma4_yoco import patch, seams, served, starting
 from sglang_gemma4_yoco.cutting import cut, fallback, forward, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.cutting.plan import plan_of
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 
@@ -53,11 +54,11 @@ EVERY_CALL = range(10**9)
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    vars(owner.of(engine.text_model)).pop("donor_cut", None)
+    vars(starting.of(engine.text_model)).pop("donor_cut", None)
     report.reset()
     fallback.reset()
     yield
-    vars(owner.of(engine.text_model)).pop("donor_cut", None)
+    vars(starting.of(engine.text_model)).pop("donor_cut", None)
     fallback.reset()
 
 
@@ -80,7 +81,7 @@ def test_backend_whose_decode_is_not_proven(
 )
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorCut) -> None:
-    owner.of(engine.text_model).donor_cut = cut_at
+    starting.of(engine.text_model).donor_cut = cut_at
     unread = batch_of((20, 60), (0, 30), to_come=(21, 22))
     _, fast = assert_fast(engine, unread, cut_at)
     assert fast.hidden is not None
@@ -99,7 +100,7 @@ def test_a_loop_that_does_not_end_where_it_is_told_to(
     # Found before what an instance has of its own.
     always = property(lambda _: len(model.layers), lambda *_: None)
     monkeypatch.setattr(type(model), "end_layer", always, raising=False)
-    owner.of(model).donor_cut = cut_at
+    starting.of(model).donor_cut = cut_at
     scheduled = engine.schedule(batch_of((0, 60), (0, 30), to_come=(21, 22)))
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert_served_by_stock(stock, fast)
@@ -116,7 +117,7 @@ def test_a_donor_that_adds_to_something_else_is_not_cut(engine: Engine, cut_at: 
 
     reader = seams.residual_reader(engine.text_model.layers[FIRST_CUT])
     assert reader is not None
-    owner.of(engine.text_model).donor_cut = cut_at
+    starting.of(engine.text_model).donor_cut = cut_at
     scheduled = engine.schedule(BATCHES["one prompt"])
     hook = reader.register_forward_pre_hook(another)
     try:
@@ -229,7 +230,7 @@ def test_a_failure_is_served_by_stock(
 def test_a_failing_unread_chunk_is_served_by_stock(
     engine: Engine, place: str, cut_at: DonorCut
 ) -> None:
-    owner.of(engine.text_model).donor_cut = cut_at
+    starting.of(engine.text_model).donor_cut = cut_at
     scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
     stock = run(engine, scheduled, "0")
     report.reset()
@@ -309,7 +310,7 @@ def test_a_forward_that_never_comes_to_the_cut(
 
     What was planned for it is let go all the same.
     """
-    model, known = engine.text_model, owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     attention, audits = known.attention, []
     assert attention is not None
     monkeypatch.setattr(known, "auditor", SimpleNamespace(is_due=lambda: audits.append(1)))
@@ -320,8 +321,8 @@ def test_a_forward_that_never_comes_to_the_cut(
     report.reset()
     with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
         attention.main.init_forward_metadata(batch)
-        assert known.plan_of(batch) is not None
-        assert forward.prefill(model, batch, None, lambda: answer) is answer
+        assert plan_of(known, batch) is not None
+        assert forward.prefill(known, batch, None, lambda: answer) is answer
     assert known.planned is None
     assert (report.forwards, report.rows, audits) == ({}, {}, [])
     assert_untouched(engine)
@@ -333,28 +334,30 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     """An idle rank's forward, which has no lengths at all, is counted, with no rows."""
     batch = ForwardBatch(ForwardMode.IDLE, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)
     assert batch.extend_num_tokens is None
-    assert forward.prefill(engine.text_model, batch, None, lambda: "stock's") == "stock's"
+    assert (
+        forward.prefill(starting.of(engine.text_model), batch, None, lambda: "stock's") == "stock's"
+    )
     assert report.forwards == {"forward mode IDLE": 1}
     assert report.rows == {report.COMPUTED: 0, report.SKIPPED: 0}
 
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
     """Nor is a batch held that was planned for it, or is it told of as the served one."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     attention = known.attention
     assert attention is not None
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
         attention.main.init_forward_metadata(batch)
-    assert known.plan_of(batch) is not None
+    assert plan_of(known, batch) is not None
     attention.tail.forward_metadata = "planned"
-    others = {one for one in owner._attached if one is not known}
+    others = {one for one in served._attached if one is not known}
     known.close()
     try:
         assert known.planned is None
         assert attention.tail.forward_metadata is None
-        assert owner.find(engine.text_model) is None
-        assert set(owner._attached) == others
+        assert served.find(engine.text_model) is None
+        assert set(served._attached) == others
     finally:
         engine.runner.init_attention_backends()
 
@@ -434,13 +437,13 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
 
 def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
     """Its tensors, and the metadata planned for it, are device memory."""
-    attention = owner.of(engine.text_model).attention
+    attention = starting.of(engine.text_model).attention
     assert attention is not None
     held: list[weakref.ref[Any]] = []
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-        assert owner.of(engine.text_model).plan_of(batch) is not None
+        assert plan_of(starting.of(engine.text_model), batch) is not None
         held.append(weakref.ref(batch))
         # As backends that plan keep it; the CPU's own does not.
         attention.tail.forward_metadata = "planned"
@@ -459,7 +462,7 @@ def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
 def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attention = owner.of(engine.text_model).attention
+    attention = starting.of(engine.text_model).attention
     assert attention is not None
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
@@ -483,13 +486,13 @@ def test_the_plan_of_another_batch_is_not_used(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch planned without the package, after one that was planned with it and never ran."""
-    attention = owner.of(engine.text_model).attention
+    attention = starting.of(engine.text_model).attention
     assert attention is not None
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
     never_run = releases.forward_batch(scheduled, engine.runner)
     attention.main.init_forward_metadata(never_run)
-    assert owner.of(engine.text_model).plan_of(never_run) is not None
+    assert plan_of(starting.of(engine.text_model), never_run) is not None
     unshadowed = functools.partial(type(attention.main).init_forward_metadata, attention.main)
     with monkeypatch.context() as bypassed:
         bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
@@ -505,7 +508,7 @@ def test_decode_goes_straight_through(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The gate is not asked, no tail is planned, nothing is counted or said."""
-    attention = owner.of(engine.text_model).attention
+    attention = starting.of(engine.text_model).attention
     assert attention is not None
     steps = []
     for switch in ("0", "1"):
@@ -532,7 +535,7 @@ def test_without_a_backend_of_its_own_the_tail_rebuilds_the_runners(
     without_own_backend: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = without_own_backend
-    assert owner.of(engine.text_model).attention is None
+    assert starting.of(engine.text_model).attention is None
     planned: list[tuple[str, list[int]]] = []
     backend = engine.runner.attn_backend
     stock = backend.init_forward_metadata
@@ -588,7 +591,7 @@ def test_metadata_that_cannot_be_rebuilt_is_planned_anew_for_stock(
 
 
 def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
-    attention = owner.of(engine.text_model).attention
+    attention = starting.of(engine.text_model).attention
     assert attention is not None
     assert attention.main is engine.runner.attn_backend
     assert attention.tail is not attention.main
@@ -596,9 +599,9 @@ def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
 
 
 def test_reinitialised_backends_are_followed(engine: Engine) -> None:
-    before = owner.of(engine.text_model).attention
+    before = starting.of(engine.text_model).attention
     engine.runner.init_attention_backends()
-    after = owner.of(engine.text_model).attention
+    after = starting.of(engine.text_model).attention
     assert after is not None
     assert before is not None
     assert after is not before

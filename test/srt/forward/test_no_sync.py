@@ -37,8 +37,7 @@ from media import MediaPrompt, media_batch
 from observe import Observed, run, switched, watching
 from sglang_gemma4_reference import host_reads
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner as owners
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.cutting import cut, donor
 from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import gate
@@ -241,7 +240,7 @@ def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cach
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -> None:
-    attention = owners.of(engine.text_model).attention
+    attention = starting.of(engine.text_model).attention
     assert attention is not None
     events: list[str] = []
     patch = pytest.MonkeyPatch()

@@ -15,7 +15,7 @@ from layer_rows import LAYERS
 from observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import served, starting
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 
@@ -29,7 +29,7 @@ def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
     shape = dataclasses.replace(E2B_TINY, kv_shared_layers=0, layers=5)
     engine = engine_of(tmp_path, shape)
-    assert owner.of(engine.text_model).attention is None
+    assert starting.of(engine.text_model).attention is None
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     assert_stock(engine, gate.NO_SHARED_LAYERS)
 
@@ -38,13 +38,13 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
     engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the multi-token-prediction assistants are: no layer of theirs writes K and V."""
-    config, known = engine.text_model.config, owner.of(engine.text_model)
+    config, known = engine.text_model.config, starting.of(engine.text_model)
     assert known.attention is not None
     known.close()
     with monkeypatch.context() as assistant:
         assistant.setattr(config, "num_kv_shared_layers", config.num_hidden_layers)
         restarted()
-        assert owner.find(engine.text_model) is None
+        assert served.find(engine.text_model) is None
         assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
@@ -60,7 +60,7 @@ def test_an_embedding_server_is_refused(
         engine = Engine(tiny_checkpoint, **ENGINE, is_embedding=True)
     assert not engine.runner.is_generation
     assert [m for m in caplog.messages if "fast prefill" in m] == []
-    assert owner.of(engine.text_model).attention is None
+    assert starting.of(engine.text_model).attention is None
     assert_stock(engine, gate.EMBEDDINGS)
 
 

@@ -30,7 +30,7 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_sa
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, served, starting
 from sglang_gemma4_yoco.commands.servers import choose_ports
 from sglang_gemma4_yoco.deciding import ranks
 
@@ -94,7 +94,7 @@ def assert_stock(engine: Engine, reason: str | None) -> None:
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert fast.rows == stock.rows == whole(70)
     assert_same_answers(stock, fast, 0.0)
-    known = owner.find(engine.text_model)
+    known = served.find(engine.text_model)
     assert (known and known.constant_reason) == reason
     if reason == ranks.NOT_ALIKE:
         assert known is not None
@@ -134,7 +134,7 @@ def with_a_late_rank(rank: int, port: int, path: Path) -> None:
     ):
         engine = start(rank, path, port)
     # Before any forward: ranks that cut differently would wait for each other in the first one.
-    assert owner.of(engine.text_model).constant_reason == ranks.NOT_ALL
+    assert starting.of(engine.text_model).constant_reason == ranks.NOT_ALL
     assert_stock(engine, ranks.NOT_ALL)
 
 
@@ -154,7 +154,7 @@ def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None
     from sglang_gemma4_yoco.attending import graphs
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     with mock.patch.dict(os.environ, {graphs.VARIABLE: "0" if rank == 1 else "2"}):
         releases.record_decode_steps(engine.runner)
     assert known.graphs is None
@@ -166,7 +166,7 @@ def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
     from sglang_gemma4_yoco.checking import proof
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     prove = proof.prove
 
     def strict(graphs: Any, runner: Any) -> None:
@@ -188,11 +188,11 @@ def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
     settings = {self_check.VARIABLE: "0"} if rank == 1 else {}
     with mock.patch.dict(os.environ, settings):
         engine = start(rank, path, port)
-    assert owner.of(engine.text_model).checked is None
+    assert starting.of(engine.text_model).checked is None
     assert_stock(engine, ranks.NOT_ALIKE)
     engine.runner.init_attention_backends()
-    assert owner.of(engine.text_model).constant_reason is None
-    with mock.patch.object(owner, "__version__", f"0.{rank}"):  # another version of the package
+    assert starting.of(engine.text_model).constant_reason is None
+    with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of the package
         engine.runner.init_attention_backends()
     assert_stock(engine, ranks.NOT_ALIKE)
 
@@ -202,7 +202,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
     from sglang_gemma4_yoco.checking import rounding, self_check
 
     engine = start(rank, path, port)
-    known, found = owner.of(engine.text_model), []
+    known, found = starting.of(engine.text_model), []
     check = self_check.check
 
     def differing(*args: Any) -> Any:
@@ -215,7 +215,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
 
     known.checked = None
     with mock.patch.object(self_check, "check", differing):
-        owner.record(engine.runner, engine.text_model)
+        starting.record(engine.runner, engine.text_model)
     assert [checked.agrees for checked in found] == [True]
     assert known.checked is not None
     assert known.checked.agrees == (rank == 0)

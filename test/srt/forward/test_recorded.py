@@ -30,7 +30,8 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
+from sglang_gemma4_yoco.cutting.plan import plan_of
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 
@@ -91,7 +92,7 @@ def trace(forward: Callable[..., Any], batch: Any) -> tuple[list[str], Any]:
 def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     """``torch.compile(fullgraph=True)`` records the same operations with and without the patch."""
     engine, model = traceable, traceable.text_model
-    attention = owner.of(model).attention
+    attention = starting.of(model).attention
     assert attention is not None
     batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
     stock = type(model).forward.__wrapped__
@@ -101,7 +102,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
         forward_context(ForwardContext(attn_backend=attention.main)),
     ):
         attention.main.init_forward_metadata(batch)
-        would_be_cut = owner.of(model).plan_of(batch) is not None
+        would_be_cut = plan_of(starting.of(model), batch) is not None
         assert would_be_cut, "were it not being traced"
         # Eagerly first: what SGLang's layers find out on their first call cannot be traced.
         expected = stock(model, batch.input_ids, batch.positions, batch)

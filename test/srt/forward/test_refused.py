@@ -28,7 +28,7 @@ from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 from stand_ins import halved_weights, server_args, skip_on_older
@@ -216,7 +216,7 @@ def test_refused_servers(
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(**arguments, **draft_model(arguments, tiny_checkpoint))
     assert said(caplog) == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
-    assert owner.of(engine.text_model).attention is None
+    assert starting.of(engine.text_model).attention is None
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)
@@ -299,7 +299,7 @@ def test_a_renamed_name_is_said_when_the_server_starts(
         restarted()
     [line] = said(caplog)
     assert f" lacks {new}, which may go by another name now" in line
-    assert owner.of(engine.text_model).attention is None
+    assert starting.of(engine.text_model).attention is None
     assert_stock(engine, line.partition("server: ")[2])
 
 

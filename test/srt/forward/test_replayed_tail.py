@@ -54,7 +54,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import owner, patch, seams
+from sglang_gemma4_yoco import patch, seams, starting
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import proof, rounding
@@ -84,7 +84,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
     """The engine's recorded tail, from layer K-1 on; whoever lets it go has it recorded anew."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     return known.graphs or record_tail(engine, MOST)
 
 
@@ -92,7 +92,7 @@ def assert_replayed(
     engine: Engine, prompts: Sequence[Prompt], *, first: int = FIRST_CUT, launched: bool = False
 ) -> tuple[Observed, Observed]:
     """``prompts`` are served as by stock, and the tail's Python runs, or not."""
-    donor = owner.of(engine.text_model).donor_cut
+    donor = starting.of(engine.text_model).donor_cut
     wanted = expected(engine, prompts, donor)
     assert wanted is not None
     if not launched:
@@ -193,23 +193,23 @@ def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Pr
 def test_other_cuts_are_replayed_from_the_first_shared_layer(
     engine: Engine, donor: DonorCut, first: int, name: str
 ) -> None:
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     known.donor_cut = donor
     try:
         assert record_tail(engine, MOST).first == first
         assert_replayed(engine, BATCHES[name], first=first)
     finally:
         del known.donor_cut
-        known.launch(graphs.NOT_YET)
+        known.drop_graphs(graphs.NOT_YET)
 
 
 @pytest.mark.parametrize("name", ["one prompt", "three, two of them cached"])
 def test_a_donor_whose_weights_are_not_plain(engine: Engine, name: str) -> None:
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     with halved_weights(engine.text_model.layers[FIRST_CUT].self_attn.qkv_proj):
         assert record_tail(engine, MOST).first == FIRST_CUT
         assert_replayed(engine, BATCHES[name])
-    known.launch(graphs.NOT_YET)
+    known.drop_graphs(graphs.NOT_YET)
 
 
 @pytest.mark.parametrize("cached", [0, 5])
@@ -322,7 +322,7 @@ class Gathered(TorchDispatchMode):
 def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: TailGraphs) -> None:
     """They are gathered once each, attention is planned once, in the graph's own buffers, and what
     is the same for all batches of so many rows is made once."""
-    known, replays, indices = owner.of(engine.text_model), [], []
+    known, replays, indices = starting.of(engine.text_model), [], []
     assert known.attention is not None
     calls: list[str] = []
 
@@ -365,10 +365,10 @@ def buffers(engine: Engine) -> Iterator[Callable[[], list[str]]]:
 
     As backends do that plan; the CPU's own does neither.
     """
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     assert known.attention is not None
     backend = known.attention.tail
-    known.launch(graphs.NOT_YET)
+    known.drop_graphs(graphs.NOT_YET)
 
     def allocating(_: Any) -> Callable[[int, int], None]:
         def init_cuda_graph_state(most: int, tokens: int) -> None:
@@ -392,14 +392,14 @@ def buffers(engine: Engine) -> Iterator[Callable[[], list[str]]]:
         shadows.add(backend, "init_cuda_graph_state", allocating)
         shadows.add(backend, "init_forward_metadata_out_graph", planning)
         yield left
-    known.launch(graphs.NOT_YET)
+    known.drop_graphs(graphs.NOT_YET)
 
 
 def test_nothing_is_held_of_a_tail_that_is_let_go(
     engine: Engine, buffers: Callable[[], list[str]]
 ) -> None:
     """At once: nothing waits for Python's collector of cycles, which knows no GPU's memory."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
     assert known.graphs is not None
     assert buffers() == ["cuda_graph_kv_indices"]
@@ -409,7 +409,7 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     gc.collect()
     gc.disable()
     try:
-        known.launch(graphs.NOT_YET)
+        known.drop_graphs(graphs.NOT_YET)
         assert [one() for one in held] == [None]
     finally:
         gc.enable()
@@ -435,7 +435,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
             broken.setattr(ranks, "disagreement", disagreement)
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     because = {
         "recording": "recording failed: InjectedError",
         "every proof": graphs.NONE_GOOD,
@@ -451,33 +451,33 @@ def test_norms_that_add_in_place(engine: Engine) -> None:
 
     A graph is compared with the same inputs twice, and would find them changed.
     """
-    known = owner.of(engine.text_model)
-    known.launch(graphs.NOT_YET)
+    known = starting.of(engine.text_model)
+    known.drop_graphs(graphs.NOT_YET)
     with norms_that_add_in_place(engine):
         assert record_tail(engine, MOST).rows == (1, 2, 4)
         for prompts in (TWO_PROMPTS, batch_of((0, 9), (3, 5), (40, 2))):
             assert_replayed(engine, prompts)
-    known.launch(graphs.NOT_YET)
+    known.drop_graphs(graphs.NOT_YET)
 
 
 def test_recorded_in_inference_mode(engine: Engine) -> None:
     """As SGLang does for new weights; its forwards need not be in that mode."""
-    known = owner.of(engine.text_model)
-    known.launch(graphs.NOT_YET)
+    known = starting.of(engine.text_model)
+    known.drop_graphs(graphs.NOT_YET)
     with torch.inference_mode():
         record_tail(engine, MOST)
     assert_replayed(engine, TWO_PROMPTS)
-    known.launch(graphs.NOT_YET)
+    known.drop_graphs(graphs.NOT_YET)
 
 
 def test_all_row_counts_by_default(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = owner.of(engine.text_model)
-    known.launch(graphs.NOT_YET)
+    known = starting.of(engine.text_model)
+    known.drop_graphs(graphs.NOT_YET)
     monkeypatch.delenv(graphs.VARIABLE, raising=False)
     with recorded_decode_steps(engine):
         assert known.graphs is not None, known.launched_because
         assert known.graphs.rows == (1, 2, 4, 8, 16, 32)
-    known.launch(graphs.NOT_YET)
+    known.drop_graphs(graphs.NOT_YET)
 
 
 # ---------------------------------------------------------------- when it pays
@@ -489,7 +489,7 @@ def test_by_default_one_skipped_row_is_enough(
     monkeypatch.delenv(threshold.VARIABLE)
     two_tokens = batch_of((0, 2))
     assert_replayed(engine, two_tokens)
-    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     observe.assert_stock(engine, two_tokens, run(engine, engine.schedule(two_tokens), "1"))
     assert outcomes() == {report.TAIL_REPLAYED: 1, gate.TOO_LITTLE: 1}
 
@@ -509,8 +509,8 @@ def test_on_a_gpu_a_launched_tail_must_skip_many(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the backend's device were one; of an unread chunk nothing is launched."""
-    known = owner.of(engine.text_model)
-    known.launch(graphs.NOT_YET)
+    known = starting.of(engine.text_model)
+    known.drop_graphs(graphs.NOT_YET)
     monkeypatch.delenv(threshold.VARIABLE)
     monkeypatch.setitem(known.__dict__, "_on_gpu", True)
     short, long, unread = batch_of((0, 1024)), batch_of((0, 1025)), batch_of((0, 9), to_come=(7,))
@@ -525,7 +525,7 @@ def test_on_a_gpu_a_launched_tail_must_skip_many(
 
 
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
-    backend = owner.of(engine.text_model).attention
+    backend = starting.of(engine.text_model).attention
     assert backend is not None
     declared = [*static_tensors_of(engine), *tensors_in([vars(tail._inputs)])]
     without_rows = [t for t in declared if t.data_ptr() != tail._inputs.rows.data_ptr()]
@@ -595,7 +595,7 @@ def test_new_weights_are_recorded_anew(engine: Engine, tail: TailGraphs) -> None
         assert_replayed(engine, TWO_PROMPTS)
     finally:
         weight.data = old
-        owner.of(engine.text_model).launch(graphs.NOT_YET)
+        starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 # ---------------------------------------------------------------- it proves itself
@@ -676,11 +676,11 @@ def test_a_graph_that_differs_is_not_used(
         assert tail.rows == (1, 4)
         assert_replayed(engine, TWO_PROMPTS)  # by the next larger one
     finally:
-        owner.of(engine.text_model).launch(graphs.NOT_YET)
+        starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     monkeypatch.setattr(proof, "difference", lambda *_: rounding.defect("the recorded tail"))
     with pytest.raises(AssertionError, match="no graph gave what the launched layers give"):
         record_tail(engine, MOST)
@@ -694,8 +694,8 @@ def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_failing_recording_leaves_a_working_server(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = owner.of(engine.text_model)
-    known.launch(graphs.NOT_YET)
+    known = starting.of(engine.text_model)
+    known.drop_graphs(graphs.NOT_YET)
 
     def impossible(*_: Any) -> None:
         raise InjectedError("no memory for a graph")
@@ -714,8 +714,8 @@ def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have recorded theirs, and wait in its collectives for this one."""
-    known = owner.of(engine.text_model)
-    known.launch(graphs.NOT_YET)
+    known = starting.of(engine.text_model)
+    known.drop_graphs(graphs.NOT_YET)
 
     def impossible(*_: Any) -> None:
         raise InjectedError("on one rank")
@@ -775,8 +775,8 @@ def test_a_failure_elsewhere_keeps_the_graphs(engine: Engine, tail: TailGraphs) 
 
 def reason(engine: Engine) -> str:
     """Why the tail is launched after SGLang has recorded its graphs."""
-    known = owner.of(engine.text_model)
-    known.record(engine.runner)
+    known = starting.of(engine.text_model)
+    starting.record_tail(known, engine.runner)
     assert known.graphs is None
     return known.launched_because
 
@@ -784,10 +784,10 @@ def reason(engine: Engine) -> str:
 @pytest.fixture
 def recordable(engine: Engine) -> Iterator[None]:
     """SGLang has recorded decode steps, and but for the test's reason the tail could be."""
-    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     with mock.patch.object(seams, "recorded_decode_steps", return_value=mock.Mock()):
         yield
-    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
@@ -910,7 +910,7 @@ class TestReasons:
     def test_just_enough_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of 4 rows: the numbers of all their slots, and the sums of 3 parts of 5 heads, which are
         7 wide, and 11 where they have a window. Three times what is needed, and a GiB besides."""
-        known = owner.of(engine.text_model)
+        known = starting.of(engine.text_model)
         assert known.attention is not None
         backend = known.attention.tail
         has = {"num_head": 5, "max_kv_splits": 3, "v_head_dim": 7, "swa_v_head_dim": 11}
@@ -935,7 +935,7 @@ def test_the_refused_arguments_are_these() -> None:
 
 
 def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         record_tail(engine, MOST)
         for _ in range(2):
@@ -950,31 +950,31 @@ def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> No
 def test_only_as_many_rows_as_are_asked_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     assert record_tail(engine, 2).rows == (1, 2)
     assert_replayed(engine, TWO_PROMPTS)
     assert_replayed(engine, batch_of((0, 9), (0, 8), (0, 7)), launched=True)
-    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def test_no_more_rows_than_requests_can_run(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attention backend's buffers have room for so many requests."""
-    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     pool = SimpleNamespace(**vars(engine.runner.req_to_token_pool))
     pool.size = 3
     with monkeypatch.context() as small:
         small.setattr(engine.runner, "req_to_token_pool", pool)
         assert record_tail(engine, MOST, of=2).rows == (1, 2)
-    owner.of(engine.text_model).launch(graphs.NOT_YET)
+    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
     """New backends, new buffers: what was recorded on the old ones is let go."""
     engine.runner.init_attention_backends()
     assert tail.rows == ()
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     assert known.launched_because == graphs.NOT_YET
     assert_replayed(engine, TWO_PROMPTS, launched=True)
     known.close()
@@ -1016,7 +1016,7 @@ def test_something_else_before_the_norm_is_served_by_stock(
     scheduled = engine.schedule(TWO_PROMPTS)
     with mock.patch.object(norm, "__call__", of_a_copy):
         stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    wanted = expected(engine, TWO_PROMPTS, owner.of(engine.text_model).donor_cut)
+    wanted = expected(engine, TWO_PROMPTS, starting.of(engine.text_model).donor_cut)
     assert wanted is not None
     assert fast.rows == replayed(wanted, FIRST_CUT).rows + stock.rows
     assert_same_objects(fast)

@@ -28,11 +28,12 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.checking import layerwise, self_check
-from sglang_gemma4_yoco.checking.self_check import Checked
+from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.deciding import gate, threshold
+from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -54,7 +55,7 @@ def everything(engine: Engine) -> list[torch.Tensor]:
 
 
 def test_it_has_run_when_a_runner_is_ready(engine: Engine) -> None:
-    found = owner.of(engine.text_model).checked
+    found = starting.of(engine.text_model).checked
     assert found is not None
     assert found.worst is not None
     assert 0 < found.worst.error < 1e-5
@@ -130,7 +131,7 @@ def test_what_is_broken_is_named(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
     """A defect of one layer is told of that layer, and of none behind it."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     mlp = engine.text_model.layers[layer].mlp
     stock = mlp.forward
 
@@ -146,7 +147,7 @@ def test_what_is_broken_is_named(
 
 
 def test_slots_of_others_stay_as_they_are(engine: Engine) -> None:
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     [first, *_] = engine.kv_buffers()[0]
     stray = 40  # of a cached token
 
@@ -166,7 +167,7 @@ def test_slots_of_others_stay_as_they_are(engine: Engine) -> None:
 
 def test_logits_that_are_no_numbers(engine: Engine) -> None:
     """Only where nothing is forced, as what a forward finds in memory is."""
-    known, calls = owner.of(engine.text_model), []
+    known, calls = starting.of(engine.text_model), []
 
     def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
         calls.append(known.constant_reason)
@@ -220,20 +221,20 @@ def test_the_threshold_has_no_say(engine: Engine, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def started(engine: Engine) -> Iterator[owner.Owner]:
+def started(engine: Engine) -> Iterator[ServedModel]:
     """What is known of the engine's model before its graphs are recorded."""
     engine.runner.init_attention_backends()
-    yield owner.of(engine.text_model)
+    yield starting.of(engine.text_model)
     engine.runner.init_attention_backends()
-    owner.record(engine.runner, engine.text_model)
+    starting.record(engine.runner, engine.text_model)
 
 
 def test_the_start_line_says_what_was_found(
-    started: owner.Owner, engine: Engine, caplog: pytest.LogCaptureFixture
+    started: ServedModel, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert started.checked is None
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        owner.record(engine.runner, engine.text_model)
+        starting.record(engine.runner, engine.text_model)
     [line] = [r.getMessage() for r in caplog.records if " is on: " in r.getMessage()]
     assert started.checked is not None
     assert line.endswith(f", {started.checked.describe()}")
@@ -241,7 +242,7 @@ def test_the_start_line_says_what_was_found(
 
 
 def test_a_server_that_fails_is_served_by_stock(
-    started: owner.Owner,
+    started: ServedModel,
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -249,7 +250,7 @@ def test_a_server_that_fails_is_served_by_stock(
     with monkeypatch.context() as broken, caplog.at_level("INFO", "sglang_gemma4_yoco"):
         broken.setattr(self_check, "wanted", lambda: True)
         with BREAKAGES["rows of the next request"](started):
-            owner.record(engine.runner, engine.text_model)
+            starting.record(engine.runner, engine.text_model)
     said = [(r.levelname, r.getMessage()) for r in caplog.records]
     assert [line for _, line in said if " is on: " in line] == []
     [error] = [line for level, line in said if level == "ERROR"]
@@ -260,12 +261,12 @@ def test_a_server_that_fails_is_served_by_stock(
     assert_stock(engine, self_check.FAILED)
 
 
-def test_it_is_made_once(started: owner.Owner, engine: Engine) -> None:
+def test_it_is_made_once(started: ServedModel, engine: Engine) -> None:
     """Weights that are replaced have their graphs recorded anew, while prefixes are cached."""
-    owner.record(engine.runner, engine.text_model)
+    starting.record(engine.runner, engine.text_model)
     first = started.checked
     with counted(engine) as forwards:
-        owner.record(engine.runner, engine.text_model)
+        starting.record(engine.runner, engine.text_model)
     assert forwards == []
     assert started.checked is first
 
@@ -275,7 +276,7 @@ def test_it_is_made_once(started: owner.Owner, engine: Engine) -> None:
     [("0", self_check.OFF), ("maybe", "is not a valid value: use 1")],
 )
 def test_the_operator_has_a_say(
-    started: owner.Owner,
+    started: ServedModel,
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     value: str,
@@ -283,7 +284,7 @@ def test_the_operator_has_a_say(
 ) -> None:
     monkeypatch.setenv(self_check.VARIABLE, value)
     with counted(engine) as forwards:
-        owner.record(engine.runner, engine.text_model)
+        starting.record(engine.runner, engine.text_model)
     assert forwards == []
     assert started.checked is not None
     assert reason in started.checked.describe()
@@ -318,10 +319,10 @@ def test_what_cannot_be_compared_is_said(engine: Engine, monkeypatch: pytest.Mon
 
 
 def test_a_check_that_cannot_be_run_costs_nothing(
-    started: owner.Owner, engine: Engine, caplog: pytest.LogCaptureFixture
+    started: ServedModel, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with failing(engine, "first layer"):
-        owner.record(engine.runner, engine.text_model)
+        starting.record(engine.runner, engine.text_model)
     [error] = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "could not be run" in error.getMessage()
     assert error.exc_info
@@ -337,7 +338,7 @@ def test_a_check_that_cannot_be_run_costs_nothing(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_agrees_with_pages(tiny_checkpoint: Path, page: int, dtype: str) -> None:
     engine = Engine(tiny_checkpoint, **(ENGINE | {"page_size": page, "dtype": dtype}))
-    found = owner.of(engine.text_model).checked
+    found = starting.of(engine.text_model).checked
     assert found is not None
     assert found.worst is not None
     assert found.agrees
@@ -347,7 +348,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
     """Among 512 values one is near rounding in bf16, and none that a sharp head looks at."""
     shape = dataclasses.replace(E2B_TINY_SHARP, sliding_window=512)
     engine = Engine(write_checkpoint(tmp_path, shape), **(ENGINE | {"dtype": "bfloat16"}))
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     assert checked(engine).agrees
     for way in ("windows one key short", "windows one key long"):
         with BREAKAGES[way](known), self_check.comparing(engine.runner, known) as both:
@@ -358,7 +359,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
 
 def test_keys_of_the_pool_are_as_large_as_the_models(engine: Engine) -> None:
     """Gemma 4 scales no scores: larger keys would be attended to as no prompt's are."""
-    with self_check.comparing(engine.runner, owner.of(engine.text_model)) as both:
+    with self_check.comparing(engine.runner, starting.of(engine.text_model)) as both:
         [request, *_] = [r for r in both._requests if r.cached]
         for layer, (keys, _) in zip(engine.text_model.layers, engine.kv_buffers(), strict=False):
             window = layer.self_attn.attn.sliding_window_size > 0

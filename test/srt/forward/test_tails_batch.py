@@ -25,8 +25,9 @@ from observe import run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.cutting import plan
+from sglang_gemma4_yoco.cutting.plan import plan_of
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 
@@ -105,7 +106,7 @@ def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: i
 @pytest.fixture
 def planned(engine: Engine) -> Iterator[Callable[[Sequence[Prompt]], Any]]:
     """Batches that are planned on the runner's backend, inside a forward's context."""
-    attention = owner.of(engine.text_model).attention
+    attention = starting.of(engine.text_model).attention
     assert attention is not None
 
     def plan(prompts: Sequence[Prompt]) -> Any:
@@ -131,7 +132,7 @@ class TestPublishedHelpers:
         self, engine: Engine, planned: Callable[..., Any], name: str, batch_first: bool
     ) -> None:
         batch, model = planned(BATCHES[name]), engine.text_model
-        attention = owner.of(model).attention
+        attention = starting.of(model).attention
         assert attention is not None
         before = MappingProxyType(dict(vars(batch)))
         total = len(batch.input_ids)
@@ -159,7 +160,7 @@ class TestPublishedHelpers:
     ) -> None:
         batch, model = planned(BATCHES["one prompt"]), engine.text_model
         planned(BATCHES["three, two of them cached"])
-        assert owner.of(model).plan_of(batch) is None
+        assert plan_of(starting.of(model), batch) is None
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
         rows, _, _, index, restore = model._yoco_truncate_to_last_tokens(
             hidden, batch.positions, None, batch
@@ -174,7 +175,7 @@ class TestPlansThatNobodyUses:
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A batch is refused and never runs; the next is planned by somebody else."""
-        attention = owner.of(engine.text_model).attention
+        attention = starting.of(engine.text_model).attention
         assert attention is not None
         scheduled = engine.schedule(batch_of((0, 1), (0, 1)))
         never_run = releases.forward_batch(scheduled, engine.runner)

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 import pytest
 
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
 
 
 @contextmanager
-def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[owner.Owner]:
+def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ServedModel]:
     """Prefills of the engine are audited in the span."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     reason = known.constant_reason
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(audit.VARIABLE, str(every))

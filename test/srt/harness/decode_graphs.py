@@ -17,7 +17,7 @@ import torch
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import tensors_in
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
 
@@ -42,7 +42,7 @@ def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGrap
         engine: made with ``cuda_graph_bs_decode``.
         of: how many there may be, where that is less.
     """
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     with mock.patch.dict(os.environ, {graphs.VARIABLE: str(rows)}), recorded_decode_steps(engine):
         recorded = known.graphs
     assert recorded is not None, known.launched_because

@@ -31,7 +31,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.cutting import cut, donor
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.shadow import Shadows
@@ -104,7 +104,7 @@ def assert_untouched(engine: Engine) -> None:
     added = [norm.__dict__.get("forward") for norm in norms if norm is not None]
     assert [f for f in added if f is not None and f.__module__ == cut.__name__] == []
     assert not forward_context.has_forward_context()
-    attention = owner.of(model).attention
+    attention = starting.of(model).attention
     if attention is not None:
         assert attention.tail.forward_metadata is None
 

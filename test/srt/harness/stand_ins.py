@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import gate
 
@@ -86,7 +86,7 @@ def model(**changes: Any) -> SimpleNamespace:
 
 def reason_of(served: Any, forward_batch: Any) -> str | None:
     """Why the gate refuses a batch of this model, or None."""
-    return gate.ineligible_reason(owner.of(served), forward_batch)
+    return gate.ineligible_reason(starting.of(served), forward_batch)
 
 
 class Doubled(UnquantizedLinearMethod):

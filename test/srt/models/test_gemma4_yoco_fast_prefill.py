@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import owner, patch
+from sglang_gemma4_yoco import patch, starting
 from sglang_gemma4_yoco.deciding import gate, threshold
 
 
@@ -98,7 +98,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def reason_of(served: StandIn, forward_batch: SimpleNamespace) -> str | None:
     """Why the published helper says no, and no other reason; None when it says yes."""
-    reason = gate.ineligible_reason(owner.of(served), forward_batch)
+    reason = gate.ineligible_reason(starting.of(served), forward_batch)
     assert served._yoco_eligibility(forward_batch) is (reason is None)
     return reason
 

@@ -38,13 +38,13 @@ BREAKS: dict[str, tuple[str, dict[str, str]]] = {
         {"kept.extend(range(end - m, end))": "kept.extend(range(end - m - 1, end - 1))"},
     ),
     "the tail's window is one key short": (
-        "owner.py",
+        "starting.py",
         {
-            "import weakref\n": "import weakref\nfrom copy import copy\n",
+            "import logging\n": "import logging\nfrom copy import copy\n",
             "tail = seams.build_attn_backend(runner)\n": (
                 "tail = _narrow(seams.build_attn_backend(runner))\n"
             ),
-            "def find(model": f"{NARROW}\n\ndef find(model",
+            "def of(model": f"{NARROW}\n\ndef of(model",
         },
     ),
     "K and V of the donor are never written": (

@@ -25,7 +25,7 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.checking import self_check
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -71,7 +71,7 @@ def start(checkpoint: Path, name: str, **arguments: Any) -> Engine:
         **SERVERS[name],
         **arguments,
     )
-    main, known = engine.runner.attn_backend, owner.of(engine.text_model)
+    main, known = engine.runner.attn_backend, starting.of(engine.text_model)
     assert type(main) in (FrontBackend, HybridAttnBackend)
     assert known.attention is not None, known.constant_reason
     assert type(known.attention.tail) is TritonAttnBackend
@@ -114,7 +114,7 @@ def test_forward(engine: Engine, name: str) -> None:
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It agrees, and sees when the tail's window is one key short, as Triton's own is."""
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     found = self_check.check(engine.runner, known)
     assert found.worst is not None
     assert found.worst.excess < 0.5

@@ -41,7 +41,7 @@ from rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.cutting import donor, per_layer
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.telling import report
@@ -168,7 +168,7 @@ def both_ways(
     tail: str = "decode",
 ) -> tuple[Observed, Observed]:
     """The forward off and on, K/V equal byte for byte, after the kernels and rows were counted."""
-    owner.of(bench.engine.text_model).donor_cut = cut
+    starting.of(bench.engine.text_model).donor_cut = cut
     scheduled = bench.engine.schedule(prompts)
     report.reset()
     (stock, stock_calls), (fast, fast_calls) = (

@@ -24,7 +24,7 @@ from observe import Observed, run
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner, seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.cutting import fallback, per_layer
 from sglang_gemma4_yoco.telling import report
@@ -118,7 +118,7 @@ def test_an_unread_chunk(engine: Engine) -> None:
 
 
 def test_its_tail_is_not_recorded(engine: Engine) -> None:
-    known = owner.of(engine.text_model)
+    known = starting.of(engine.text_model)
     assert known.graphs is None
     assert graphs.why_not(engine.runner, engine.text_model, known.attention) in (
         graphs.NO_GRAPHS,

@@ -47,7 +47,7 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import owner
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.cutting import fallback, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
@@ -272,12 +272,12 @@ def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
     """The tail on a backend of its own or on the runner's, and layer K-1 cut at ``donor``."""
     with on_one_backend(engine) if backend == REBUILT else nullcontext():
-        known = owner.of(engine.text_model)
+        known = starting.of(engine.text_model)
         known.donor_cut = donor
         fallback.reset()
         report.reset()
         if backend != RECORDED:
-            known.launch(graphs.OFF)
+            known.drop_graphs(graphs.OFF)
         elif known.graphs is None or known.graphs.first != first_recorded(engine, donor):
             record_tail(engine, MOST_RECORDED)
         try:
@@ -344,7 +344,7 @@ def assert_fast(
     wanted = expected(engine, prompts, donor)
     main = engine.runner.attn_backend
     assert type(main) is TritonAttnBackend
-    attention = owner.of(engine.text_model).attention
+    attention = starting.of(engine.text_model).attention
     assert (attention is not None) == (backend != REBUILT)
     if wanted is not None and backend == RECORDED and is_replayed(prompts, wanted):
         wanted = replayed(wanted, first_recorded(engine, donor))
@@ -379,7 +379,7 @@ def is_replayed(prompts: Sequence[Prompt], wanted: Expected) -> bool:
 
 def first_recorded(engine: Engine, donor: DonorCut) -> int:
     """The first layer whose Python a replay does not run: K-1 or K."""
-    return owner.of(engine.text_model).first_shared - (donor is DonorCut.KEYS_AND_VALUES)
+    return starting.of(engine.text_model).first_shared - (donor is DonorCut.KEYS_AND_VALUES)
 
 
 def compare(

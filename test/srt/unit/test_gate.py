@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from collections import Counter
@@ -43,13 +44,12 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from test_backends import MAINS, POOLS
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import owner as owners
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.attending.attention import OwnBackend
 from sglang_gemma4_yoco.cutting import cut, fallback, plan
 from sglang_gemma4_yoco.cutting.plan import Refusal
 from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised, ranks, threshold
-from sglang_gemma4_yoco.owner import Owner
+from sglang_gemma4_yoco.served import ServedModel
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -422,7 +422,7 @@ class TestUnplannedTails:
     """What the gate admits, and the plan refuses, for want of attention metadata."""
 
     def reason(self, served: Any, batch: Any) -> str | None:
-        decided = owners.of(served).decision(batch)
+        decided = plan.at_the_forward(starting.of(served), batch)
         return decided.reason if isinstance(decided, Refusal) else None
 
     def model(self) -> Any:
@@ -437,7 +437,8 @@ class TestUnplannedTails:
     def test_batches_that_were_not_planned(self) -> None:
         main, other, tail = (PlansNothing() for _ in range(3))
         planned = self.model()
-        Owner(planned, OwnBackend(main, tail)).attach()
+        known = ServedModel(planned, None, OwnBackend(main, tail))
+        known.attach(functools.partial(plan.plan_ahead, known))
         batch = eligible_batch()
         for current in (main, other):
             with forward_context(ForwardContext(attn_backend=current)):

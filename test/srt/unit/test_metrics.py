@@ -13,8 +13,9 @@ import orjson
 import pytest
 import torch
 
-from sglang_gemma4_yoco import owner, seams, switch
+from sglang_gemma4_yoco import seams, served, switch
 from sglang_gemma4_yoco.checking import audit, self_check
+from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.cutting import fallback
@@ -29,7 +30,7 @@ def _observers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_observers", [])
     monkeypatch.setattr(report, "_audit_observers", [])
     monkeypatch.setattr(metrics, "_audit_metrics", lambda _: lambda _: None)
-    monkeypatch.setattr(owner, "_attached", set())
+    monkeypatch.setattr(served, "_attached", set())
 
 
 def test_nobody_is_served() -> None:
@@ -40,7 +41,7 @@ def test_nobody_is_served() -> None:
 
 
 def test_a_server_that_steps_aside_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "_attached", {Refused()})
+    monkeypatch.setattr(served, "_attached", {Refused()})
     report.stepped_aside("LoRA", 7)
     state = metrics.state()
     assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
@@ -75,7 +76,7 @@ class Serving:
 def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     """It is attached, and has not failed."""
     known = Serving()
-    monkeypatch.setattr(owner, "_attached", {known})
+    monkeypatch.setattr(served, "_attached", {known})
     monkeypatch.setenv(switch.VARIABLE, "1")
     fallback.reset()
     yield known
@@ -139,7 +140,7 @@ def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
-    serving.checked = self_check.Checked(Finding("keys", largest, 0.5))
+    serving.checked = Checked(Finding("keys", largest, 0.5))
     report.audits.worst = largest
     state = told()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word

@@ -59,7 +59,7 @@ def test_what_was_loaded_stays(
 def test_load_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, not_loaded: None
 ) -> None:
-    from sglang_gemma4_yoco import owner, patch, seams
+    from sglang_gemma4_yoco import patch, seams, served
     from sglang_gemma4_yoco.telling import metrics
 
     def broken() -> None:
@@ -70,7 +70,7 @@ def test_load_never_raises(
 
     monkeypatch.setattr(seams.Scheduler, "get_internal_state", internal_state)
     monkeypatch.setattr(patch, "install", broken)
-    monkeypatch.setattr(owner, "attached", lambda: None)  # whatever other tests have left
+    monkeypatch.setattr(served, "attached", lambda: None)  # whatever other tests have left
     monkeypatch.setenv(switch.VARIABLE, "1")
     with caplog.at_level(logging.INFO):
         plugin.load()

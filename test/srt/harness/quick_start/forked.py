@@ -1,8 +1,8 @@
 """``python -m`` of a program of SGLang's, in a fork of a process that has imported SGLang.
 
-A server is three processes, each of which imports SGLang anew: some 40 s of a core, for a model that
-is loaded in one. So a test process has one process that imports it all once, and no more than that
-(``multiprocessing``'s fork server). A program's first process is forked from it; and what that one
+A server is three processes, each of which imports SGLang anew: some 40 s of a core, for a model
+that is loaded in one. So a test process has one process that imports it all once, and no more than
+that (``multiprocessing``'s fork server). A program's first process is forked from it. What that one
 starts by ``multiprocessing`` is forked from a second fork server, which it forks off before it does
 anything else. So each process begins as a spawned one does: SGLang imported, nothing of it set up,
 no plugin loaded, the environment that of its parent when it was started.
@@ -112,7 +112,7 @@ def _run(module: str, arguments: list[str], cwd: str, env: dict[str, str], log: 
 
 
 def _fork_a_fork_server() -> None:
-    """Have what this process starts by ``multiprocessing`` forked from a copy of it as it is now."""
+    """Have what this process starts by ``multiprocessing`` forked from a copy of it as it is."""
     alive, held = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(Path(tempfile.mkdtemp()) / "forks"))
@@ -126,18 +126,18 @@ def _fork_a_fork_server() -> None:
             forkserver.main(os.dup(listener.fileno()), alive, [])
             os._exit(0)
     os.close(alive)
-    known: Any = forkserver._forkserver  # type: ignore[attr-defined] # no public way in
+    known: Any = forkserver._forkserver
     known._forkserver_address = address
     known._forkserver_alive_fd = held
     known._forkserver_pid = server
 
-    context: Any = type(multiprocessing.context._default_context)  # type: ignore[attr-defined]
+    context: Any = type(multiprocessing.context._default_context)
     stock = context.set_start_method
     context.set_start_method = lambda self, method, force=False: stock(
         self, "forkserver" if method == "spawn" else method, force=force
     )
     of_a_child = spawn.get_preparation_data
-    spawn.get_preparation_data = lambda name: {  # type: ignore[assignment]
+    spawn.get_preparation_data = lambda name: {
         **of_a_child(name),
         "environment": _Environment(os.environ),
     }

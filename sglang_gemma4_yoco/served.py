@@ -1,0 +1,221 @@
+"""What is known of a served model and of its current batch. Everything that runs batches asks it.
+
+It is found from the model. ``starting`` makes it when the runner builds its attention backends, and
+makes it anew when the runner builds them again. Nothing is found out or decided here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.attending.attention import OwnBackend, RebuiltBackend
+from sglang_gemma4_yoco.attending.graphs import TailGraphs
+from sglang_gemma4_yoco.checking.checked import Checked
+from sglang_gemma4_yoco.cutting import donor
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.telling import report
+
+_ENTRY = "_yoco"
+
+_attached: weakref.WeakSet[ServedModel] = weakref.WeakSet()
+
+
+class Auditor(Protocol):
+    """Who runs some prefills again as stock."""
+
+    def is_due(self) -> bool: ...
+
+    def audit(self, plan: Any, output: Any, forwards: Any) -> Any: ...
+
+
+class ServedModel:
+    """What is known of one model.
+
+    Attributes:
+        model: a ``Gemma4TextModel``.
+        constant_reason: why no batch of it may take the fast path, or None.
+        attention: the attention backend of the tail's own, where the runner could build one.
+        checked: what came of the check at start; None before.
+        auditor: runs some prefills again as stock, where the operator wants it.
+        graphs: the recorded tail, if it is recorded.
+        launched_because: why it is not, if it is not.
+        planned: what was decided of the batch that the runner planned last, until it has run: a
+            ``Plan`` or a ``Refusal``. One forward at a time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        constant_reason: str | None,
+        attention: OwnBackend | None = None,
+        backend: Any | None = None,
+    ) -> None:
+        """Know of ``model`` what is given.
+
+        Args:
+            backend: the runner's attention backend, where ``attention`` does not tell it.
+        """
+        self.model = model
+        self.constant_reason = constant_reason
+        self.attention = attention
+        self.checked: Checked | None = None
+        self.auditor: Auditor | None = None
+        self.graphs: TailGraphs | None = None
+        self.launched_because = graphs.NOT_YET
+        self.planned: Any = None
+        self.backend = backend if attention is None else attention.main
+        self._shadows = Shadows()
+
+    @cached_property
+    def first_shared(self) -> int:
+        """Index K of the first layer that reads an earlier layer's K/V."""
+        first = donor.first_shared_layer(self.model.config)
+        assert first is not None, "the gate admits models with a tail only"
+        return first
+
+    @cached_property
+    def tail_layers(self) -> list[Any]:
+        """Layers K to L-1."""
+        return list(self.model.layers)[self.first_shared :]
+
+    @property
+    def _over_the_pools(self) -> Any | None:
+        """The backend that says for sure where pools and device are: the tail's own, if any."""
+        return self.backend if self.attention is None else self.attention.tail
+
+    @cached_property
+    def donor_cut(self) -> DonorCut:
+        """How layer K-1 of this model is cut; said when it is not the deepest."""
+        backend = self._over_the_pools
+        if backend is None:
+            backend = seams.current_attn_backend()
+        cut, reason = donor.donor_cut(self.model, backend)
+        if reason is not None:
+            report.once(f"Gemma 4 fast prefill: {self._place_of(cut)}, because {reason}")
+        return cut
+
+    def describe(self) -> str:
+        """Where this model is cut, for the log: ``cut inside layer 14, behind K and V (of 35)``."""
+        return self._place_of(self.donor_cut)
+
+    def attends(self) -> str:
+        """The same, and what the tail will attend on."""
+        backend = type(seams.current_attn_backend() if self.backend is None else self.backend)
+        told = RebuiltBackend.told if self.attention is None else self.attention.told
+        return f"{self.describe()}, attention by {backend.__name__}, {told}"
+
+    def runs_its_tail(self) -> str:
+        """How the tail runs, where one row of each request is kept."""
+        if self.graphs is None:
+            return f"launched ({self.launched_because})"
+        return f"replayed for up to {self.graphs.rows[-1]} rows"
+
+    def _place_of(self, cut: DonorCut) -> str:
+        where = cut.value.format(donor=self.first_shared - 1, first=self.first_shared)
+        return f"{where} (of {self.model.config.num_hidden_layers})"
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether it runs on a GPU, where launches take time."""
+        device = getattr(self._over_the_pools, "device", "cpu")
+        return torch.device(device).type == "cuda"
+
+    # -- lifetime ----------------------------------------------------------------------------
+
+    def attach(self, plan_ahead: Callable[[Any], None] | None = None) -> None:
+        """Be found from the model.
+
+        Args:
+            plan_ahead: called with each batch whose attention the runner has planned and that is no
+                decode step, if the tail has a backend of its own.
+        """
+        self.model.__dict__[_ENTRY] = self
+        _attached.add(self)
+        if self.attention is None or plan_ahead is None:
+            return
+
+        def with_tail(plan_main: Callable[[Any], None]) -> Callable[[Any], None]:
+            def init_forward_metadata(forward_batch: Any) -> None:
+                plan_main(forward_batch)
+                if forward_batch.forward_mode is not seams.ForwardMode.DECODE:
+                    plan_ahead(forward_batch)
+
+            return init_forward_metadata
+
+        self._shadows.add(self.attention.main, "init_forward_metadata", with_tail)
+
+    def close(self) -> None:
+        """Leave the runner's backend and the model as they were."""
+        self._shadows.close()
+        self.model.__dict__.pop(_ENTRY, None)
+        _attached.discard(self)
+        self.release()
+        self.drop_graphs(graphs.NOT_YET)
+
+    def release(self) -> None:
+        """Forget the planned batch and its metadata, which hold device memory."""
+        self.planned = None
+        if self.attention is not None:
+            self.attention.release()
+
+    # -- what turns the path, or its graphs, off ----------------------------------------------
+
+    def drop_graphs(self, reason: str) -> None:
+        """Let the recorded tail go: it is launched from now on, for this reason."""
+        recorded, self.graphs, self.launched_because = self.graphs, None, reason
+        if recorded is not None:
+            recorded.close()
+        if reason != graphs.NOT_YET:
+            report.once(f"Gemma 4 fast prefill: the tail is launched layer by layer: {reason}")
+
+    def refuse(self, reason: str) -> None:
+        """Cut no batch from now on."""
+        self.constant_reason = reason
+        self.auditor = None
+        recorded, self.graphs = self.graphs, None
+        if recorded is not None:
+            recorded.close()
+
+    @contextmanager
+    def refusing(self, reason: str) -> Iterator[None]:
+        """Cut no batch in the span."""
+        before, self.constant_reason = self.constant_reason, reason
+        try:
+            yield
+        finally:
+            self.constant_reason = before
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Launch the tail of every batch in the span."""
+        before, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = before
+
+
+def find(model: Any) -> ServedModel | None:
+    """What is known of ``model``, if anything is."""
+    known: ServedModel | None = model.__dict__.get(_ENTRY)
+    return known
+
+
+def attached() -> ServedModel | None:
+    """What is known of the model that this process serves; the drafts' has no tail."""
+    return next(iter(_attached), None)
+
+
+def close_all() -> None:
+    """Leave every model and every runner's backend as they were."""
+    for known in list(_attached):
+        known.close()

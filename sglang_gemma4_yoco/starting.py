@@ -1,0 +1,203 @@
+"""When a runner starts: find out what there is to know of its model, record its tail, check it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from sglang_gemma4_yoco import __version__, seams, served, switch
+from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco.attending.attention import OwnBackend
+from sglang_gemma4_yoco.attending.graphs import TailGraphs
+from sglang_gemma4_yoco.checking import audit, proof, self_check
+from sglang_gemma4_yoco.checking.checked import Checked
+from sglang_gemma4_yoco.cutting import donor, fallback, plan
+from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.deciding import backends, gate, ranks
+from sglang_gemma4_yoco.served import ServedModel
+from sglang_gemma4_yoco.telling import report
+
+
+def of(model: Any) -> ServedModel:
+    """What is known of ``model``; of one that no runner has, what it says of itself."""
+    known = served.find(model)
+    if known is None:
+        known = ServedModel(model, gate.constant_reason(model))
+        known.attach()
+    return known
+
+
+def start(runner: Any, model: Any) -> None:
+    """The runner has built its attention backends: find out anew what there is to know."""
+    previous = served.find(model)
+    if previous is not None:
+        previous.close()
+    reason = _constant_reason(runner, model)
+    attention = _own_backend(runner) if reason is None else None
+    if reason is None and attention is None:
+        reason = backends.why_not_alone(runner.attn_backend)
+    reason = ranks.disagreement(_findings(reason, attention)) or reason
+    known = ServedModel(model, reason, attention if reason is None else None, runner.attn_backend)
+    known.attach(partial(plan.plan_ahead, known))
+    if reason is not None:
+        if gate.is_news(reason):
+            report.steps_aside(reason)
+        return
+    _compile_kernels(known)
+    graph = seams.prefill_graph()
+    if graph is not None:
+        # A replay runs no Python, so nothing could be said when it happens.
+        report.once(
+            f"Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
+            f"(backend {graph!r}); --cuda-graph-backend-prefill=disabled runs them through it",
+            logging.WARNING,
+        )
+
+
+def record(runner: Any, model: Any) -> None:
+    """The runner has recorded its own graphs: record the tail, where batches may be cut.
+
+    The first time, nobody is served yet: then the model is compared with stock.
+    """
+    known = served.find(model)
+    if known is None or known.constant_reason is not None:
+        return
+    record_tail(known, runner)
+    if known.checked is not None:
+        return
+    checked = _check(known, runner)
+    if known.constant_reason is None:
+        known.auditor = audit.auditor(runner, known)
+        told = f"{known.attends()}, {checked.describe()}"
+        report.once(f"Gemma 4 fast prefill {__version__} is on: {told}")
+
+
+# -- the recorded tail --------------------------------------------------------------------------
+
+
+def record_tail(known: ServedModel, runner: Any) -> None:
+    """Record the tail, anew if it was recorded. With several ranks all of them do, or none.
+
+    Raises:
+        Exception: recording failed, and other ranks wait for this one.
+    """
+    known.drop_graphs(graphs.NOT_YET)
+    recorded: TailGraphs | None = None
+    reason = _attempt(lambda: graphs.why_not(runner, known.model, known.attention))
+    reason = ranks.disagreement(f"recorded: {reason}") or reason
+    if reason is None:
+        recorded, reason = _recorded(known, runner)
+        # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
+        rows = None if recorded is None else recorded.rows
+        reason = ranks.disagreement(f"replayed: {rows}") or reason
+    if recorded is None or reason is not None:
+        if recorded is not None:
+            recorded.close()
+        known.drop_graphs(reason or graphs.NONE_GOOD)
+        return
+    known.graphs = recorded
+    report.once(f"Gemma 4 fast prefill: the tail is recorded {recorded.describe()}")
+
+
+def _recorded(known: ServedModel, runner: Any) -> tuple[TailGraphs | None, str | None]:
+    """The recorded and proven tail, or why there is none."""
+    tail: TailGraphs | None = None
+
+    def record() -> None:
+        nonlocal tail
+        assert known.attention is not None
+        tail = TailGraphs(runner, known.model, known.first_shared, known.donor_cut, known.attention)
+        tail.record()
+        proof.prove(tail, runner)
+
+    reason = _attempt(record)
+    if tail is not None and (reason is not None or not tail.rows):
+        tail.close()
+        return None, reason or graphs.NONE_GOOD
+    return tail, reason
+
+
+def _attempt(step: Callable[[], str | None]) -> str | None:
+    """What ``step`` says; why it failed, if it did and no other rank waits for this one."""
+    try:
+        return step()
+    except Exception as failure:
+        if not fallback.is_alone():
+            raise
+        report.failure("Gemma 4 fast prefill: recording the tail failed", failure)
+        return f"recording failed: {type(failure).__name__}"
+
+
+# -- checked before it serves --------------------------------------------------------------------
+
+
+def _check(known: ServedModel, runner: Any) -> Checked:
+    """Compare with stock, or know why not. With several ranks all of them agree, or none.
+
+    Raises:
+        Exception: it failed, and other ranks wait for this one.
+    """
+    unchecked = self_check.why_not(runner)
+    try:
+        checked = self_check.check(runner, known) if unchecked is None else None
+    except Exception as failure:
+        if not fallback.is_alone():
+            raise
+        report.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
+        checked, unchecked = None, f"it could not be run: {type(failure).__name__}"
+    known.checked = checked or Checked(unchecked=unchecked)
+    others = ranks.disagreement(f"agrees with stock: {known.checked.agrees}")
+    if others is not None or not known.checked.agrees:
+        known.refuse(self_check.FAILED)
+        found = "another rank's differs" if known.checked.agrees else known.checked.describe()
+        report.error(f"Gemma 4 fast prefill is off for this server: {self_check.FAILED}; {found}")
+    return known.checked
+
+
+# -- what is found out ---------------------------------------------------------------------------
+
+
+def _constant_reason(runner: Any, model: Any) -> str | None:
+    if not runner.is_generation:
+        return gate.EMBEDDINGS
+    main = runner.attn_backend
+    return (
+        gate.constant_reason(model)
+        or backends.why_not_main(main)
+        or backends.why_not_pool(runner.token_to_kv_pool, runner.dtype, main)
+    )
+
+
+def _findings(reason: str | None, attention: OwnBackend | None) -> str:
+    """What must be the same on all ranks for a batch to be cut on all of them."""
+    found = f"planned ahead: {attention is not None}, stepping aside: {reason}"
+    return f"{__version__}, {found}, {switch.settings()}"
+
+
+def _compile_kernels(known: ServedModel) -> None:
+    """Compile what no stock layer compiles. Never raises: the first forward would do it as well."""
+    try:
+        if known.donor_cut is DonorCut.KEYS_AND_VALUES:
+            donor.compile_kernels(known.model.layers[known.first_shared - 1].self_attn)
+        if known.attention is not None:
+            known.attention.compile_kernels([layer.self_attn for layer in known.tail_layers])
+    except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
+        report.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
+
+
+def _own_backend(runner: Any) -> OwnBackend | None:
+    """The tail's own backend, or None and a line in the log. Never raises."""
+    try:
+        tail = seams.build_attn_backend(runner)
+        if backends.TAIL in backends.can(type(tail)):
+            return OwnBackend(runner.attn_backend, tail)
+        failure = f"what is registered as triton is a {type(tail).__name__}"
+    except Exception as raised:  # noqa: BLE001 - the rebuilt backend serves as well, only slower
+        failure = repr(raised)
+    report.once(
+        f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
+        logging.WARNING,
+    )
+    return None
