@@ -131,10 +131,9 @@ def _fork_a_fork_server() -> None:
     known._forkserver_alive_fd = held
     known._forkserver_pid = server
 
-    context: Any = type(multiprocessing.context._default_context)
-    stock = context.set_start_method
-    context.set_start_method = lambda self, method, force=False: stock(
-        self, "forkserver" if method == "spawn" else method, force=force
+    stock = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: stock(
+        "forkserver" if method == "spawn" else method, force=force
     )
     of_a_child = spawn.get_preparation_data
     spawn.get_preparation_data = lambda name: {
