@@ -28,6 +28,7 @@ import math
 import multiprocessing
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -88,15 +89,20 @@ SHAPES: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
     "E2B's dimensions": (_E2B_WITHOUT_TOWERS, (1, 0, 0)),
 }
 TRITON: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
-    "tiny, on Triton": (dataclasses.replace(E2B_TINY, heads=2), (10, 1, 1)),
+    "tiny, on Triton": (dataclasses.replace(E2B_TINY, heads=2), (5, 1, 0)),
+    "tiny, window donor, on Triton": (dataclasses.replace(_WINDOW_DONOR, heads=2), (5, 0, 1)),
 }
+# In the interpreter a check takes some ten seconds: fewer audits, and each model is broken in some
+# of the ways alone, in turn.
+_AUDITED_ON_TRITON, _BROKEN_ON_TRITON = 3, 4
 MEASURED = (
     "sglang_gemma4_yoco",
     "test/reference",
     "scripts/bench_checks.py",
     "scripts/breakages.py",
 )
-PART = "checks"  # of the document
+PART, PART_ON_TRITON = "checks", "checks, on Triton"  # of the document
+TIMED = ("E2B_MINI", "E4B_MINI")  # models whose time is not all the host's
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -107,6 +113,7 @@ class Result:
     Attributes:
         check, audits, proof: the largest error of the unbroken package, in multiples of its bound.
         apart, noise: of its logits; see ``Checked``.
+        cost: what the check and an audit take; see ``costs``.
         found: breakage -> the error that the check has found, in multiples of its bound.
     """
 
@@ -124,6 +131,7 @@ class Result:
     apart: float = 0.0
     noise: float = 0.0
     seconds: float = 0.0
+    cost: dict[str, float] = field(default_factory=dict)
     found: dict[str, float] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
 
@@ -215,9 +223,44 @@ def proved(known: Any, runner: Any, result: Result) -> None:
     result.proof, result.proved = max(found), len(found)
 
 
+def costs(engine: Engine, known: Any, check: float) -> dict[str, float]:
+    """What a prefill of 512 tokens takes in ms, and an audited one; and the check, in small ones.
+
+    Medians of seven, in turns; in a process that times nothing else, on a machine that may.
+
+    Args:
+        check: the seconds that the check has taken.
+    """
+    auditor = audit.Auditor(
+        known, engine.runner, engine.runner.model.logits_processor, 1, turns_off=False
+    )
+    prompt = [Prompt((), tuple(range(20, 20 + 512)))]
+    few = [Prompt((), tuple(range(20, 27)))]
+    ways: dict[str, tuple[str, list[Prompt], audit.Auditor | None]] = {
+        "stock": ("0", prompt, None),
+        "fast": ("1", prompt, None),
+        "audited": ("1", prompt, auditor),
+        "small": ("0", few, None),
+    }
+    took: dict[str, list[float]] = defaultdict(list)
+    for _ in range(7):
+        for way, (switch, prompts, known.auditor) in ways.items():
+            batch = engine.schedule(prompts)
+            with switched(switch):
+                began = time.perf_counter()
+                engine.forward(batch)
+                took[way].append(time.perf_counter() - began)
+    known.auditor = None
+    medians = {way: statistics.median(times) for way, times in took.items()}
+    cost = {f"{way}_ms": 1000 * medians[way] for way in ("stock", "fast", "audited")}
+    return cost | {"check_in_small_stock_prefills": check / medians["small"]}
+
+
 @torch.no_grad()
-def judge(engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str]) -> None:
-    """The unbroken package, then every breakage."""
+def judge(
+    engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
+) -> None:
+    """The unbroken package, in the check, proofs and ``number`` audits; then every breakage."""
     known = starting.of(engine.text_model)
     checked = self_check.check(engine.runner, known)
     if checked.worst is None:
@@ -226,7 +269,9 @@ def judge(engine: Engine, result: Result, draws: random.Random, breaks: Sequence
     result.apart, result.noise = checked.apart or 0.0, checked.noise or 0.0
     if known.graphs is not None:
         proved(known, engine.runner, result)
-    audited(engine, known, draws, AUDITED, result)
+    audited(engine, known, draws, number, result)
+    if result.model in TIMED and result.dtype == "bfloat16":
+        result.cost = costs(engine, known, result.seconds)
     with self_check.comparing(engine.runner, known) as both:
         for name in breaks:
             with BREAKAGES[name](known) as applies:
@@ -245,11 +290,17 @@ def judged(group: tuple[str, str, int, Sequence[str], bool]) -> list[Result]:
     shapes = TRITON if triton else SHAPES
     shape, results = shapes[name][0], []
     seed = 1000 * list(shapes).index(name) + 100 * DTYPES.index(dtype)
+    seed += 5 * list(shapes).index(name) * triton  # so that every way is taken
     with engines(shape, dtype) as engine:
         for kind in kinds(count, seed):
             draw(engine.text_model, dataclasses.replace(shape, outlier_share=0.02, **kind))
-            result = Result(name, dtype, **kind)
-            judge(engine, result, random.Random(kind["seed"]), breaks)
+            result, draws = Result(name, dtype, **kind), random.Random(kind["seed"])
+            if triton:
+                first = _BROKEN_ON_TRITON * kind["seed"] % len(breaks)
+                some = [*breaks[first:], *breaks[:first]][:_BROKEN_ON_TRITON]
+                judge(engine, result, draws, some, _AUDITED_ON_TRITON)
+            else:
+                judge(engine, result, draws, breaks, AUDITED)
             results.append(result)
             print(result, flush=True)
     return results
@@ -287,6 +338,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
             "audits": max(r.audits for r in results),
             "proofs": max(r.proof for r in results),
         },
+        "cost": {f"{r.model}, seed {r.seed}": r.cost for r in results if r.cost},
         "audited": sum(r.audited for r in results),
         "proved": sum(r.proved for r in results),
         "breakages": {
@@ -312,6 +364,14 @@ def table(document: Mapping[str, Any]) -> str:
     ]
     for name, found in document["breakages"].items():
         lines.append(f"| {name} | {found['models']} | {found['smallest']} | {found['on']} |")
+    if document["cost"]:
+        lines += [
+            "",
+            "| model | stock, ms | fast, ms | audited, ms | the check, in prefills of 7 tokens |",
+            "|---|---|---|---|---|",
+        ]
+    for name, cost in document["cost"].items():
+        lines.append(f"| {name} | {' | '.join(map(str, cost.values()))} |")
     return "\n".join(lines)
 
 
@@ -361,7 +421,8 @@ def main() -> int:
         if args.results:
             args.results.write_text(json.dumps(document) + "\n")
         if args.write:
-            args.write.write_text(inserted(args.write.read_text(), PART, table(document)))
+            part = PART_ON_TRITON if args.triton else PART
+            args.write.write_text(inserted(args.write.read_text(), part, table(document)))
     for name, found in told["breakages"].items():
         print(f"{name:45} {found['models']:4} models, at least {found['smallest']:.3g} times")
     document.pop("results")

@@ -123,6 +123,7 @@ def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
                         "--enable-pd-role-switch",
                     ],
                     env=_ENVIRONMENT,
+                    spawned=True,  # the reference platform changes what SGLang sends K and V with
                 )
             )
             for role, port in zip(("prefill", "decode"), ports, strict=True)
