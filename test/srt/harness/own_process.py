@@ -84,6 +84,7 @@ class OwnProcess(pytest.Item):
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
+                *("-m", self.config.option.markexpr),  # what was left out here is left out there
                 *(f"--junitxml={report}", str(self.path)),
             ],
             env={**_without_pytest(os.environ), **file.environment},
