@@ -32,6 +32,12 @@ INTERPRETER = {"TRITON_INTERPRET": "1"}
 # Files that need more than the interpreter, or another folder's that need something.
 _MORE = {"test_cuda_branches.py": {cuda_branches.VARIABLE: "cuda"}}
 _ELSEWHERE = {"test_prefill_role.py": {"YOCO_TEST_ALONE": "1"}}
+# Those that only a release must pass, as a whole: other files show most of it.
+_FOR_A_RELEASE = (
+    "test_decode_graphs_triton.py",
+    "test_equivalence_triton.py",
+    "test_prefill_role.py",
+)
 # What another SGLang than theirs collects of these is one skipped test, in the process that
 # collects it: the other process would refuse to start.
 _RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG, "test_prefill_role.py": roles.SGLANG}
@@ -65,6 +71,8 @@ class OwnProcessFile(pytest.File):
         """The one test."""
         item = OwnProcess.from_parent(self, name="in_its_own_process")
         item.add_marker(pytest.mark.timeout(SECONDS + 60))
+        if self.path.name in _FOR_A_RELEASE:
+            item.add_marker(pytest.mark.release)
         yield item
 
 

@@ -140,7 +140,7 @@ class Server:
         arguments += [*_ARGUMENTS, *self._arguments]
         if self._is_forked:
             where: Any = {"cwd": self._directory, "env": self._environment, "log": self._log}
-            self.process = forked.Program(_PROGRAM, arguments, **where)
+            self.process = forked.Program(["-m", _PROGRAM, *arguments], **where)
             return
         with self._log.open("wb") as output:
             # A session of its own: Ctrl-C reaches pytest alone, which then kills the server.

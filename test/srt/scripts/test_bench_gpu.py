@@ -36,6 +36,9 @@ def read(done: subprocess.CompletedProcess[str]) -> tuple[Path, dict[str, Any]]:
     return path, json.loads(path.read_text())
 
 
+pytestmark = pytest.mark.release  # each part of the bench, on a CPU
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result file of a whole run."""

@@ -43,6 +43,7 @@ def asked(
 @pytest.mark.skipif(
     LM_EVAL is None and find_spec("lm_eval") is None, reason="needs lm-eval (the extra 'eval')"
 )
+@pytest.mark.release
 @pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["completions", "chat"])
 def test_gsm8k(
     servers: tuple[Server, Server],

@@ -42,7 +42,7 @@ MODELS = {"tame": dataclasses.replace(E2B_TINY, dtype="bfloat16"), "sharp": E2B_
 FROM_FP32: dict[str, dict[str, float]] = {"tame": {}, "sharp": {"at_most": 1.0}}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[pytest.param("tame", marks=pytest.mark.release), "sharp"])
 def model(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -75,7 +75,13 @@ def server_of(name: str, checkpoint: Path, directory: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("name", BREAKS)
+USUAL = "the tail's window is one key short"  # what most tolerances would hide
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.release] * (name != USUAL)) for name in BREAKS],
+)
 def test_it_is_found_out(name: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     with server_of(name, tiny_checkpoint, tmp_path) as server:
         prompt, mark = tokens(90, seed=1), server.mark()

@@ -32,9 +32,13 @@ from server import CHUNK, Server
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
-pytestmark = pytest.mark.skipif(
-    version("sglang") != roles.SGLANG, reason=f"both roles run on a CPU with SGLang {roles.SGLANG}"
-)
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.skipif(
+        version("sglang") != roles.SGLANG,
+        reason=f"both roles run on a CPU with SGLang {roles.SGLANG}",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

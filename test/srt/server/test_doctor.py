@@ -379,6 +379,7 @@ def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
         assert re.search(words, answer.out), words
 
 
+@pytest.mark.release
 def test_a_module_that_moved(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """A future SGLang without one of the modules that the patch imports."""
     gone = 'import sys\nsys.modules["sglang.srt.model_executor.forward_context"] = None\n'

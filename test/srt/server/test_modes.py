@@ -118,7 +118,11 @@ def drafting_stock(drafts: Drafts) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.release)],
+    ids=["one rank", "two ranks"],
+)
 def drafting(
     request: pytest.FixtureRequest, drafts: Drafts, drafting_stock: Server
 ) -> Iterator[tuple[Server, Server]]:

@@ -45,7 +45,7 @@ class Paged:
     both: tuple[Server, Server]
 
 
-@pytest.fixture(scope="module", params=[16, 64])
+@pytest.fixture(scope="module", params=[pytest.param(16, marks=pytest.mark.release), 64])
 def paged(
     request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Paged]:

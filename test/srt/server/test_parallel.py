@@ -50,7 +50,11 @@ _STAGES = ("--pp-size", "2", "--disable-cuda-graph")
 PIPELINE = Mode("pipeline", _STAGES, first_stage=WINDOW_DONOR)
 
 
-@pytest.fixture(scope="module", params=[TENSOR_PARALLEL, PIPELINE, REPLICAS], ids=lambda m: m.name)
+@pytest.fixture(
+    scope="module",
+    params=[TENSOR_PARALLEL, pytest.param(PIPELINE, marks=pytest.mark.release), REPLICAS],
+    ids=lambda m: m.name,
+)
 def mode(request: pytest.FixtureRequest) -> Mode:
     spread: Mode = request.param
     return spread
@@ -243,6 +247,7 @@ def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
     assert "Traceback" not in spread_server.log()
 
 
+@pytest.mark.release
 def test_stages_that_part_the_tail_from_its_donors_run_as_stock(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

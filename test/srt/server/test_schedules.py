@@ -24,6 +24,8 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
+pytestmark = pytest.mark.release
+
 LONG = 24 * CHUNK
 PAUSE = 0.3  # seconds of each forward of the long prompt, until all that wait have come
 LARGE_PAGE = 32

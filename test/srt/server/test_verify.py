@@ -128,6 +128,7 @@ def test_what_people_see(demonstrated: subprocess.CompletedProcess[str]) -> None
 # ---------------------------------------------------------------- what is not right
 
 
+@pytest.mark.release
 def test_a_broken_package_is_told(tmp_path: Path) -> None:
     """A copy that keeps the row before the last one of each prompt, judged by stock's rounding.
 
@@ -169,6 +170,7 @@ def test_a_broken_package_is_told(tmp_path: Path) -> None:
     assert of_stock < of_fast / 3
 
 
+@pytest.mark.release
 def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """In turn: the stock server is not even started."""
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--servers", "in-turn"]
@@ -320,6 +322,7 @@ def wait_for_processes(root: psutil.Process, count: int) -> list[psutil.Process]
     return root.children(recursive=True)
 
 
+@pytest.mark.release
 def test_control_c_leaves_no_process(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """In the middle of asking a real server."""
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "in-turn"]
@@ -349,6 +352,7 @@ def test_signals_leave_no_process(
         assert alive == []
 
 
+@pytest.mark.release
 def test_a_server_that_ends_shows_its_log(
     tiny_checkpoint: Path, tmp_path: Path, stand_in: dict[str, str]
 ) -> None:

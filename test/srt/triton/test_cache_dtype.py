@@ -80,7 +80,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint_of(tmp_path_factory, E2B_TINY)
 
 
-@pytest.fixture(scope="module", params=TYPES)
+USUAL = "fp8_e4m3"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.release] * (name != USUAL)) for name in TYPES],
+)
 def rounding(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
     engine = Engine(
         checkpoint,

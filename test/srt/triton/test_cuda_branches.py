@@ -93,7 +93,9 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def models(*names: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("bench", names, indirect=True)
+    """Of several the last one always runs; the others, as wide as E2B's, take long."""
+    others = [pytest.param(name, marks=pytest.mark.release) for name in names[:-1]]
+    return pytest.mark.parametrize("bench", [*others, names[-1]], indirect=True)
 
 
 @pytest.fixture(autouse=True)

@@ -218,8 +218,8 @@ def cases() -> Iterator[Any]:
 
 
 def case(shape: str, backend: str, donor: DonorCut, name: str, *, slow: bool) -> Any:
-    """One set of parameters; the matrix of releases leaves out slow ones."""
-    marks = [pytest.mark.slow] if slow else []
+    """One set of parameters; slow ones are left to a release, and out of the matrix."""
+    marks = [pytest.mark.slow, pytest.mark.release] if slow else []
     return pytest.param(shape, backend, donor, name, marks=marks)
 
 

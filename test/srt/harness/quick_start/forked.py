@@ -41,7 +41,7 @@ IMPORTED = (
 #: The last release whose fork server is started as here.
 _LAST_PYTHON = (3, 13)
 _READ_AT_IMPORT = (
-    *("PYTHONPATH", "SGLANG_PLATFORM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"),
+    *("SGLANG_PLATFORM", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"),
     *("GEMMA4_CPU_GRAPHS", "GEMMA4_CPU_BRANCHES"),
 )
 _PR_SET_PDEATHSIG = 1
@@ -63,17 +63,20 @@ class Program:
 
     def __init__(
         self,
-        module: str,
-        arguments: Sequence[str],
+        program: Sequence[str],
         *,
         cwd: Path,
         env: Mapping[str, str],
         log: Path,
     ) -> None:
-        """Start ``python -m module arguments``, which prints into ``log``."""
+        """Start ``python *program``, which prints into ``log``.
+
+        Args:
+            program: ``-m``, a module's name and its arguments; or ``-c`` and code.
+        """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*IMPORTED, __name__])
-        began = (module, list(arguments), str(cwd), dict(env), str(log))
+        began = (list(program), str(cwd), dict(env), str(log))
         self._process = context.Process(target=_run, args=began)
         self._process.start()
         assert self._process.pid is not None
@@ -101,7 +104,8 @@ class Program:
         return status
 
 
-def _run(module: str, arguments: list[str], cwd: str, env: dict[str, str], log: str) -> None:
+def _run(program: list[str], cwd: str, env: dict[str, str], log: str) -> None:
+    assert "sglang_gemma4_yoco" not in sys.modules, "it may be another copy that is to be imported"
     os.setsid()  # Ctrl-C reaches pytest alone
     with open(os.devnull, "rb") as nothing, open(log, "wb") as output:
         for stream, file in ((0, nothing), (1, output), (2, output)):
@@ -109,9 +113,13 @@ def _run(module: str, arguments: list[str], cwd: str, env: dict[str, str], log: 
     os.chdir(cwd)
     _fork_a_fork_server()
     _in_environment(env)
-    sys.path[0:0] = [cwd]
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.path[0:0] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    kind, name, *arguments = program
+    if kind == "-c":
+        exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+        return
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _fork_a_fork_server() -> None:
