@@ -428,7 +428,7 @@ class Forced:
         ):
             found = self._like(expected, _heads(attention, rows)).flatten(0, 1)
             of_heads = expected.flatten(0, 1)
-            size = of_heads.float().square().mean(dim=-1, keepdim=True).sqrt()
+            size = rounding.row_sizes(of_heads)
             self._compare(
                 f"{what} of layer {layer}",
                 of_heads,

@@ -134,6 +134,17 @@ def sizes(values: torch.Tensor) -> torch.Tensor:
     return (squares + _FLOOR**2 * typical).sqrt().clamp_min(_TINY)
 
 
+def row_sizes(values: torch.Tensor) -> torch.Tensor:
+    """[rows, 1]: the size of each row of ``values`` [rows, channels], in fp32.
+
+    A row whose numbers have cancelled still has the roundings of what was added up to it: of a head
+    that averages values of 1 to 0.01 those of the values, a hundred times its own. So a row counts
+    as at least a quarter of what rows are typically.
+    """
+    squares = values.float().square().mean(dim=-1, keepdim=True)
+    return (squares + _FLOOR**2 * squares.median()).sqrt().clamp_min(_TINY)
+
+
 def findings(compared: Sequence[Comparison]) -> list[Finding]:
     """Of each comparison the error that exceeds most; reads them from the device at once."""
     if not compared:

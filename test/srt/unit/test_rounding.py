@@ -78,6 +78,30 @@ def test_a_channel_near_zero_rounds_as_its_parts_do() -> None:
     assert compared(values, other).is_rounding
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@given(seed=st.integers(0, 10**6))
+def test_a_row_that_cancels_rounds_as_its_parts_do(dtype: torch.dtype, seed: int) -> None:
+    """As of a head whose values nearly cancel; with its own size alone it would be a defect."""
+    draw = torch.Generator().manual_seed(seed)
+    weights = torch.softmax(torch.randn(20, 40, generator=draw), dim=-1).double()
+    values = torch.randn(20, 40, 16, generator=draw).double()
+    weights[3, 20:] = weights[3, :20]
+    values[3, 20:] = 0.01 * values[3, 20:] - values[3, :20]
+    one, other = (
+        torch.einsum("rk,rkc->rc", (weights * grid).to(dtype).double() / grid, values).to(dtype)
+        for grid in (1.0, 1.3)
+    )
+
+    def of(found: torch.Tensor, size: torch.Tensor) -> Finding:
+        return rounding.findings([Comparison.of("rows", one, found, 1.0, size=size)])[0]
+
+    assert of(other, rounding.row_sizes(one)).is_rounding
+    assert not of(other, one.float().square().mean(dim=-1, keepdim=True).sqrt()).is_rounding
+    another = other.clone()
+    another[7] = other[8]
+    assert of(another, rounding.row_sizes(one)).excess > 4
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_what_is_no_number_is_a_defect(wrong: float) -> None:
     values = exact(0).bfloat16()
