@@ -79,17 +79,17 @@ def test_a_channel_near_zero_rounds_as_its_parts_do() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-@given(seed=st.integers(0, 10**6))
-def test_a_row_that_cancels_rounds_as_its_parts_do(dtype: torch.dtype, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_a_row_that_cancels_rounds_as_its_parts_do(seed: int, dtype: torch.dtype) -> None:
     """As of a head whose values nearly cancel; with its own size alone it would be a defect."""
     draw = torch.Generator().manual_seed(seed)
     weights = torch.softmax(torch.randn(20, 40, generator=draw), dim=-1).double()
     values = torch.randn(20, 40, 16, generator=draw).double()
     weights[3, 20:] = weights[3, :20]
-    values[3, 20:] = 0.01 * values[3, 20:] - values[3, :20]
+    values[3, 20:] = 1e-3 * values[3, 20:] - values[3, :20]
     one, other = (
         torch.einsum("rk,rkc->rc", (weights * grid).to(dtype).double() / grid, values).to(dtype)
-        for grid in (1.0, 1.3)
+        for grid in (1.0, 1 + torch.rand(weights.shape, generator=draw).double())
     )
 
     def of(found: torch.Tensor, size: torch.Tensor) -> Finding:
