@@ -512,7 +512,7 @@ def test_on_a_gpu_a_launched_tail_must_skip_many(
     known = starting.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
     monkeypatch.delenv(threshold.VARIABLE)
-    monkeypatch.setitem(known.__dict__, "_on_gpu", True)
+    monkeypatch.setitem(known.__dict__, "on_gpu", True)
     short, long, unread = batch_of((0, 1024)), batch_of((0, 1025)), batch_of((0, 9), to_come=(7,))
     observe.assert_stock(engine, short, run(engine, engine.schedule(short), "1"))
     assert_replayed(engine, long, launched=True)

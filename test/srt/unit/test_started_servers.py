@@ -55,7 +55,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def test_a_taken_port_is_another_start(tmp_path: Path, environment: dict[str, str]) -> None:
     environment["FAILING_STARTS"] = "2"
-    with running(tmp_path, tmp_path / "server", switch=None, env=environment) as server:
+    with running(
+        tmp_path, tmp_path / "server", switch=None, env=environment, spawned=True
+    ) as server:
         ports = (tmp_path / "server" / "starts").read_text().split()
         assert len(ports) == 3
         assert server.url.endswith(f":{ports[-1]}")
@@ -68,7 +70,9 @@ def test_a_port_that_is_always_taken_is_an_error(
 ) -> None:
     environment["FAILING_STARTS"] = "9"
     with (
-        started(tmp_path, tmp_path / "server", switch=None, env=environment) as server,
+        started(
+            tmp_path, tmp_path / "server", switch=None, env=environment, spawned=True
+        ) as server,
         pytest.raises(ServerDiedError, match="address already in use"),
     ):
         server.wait_until_ready()
@@ -80,7 +84,12 @@ def test_a_server_that_ends_is_an_error_that_shows_its_log(
     environment["FAILING_STARTS"] = "0"
     with (
         started(
-            tmp_path, tmp_path / "server", switch=None, arguments=["--broken"], env=environment
+            tmp_path,
+            tmp_path / "server",
+            switch=None,
+            arguments=["--broken"],
+            env=environment,
+            spawned=True,
         ) as server,
         pytest.raises(ServerDiedError, match="exited with 1:\nno such model"),
     ):
