@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """Do all tests pass?
 
-``python3 scripts/run_tests.py`` needs Python 3.10 or later and 12 GB of disk, nothing else: it
+``python3 scripts/run_tests.py`` needs Python 3.10 or later and 12 GB of disk, nothing else. It
 makes the virtual environment that ``scripts/demo.py`` uses too, puts SGLang, this package, the CPU
-platform and the test tools into it, and runs the tests, which need no GPU and no network, in two
-processes. ``--lint`` checks style and types first. ``--quick`` runs what takes less than three
-minutes on two cores and starts no server. What follows ``--`` goes to pytest; whoever names files
-there has them run one after another, in one process. ``--gpu`` runs the folder of tests that need a
-GPU, about five minutes, in the environment that it is called in if SGLang is installed there::
+platform and the test tools into it, and runs the tests in two processes, which takes about 25
+minutes on two cores. They need no GPU and no network. What follows ``--`` goes to pytest. If it
+names files, these run one after another, in one process::
 
-    python3 scripts/run_tests.py --quick
+    python3 scripts/run_tests.py --quick     # less than three minutes, and no server
+    python3 scripts/run_tests.py --all       # also the tests that are marked ``release``
+    python3 scripts/run_tests.py --gpu       # what needs a GPU, about five minutes
+    python3 scripts/run_tests.py --lint      # style and types first
     python3 scripts/run_tests.py -- test/srt/unit/test_gate.py -k LoRA
+
+``--gpu`` uses the environment that it is called in if SGLang is installed there.
 
 The exit status is 0 when everything passed.
 """
