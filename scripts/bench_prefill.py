@@ -475,8 +475,6 @@ def measure_gate(engine: Any) -> dict[str, float]:
     The wrapped calls get a stock function that does nothing, called through the same arguments
     without the wrapper for comparison.
     """
-    from functools import partial
-
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     from sglang_gemma4_reference.engine import Prompt
@@ -497,7 +495,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     plain_plan = backend.init_forward_metadata
     attached = find(model)
     known = ServedModel(model, None, OwnBackend(backend, Backend()))
-    known.attach(partial(plan_ahead, known))
+    known.attach(plan_ahead)
     wrapped = patch._with_fast_prefill(stock)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])

@@ -446,11 +446,11 @@ _WRITTEN = [
          f"{FORWARD}::test_nothing_is_known_of_a_model_that_was_closed"),
         ("decode steps are planned for",
          "                if forward_batch.forward_mode is not seams.ForwardMode.DECODE:\n"
-         "                    plan_ahead(forward_batch)",
-         "                plan_ahead(forward_batch)",
+         "                    plan_ahead(self, forward_batch)",
+         "                plan_ahead(self, forward_batch)",
          f"{FORWARD}::test_decode_goes_straight_through"),
         ("the tail has no backend of its own",
-         "        if self.attention is None or plan_ahead is None:\n"
+         "        if self.attention is None:\n"
          "            return\n",
          "        return\n",
          f"{READS}::test_the_tail_is_planned_before_the_first_layer"),

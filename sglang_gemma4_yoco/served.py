@@ -131,23 +131,23 @@ class ServedModel:
 
     # -- lifetime ----------------------------------------------------------------------------
 
-    def attach(self, plan_ahead: Callable[[Any], None] | None = None) -> None:
+    def attach(self, plan_ahead: Callable[[ServedModel, Any], None]) -> None:
         """Be found from the model.
 
         Args:
-            plan_ahead: called with each batch whose attention the runner has planned and that is no
-                decode step, if the tail has a backend of its own.
+            plan_ahead: called with this and each batch whose attention the runner has planned and
+                that is no decode step, if the tail has a backend of its own.
         """
         self.model.__dict__[_ENTRY] = self
         _attached.add(self)
-        if self.attention is None or plan_ahead is None:
+        if self.attention is None:
             return
 
         def with_tail(plan_main: Callable[[Any], None]) -> Callable[[Any], None]:
             def init_forward_metadata(forward_batch: Any) -> None:
                 plan_main(forward_batch)
                 if forward_batch.forward_mode is not seams.ForwardMode.DECODE:
-                    plan_ahead(forward_batch)
+                    plan_ahead(self, forward_batch)
 
             return init_forward_metadata
 

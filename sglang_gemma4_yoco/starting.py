@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, seams, served, switch
@@ -25,7 +24,7 @@ def of(model: Any) -> ServedModel:
     known = served.find(model)
     if known is None:
         known = ServedModel(model, gate.constant_reason(model))
-        known.attach()
+        known.attach(plan.plan_ahead)
     return known
 
 
@@ -40,7 +39,7 @@ def start(runner: Any, model: Any) -> None:
         reason = backends.why_not_alone(runner.attn_backend)
     reason = ranks.disagreement(_findings(reason, attention)) or reason
     known = ServedModel(model, reason, attention if reason is None else None, runner.attn_backend)
-    known.attach(partial(plan.plan_ahead, known))
+    known.attach(plan.plan_ahead)
     if reason is not None:
         if gate.is_news(reason):
             report.steps_aside(reason)

@@ -601,7 +601,7 @@ def test_what_a_layer_had_of_its_own_is_used_and_put_back(
 def test_attached_twice_is_taken_away_as_a_whole(engine: Engine) -> None:
     known = starting.of(engine.text_model)
     assert known.attention is not None
-    known.attach()
+    known.attach(plan.plan_ahead)
     known.close()
     try:
         assert "init_forward_metadata" not in known.attention.main.__dict__

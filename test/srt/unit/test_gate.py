@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import inspect
 import re
 from collections import Counter
@@ -438,7 +437,7 @@ class TestUnplannedTails:
         main, other, tail = (PlansNothing() for _ in range(3))
         planned = self.model()
         known = ServedModel(planned, None, OwnBackend(main, tail))
-        known.attach(functools.partial(plan.plan_ahead, known))
+        known.attach(plan.plan_ahead)
         batch = eligible_batch()
         for current in (main, other):
             with forward_context(ForwardContext(attn_backend=current)):
