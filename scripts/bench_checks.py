@@ -364,13 +364,13 @@ def table(document: Mapping[str, Any]) -> str:
     ]
     for name, found in document["breakages"].items():
         lines.append(f"| {name} | {found['models']} | {found['smallest']} | {found['on']} |")
-    if document.get("cost"):
+    if document["cost"]:
         lines += [
             "",
             "| model | stock, ms | fast, ms | audited, ms | the check, in prefills of 7 tokens |",
             "|---|---|---|---|---|",
         ]
-    for name, cost in document.get("cost", {}).items():
+    for name, cost in document["cost"].items():
         lines.append(f"| {name} | {' | '.join(map(str, cost.values()))} |")
     return "\n".join(lines)
 

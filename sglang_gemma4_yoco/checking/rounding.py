@@ -31,7 +31,7 @@ _ONE_ROW = 6.0
 # What N numbers are too large by on average: roundings go up and down, and leave one of sqrt(N);
 # three times that, for the large ones weigh more and some run is the worst.
 _DRIFT, _OF_FEW = 1 / 16, 3.0
-# A channel that is near 0 in every row still has the roundings of what was added up to it.
+# What is near 0 still has the roundings of what was added up to it; see ``_sizes``.
 _FLOOR = 0.25
 _TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
 
@@ -129,19 +129,21 @@ class Comparison:
 
 def sizes(values: torch.Tensor) -> torch.Tensor:
     """[1, channels]: the size of each channel of ``values`` [rows, channels], in fp32."""
-    squares = values.float().square().mean(dim=0, keepdim=True)
-    typical = squares.median()
-    return (squares + _FLOOR**2 * typical).sqrt().clamp_min(_TINY)
+    return _sizes(values, dim=0)
 
 
 def row_sizes(values: torch.Tensor) -> torch.Tensor:
-    """[rows, 1]: the size of each row of ``values`` [rows, channels], in fp32.
+    """[rows, 1]: the size of each row of ``values`` [rows, channels], in fp32."""
+    return _sizes(values, dim=-1)
 
-    A row whose numbers have cancelled still has the roundings of what was added up to it: of a head
-    that averages values of 1 to 0.01 those of the values, a hundred times its own. So a row counts
-    as at least a quarter of what rows are typically.
+
+def _sizes(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Root mean squares over ``dim``; small ones count as a quarter of the typical one.
+
+    Numbers that have cancelled still have the roundings of what was added up to them: of a head
+    that averages values of 1 to 0.01 those of the values, a hundred times its own.
     """
-    squares = values.float().square().mean(dim=-1, keepdim=True)
+    squares = values.float().square().mean(dim=dim, keepdim=True)
     return (squares + _FLOOR**2 * squares.median()).sqrt().clamp_min(_TINY)
 
 

@@ -23,9 +23,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, spawn
+from multiprocessing import connection, forkserver, spawn
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,9 @@ def _fork_a_fork_server() -> None:
     """Have what this process starts by ``multiprocessing`` forked from a copy of it as it is."""
     alive, held = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(Path(tempfile.mkdtemp()) / "forks"))
+        # In a folder that is taken away; a documented function that typeshed does not list.
+        path = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(path)
         listener.listen()
         address = listener.getsockname()
         server = os.fork()
