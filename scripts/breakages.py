@@ -7,6 +7,7 @@ a model has no place for one (no layer with a window, no recorded tail) it yield
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting import cut, donor, per_layer
+from sglang_gemma4_yoco.cutting import cut, donor, layers, per_layer
 from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.served import ServedModel
@@ -102,16 +103,25 @@ def _other_pool(known: ServedModel) -> Iterator[bool]:
         yield True
 
 
-@contextmanager
-def _positions(_: ServedModel) -> Iterator[bool]:
-    stock = cut.gather
+def _layers_run(wrong: Callable[..., Any]) -> Breakage:
+    """``wrong`` is called with what runs the layers behind the cut, and its arguments by name."""
 
-    def gather(*args: Any) -> Any:
-        gathered = stock(*args)
-        return replace(gathered, positions=gathered.positions + 1)
+    @contextmanager
+    def breakage(_: ServedModel) -> Iterator[bool]:
+        stock = layers.run
+        names = inspect.signature(stock)
 
-    with mock.patch.object(cut, "gather", gather):
-        yield True
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return wrong(stock, **names.bind(*args, **kwargs).arguments)
+
+        with mock.patch.object(layers, "run", run):
+            yield True
+
+    return breakage
+
+
+def _positions(stock: Callable[..., Any], positions: torch.Tensor, **others: Any) -> Any:
+    return stock(positions=positions + 1, **others)
 
 
 @contextmanager
@@ -139,73 +149,53 @@ def _keys(_: ServedModel, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
 
 
 @contextmanager
-def _inputs(
-    known: ServedModel, wrong: Callable[[Any, Callable[..., Any], int], Any]
-) -> Iterator[bool]:
+def _inputs(known: ServedModel, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
+    """``wrong`` is called with the tail's per-layer inputs, [B, layers, width]."""
     stock = per_layer.SplitInputs.kept
-    kept = lambda inputs, layer: wrong(inputs, stock, layer)  # noqa: E731 - it replaces a method
-    with mock.patch.object(per_layer.SplitInputs, "kept", kept):
+    with mock.patch.object(per_layer.SplitInputs, "kept", lambda inputs: wrong(stock(inputs))):
         yield known.model.hidden_size_per_layer_input > 0
 
 
-def _other_layer(inputs: Any, stock: Callable[..., Any], layer: int) -> Any:
-    return stock(inputs, layer - 1 if layer == inputs._stop - 1 else layer + 1)
+def _other_layer(right: torch.Tensor) -> torch.Tensor:
+    return right.roll(1, 1)
 
 
-def _other_row(inputs: Any, stock: Callable[..., Any], layer: int) -> Any:
-    return stock(inputs, layer).roll(1, 0)
+def _other_row(right: torch.Tensor) -> torch.Tensor:
+    return right.roll(1, 0)
 
 
-@contextmanager
-def _no_norm(_: ServedModel) -> Iterator[bool]:
-    def final_norm(_: Any, __: Any) -> Any:
-        return lambda hidden_states, *_, **__: hidden_states
-
-    with mock.patch.object(cut.Cut, "_final_norm", final_norm):
-        yield True
+def _no_norm(stock: Callable[..., Any], norm: Any, **others: Any) -> Any:
+    return stock(norm=lambda rows: rows, **others)
 
 
 @contextmanager
 def _scattered(_: ServedModel) -> Iterator[bool]:
-    stock = cut.Cut.scatter
-
-    def scatter(this: Any, rows: torch.Tensor) -> Any:
-        right = this.tail
-        this.tail = replace(right, index=(right.index - 1).clamp_min(0))
-        try:
-            return stock(this, rows)
-        finally:
-            this.tail = right
+    def scatter(this: Any, front: torch.Tensor, rows: torch.Tensor) -> None:
+        front.index_copy_(0, (this.plan.tail.index - 1).clamp_min(0), rows)
 
     with mock.patch.object(cut.Cut, "scatter", scatter):
         yield True
 
 
-@contextmanager
-def _skipped_layer(_: ServedModel) -> Iterator[bool]:
-    stock = cut._launched
-
+def _skipped_layer(stock: Callable[..., Any], model: Any, first: int, **others: Any) -> Any:
     def skipping(_: Any) -> Any:
         return lambda *_, **kwargs: seams.layer_output(kwargs["hidden_states"])
 
-    def launched(this: Any) -> None:
-        stock(this)
-        this.shadow(this.layers[1], "forward", skipping)
-
-    with mock.patch.object(cut, "_launched", launched):
-        yield True
+    with Shadows() as shadows:
+        shadows.add(model.layers[first + 2], "forward", skipping)
+        return stock(model=model, first=first, **others)
 
 
 @contextmanager
 def _never_written(_: ServedModel) -> Iterator[bool]:
     """K and V of chunks that nobody reads."""
-    stock = donor.attend
+    stock = cut.Cut.write_keys_and_values
 
-    def attend(parts: Any, q: torch.Tensor, k: Any, v: Any, batch: Any) -> Any:
-        unread = k is not None and not q.any()
-        return stock(parts, q, None if unread else k, None if unread else v, batch)
+    def write(this: Any, front: torch.Tensor) -> None:
+        if not this.plan.tail.unread:
+            stock(this, front)
 
-    with mock.patch.object(donor, "attend", attend):
+    with mock.patch.object(cut.Cut, "write_keys_and_values", write):
         yield True
 
 
@@ -233,7 +223,7 @@ BREAKAGES: Mapping[str, Breakage] = {
     "the donor's window one key short": partial(_window, more=-1, donor_alone=True),
     "the donor's window one key long": partial(_window, more=1, donor_alone=True),
     "slots of the other pool": _other_pool,
-    "positions one too high": _positions,
+    "positions one too high": _layers_run(_positions),
     "rows of the next request": _next_request,
     "keys doubled": partial(_keys, k=2.0),
     "keys 2 % too large": partial(_keys, k=1.02),
@@ -241,9 +231,9 @@ BREAKAGES: Mapping[str, Breakage] = {
     "values 2 % too large": partial(_keys, v=1.02),
     "per-layer inputs of another layer": partial(_inputs, wrong=_other_layer),
     "per-layer inputs of another row": partial(_inputs, wrong=_other_row),
-    "the norm left out": _no_norm,
+    "the norm left out": _layers_run(_no_norm),
     "scattered one row off": _scattered,
-    "one layer skipped": _skipped_layer,
+    "one layer skipped": _layers_run(_skipped_layer),
     "unread keys and values not written": _never_written,
     **{
         f"a stale input of graphs: {name}": partial(_stale, name=name)

@@ -7,7 +7,7 @@ Wrapped are, on their classes:
   each;
 - what a scheduler says of its state, and where its metrics are made, for ``metrics``.
 
-Two helpers are added to ``Gemma4TextModel``. Nothing is replaced, so models that imported the class
+Two helpers are added to ``Gemma4TextModel`` (``published``). Nothing is replaced, so models that imported the class
 by name are patched too.
 """
 
@@ -19,13 +19,9 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams, served, starting
-from sglang_gemma4_yoco.attending.attention import RebuiltBackend, Way
-from sglang_gemma4_yoco.cutting import cut, fallback, forward
-from sglang_gemma4_yoco.cutting import plan as plans
+from sglang_gemma4_yoco import published, seams, served, starting
+from sglang_gemma4_yoco.cutting import fallback, forward
 from sglang_gemma4_yoco.cutting.donor import first_shared_layer
-from sglang_gemma4_yoco.cutting.tail import Tail
-from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import metrics
 
 _Model = seams.gemma4_causal.Gemma4TextModel
@@ -43,52 +39,6 @@ class AlreadyInstalledError(RuntimeError):
     """This process's SGLang is patched by this package already."""
 
 
-def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
-    """Whether this forward may skip, in the KV-shared layers, the rows that nobody reads."""
-    return gate.ineligible_reason(starting.of(self), forward_batch) is None
-
-
-def _yoco_truncate_to_last_tokens(
-    self: Any, hidden_states: Any, positions: Any, per_layer_inputs: Any, forward_batch: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Callable[[], None]]:
-    """Cut a batch down to the rows that somebody reads.
-
-    Args:
-        hidden_states: [T, hidden].
-        positions: [T].
-        per_layer_inputs: [T, ...] (of one layer or of all), or None.
-        forward_batch: an eligible batch; on return its ``extend_*`` fields, mode, input ids and
-            positions describe the kept rows, and attention is planned for them.
-
-    Returns:
-        ``(hidden_states [B, hidden], positions [B], per_layer_inputs [B, ...], last_indices [B]
-        int64, restore_fn)``, B the number of kept rows: one per request, more for a request with
-        input logprobs. ``restore_fn()`` puts every field and the attention state back; calling it
-        again does nothing. When this function raises, all is put back already.
-    """
-    if not isinstance(hidden_states, torch.Tensor):
-        # The helper was published in two argument orders; in the other one the batch leads.
-        forward_batch, hidden_states, positions, per_layer_inputs = (
-            hidden_states,
-            positions,
-            per_layer_inputs,
-            forward_batch,
-        )
-    tail, way = _tail_of(self, forward_batch)
-    row_inputs = None if per_layer_inputs is None else per_layer_inputs.index_select(0, tail.index)
-    gathered = cut.gather(forward_batch, tail, way, hidden_states, positions)
-    return gathered.rows, gathered.positions, row_inputs, tail.index, gathered.restore
-
-
-def _tail_of(model: Any, forward_batch: Any) -> tuple[Tail, Way]:
-    plan = plans.plan_of(starting.of(model), forward_batch)
-    if plan is not None:
-        return plan.tail, plan.way
-    rebuilt = RebuiltBackend(seams.current_attn_backend())
-    kept, unread = gate.kept_rows(forward_batch), gate.is_unread(forward_batch)
-    return Tail.of(forward_batch, kept, unread, rebuilt.tail), rebuilt
-
-
 def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def text_model_forward(
@@ -98,7 +48,7 @@ def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         run = functools.partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
         embeds = kwargs.get("input_embeds", args[0] if args else None)
-        return forward.prefill(starting.of(self), forward_batch, embeds, run)
+        return forward.prefill(starting.of(self), forward_batch, positions, embeds, run)
 
     return text_model_forward
 
@@ -198,8 +148,8 @@ def install() -> None:
     for (patched, name), wrapper in wrappers.items():
         _installed[patched, name] = (getattr(patched, name), wrapper)
         setattr(patched, name, wrapper)
-    _Model._yoco_eligibility = _yoco_eligibility
-    _Model._yoco_truncate_to_last_tokens = _yoco_truncate_to_last_tokens
+    for name in seams.PUBLISHED_HELPERS:
+        setattr(_Model, name, getattr(published, name))
 
 
 def uninstall() -> None:
@@ -217,8 +167,7 @@ def uninstall() -> None:
             )
     for (patched, name), (original, _) in _installed.items():
         setattr(patched, name, original)
-    if _installed:
-        del _Model._yoco_eligibility
-        del _Model._yoco_truncate_to_last_tokens
+    for name in seams.PUBLISHED_HELPERS if _installed else ():
+        delattr(_Model, name)
     _installed.clear()
     served.close_all()

@@ -739,6 +739,20 @@ def write_keys_and_values(
     pool.set_kv_buffer(attention, target, k, v)
 
 
+def cache_of(
+    backend: Any, layer: int, slots: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """K and V of a layer, by its number in the model, and where ``slots`` of the full pool are.
+
+    Args:
+        backend: whatever has the pools as its ``token_to_kv_pool``.
+    """
+    pool = backend.token_to_kv_pool
+    if is_in_window_pool(pool, layer):
+        slots = pool.translate_loc_from_full_to_swa(slots)
+    return pool.get_kv_buffer(layer), slots
+
+
 def loads_by_layer(pool: Any) -> bool:
     """Whether layers wait for their K and V in this pool: a cache loads them while others run."""
     pools = (pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")))

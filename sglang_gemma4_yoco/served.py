@@ -16,7 +16,7 @@ import torch
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.attending import graphs
-from sglang_gemma4_yoco.attending.attention import OwnBackend, RebuiltBackend
+from sglang_gemma4_yoco.attending.attention import OwnBackend
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import donor
@@ -82,6 +82,11 @@ class ServedModel:
         assert first is not None, "the gate admits models with a tail only"
         return first
 
+    @property
+    def first_cut(self) -> int:
+        """The first layer that runs on kept rows alone: K-1, or K where K-1 cannot be cut."""
+        return self.first_shared - (self.donor_cut is DonorCut.KEYS_AND_VALUES)
+
     @cached_property
     def tail_layers(self) -> list[Any]:
         """Layers K to L-1."""
@@ -110,8 +115,8 @@ class ServedModel:
     def attends(self) -> str:
         """The same, and what the tail will attend on."""
         backend = type(seams.current_attn_backend() if self.backend is None else self.backend)
-        told = RebuiltBackend.told if self.attention is None else self.attention.told
-        return f"{self.describe()}, attention by {backend.__name__}, {told}"
+        told = "" if self.attention is None else f", {self.attention.told}"
+        return f"{self.describe()}, attention by {backend.__name__}{told}"
 
     def runs_its_tail(self) -> str:
         """How the tail runs, where one row of each request is kept."""

@@ -36,7 +36,7 @@ def start(runner: Any, model: Any) -> None:
     reason = _constant_reason(runner, model)
     attention = _own_backend(runner) if reason is None else None
     if reason is None and attention is None:
-        reason = backends.why_not_alone(runner.attn_backend)
+        reason = backends.NO_TAIL
     reason = ranks.disagreement(_findings(reason, attention)) or reason
     known = ServedModel(model, reason, attention if reason is None else None, runner.attn_backend)
     known.attach(plan.plan_ahead)
@@ -84,7 +84,9 @@ def record_tail(known: ServedModel, runner: Any) -> None:
     """
     known.drop_graphs(graphs.NOT_YET)
     recorded: TailGraphs | None = None
-    reason = _attempt(lambda: graphs.why_not(runner, known.model, known.attention))
+    attention = known.attention
+    assert attention is not None, "batches may be cut"
+    reason = _attempt(lambda: graphs.why_not(runner, known.model, attention))
     reason = ranks.disagreement(f"recorded: {reason}") or reason
     if reason is None:
         recorded, reason = _recorded(known, runner)
@@ -107,7 +109,7 @@ def _recorded(known: ServedModel, runner: Any) -> tuple[TailGraphs | None, str |
     def record() -> None:
         nonlocal tail
         assert known.attention is not None
-        tail = TailGraphs(runner, known.model, known.first_shared, known.donor_cut, known.attention)
+        tail = TailGraphs(runner, known.model, known.first_cut, known.attention)
         tail.record()
         proof.prove(tail, runner)
 

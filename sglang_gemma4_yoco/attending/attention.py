@@ -1,4 +1,4 @@
-"""How the tail runs: on attention metadata of a backend of its own, or of the runner's, rebuilt.
+"""What the tail attends on: a second attention backend over the server's pools, planned ahead.
 
 The tail's metadata must not be built in the middle of the forward. Up to SGLang 0.5.21 Triton's
 planner reads device scalars on the host, which there would stall the host until the GPU has
@@ -8,12 +8,7 @@ Nor may it be built on the runner's own backend: two metadata objects of one bac
 so the second would overwrite the first.
 
 Hence a second backend over the same memory pools, planned right after the first; of which kind,
-``backends`` says. Where none can be built, the runner's own backend is rebuilt for the tail and
-rebuilt again after it, if it is of that kind.
-
-Both ways have the same five parts: ``main``, the backend that the front runs on; ``tail``, that of
-the tail; ``told``, for the log; ``running``, the span in which the tail's layers run;
-``after_failure``, before stock serves the batch.
+``backends`` says. Where none can be built, all batches run as stock.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ _ROWS = 2  # of a step for the compiler's sake: Triton compiles anew for argumen
 
 
 class OwnBackend:
-    """The tail's layers are launched on a backend of their own, planned ahead.
+    """The attention backend of the tail's own.
 
     Attributes:
         main: the runner's attention backend.
@@ -96,33 +91,3 @@ class OwnBackend:
     def release(self) -> None:
         """Let go of the tail's metadata."""
         self.tail.forward_metadata = None
-
-
-class RebuiltBackend:
-    """The tail's layers are launched on the runner's own backend, planned anew at the cut.
-
-    Attributes:
-        main, tail: the runner's attention backend.
-    """
-
-    told = "rebuilt at the cut"
-
-    def __init__(self, main: Any) -> None:
-        self.main = self.tail = main
-
-    @contextmanager
-    def running(self, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
-        """The tail's batch, planned here, and the front's planned again on the way out."""
-        try:
-            with rewritten(forward_batch, fields):
-                seams.plan(self.main, forward_batch)
-                yield
-        finally:
-            self.main.init_forward_metadata(forward_batch)
-
-    def after_failure(self, forward_batch: Any) -> None:
-        """Plan once more: the metadata was the tail's for a while, which may be why it failed."""
-        self.main.init_forward_metadata(forward_batch)
-
-
-Way = OwnBackend | RebuiltBackend

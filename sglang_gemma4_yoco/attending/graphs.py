@@ -5,9 +5,9 @@ prompt that is what a prefill takes. The tail has few rows and always the same s
 request. So it is recorded when the server starts, after SGLang's own decode steps and by the same
 machinery, for 1, 2, 4, ... rows, and a batch costs the host one launch for all of its tail.
 
-What is recorded begins with the queries of layer K-1 where that layer is cut behind its K and V,
-else with layer K, and ends behind the model's norm. It reads and writes static tensors: ``Inputs``,
-the weights, the pools, and the tail's backend's own buffers. A batch of B rows is replayed with the
+What is recorded are the layers behind the cut and the model's norm, as they are launched for other
+batches (``layers``). It reads and writes static tensors: ``Inputs``, the weights, the pools, and
+the tail's backend's own buffers. A batch of B rows is replayed with the
 graph of b >= B rows; the b - B rows that pad it are requests of one token, the reserved row and
 slot 0, and nobody reads what becomes of them. With graphs for 1, 2 and 4 rows, three prompts run as
 lengths [40, 3, 700, 1].
@@ -19,8 +19,7 @@ launched (``proof``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,8 +28,7 @@ import torch
 
 from sglang_gemma4_yoco import seams, switch
 from sglang_gemma4_yoco.attending.attention import OwnBackend
-from sglang_gemma4_yoco.cutting import donor, per_layer
-from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.cutting import layers, per_layer
 from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.deciding.rows import KeptRows
@@ -40,7 +38,6 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 
 NOT_YET = "it is not recorded yet"
 OFF = f"{VARIABLE}=0"
-NO_BACKEND = "the tail has no attention backend of its own"
 NO_GRAPHS = "SGLang has recorded no decode steps in full CUDA graphs"
 NOT_DECODING = "its rows are no decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
@@ -81,7 +78,7 @@ def row_counts(most: int, requests: int) -> tuple[int, ...]:
     return tuple(rows for rows in _ROWS if rows <= min(most, requests))
 
 
-def why_not(runner: Any, model: Any, attention: OwnBackend | None) -> str | None:
+def why_not(runner: Any, model: Any, attention: OwnBackend) -> str | None:
     """Why the tail of this server is not recorded, or None.
 
     Args:
@@ -92,8 +89,6 @@ def why_not(runner: Any, model: Any, attention: OwnBackend | None) -> str | None
             return OFF
     except ValueError as invalid:  # changed after load
         return str(invalid)
-    if attention is None:
-        return NO_BACKEND
     if seams.recorded_decode_steps(runner) is None:
         return NO_GRAPHS
     kind = type(attention.tail)
@@ -235,13 +230,11 @@ class Replay:
     """A graph, planned for one batch.
 
     Attributes:
-        with_donor: layer K-1 is recorded from its queries on; else layer K is the first.
         inputs: of the batch's kept rows, to be filled.
         room: those of them that come before the first layer; None without per-layer inputs.
         run: runs it, and returns [B, hidden], normed, which the next replay overwrites.
     """
 
-    with_donor: bool
     inputs: Inputs
     room: per_layer.Room | None
     run: Callable[[], torch.Tensor]
@@ -255,20 +248,20 @@ class TailGraphs:
     """All recorded tails of one model.
 
     Attributes:
-        with_donor: layer K-1 is recorded, from its queries on.
         first: the first recorded layer, K-1 or K.
         layers: the recorded layers; of layer K-1 K and V are not recorded.
         seconds: how long recording took.
     """
 
-    def __init__(
-        self, runner: Any, model: Any, first_shared: int, cut: donor.DonorCut, attention: OwnBackend
-    ) -> None:
-        """Prepare for recording; nothing is recorded yet."""
-        self.with_donor = cut is donor.DonorCut.KEYS_AND_VALUES
+    def __init__(self, runner: Any, model: Any, first: int, attention: OwnBackend) -> None:
+        """Prepare for recording; nothing is recorded yet.
+
+        Args:
+            first: the first layer behind the cut, K-1 or K.
+        """
         self.seconds = 0.0
         self._model = model
-        self.first = first_shared - self.with_donor
+        self.first = first
         self.layers = list(model.layers)[self.first :]
         self._read = {layer.self_attn.attn.layer_id for layer in self.layers}
         self._backend = attention.tail
@@ -291,9 +284,8 @@ class TailGraphs:
 
     def describe(self) -> str:
         """From where it is recorded, and for what, for the log."""
-        what = "the queries of layer" if self.with_donor else "layer"
         rows = ", ".join(map(str, self.rows))
-        return f"from {what} {self.first} on for {rows} rows in {self.seconds:.1f} s"
+        return f"from layer {self.first} on for {rows} rows in {self.seconds:.1f} s"
 
     @torch.no_grad()
     def record(self) -> None:
@@ -351,8 +343,8 @@ class TailGraphs:
     def _replay(self, size: int, rows: int) -> Replay:
         inputs, room = self._of_first[rows], None
         if inputs.embeds is not None:
-            room = per_layer.Room(self.first, inputs.embeds, inputs.embedded)
-        return Replay(self.with_donor, inputs, room, partial(self._run, size, rows))
+            room = per_layer.Room(inputs.embeds, inputs.embedded)
+        return Replay(inputs, room, partial(self._run, size, rows))
 
     def _run(self, size: int, rows: int) -> torch.Tensor:
         # A cache that loads prefixes layer by layer makes whoever asks for a layer's K and V wait
@@ -433,47 +425,14 @@ class TailGraphs:
 
     def _tail(self, graph: _Graph) -> torch.Tensor:
         """The recorded layers and the model's norm, launched: [rows, hidden]."""
-        inputs, batch = graph.inputs, graph.batch
+        model, inputs = self._model, graph.inputs
+        projected = None
+        if inputs.embeds is not None:
+            stop = len(model.layers)
+            projected = per_layer.project(model, inputs.embeds, inputs.embedded, self.first, stop)
         # Layers add into their input in place, and what pads would grow from replay to replay.
         rows = inputs.rows.clone()
-        projected = self._projected(inputs)
-        try:
-            with seams.attn_backend_switched(self._backend), self._donor_without_keys(batch):
-                seams.write_residual(batch, rows, begin=True)
-                for number, layer in enumerate(self.layers):
-                    output = layer(
-                        positions=inputs.positions,
-                        hidden_states=rows,
-                        per_layer_input=None if projected is None else projected[:, number, :],
-                        forward_batch=batch,
-                    )
-                    rows = seams.layer_rows(output)
-        finally:
-            seams.end_residual(batch)
-        normed: torch.Tensor = self._model.norm(rows)
-        return normed
-
-    def _projected(self, inputs: Inputs) -> torch.Tensor | None:
-        """[rows, recorded layers, width]."""
-        if inputs.embeds is None:
-            return None
-        stop = len(self._model.layers)
-        return per_layer.project(self._model, inputs.embeds, inputs.embedded, self.first, stop)
-
-    @contextmanager
-    def _donor_without_keys(self, batch: Any) -> Iterator[None]:
-        """Layer K-1 of the kept rows alone: K and V of all rows are in the pool by then."""
-        if not self.with_donor:
-            yield
-            return
-        attention = self.layers[0].self_attn
-
-        def attend(positions: torch.Tensor, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-            q = donor.queries(attention, hidden_states, positions)
-            output: torch.Tensor
-            output, _bias = attention.o_proj(donor.attend(attention, q, None, None, batch))
-            return output
-
-        with Shadows() as shadows:
-            shadows.add(attention, "forward", lambda _: attend)
-            yield
+        with seams.attn_backend_switched(self._backend):
+            return layers.run(
+                model, self.first, graph.batch, rows, inputs.positions, projected, model.norm
+            )

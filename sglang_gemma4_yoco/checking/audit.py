@@ -106,14 +106,14 @@ class Auditor:
         self, known: ServedModel, runner: Any, processor: Any, number: int, *, turns_off: bool
     ) -> None:
         self._known = known
-        self._pool = runner.token_to_kv_pool
+        self._runner = runner
         self._processor = processor
         self._every = number
         self._turns_off = turns_off
         self._forwards = 0
         self._lines = 0
         self._shadows = Shadows()
-        self._donor = known.first_shared - 1
+        self._first = known.first_cut
 
     def is_due(self) -> bool:
         """Asked once for each shortened prefill: is it to be audited?"""
@@ -132,8 +132,8 @@ class Auditor:
         # Stock may run in the memory that holds these rows.
         fast = seams.layer_rows(output).clone()
         try:
-            trace = Trace(self._donor, plan.tail.index)
-            with layerwise.watched(self._known.model, trace, start=self._donor) as steps:
+            trace = Trace(self._first, plan.tail.index)
+            with layerwise.watched(self._known.model, trace, start=self._first) as steps:
                 stock = forwards.stock()
                 steps.at_the_end(seams.layer_rows(stock))
             found, forced = self._forced(plan, trace, forwards)
@@ -157,13 +157,12 @@ class Auditor:
         """What was found, and the rows that the forced forward has handed on, [T, hidden]."""
         model, last = self._known.model, len(self._known.model.layers) - 1
         if plan.tail.unread:
-            last = self._donor - 1  # K and V alone
+            last = self._first - 1  # K and V alone
         with self._stocks_keys(plan) as compared, Shadows() as shadows:
-            shadows.add(model, "start_layer", lambda _: self._donor)
+            shadows.add(model, "start_layer", lambda _: self._first)
             launched = replace(plan, replay=None)
-            if self._known.attention is not None:
-                self._known.attention.plan(plan.batch, plan.tail.fields)
-            with Forced(model, trace, self._donor, last) as forced:
+            plan.attention.plan(plan.batch, plan.tail.fields)
+            with Forced(model, trace, self._first, last) as forced:
                 rows = forwards.cut(launched)
                 forced.at_the_end(rows)
             found = [*forced.findings(), *compared()]
@@ -180,12 +179,11 @@ class Auditor:
         assert size is not None
         fill = partial(
             trace.fill,
-            first=tail.first,
             requests=batch.req_pool_indices,
             lengths=batch.seq_lens,
         )
         again = replace(plan, replay=tail.planned(batch, plan.tail))
-        with Forced(self._known.model, trace, self._donor, tail.first - 1) as forced:
+        with Forced(self._known.model, trace, self._first, self._first - 1) as forced:
             replayed = forwards.cut(again).index_select(0, plan.tail.index)
         # Over K and V that the replay has found, which were written for it.
         launched = tail.launched(tail.inputs_for(size, kept, fill))[:kept]
@@ -197,11 +195,13 @@ class Auditor:
 
         Yields what compares those that were written since with stock's, and overwrites them again.
         """
-        layer = self._known.model.layers[self._donor].self_attn.attn.layer_id
-        slots = plan.batch.out_cache_loc
-        if seams.is_in_window_pool(self._pool, layer):
-            slots = self._pool.translate_loc_from_full_to_swa(slots)
-        buffers = self._pool.get_kv_buffer(layer)
+        if (
+            self._first == self._known.first_shared
+        ):  # stock's own code has written them, and does not run again
+            yield list
+            return
+        layer = self._known.model.layers[self._first].self_attn.attn.layer_id
+        buffers, slots = seams.cache_of(self._runner, layer, plan.batch.out_cache_loc)
         stock = [buffer[slots] for buffer in buffers]
 
         def overwrite() -> None:
@@ -210,7 +210,7 @@ class Auditor:
 
         def compared() -> list[Finding]:
             written = [buffer[slots] for buffer in buffers]
-            where = f"layer {self._donor} in the pool"
+            where = f"layer {self._first} in the pool"
             found = rounding.findings(layerwise.keys_and_values_compared(where, stock, written))
             overwrite()
             return found

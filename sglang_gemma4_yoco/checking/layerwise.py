@@ -6,9 +6,9 @@ layer, and the fast path is run once more, its layers launched. Before each step
 goes on with are replaced by stock's. What the step then makes of them is compared; see
 ``rounding``.
 
-The steps, for layers K-1 to L-1 and the rows that are kept:
+The steps, for the layers behind the cut and the rows that are kept:
 
-- K and V of layer K-1, for all rows (projected, normed, turned);
+- K and V of layer K-1, for all rows, as they lie in the pool (projected, normed, turned);
 - queries (likewise);
 - attention of stock's queries over stock's K and V; and of queries of zeros, which see all keys in
   their window alike, so that one key more or less shows however sharp the attention is;
@@ -16,9 +16,9 @@ The steps, for layers K-1 to L-1 and the rows that are kept:
 - the layer's per-layer input;
 
 and at the end the rows that the model hands on, normed. So the window, the slots, the positions,
-the rows and their order all show where they come in. Layers before K-1 are stock's own code; where
-they run at all they are given stock's rows too, since their per-layer inputs are not projected by
-stock.
+the rows and their order all show where they come in. Layers before the cut are stock's own code;
+where they run at all they are given stock's rows too, since their per-layer inputs are not
+projected by stock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.attending.graphs import Inputs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
-from sglang_gemma4_yoco.cutting import per_layer
 from sglang_gemma4_yoco.cutting.shadow import Shadows
 
 # Roundings of a step on each side, as root mean square: 0.27 * sqrt(r), and on a GPU another r / 2,
@@ -55,21 +54,23 @@ class Trace:
     Tensors are [T, ...] or [B, ...], with T rows of the batch and B kept ones; by layer.
 
     Attributes:
-        donor: layer K-1.
+        first: the first layer behind the cut, K-1 or K.
         index: [B], the kept rows.
-        inputs: [T, hidden] up to layer K-1, [B, hidden] behind it; so are the next two.
+        inputs: [T, hidden] of layers before the cut, [B, hidden] behind it; so are the next two.
         outputs: what the layers return.
         per_layer: [rows, width], their per-layer inputs.
-        queries, attended, averaged: [B, heads, head_dim] from layer K-1 on: what attends, what
-            comes of it, and what comes of queries of zeros.
-        keys, values: [T, kv_heads, head_dim] of layer K-1.
+        queries, attended, averaged: [B, heads, head_dim] behind the cut: what attends, what comes
+            of it, and what comes of queries of zeros.
+        front: [T, hidden], the rows at the cut.
+        keys, values: [T, kv_heads, head_dim] of layer K-1, if it is behind the cut.
+        slots: [T], where these lie in the full pool.
         positions: [B].
         embeds: [B, hidden], input embeddings; None without per-layer inputs.
         embedded: [B, L, width], per-layer embeddings; None without any.
         final: [B, hidden], what the model returns.
     """
 
-    donor: int
+    first: int
     index: torch.Tensor
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -77,8 +78,10 @@ class Trace:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     attended: dict[int, torch.Tensor] = field(default_factory=dict)
     averaged: dict[int, torch.Tensor] = field(default_factory=dict)
+    front: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     embeds: torch.Tensor | None = None
     embedded: torch.Tensor | None = None
@@ -87,11 +90,11 @@ class Trace:
     @property
     def is_whole(self) -> bool:
         """Whether stock's layers were seen to run, to the end."""
-        return self.final is not None and self.keys is not None
+        return self.final is not None and self.front is not None
 
     def all_rows(self, layer: int) -> bool:
         """Whether of this layer all rows are here."""
-        return layer < self.donor
+        return layer < self.first
 
     def of_rows(self, chosen: torch.Tensor) -> Trace:
         """The same of some of the kept rows: ``chosen`` [b] of them."""
@@ -99,38 +102,36 @@ class Trace:
         def some(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.index_select(0, chosen)
 
-        def behind(last: int, by_layer: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-            return {n: t if n <= last else t.index_select(0, chosen) for n, t in by_layer.items()}
+        def behind(by_layer: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+            return {
+                layer: rows if self.all_rows(layer) else rows.index_select(0, chosen)
+                for layer, rows in by_layer.items()
+            }
 
-        front = self.donor - 1
         return replace(
             self,
             index=self.index.index_select(0, chosen),
-            inputs=behind(self.donor, self.inputs),
-            outputs=behind(front, self.outputs),
-            per_layer=behind(front, self.per_layer),
-            queries=behind(front, self.queries),
-            attended=behind(front, self.attended),
-            averaged=behind(front, self.averaged),
+            inputs=behind(self.inputs),
+            outputs=behind(self.outputs),
+            per_layer=behind(self.per_layer),
+            queries=behind(self.queries),
+            attended=behind(self.attended),
+            averaged=behind(self.averaged),
             positions=some(self.positions),
             embeds=some(self.embeds),
             embedded=some(self.embedded),
             final=some(self.final),
         )
 
-    def fill(
-        self, inputs: Inputs, first: int, requests: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
+    def fill(self, inputs: Inputs, requests: torch.Tensor, lengths: torch.Tensor) -> None:
         """Set the inputs of a recorded tail, [B, ...].
 
         Args:
-            first: the layer that it begins with.
             requests, lengths: [B], as in ``Inputs``.
         """
         inputs.requests.copy_(requests)
         inputs.lengths.copy_(lengths)
-        rows = self.inputs[first]
-        inputs.rows.copy_(rows.index_select(0, self.index) if first <= self.donor else rows)
+        inputs.rows.copy_(self.inputs[self.first])
         assert self.positions is not None
         inputs.positions.copy_(self.positions)
         if inputs.embeds is not None:
@@ -138,7 +139,7 @@ class Trace:
             inputs.embeds.copy_(self.embeds)
         if inputs.embedded is not None:
             assert self.embedded is not None
-            inputs.embedded.copy_(self.embedded[:, first:])
+            inputs.embedded.copy_(self.embedded[:, self.first :])
 
 
 # ---------------------------------------------------------------- what a layer is called with
@@ -182,8 +183,8 @@ class _Steps(Protocol):
 
 
 @contextmanager
-def _told(model: Any, donor: int, start: int, steps: _Steps) -> Iterator[None]:
-    """Tell ``steps`` of layers from ``start`` on, of attention from K-1 on, and of the end."""
+def _told(model: Any, first: int, start: int, steps: _Steps) -> Iterator[None]:
+    """Tell ``steps`` of layers from ``start`` on, of attention from ``first`` on, and the end."""
     with ExitStack() as hooks:
 
         def hook(register: Callable[..., Any], function: Callable[..., Any]) -> None:
@@ -215,7 +216,7 @@ def _told(model: Any, donor: int, start: int, steps: _Steps) -> Iterator[None]:
 
         for number, layer in list(enumerate(model.layers))[start:]:
             hook_layer(number, layer)
-            if number >= donor:
+            if number >= first:
                 hook_attention(number, layer.self_attn.attn)
         hook(
             model.register_forward_hook,
@@ -247,7 +248,7 @@ def watched(model: Any, trace: Trace, start: int) -> Iterator[_Steps]:
         return project
 
     watching = _Watching(trace)
-    with Shadows() as shadows, _told(model, trace.donor, start, watching):
+    with Shadows() as shadows, _told(model, trace.first, start, watching):
         shadows.add(model, "project_per_layer_inputs", projecting)
         yield watching
 
@@ -261,12 +262,12 @@ class _Watching:
 
     def before_layer(self, layer: int, call: dict[str, Any]) -> None:
         trace, rows = self._trace, call["hidden_states"]
-        trace.inputs[layer] = rows.clone() if layer <= trace.donor else self._kept(rows)
+        trace.inputs[layer] = rows.clone() if trace.all_rows(layer) else self._kept(rows)
         given = call["per_layer_input"]
         if given is not None:
             trace.per_layer[layer] = given.clone() if trace.all_rows(layer) else self._kept(given)
-        if layer == trace.donor:
-            trace.positions = self._kept(call["positions"])
+        if layer == trace.first:
+            trace.front, trace.positions = rows.clone(), self._kept(call["positions"])
 
     def after_layer(self, layer: int, rows: torch.Tensor) -> None:
         trace = self._trace
@@ -275,8 +276,9 @@ class _Watching:
     def before_attention(self, layer: int, attention: Any, call: dict[str, Any]) -> None:
         trace = self._trace
         trace.queries[layer] = self._kept(_heads(attention, call["q"]))
-        if layer == trace.donor:
+        if layer == trace.first and call["k"] is not None:
             trace.keys, trace.values = call["k"].clone(), call["v"].clone()
+            trace.slots = call["forward_batch"].out_cache_loc.clone()
 
     def after_attention(
         self, layer: int, attention: Any, call: dict[str, Any], output: torch.Tensor
@@ -320,8 +322,8 @@ class Forced:
 
         Args:
             start: the first layer that runs.
-            last: the last layer that is launched; layer K-1 for K and V alone, or less for a
-                recorded one.
+            last: the last layer that is launched; the last before the cut where the others are
+                replayed, or skipped.
         """
         self.final: torch.Tensor | None = None
         self._model = model
@@ -333,7 +335,9 @@ class Forced:
         self._span = ExitStack()
 
     def __enter__(self) -> Forced:
-        self._span.enter_context(_told(self._model, self._trace.donor, self._start, self))
+        self._span.enter_context(_told(self._model, self._trace.first, self._start, self))
+        hook = self._model.norm.register_forward_pre_hook(self._at_the_cut)
+        self._span.callback(hook.remove)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -375,15 +379,19 @@ class Forced:
 
     # -- steps ---------------------------------------------------------------------------------
 
+    def _at_the_cut(self, _: Any, args: tuple[torch.Tensor, ...]) -> None:
+        """In the place of the model's norm."""
+        assert self._trace.front is not None
+        self._force(args[0], self._trace.front)
+
     def before_layer(self, layer: int, call: dict[str, Any]) -> None:
         trace, given = self._trace, call["per_layer_input"]
         self._force(call["hidden_states"], trace.inputs[layer])
         if layer > self._last:
             return
         if layer in trace.per_layer and given is not None:
-            rows = given.rows() if isinstance(given, per_layer.KeptInput) else given
             expected = trace.per_layer[layer]
-            found = self._like(expected, rows)
+            found = self._like(expected, given)
             self._compare(f"per-layer input of layer {layer}", expected, found, _OF_INPUTS)
 
     def after_layer(self, layer: int, rows: torch.Tensor) -> None:
@@ -400,21 +408,29 @@ class Forced:
 
     def before_attention(self, layer: int, attention: Any, call: dict[str, Any]) -> None:
         trace = self._trace
-        if layer == trace.donor and call["k"] is not None:
-            assert trace.keys is not None
-            assert trace.values is not None
-            expected_pair, pair = (trace.keys, trace.values), (call["k"], call["v"])
-            self._compared += keys_and_values_compared(f"layer {layer}", expected_pair, pair)
-            for rows, stock in zip(pair, expected_pair, strict=True):
-                self._force(rows, stock)
         if layer > self._last:
             return
+        if trace.keys is not None and layer == trace.first:
+            self._force_keys_and_values(layer)
         expected = trace.queries[layer]
         found = self._like(expected, _heads(attention, call["q"]))
         self._compare(
             f"queries of layer {layer}", expected.flatten(0, 1), found.flatten(0, 1), _OF_QUERIES
         )
         self._force(call["q"], expected)
+
+    def _force_keys_and_values(self, layer: int) -> None:
+        """Those of the pool, where layer K-1 and those that share with it read them."""
+        trace = self._trace
+        assert trace.keys is not None
+        assert trace.values is not None
+        assert trace.slots is not None
+        buffers, slots = seams.cache_of(seams.current_attn_backend(), layer, trace.slots)
+        stock = trace.keys, trace.values
+        written = [buffer[slots] for buffer in buffers]
+        self._compared += keys_and_values_compared(f"layer {layer} in the pool", stock, written)
+        for buffer, values in zip(buffers, stock, strict=True):
+            buffer[slots] = values
 
     def after_attention(
         self, layer: int, attention: Any, call: dict[str, Any], output: torch.Tensor

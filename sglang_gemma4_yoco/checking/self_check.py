@@ -290,7 +290,6 @@ class BothWays:
         self._requests = requests
         self._places = places
         self._layers = _front(known)
-        self._donor = known.first_shared - 1
         self._generator = torch.Generator(runner.device).manual_seed(1)
         self._lens = [r.new for r in requests]
         self._ends = list(accumulate(self._lens))
@@ -298,7 +297,7 @@ class BothWays:
         self._starts = list(self._lens)
         self._starts[0], self._starts[-1] = 2, 0
         self._before = self._others()
-        self._trace = Trace(self._donor, self._rows(range(sum(self._lens))))
+        self._trace = Trace(known.first_cut, self._rows(range(sum(self._lens))))
         with layerwise.watched(known.model, self._trace, start=0):
             self._stock = self._as_stock()
         if not self._trace.is_whole:
@@ -333,9 +332,9 @@ class BothWays:
         return [*forced.findings(), *self._written(run)]
 
     def _unread(self, trace: Trace) -> list[Finding]:
-        """K and V alone, of layer K-1 given stock's rows."""
+        """Nothing but K and V of layer K-1, given stock's rows."""
         model = self._known.model
-        with Forced(model, trace, 0, self._donor - 1) as forced:
+        with Forced(model, trace, 0, self._known.first_cut - 1) as forced:
             run = self._fast(None, finishes=False)
         return [*forced.findings(), *self._written(run)]
 
@@ -352,7 +351,6 @@ class BothWays:
         replayed = forced.final.clone()
         fill = partial(
             trace.fill,
-            first=tail.first,
             requests=torch.tensor([r.row for r in self._requests]),
             lengths=torch.tensor([r.cached + r.new for r in self._requests]),
         )
@@ -372,7 +370,7 @@ class BothWays:
 
     def _noisy(self) -> torch.Tensor:
         """Stock's logits, each attention and FFN of its tail rounded once more."""
-        behind = self._known.model.layers[self._donor :]
+        behind = self._known.model.layers[self._known.first_cut :]
         with layerwise.rounded_once_more(behind, self._generator):
             return self._as_stock().logits
 

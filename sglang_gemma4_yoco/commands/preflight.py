@@ -341,7 +341,7 @@ def _cut(first: int | None, argument: Any) -> DonorCut | None:
     stored = argument("kv_cache_dtype")
     if stored in (None, "auto"):
         return DonorCut.KEYS_AND_VALUES
-    return DonorCut.AFTER_ATTENTION if stored.startswith("fp8_") else None
+    return DonorCut.NONE if stored.startswith("fp8_") else None
 
 
 def _tail(findings: Findings, argument: Any) -> None:

@@ -2,10 +2,8 @@
 
 Layer K-1 is the youngest donor: the shared layers read the K/V that it writes, for all rows. Its
 own output, though, goes only into the tail. So its queries, attention, output projection, FFN and
-per-layer input are needed for kept rows alone: one layer more than a cut before layer K saves.
-
-In decode mode an attention backend does both halves in one call: it writes k and v of all T rows
-to the cache slots ``out_cache_loc``, and attends as the last row of each request.
+per-layer input are needed for kept rows alone: one layer more than a cut before layer K saves. Once
+its K and V are in the pool it attends as the shared layers do: to what lies there.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ class DonorCut(Enum):
 
     KEYS_AND_VALUES = "cut inside layer {donor}, behind K and V"
     """Queries, attention and all that follows see kept rows."""
-    AFTER_ATTENTION = "cut inside layer {donor}, behind its attention"
-    """Attention sees all rows; what follows it sees kept rows."""
     NONE = "cut before layer {first}"
     """The layer runs as stock."""
 
@@ -88,13 +84,8 @@ def why_not_keys_and_values(model: Any, backend: Any) -> str | None:
 
 def donor_cut(model: Any, backend: Any) -> tuple[DonorCut, str | None]:
     """The deepest cut that this model and backend allow, and why it is not the deepest of all."""
-    reason = why_not_inside(model)
-    if reason is not None:
-        return DonorCut.NONE, reason
-    reason = why_not_keys_and_values(model, backend)
-    if reason is not None:
-        return DonorCut.AFTER_ATTENTION, reason
-    return DonorCut.KEYS_AND_VALUES, None
+    reason = why_not_inside(model) or why_not_keys_and_values(model, backend)
+    return (DonorCut.KEYS_AND_VALUES if reason is None else DonorCut.NONE), reason
 
 
 def _dtype(attention: Any) -> torch.dtype:
@@ -208,24 +199,17 @@ def compile_kernels(attention: Any) -> None:
         queries(attention, normed, positions)
 
 
-def attend(
-    attention: Any,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    forward_batch: Any,
-) -> torch.Tensor:
-    """Write ``k`` and ``v`` of all rows to the cache, attend as the last row of each request.
+def attend(attention: Any, q: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    """Attend to K and V that the cache has already.
 
     Args:
         q: [B, heads, head_dim].
-        k, v: [T, kv_heads, head_dim], or None where the cache has them already.
-        forward_batch: the batch as its tail sees it: a decode step.
+        forward_batch: the batch as its tail sees it.
 
     Returns:
         [B, heads * head_dim].
     """
     output: torch.Tensor = attention.attn(
-        q, k, v, forward_batch=forward_batch, save_kv_cache=k is not None
+        q, None, None, forward_batch=forward_batch, save_kv_cache=False
     )
     return output.flatten(-2) if output.dim() == 3 else output

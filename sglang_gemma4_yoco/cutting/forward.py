@@ -20,27 +20,32 @@ from sglang_gemma4_yoco.telling import report
 
 
 def prefill(
-    known: ServedModel, forward_batch: Any, embeds: torch.Tensor | None, run: Callable[[], Any]
+    known: ServedModel,
+    forward_batch: Any,
+    positions: torch.Tensor,
+    embeds: torch.Tensor | None,
+    run: Callable[[], Any],
 ) -> Any:
     """Run one forward that is no decode step.
 
     Args:
         known: what is known of the model.
+        positions: [T], what the model was called with.
         embeds: [T, hidden], the input embeddings that the model was called with, or None.
         run: the stock forward, which the cut makes fast.
     """
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
-    copy = plan = None
+    copy = None
     try:
         decided = at_the_forward(known, forward_batch)
         if isinstance(decided, Plan):
             plan = decided
             copy = fallback.copy_of(embeds)
-            output, is_cut = _cut(known, plan, run)
-            if is_cut and known.auditor is not None and known.auditor.is_due():
+            output = _cut(known, plan, positions, run)
+            if known.auditor is not None and known.auditor.is_due():
                 forwards = Forwards(
                     stock=partial(_again, embeds, copy, run),
-                    cut=partial(_cut_again, known, embeds, copy, run),
+                    cut=partial(_cut_again, known, positions, embeds, copy, run),
                 )
                 return known.auditor.audit(plan, output, forwards)
             return output
@@ -53,10 +58,8 @@ def prefill(
             raise
         fallback.failed(failure, rows)
         fallback.put_back(embeds, copy)
-        if plan is not None:
-            plan.way.after_failure(forward_batch)
-            if isinstance(failure, ReplayError):
-                known.drop_graphs(f"a replay failed: {type(failure.__cause__).__name__}")
+        if isinstance(failure, ReplayError):
+            known.drop_graphs(f"a replay failed: {type(failure.__cause__).__name__}")
         return run()
     report.stepped_aside(reason, rows, tell=gate.is_news(reason))
     fallback.put_back(embeds, copy)
@@ -70,6 +73,7 @@ def _again(embeds: torch.Tensor | None, copy: torch.Tensor | None, run: Callable
 
 def _cut_again(
     known: ServedModel,
+    positions: torch.Tensor,
     embeds: torch.Tensor | None,
     copy: torch.Tensor | None,
     run: Callable[[], Any],
@@ -78,7 +82,7 @@ def _cut_again(
     """The rows [T, hidden] of a forward that is cut once more, which nobody counts."""
     fallback.put_back(embeds, copy)
     try:
-        with Cut(known, plan):
+        with Cut(known, plan, positions):
             # The embeddings are the residual, and with it the output, where a layer behind the
             # first one is the first to run.
             return seams.layer_rows(run()).clone()
@@ -87,25 +91,24 @@ def _cut_again(
         fallback.put_back(embeds, copy)
 
 
-def _cut(known: ServedModel, plan: Plan, run: Callable[[], Any]) -> tuple[Any, bool]:
-    """The output of one forward, and whether it was cut indeed."""
+def _cut(known: ServedModel, plan: Plan, positions: torch.Tensor, run: Callable[[], Any]) -> Any:
+    """The output of one forward that is cut."""
     try:
-        with Cut(known, plan) as cut:
+        with Cut(known, plan, positions):
             output = run()
     finally:
         known.release()
-    if cut.output is not None:
-        kept = plan.tail.kept
-        computed = 0 if plan.tail.unread else kept.kept
-        report.active(
-            known.model,
-            lambda: _description(known),
-            _outcome(plan),
-            computed=computed,
-            skipped=kept.total - computed,
-        )
-        fallback.succeeded()
-    return output, cut.output is not None
+    kept = plan.tail.kept
+    computed = 0 if plan.tail.unread else kept.kept
+    report.active(
+        known.model,
+        lambda: _description(known),
+        _outcome(plan),
+        computed=computed,
+        skipped=kept.total - computed,
+    )
+    fallback.succeeded()
+    return output
 
 
 def _outcome(plan: Plan) -> str:

@@ -63,12 +63,10 @@ class Room(NamedTuple):
     """Where recorded layers expect what their per-layer inputs are made of.
 
     Attributes:
-        first: the first recorded layer.
         embeds: [B, hidden], for the kept rows' input embeddings.
-        embedded: [B, L - first, width], for their per-layer embeddings; None without any.
+        embedded: [B, recorded layers, width], for their per-layer embeddings; None without any.
     """
 
-    first: int
     embeds: torch.Tensor
     embedded: torch.Tensor | None
 
@@ -76,8 +74,8 @@ class Room(NamedTuple):
 class SplitInputs:
     """Stands in for the [T, L, width] tensor: the model takes ``inputs[:, layer, :]`` from it.
 
-    A front layer gets its [T, width]. A layer from ``first_cut`` on gets a ``KeptInput``, which is
-    computed when it is asked for, so that a chunk that nobody reads never pays for it.
+    Its loop runs the front's layers alone. The inputs of those from ``first_cut`` on are computed
+    when the tail asks for them, so that a chunk that nobody reads never pays for them.
     """
 
     def __init__(
@@ -100,49 +98,26 @@ class SplitInputs:
         """
         self._model = model
         self._first_cut = first_cut
-        self._stop: int = model.config.num_hidden_layers if room is None else room.first
-        self._front = project(model, embeds, _layers(embedded, 0, first_cut), 0, first_cut)
+        of_front = None if embedded is None else embedded[:, :first_cut]
+        self._front = project(model, embeds, of_front, 0, first_cut)
         # Copies made now: the embeddings are layer 0's residual, which its fused add-norm
         # overwrites.
-        self._embeds = _kept(embeds, index, None if room is None else room.embeds)
-        if room is not None:
-            _kept(_layers(embedded, room.first, None), index, room.embedded)
-        self._embedded = _kept(_layers(embedded, first_cut, self._stop), index)
-        self._rest: torch.Tensor | None = None
+        self._embeds = torch.index_select(
+            embeds, 0, index, out=None if room is None else room.embeds
+        )
+        self._embedded = None
+        if embedded is not None:
+            self._embedded = torch.index_select(
+                embedded[:, first_cut:], 0, index, out=None if room is None else room.embedded
+            )
 
-    def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor | KeptInput:
+    def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor | None:
         rows, layer, columns = key
         if rows != slice(None) or columns != slice(None):
             raise IndexError(f"per-layer inputs are read one layer at a time, not as {key}")
-        return self._front[:, layer] if layer < self._first_cut else KeptInput(self, layer)
+        return self._front[:, layer] if layer < self._first_cut else None
 
-    def kept(self, layer: int) -> torch.Tensor:
-        """[B, width] of one layer from ``first_cut`` on; the first call projects them all."""
-        if self._rest is None:
-            assert self._embeds is not None
-            self._rest = project(
-                self._model, self._embeds, self._embedded, self._first_cut, self._stop
-            )
-        return self._rest[:, layer - self._first_cut]
-
-
-def _layers(embedded: torch.Tensor | None, start: int, stop: int | None) -> torch.Tensor | None:
-    return None if embedded is None or start == stop else embedded[:, start:stop]
-
-
-def _kept(
-    rows: torch.Tensor | None, index: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    return None if rows is None else torch.index_select(rows, 0, index, out=out)
-
-
-class KeptInput:
-    """The per-layer input of one layer behind the cut, for kept rows only, not computed yet."""
-
-    def __init__(self, inputs: SplitInputs, layer: int) -> None:
-        self._inputs = inputs
-        self._layer = layer
-
-    def rows(self) -> torch.Tensor:
-        """[B, width]."""
-        return self._inputs.kept(self._layer)
+    def kept(self) -> torch.Tensor:
+        """[B, L - first_cut, width]."""
+        stop = self._model.config.num_hidden_layers
+        return project(self._model, self._embeds, self._embedded, self._first_cut, stop)

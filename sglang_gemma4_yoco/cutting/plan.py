@@ -1,9 +1,10 @@
 """One batch, decided once: refused for a reason, or which rows are kept and how its tail runs.
 
-Where the tail has an attention backend of its own that is when the runner plans its attention,
-before the first layer; else when the model is called. The gate is asked there and not again.
+That is when the runner plans its attention, before the first layer; the tail's is planned with it.
+The gate is asked there and not again.
 
-Between the two SGLang runs code of its own, so this is looked at when the model is called:
+Between that and the model's call SGLang runs code of its own, so this is looked at when the model
+is called:
 
 - the object itself: a batch that was planned by another way, or is a copy, is not this one;
 - the fields that the gate judged or the rows come from: each must still hold the very object that
@@ -29,10 +30,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.attending.attention import RebuiltBackend, Way
+from sglang_gemma4_yoco.attending.attention import OwnBackend
 from sglang_gemma4_yoco.attending.graphs import Replay
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.deciding.gate import Admission
@@ -40,7 +40,6 @@ from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
 
 NOT_PLANNED = "the tail's attention was not planned for this batch"
-IMAGES_ON_ONE_BACKEND = "a multimodal prompt without an attention backend of the tail's own"
 
 
 @dataclass(frozen=True)
@@ -64,31 +63,26 @@ class Plan:
         batch: the batch.
         judged: what the gate saw of it.
         tail: its kept rows, and the batch as the tail sees it.
-        donor: how layer K-1 is cut, as deep as model and batch allow.
-        way: the attention that the tail runs on.
+        attention: what the tail attends on.
         replay: its recorded tail, planned; None if its layers are launched.
     """
 
     batch: Any
     judged: tuple[object, ...]
     tail: Tail
-    donor: DonorCut
-    way: Way
+    attention: OwnBackend
     replay: Replay | None = None
 
     @classmethod
-    def of(cls, known: ServedModel, forward_batch: Any, admission: Admission, way: Way) -> Plan:
-        """The plan of an eligible batch; a replay is planned already. The batch is not changed."""
-        tail = Tail.of(forward_batch, admission.kept, admission.unread, way.tail)
+    def of(cls, known: ServedModel, forward_batch: Any, admission: Admission) -> Plan:
+        """The plan of an eligible batch, its attention planned. The batch is not changed."""
+        attention = known.attention
+        assert attention is not None
+        tail = Tail.of(forward_batch, admission.kept, admission.unread, attention.tail)
         replay = None if known.graphs is None else known.graphs.planned(forward_batch, tail)
-        return cls(
-            batch=forward_batch,
-            judged=admission.judged,
-            tail=tail,
-            donor=_deepest(known.donor_cut, tail),
-            way=way,
-            replay=replay,
-        )
+        if replay is None and not tail.unread:
+            attention.plan(forward_batch, tail.fields)
+        return cls(forward_batch, admission.judged, tail, attention, replay)
 
     def still_holds(self) -> bool:
         """Whether nothing has come about since that this plan does not know of."""
@@ -97,17 +91,8 @@ class Plan:
             all(map(operator.is_, self.judged, now))
             and (self.tail.kept.one_per_request or not gate.is_multimodal(self.batch))
             and not seams.is_capturing()
-            and seams.current_attn_backend() is self.way.main
+            and seams.current_attn_backend() is self.attention.main
         )
-
-
-def _deepest(allowed: DonorCut, tail: Tail) -> DonorCut:
-    if allowed is DonorCut.KEYS_AND_VALUES and not tail.decodes:
-        # Only in decode mode does one attention call take fewer queries than keys to write.
-        allowed = DonorCut.AFTER_ATTENTION
-    if allowed is DonorCut.AFTER_ATTENTION and tail.unread:
-        return DonorCut.NONE  # the whole layer is K and V then, but for its attention
-    return allowed
 
 
 def plan_ahead(known: ServedModel, forward_batch: Any) -> None:
@@ -136,11 +121,7 @@ def ahead(known: ServedModel, forward_batch: Any) -> Plan | Refusal:
     verdict = gate.judge(known, forward_batch)
     if isinstance(verdict, str):
         return Refusal(forward_batch, verdict)
-    assert known.attention is not None
-    plan = Plan.of(known, forward_batch, verdict, known.attention)
-    if plan.replay is None:
-        known.attention.plan(forward_batch, plan.tail.fields)
-    return plan
+    return Plan.of(known, forward_batch, verdict)
 
 
 def at_the_forward(known: ServedModel, forward_batch: Any) -> Plan | Refusal:
@@ -153,12 +134,4 @@ def at_the_forward(known: ServedModel, forward_batch: Any) -> Plan | Refusal:
     ):
         return planned
     verdict = gate.judge(known, forward_batch)
-    if isinstance(verdict, str):
-        return Refusal(forward_batch, verdict)
-    if known.attention is not None:
-        return Refusal(forward_batch, NOT_PLANNED)
-    if gate.is_multimodal(forward_batch):
-        # Rebuilding would drop the image masks that the model wrote into the metadata.
-        return Refusal(forward_batch, IMAGES_ON_ONE_BACKEND)
-    rebuilt = RebuiltBackend(seams.current_attn_backend())
-    return Plan.of(known, forward_batch, verdict, rebuilt)
+    return Refusal(forward_batch, verdict if isinstance(verdict, str) else NOT_PLANNED)

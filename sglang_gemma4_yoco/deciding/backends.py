@@ -53,6 +53,7 @@ NAMES = {
     "intel_amx": "IntelAMXAttnBackend",
     "torch_native": "TorchNativeAttnBackend",
 }
+NO_TAIL = "no attention backend could be built for the tail"
 _FLASH_ATTENTION = 4  # the version of FlashAttention that SGLang lets Gemma 4 use
 
 
@@ -88,11 +89,11 @@ def why_not_main(backend: Any) -> str | None:
     return None if version == _FLASH_ATTENTION else f"FlashAttention {version} is not proven"
 
 
-def why_not_alone(backend: Any) -> str | None:
-    """Why the tail cannot run on the server's own backend, planned anew at the cut, or None."""
+def why_not_tail(backend: Any) -> str | None:
+    """Why the tail cannot run on this backend, planned anew at the cut, or None."""
     if TAIL in can(type(backend)):
         return None
-    return f"the tail has no attention backend of its own beside {type(backend).__name__}"
+    return f"the tail cannot run on the attention backend {type(backend).__name__}"
 
 
 def why_not_pool(pool: Any, dtype: torch.dtype, main: Any) -> str | None:

@@ -413,7 +413,7 @@ def _backend(known: ServedModel) -> str | None:
     # when it was built.
     if current is None or current is known.backend:
         return None
-    return backends.why_not_alone(current)
+    return backends.why_not_tail(current)
 
 
 def _wish() -> tuple[str | None, int | None]:

@@ -94,7 +94,7 @@ def _switched_on() -> Iterator[None]:
 def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tail's output is another one; K and V are as they should be."""
     stock = cut.Cut.scatter
-    monkeypatch.setattr(cut.Cut, "scatter", lambda self, rows: stock(self, -rows))
+    monkeypatch.setattr(cut.Cut, "scatter", lambda this, front, rows: stock(this, front, -rows))
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -107,8 +107,9 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ("way", "name"),
     [
         ("K and V", "three, two of them cached"),
+        ("K and V", "input logprobs"),
         ("rows", "three, two of them cached"),
-        ("rows", "input logprobs"),  # with suffixes layer K-1 attends as stock
+        ("rows", "input logprobs"),
     ],
 )
 def test_what_differs_is_answered_by_stock(
@@ -146,9 +147,9 @@ def test_every_row_that_is_kept_is_compared(
     """Not the last row of a request alone: one that a log-probability is made of."""
     stock = cut.Cut.scatter
 
-    def scatter(this: Any, rows: torch.Tensor) -> torch.Tensor:
+    def scatter(this: Any, front: torch.Tensor, rows: torch.Tensor) -> None:
         rows[1] *= 1.1
-        return stock(this, rows)
+        stock(this, front, rows)
 
     scheduled = engine.schedule(BATCHES["input logprobs"])
     expected = run(engine, scheduled, "0").output

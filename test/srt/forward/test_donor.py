@@ -36,6 +36,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.cutting import cut, donor, fallback, per_layer
 from sglang_gemma4_yoco.cutting.donor import DonorCut
+from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.telling import report
 from stand_ins import Doubled, Packed, halved_weights
 
@@ -262,7 +263,7 @@ def test_a_donor_whose_norm_has_another_name_is_left_alone(
 # ---------------------------------------------------------------- what comes to the cut
 
 
-def owing_an_update(engine: Engine) -> Any:
+def owing_an_update(engine: Engine) -> Shadows:
     """Have layer K-2 leave half of its output's columns as an update that is still to be added.
 
     SGLang's next boundary adds it: the stock forward computes what it did, bit for bit.
@@ -275,22 +276,28 @@ def owing_an_update(engine: Engine) -> Any:
 
         is_plain_add = False
 
-    def leave(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
-        owed = output.clone()
-        owed[:, ::2] = 0
-        hidden, batch.residual_stream = ResidualStream.from_handoff(
-            owed, output - owed, AddedLater()
-        )
-        return hidden
+    def leaving(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def finish(hidden_states: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+            output = stock(hidden_states, forward_batch)
+            owed = output.clone()
+            owed[:, ::2] = 0
+            hidden, forward_batch.residual_stream = ResidualStream.from_handoff(
+                owed, output - owed, AddedLater()
+            )
+            rows: torch.Tensor = hidden
+            return rows
 
-    return engine.text_model.layers[FIRST_CUT - 1].register_forward_hook(leave, with_kwargs=True)
+        return finish
+
+    shadows = Shadows()
+    shadows.add(engine.text_model.layers[FIRST_CUT - 1].ffn_boundary, "finish", leaving)
+    return shadows
 
 
 WITH_AN_IMAGE = "image"
 
 
-def assert_steps_aside(engine: Engine, name: str, cut_at: DonorCut) -> None:
+def assert_steps_aside(engine: Engine, name: str, cut_at: DonorCut, reason: str) -> None:
     """The forward comes to the cut, is given up there, and is run again as stock."""
     starting.of(engine.text_model).donor_cut = cut_at
     scheduled = engine.schedule(BATCHES["one prompt" if name == WITH_AN_IMAGE else name])
@@ -305,15 +312,14 @@ def assert_steps_aside(engine: Engine, name: str, cut_at: DonorCut) -> None:
     assert seen.rows == [total] * front + stock.rows
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert report.forwards == {cut.STREAM_PENDING: 1}
+    assert report.forwards == {reason: 1}
 
 
 @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 @pytest.mark.parametrize("norms", ["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("cut_at", [DonorCut.KEYS_AND_VALUES, DonorCut.AFTER_ATTENTION])
 def test_a_residual_that_is_owed_an_update(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, cut_at: DonorCut, ranks: int, norms: str
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: int, norms: str
 ) -> None:
     """On all ranks alike, so that each may run stock by itself; embeddings are put back for it."""
     monkeypatch.setattr(fallback, "is_alone", lambda: ranks == 1)
@@ -322,10 +328,11 @@ def test_a_residual_that_is_owed_an_update(
     try:
         with in_place:
             for name in (*BATCHES, WITH_AN_IMAGE):
-                assert_steps_aside(engine, name, cut_at)
+                assert_steps_aside(engine, name, DonorCut.KEYS_AND_VALUES, cut.STREAM_PENDING)
     finally:
-        owing.remove()
-    assert_fast(engine, BATCHES["one prompt"], cut_at)
+        owing.close()
+    starting.of(engine.text_model).donor_cut = DonorCut.KEYS_AND_VALUES
+    assert_fast(engine, BATCHES["one prompt"])
 
 
 @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
@@ -336,68 +343,36 @@ def test_an_update_that_is_added_before_the_cut_is_nobodys_matter(engine: Engine
     try:
         assert_fast(engine, BATCHES["one prompt"], DonorCut.NONE)
     finally:
-        owing.remove()
+        owing.close()
 
 
 @pytest.mark.parametrize("rows", [-1, 1])
 @pytest.mark.parametrize("cut_at", list(DonorCut))
-def test_rows_that_are_not_the_batchs(engine: Engine, cut_at: DonorCut, rows: int) -> None:
+def test_rows_that_are_not_the_batchs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cut_at: DonorCut, rows: int
+) -> None:
     """As padding for a kernel would bring: once, so that stock can serve the batch."""
-    first = FIRST_SHARED if cut_at is DonorCut.NONE else FIRST_CUT
+    last = FIRST_SHARED - 1 if cut_at is DonorCut.NONE else FIRST_CUT - 1
     padded: list[torch.Tensor] = []
 
-    def pad(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if padded or os.environ[SWITCH] == "0":
-            return None
-        hidden = kwargs["hidden_states"]
-        padded.append(hidden)
-        more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
-        stream = getattr(kwargs["forward_batch"], "residual_stream", None)
-        if stream is not None and stream.residual is hidden:
-            stream.write(more)
-        return args, kwargs | {"hidden_states": more}
+    def padding(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            output = stock(layer, *args, **kwargs)
+            if padded or os.environ[SWITCH] == "0" or layer is not model.layers[last]:
+                return output
+            hidden = seams.layer_rows(output)
+            padded.append(hidden)
+            more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
+            seams.write_residual(kwargs["forward_batch"], more)
+            return seams.layer_output(more)
 
-    layer = engine.text_model.layers[first]
-    hook = layer.register_forward_pre_hook(pad, with_kwargs=True)
-    try:
-        assert_steps_aside(engine, "three, two of them cached", cut_at)
-    finally:
-        hook.remove()
+        return call
+
+    model = engine.text_model
+    kind = type(model.layers[last])
+    monkeypatch.setattr(kind, "forward", padding(kind.forward))
+    assert_steps_aside(engine, "three, two of them cached", cut_at, cut.OTHER_ROWS)
     assert len(padded) == 1
-
-
-@pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
-class TestResidualIsWritten:
-    """The question itself, on SGLang's streams."""
-
-    def batch(self, stream: Any) -> SimpleNamespace:
-        return SimpleNamespace(residual_stream=stream)
-
-    def test_a_written_stream(self) -> None:
-        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
-
-        hidden = torch.ones(3, 4)
-        stream = ResidualStream()
-        assert seams.residual_is_written(self.batch(stream), hidden)  # nothing but the embeddings
-        stream.write(hidden)
-        assert seams.residual_is_written(self.batch(stream), hidden)
-        assert not seams.residual_is_written(self.batch(stream), hidden.clone())
-        assert seams.residual_is_written(self.batch(None), hidden)
-        assert seams.residual_is_written(SimpleNamespace(), hidden)
-
-    def test_a_pending_update(self) -> None:
-        from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
-        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
-
-        hidden, residual = torch.ones(3, 4), torch.ones(3, 4)
-        given, stream = ResidualStream.from_handoff(hidden, residual, PLAIN_ADD)
-        assert not seams.residual_is_written(self.batch(stream), given)
-        assert not seams.residual_is_written(self.batch(stream), residual)
-        with pytest.raises(seams.SeamError, match="before its residual is written"):
-            seams.residual(self.batch(stream), given)
-        stream.write(residual)
-        assert seams.residual_is_written(self.batch(stream), residual)
-        assert seams.residual(self.batch(stream), residual) is residual
 
 
 @pytest.mark.skipif(
@@ -411,7 +386,7 @@ def test_an_unread_chunk_that_is_owed_an_update(engine: Engine) -> None:
     try:
         stock, seen = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     finally:
-        owing.remove()
+        owing.close()
     assert seen.rows == [90] * FIRST_CUT + stock.rows
     assert_served_by_stock(stock, seen)
     assert report.forwards[cut.STREAM_PENDING] == 1

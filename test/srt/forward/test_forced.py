@@ -72,7 +72,7 @@ def test_queries(sharp: Engine) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_keys(sharp: Engine, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Those in the pool are stock's by then, but where the tail does not attend to them."""
+    """Those in the pool are stock's by then where the tail attends to them."""
     stock = donor.keys_and_values
 
     def keys_and_values(*args: Any) -> Any:
@@ -81,7 +81,7 @@ def test_keys(sharp: Engine, monkeypatch: pytest.MonkeyPatch, number: int) -> No
         return tuple(pair)
 
     monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
-    assert named(sharp) == {f"{('keys', 'values')[number]} of layer {DONOR}"}
+    assert named(sharp) == {f"{('keys', 'values')[number]} of layer {DONOR} in the pool"}
 
 
 def test_attention(sharp: Engine) -> None:
@@ -94,9 +94,10 @@ def test_attention(sharp: Engine) -> None:
 def test_per_layer_inputs(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = per_layer.SplitInputs.kept
 
-    def kept(inputs: Any, layer: int) -> torch.Tensor:
-        rows: torch.Tensor = stock(inputs, layer)
-        return rows * 1.1 if layer == LAYER else rows
+    def kept(inputs: Any) -> torch.Tensor:
+        of_layers: torch.Tensor = stock(inputs)
+        of_layers[:, LAYER - DONOR] *= 1.1
+        return of_layers
 
     monkeypatch.setattr(per_layer.SplitInputs, "kept", kept)
     found = named(sharp)
@@ -105,13 +106,10 @@ def test_per_layer_inputs(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_rows_in_the_end(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = cut.Cut._final_norm
-
-    def final_norm(this: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-        normed = stock(this, own)
-        return lambda *args, **kwargs: normed(*args, **kwargs).mul_(1.1)
-
-    monkeypatch.setattr(cut.Cut, "_final_norm", final_norm)
+    stock = cut.Cut.scatter
+    monkeypatch.setattr(
+        cut.Cut, "scatter", lambda this, front, rows: stock(this, front, rows * 1.1)
+    )
     assert named(sharp) == {"rows behind the norm"}
 
 

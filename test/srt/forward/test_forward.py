@@ -16,7 +16,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from batches import BATCHES, batch_of, kept_rows
+from batches import BATCHES, batch_of
 from forwards import (
     PLACES,
     InjectedError,
@@ -46,7 +46,7 @@ from sglang_gemma4_yoco import patch, seams, served, starting
 from sglang_gemma4_yoco.cutting import cut, fallback, forward, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.plan import plan_of
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.deciding import backends, gate
 from sglang_gemma4_yoco.telling import report
 
 EVERY_CALL = range(10**9)
@@ -71,9 +71,9 @@ def test_cut_inside_the_donor(engine: Engine, name: str) -> None:
 def test_backend_whose_decode_is_not_proven(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The tail then extends by its rows, and the donor attends as in stock."""
+    """The tail then extends by its rows, the donor's among them."""
     monkeypatch.setattr(seams, "decodes_like_extend", lambda _: False)
-    assert_fast(engine, BATCHES[name], DonorCut.AFTER_ATTENTION, tail_mode="EXTEND")
+    assert_fast(engine, BATCHES[name], tail_mode="EXTEND")
 
 
 @pytest.mark.skipif(
@@ -106,27 +106,6 @@ def test_a_loop_that_does_not_end_where_it_is_told_to(
     assert_served_by_stock(stock, fast)
     assert_untouched(engine)
     assert report.forwards == {gate.OFF: 1, cut.ENDLESS: 1}
-
-
-@pytest.mark.skipif(seams.HAS_RESIDUAL_STREAM, reason="the batch carries the residual")
-@pytest.mark.parametrize("cut_at", [DonorCut.KEYS_AND_VALUES, DonorCut.AFTER_ATTENTION])
-def test_a_donor_that_adds_to_something_else_is_not_cut(engine: Engine, cut_at: DonorCut) -> None:
-    def another(_: Any, args: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        normed, residual = args
-        return normed, residual.clone()
-
-    reader = seams.residual_reader(engine.text_model.layers[FIRST_CUT])
-    assert reader is not None
-    starting.of(engine.text_model).donor_cut = cut_at
-    scheduled = engine.schedule(BATCHES["one prompt"])
-    hook = reader.register_forward_pre_hook(another)
-    try:
-        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    finally:
-        hook.remove()
-    assert_served_by_stock(stock, fast)
-    assert_untouched(engine)
-    assert report.forwards == {gate.OFF: 1, cut.FOREIGN_RESIDUAL: 1}
 
 
 def test_a_refused_batch_is_the_stock_forward_bit_for_bit(engine: Engine) -> None:
@@ -236,7 +215,7 @@ def test_a_failing_unread_chunk_is_served_by_stock(
     report.reset()
     with failing(engine, place) as calls:
         seen = run(engine, scheduled, "1")
-    if place == "donor's ffn" and cut_at is DonorCut.KEYS_AND_VALUES:
+    if place != "first layer" and cut_at is DonorCut.KEYS_AND_VALUES:
         assert calls == []  # it does not run
         assert report.forwards == {report.TAIL_SKIPPED: 1}
         return
@@ -306,7 +285,7 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
 def test_a_forward_that_never_comes_to_the_cut(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another package answers in the model's place: nothing was skipped, audited or shown to work.
+    """Its layers may have ended early for nothing: it is run again, and stock's is the answer.
 
     What was planned for it is let go all the same.
     """
@@ -315,16 +294,22 @@ def test_a_forward_that_never_comes_to_the_cut(
     assert attention is not None
     monkeypatch.setattr(known, "auditor", SimpleNamespace(is_due=lambda: audits.append(1)))
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
-    answer = object()
+    model, ends = engine.text_model, []
+
+    def answer() -> int:
+        ends.append(model.end_layer)
+        return len(ends)
+
     for _ in range(fallback.LIMIT - 1):
         fallback.failed(InjectedError())
     report.reset()
     with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
         attention.main.init_forward_metadata(batch)
         assert plan_of(known, batch) is not None
-        assert forward.prefill(known, batch, None, lambda: answer) is answer
+        assert forward.prefill(known, batch, batch.positions, None, answer) == 2
+    assert ends == [FIRST_CUT, LAYERS]
     assert known.planned is None
-    assert (report.forwards, report.rows, audits) == ({}, {}, [])
+    assert (report.forwards, audits) == ({cut.NO_NORM: 1}, [])
     assert_untouched(engine)
     fallback.failed(InjectedError())
     assert fallback.given_up()
@@ -334,9 +319,8 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     """An idle rank's forward, which has no lengths at all, is counted, with no rows."""
     batch = ForwardBatch(ForwardMode.IDLE, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)
     assert batch.extend_num_tokens is None
-    assert (
-        forward.prefill(starting.of(engine.text_model), batch, None, lambda: "stock's") == "stock's"
-    )
+    known = starting.of(engine.text_model)
+    assert forward.prefill(known, batch, batch.positions, None, lambda: "stock's") == "stock's"
     assert report.forwards == {"forward mode IDLE": 1}
     assert report.rows == {report.COMPUTED: 0, report.SKIPPED: 0}
 
@@ -531,63 +515,12 @@ def test_decode_goes_straight_through(
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_without_a_backend_of_its_own_the_tail_rebuilds_the_runners(
-    without_own_backend: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+def test_without_a_backend_of_the_tails_own_stock_serves(
+    without_own_backend: Engine, name: str
 ) -> None:
     engine = without_own_backend
     assert starting.of(engine.text_model).attention is None
-    planned: list[tuple[str, list[int]]] = []
-    backend = engine.runner.attn_backend
-    stock = backend.init_forward_metadata
-
-    def recording(batch: Any) -> None:
-        planned.append((batch.forward_mode.name, list(batch.extend_seq_lens_cpu)))
-        stock(batch)
-
-    monkeypatch.setattr(backend, "init_forward_metadata", recording)
-    assert_fast(engine, BATCHES[name])
-    # The stock forward, then the fast one: front, tail, and the front's again on the way out.
-    new = [len(p.new) for p in BATCHES[name]]
-    assert [lens for _, lens in planned[-3:]] == [new, planned[-2][1], new]
-    assert planned[-2][1] == kept_rows(BATCHES[name])
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_failure_on_a_rebuilt_backend_is_served_by_stock(
-    without_own_backend: Engine, place: str
-) -> None:
-    engine = without_own_backend
-    scheduled = engine.schedule(BATCHES["three, two of them cached"])
-    stock = run(engine, scheduled, "0")
-    with failing(engine, place):
-        assert_served_by_stock(stock, run(engine, scheduled, "1"))
-    assert report.forwards[report.FAILED] == 1
-
-
-@pytest.mark.parametrize("fails", ["the tail's", "the front's"])
-def test_metadata_that_cannot_be_rebuilt_is_planned_anew_for_stock(
-    without_own_backend: Engine, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    engine = without_own_backend
-    scheduled = engine.schedule(BATCHES["three, two of them cached"])
-    stock = run(engine, scheduled, "0")
-    backend = engine.runner.attn_backend
-    plan = backend.init_forward_metadata
-    planned: list[list[int]] = []
-
-    def sometimes(batch: Any) -> None:
-        planned.append(list(batch.extend_seq_lens_cpu))
-        # The runner's own planning is the first, the tail's the second, the front's the third.
-        if len(planned) == {"the tail's": 2, "the front's": 3}[fails]:
-            raise InjectedError(fails)
-        plan(batch)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(backend, "init_forward_metadata", sometimes)
-        seen = run(engine, scheduled, "1")
-    assert planned == [[40, 7, 1], [1, 1, 1], [40, 7, 1], [40, 7, 1]]
-    assert_served_by_stock(stock, seen)
-    assert report.forwards[report.FAILED] == 1
+    assert_stock(engine, backends.NO_TAIL, BATCHES[name])
 
 
 def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:

@@ -292,7 +292,7 @@ def expected(
     """What a forward of ``prompts`` must do, counted from their own words; None: stock.
 
     Args:
-        engine: its model is cut at ``cut``, or less deep where a batch does not allow that.
+        engine: its model is cut at ``cut``.
     """
     config = engine.text_model.config
     layers, first = config.num_hidden_layers, _first_shared(engine)
@@ -300,22 +300,13 @@ def expected(
     if kept == total:
         return None
     decodes, unread = kept == len(prompts), is_unread(prompts)
-    if cut is DonorCut.KEYS_AND_VALUES and not decodes:
-        cut = DonorCut.AFTER_ATTENTION
-    if cut is DonorCut.AFTER_ATTENTION and unread:
-        cut = DonorCut.NONE
     first_cut = first if cut is DonorCut.NONE else first - 1
-    attends_cut = cut is DonorCut.KEYS_AND_VALUES  # then the donor attends on the tail's plan
-    front = first - attends_cut
+    tail = 0 if unread else layers - first_cut
     return Expected(
-        rows=[total] * first_cut + ([] if unread else [kept] * (layers - first_cut)),
-        attention_rows=[total] * front + ([] if unread else [kept] * (layers - front)),
-        attended=[
-            *[(total, total)] * front,
-            *[(kept, total)] * attends_cut,
-            *[(kept, 0)] * (0 if unread else layers - first),
-        ],
-        front=front,
+        rows=[total] * first_cut + [kept] * tail,
+        attention_rows=[total] * first_cut + [kept] * tail,
+        attended=[(total, total)] * first_cut + [(kept, 0)] * tail,
+        front=first_cut,
         tail_mode="DECODE" if decodes else "EXTEND",
         laid_out=_tail_of(prompts),
         first_position=len(prompts[0].cached),

@@ -12,10 +12,9 @@ Triton's decode step by itself sees one key fewer in a window than its prefill d
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from batches import tokens
 from decode_graphs import record_tail
-from forwards import on_one_backend
 from observe import (
     TOLERANCE,
     Expected,
@@ -191,7 +189,7 @@ REPLAYED_OR_NOT = (
     "five requests",
     "suffixes beside last rows",
 )
-OWN, REBUILT, RECORDED = "own backend", "rebuilt backend", "recorded tail"
+OWN, RECORDED = "own backend", "recorded tail"
 MOST_RECORDED = 4
 
 
@@ -200,18 +198,14 @@ def cases() -> Iterator[Any]:
     usual = OWN, DonorCut.KEYS_AND_VALUES
     for name in EVERY_BATCH:
         yield case("two pools", *usual, name, slow=name not in HARDEST)
-    for backend, donor in itertools.product((OWN, REBUILT), DonorCut):
-        if (backend, donor) != usual:
-            for i, name in enumerate(HARDEST if backend == OWN else HARDEST[:2]):
-                yield case("two pools", backend, donor, name, slow=i > 0)
+    for i, name in enumerate(HARDEST):
+        yield case("two pools", OWN, DonorCut.NONE, name, slow=i > 0)
     for name in REPLAYED_OR_NOT:
         yield case("two pools", RECORDED, usual[1], name, slow=name != HARDEST[0])
-    for donor in (DonorCut.AFTER_ATTENTION, DonorCut.NONE):
-        yield case("two pools", RECORDED, donor, HARDEST[0], slow=False)
+    yield case("two pools", RECORDED, DonorCut.NONE, HARDEST[0], slow=False)
     yield case("one pool", RECORDED, usual[1], HARDEST[0], slow=False)  # its donor has no window
     yield case("pages of four", RECORDED, usual[1], HARDEST[0], slow=True)
     yield case("one pool", *usual, HARDEST[0], slow=False)
-    yield case("one pool", REBUILT, DonorCut.AFTER_ATTENTION, HARDEST[0], slow=True)
     for i, name in enumerate(HARDEST[:2]):
         yield case("pages of four", *usual, name, slow=i > 0)
     yield case("E4B's pattern", *usual, HARDEST[0], slow=False)
@@ -270,20 +264,19 @@ def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @contextmanager
 def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
-    """The tail on a backend of its own or on the runner's, and layer K-1 cut at ``donor``."""
-    with on_one_backend(engine) if backend == REBUILT else nullcontext():
-        known = starting.of(engine.text_model)
-        known.donor_cut = donor
-        fallback.reset()
-        report.reset()
-        if backend != RECORDED:
-            known.drop_graphs(graphs.OFF)
-        elif known.graphs is None or known.graphs.first != first_recorded(engine, donor):
-            record_tail(engine, MOST_RECORDED)
-        try:
-            yield
-        finally:
-            del known.donor_cut
+    """The tail launched on its own backend, or recorded, and layer K-1 cut at ``donor``."""
+    known = starting.of(engine.text_model)
+    known.donor_cut = donor
+    fallback.reset()
+    report.reset()
+    if backend != RECORDED:
+        known.drop_graphs(graphs.OFF)
+    elif known.graphs is None or known.graphs.first != known.first_cut:
+        record_tail(engine, MOST_RECORDED)
+    try:
+        yield
+    finally:
+        del known.donor_cut
 
 
 def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -345,41 +338,31 @@ def assert_fast(
     main = engine.runner.attn_backend
     assert type(main) is TritonAttnBackend
     attention = starting.of(engine.text_model).attention
-    assert (attention is not None) == (backend != REBUILT)
+    assert attention is not None
     if wanted is not None and backend == RECORDED and is_replayed(prompts, wanted):
-        wanted = replayed(wanted, first_recorded(engine, donor))
+        wanted = replayed(wanted, starting.of(engine.text_model).first_cut)
     if wanted is None:
         assert_stock(engine, prompts, seen)
     else:
         assert_as_expected(seen, wanted)
-        tail = main if attention is None else attention.tail
+        tail = attention.tail
         assert type(tail) is TritonAttnBackend
         assert [a.backend is main for a in seen.attended[: wanted.front]] == [True] * wanted.front
         assert all(a.backend is tail for a in seen.attended[wanted.front :])
     assert_same_objects(seen)
     assert triton_backend.update_sliding_window_buffer is _WINDOW_PLANNER
-    if attention is not None:
-        assert attention.main is main
-        assert attention.tail is not main
-        assert attention.tail.forward_metadata is None
-        # Its window too is again what it was: the next plan starts from it.
-        assert Metadata.of(attention.tail).settings == Metadata.of(main).settings
-        assert_metadata_unchanged(seen)
-    else:  # planned anew on the way out
-        assert seen.planned_before is not None
-        assert seen.planned_after is not None
-        assert seen.planned_before.differences(seen.planned_after) == []
+    assert attention.main is main
+    assert attention.tail is not main
+    assert attention.tail.forward_metadata is None
+    # Its window too is again what it was: the next plan starts from it.
+    assert Metadata.of(attention.tail).settings == Metadata.of(main).settings
+    assert_metadata_unchanged(seen)
 
 
 def is_replayed(prompts: Sequence[Prompt], wanted: Expected) -> bool:
     """Whether there is a graph for a batch of which this is expected when it is launched."""
     decodes = wanted.tail_mode == "DECODE"
     return decodes and not is_unread(prompts) and len(prompts) <= MOST_RECORDED
-
-
-def first_recorded(engine: Engine, donor: DonorCut) -> int:
-    """The first layer whose Python a replay does not run: K-1 or K."""
-    return starting.of(engine.text_model).first_shared - (donor is DonorCut.KEYS_AND_VALUES)
 
 
 def compare(
