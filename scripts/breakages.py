@@ -164,8 +164,8 @@ def _other_row(right: torch.Tensor) -> torch.Tensor:
     return right.roll(1, 0)
 
 
-def _no_norm(stock: Callable[..., Any], norm: Any, **others: Any) -> Any:
-    return stock(norm=lambda rows: rows, **others)
+def _no_norm(stock: Callable[..., Any], **given: Any) -> Any:
+    return stock(**given | {"norm": lambda rows: rows})
 
 
 @contextmanager

@@ -7,8 +7,8 @@ Wrapped are, on their classes:
   each;
 - what a scheduler says of its state, and where its metrics are made, for ``metrics``.
 
-Two helpers are added to ``Gemma4TextModel`` (``published``). Nothing is replaced, so models that imported the class
-by name are patched too.
+Two helpers are added to ``Gemma4TextModel`` (``published``). Nothing is replaced, so models that
+imported the class by name are patched too.
 """
 
 from __future__ import annotations

@@ -195,10 +195,8 @@ class Auditor:
 
         Yields what compares those that were written since with stock's, and overwrites them again.
         """
-        if (
-            self._first == self._known.first_shared
-        ):  # stock's own code has written them, and does not run again
-            yield list
+        if self._first == self._known.first_shared:
+            yield list  # stock's own code has written them, and does not run again
             return
         layer = self._known.model.layers[self._first].self_attn.attn.layer_id
         buffers, slots = seams.cache_of(self._runner, layer, plan.batch.out_cache_loc)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.attending.graphs import Replay
 from sglang_gemma4_yoco.cutting import donor, layers, per_layer
 from sglang_gemma4_yoco.cutting.plan import Plan
 from sglang_gemma4_yoco.cutting.shadow import Shadows
@@ -130,24 +131,27 @@ class Cut:
     def _norming(self, stock: _Call) -> _Call:
         """The tail, in the place of the model's norm."""
 
-        def forward(front: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            no_front = self._model.start_layer == self._first  # when it is audited
-            if args or kwargs or not (no_front or front is self._at_the_cut):
+        def forward(front: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+            if others or settings or not self._is_from_the_front(front):
                 raise LateRefusalError(OTHER_NORM)
             if front.shape[0] != self.plan.tail.kept.total:
                 raise LateRefusalError(OTHER_ROWS)
             self._front.close()
             if self._inside:
                 self.write_keys_and_values(front)
-            if not self.plan.tail.unread:
-                replayed = self.plan.replay is not None
-                self.scatter(
-                    front, self._replayed(front) if replayed else self._launched(front, stock)
-                )
+            if self.plan.replay is not None:
+                self.scatter(front, self._replayed(front, self.plan.replay))
+            elif not self.plan.tail.unread:
+                self.scatter(front, self._launched(front, stock))
             self.output = front
             return front
 
         return forward
+
+    def _is_from_the_front(self, rows: torch.Tensor) -> bool:
+        """Whether these are the rows that the front's last layer has returned, untouched."""
+        no_front = self._model.start_layer == self._first  # of an audit
+        return no_front or rows is self._at_the_cut
 
     def write_keys_and_values(self, front: torch.Tensor) -> None:
         """K and V of layer K-1 for all rows, from its input [T, hidden]."""
@@ -161,9 +165,8 @@ class Cut:
         """Overwrite the kept rows; the others stay as they are: finite, and read by nobody."""
         front.index_copy_(0, self.plan.tail.index, rows)
 
-    def _replayed(self, front: torch.Tensor) -> torch.Tensor:
-        replay, index = self.plan.replay, self.plan.tail.index
-        assert replay is not None
+    def _replayed(self, front: torch.Tensor, replay: Replay) -> torch.Tensor:
+        index = self.plan.tail.index
         torch.index_select(front, 0, index, out=replay.inputs.rows)
         torch.index_select(self.positions, 0, index, out=replay.inputs.positions)
         return replay.run()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from audited_prefills import audited, counts
-from batches import BATCHES, batch_of
+from batches import BATCHES, batch_of, kept_rows
 from forwards import (
     TWO_PROMPTS,
     InjectedError,
@@ -21,13 +21,14 @@ from forwards import (
     assert_untouched,
     with_larger_keys,
 )
-from layer_rows import FIRST_CUT, LAYERS
-from observe import SWITCH, run
+from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from observe import SWITCH, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import plugin, seams, starting
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.cutting import cut
+from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.telling import metrics, report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -50,6 +51,25 @@ def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     assert report.audits.greedy_changes == 0
     assert_untouched(engine)
     assert "forward" not in vars(engine.runner.model.logits_processor)
+
+
+@pytest.mark.parametrize("name", ["three, two of them cached", "input logprobs"])
+def test_a_cut_before_the_first_shared_layer(engine: Engine, name: str) -> None:
+    """K and V are stock's own there: they are not written again, and nobody misses them."""
+    known, prompts = starting.of(engine.text_model), BATCHES[name]
+    known.donor_cut = DonorCut.NONE
+    try:
+        with audited(engine):
+            scheduled = engine.schedule(prompts)
+            stock = run(engine, scheduled, "0")
+            seen = run(engine, scheduled, "1")
+    finally:
+        del known.donor_cut
+    assert counts() == (1, 0)
+    total, kept = sum(len(prompt.new) for prompt in prompts), sum(kept_rows(prompts))
+    tail = [kept] * (LAYERS - FIRST_SHARED)
+    assert seen.rows == [total] * FIRST_SHARED + tail + [total] * LAYERS + tail
+    assert_same_cache(stock, seen)
 
 
 def test_one_of_so_many(engine: Engine) -> None:

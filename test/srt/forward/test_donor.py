@@ -346,6 +346,21 @@ def test_an_update_that_is_added_before_the_cut_is_nobodys_matter(engine: Engine
         owing.close()
 
 
+def test_an_update_that_the_norm_would_add(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model whose norm is given the residual beside what is to be added to it."""
+    model = engine.text_model
+    call = type(model.norm).__call__
+
+    def adding(norm: Any, rows: torch.Tensor, *others: Any) -> Any:
+        if norm is not model.norm:
+            return call(norm, rows, *others)
+        normed, _ = call(norm, rows, torch.zeros_like(rows))
+        return normed
+
+    monkeypatch.setattr(type(model.norm), "__call__", adding)
+    assert_steps_aside(engine, "one prompt", DonorCut.KEYS_AND_VALUES, cut.OTHER_NORM)
+
+
 @pytest.mark.parametrize("rows", [-1, 1])
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_rows_that_are_not_the_batchs(

@@ -107,9 +107,11 @@ def test_per_layer_inputs(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_rows_in_the_end(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = cut.Cut.scatter
-    monkeypatch.setattr(
-        cut.Cut, "scatter", lambda this, front, rows: stock(this, front, rows * 1.1)
-    )
+
+    def scatter(this: cut.Cut, front: torch.Tensor, rows: torch.Tensor) -> None:
+        stock(this, front, rows * 1.1)
+
+    monkeypatch.setattr(cut.Cut, "scatter", scatter)
     assert named(sharp) == {"rows behind the norm"}
 
 

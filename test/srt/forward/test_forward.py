@@ -315,6 +315,23 @@ def test_a_forward_that_never_comes_to_the_cut(
     assert fallback.given_up()
 
 
+def test_a_cut_that_cannot_begin(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of its names are shadowed by then."""
+
+    def failing(_: Any, __: Any) -> Any:
+        raise InjectedError
+
+    scheduled = engine.schedule(BATCHES["one prompt"])
+    stock = run(engine, scheduled, "0")
+    report.reset()
+    with monkeypatch.context() as broken:
+        broken.setattr(cut.Cut, "_norming", failing)
+        seen = run(engine, scheduled, "1")
+    assert_served_by_stock(stock, seen)
+    assert_untouched(engine)
+    assert report.forwards == {report.FAILED: 1}
+
+
 def test_a_mode_without_new_tokens(engine: Engine) -> None:
     """An idle rank's forward, which has no lengths at all, is counted, with no rows."""
     batch = ForwardBatch(ForwardMode.IDLE, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)

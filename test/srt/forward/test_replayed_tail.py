@@ -932,7 +932,7 @@ def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> No
     said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
     [recorded] = [line for line in said if "the tail is recorded" in line]
     [active] = [line for line in said if "is active" in line]
-    assert f"from the queries of layer {FIRST_CUT} on for 1, 2, 4 rows in " in recorded
+    assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in recorded
     assert active.endswith(f"planned ahead, tail replayed for up to {MOST} rows")
 
 

@@ -28,6 +28,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.cutting import plan
 from sglang_gemma4_yoco.cutting.plan import plan_of
+from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 
@@ -158,16 +159,44 @@ class TestPublishedHelpers:
     def test_truncation_of_another_batch_than_the_planned_one(
         self, engine: Engine, planned: Callable[..., Any]
     ) -> None:
+        """The runner's own backend is planned for its tail, and again for all of it."""
         batch, model = planned(BATCHES["one prompt"]), engine.text_model
         planned(BATCHES["three, two of them cached"])
         assert plan_of(starting.of(model), batch) is None
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
-        rows, _, _, index, restore = model._yoco_truncate_to_last_tokens(
-            hidden, batch.positions, None, batch
-        )
-        restore()
+        plans: list[list[int]] = []
+
+        def noting(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+            def init_forward_metadata(of: Any) -> None:
+                plans.append(list(of.extend_seq_lens_cpu))
+                stock(of)
+
+            return init_forward_metadata
+
+        with Shadows() as shadows:
+            shadows.add(engine.runner.attn_backend, "init_forward_metadata", noting)
+            rows, _, _, index, restore = model._yoco_truncate_to_last_tokens(
+                hidden, batch.positions, None, batch
+            )
+            restore()
+        assert plans == [[1], [len(hidden)]]
         assert index.tolist() == kept_index(BATCHES["one prompt"])
         assert torch.equal(rows, hidden[index])
+
+    @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+    def test_the_residual_is_that_of_the_kept_rows(
+        self, engine: Engine, planned: Callable[..., Any]
+    ) -> None:
+        batch, model = planned(BATCHES["one prompt"]), engine.text_model
+        hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
+        seams.write_residual(batch, hidden, begin=True)
+        rows, *_, restore = model._yoco_truncate_to_last_tokens(
+            hidden, batch.positions, None, batch
+        )
+        assert seams.residual_is_written(batch, rows)
+        assert not seams.residual_is_written(batch, hidden)
+        restore()
+        assert seams.residual_is_written(batch, hidden)
 
 
 class TestPlansThatNobodyUses:

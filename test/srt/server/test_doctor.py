@@ -215,7 +215,7 @@ def test_other_reasons(patients: Patients, flags: Sequence[str], status: int, re
 def test_what_is_told_by_a_name(patients: Patients) -> None:
     rounded = patients.with_flags("--kv-cache-dtype", "fp8_e5m2").document
     assert rounded["active"] is True
-    assert rounded["cut"] == "cut inside layer 3, behind its attention (of 8)"
+    assert rounded["cut"] == "cut before layer 4 (of 8)"
     beside = patients.with_flags("--attention-backend", "intel_xpu").document
     assert (beside["active"], beside["attention"]) == (True, ["intel_xpu"])
     two = ("--prefill-attention-backend", "intel_xpu", "--decode-attention-backend", "triton")

@@ -47,7 +47,7 @@ def test_it_says_that_it_is_recorded(both_servers: tuple[Server, Server]) -> Non
     generate(recorded, tokens(50, seed=1))
     [line] = recorded.log_lines("the tail is recorded from")
     rows = ", ".join(map(str, RECORDED_ROWS))
-    assert f"from the queries of layer {FIRST_CUT} on for {rows} rows in " in line
+    assert f"from layer {FIRST_CUT} on for {rows} rows in " in line
     [line] = recorded.log_lines("fast prefill is active")
     assert line.endswith(f"tail replayed for up to {RECORDED_ROWS[-1]} rows")
     assert not stock.log_lines("the tail is recorded from")

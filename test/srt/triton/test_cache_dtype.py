@@ -2,7 +2,7 @@
 
 This backend attends to a chunk's own K and V before they are rounded to the cache's type, except in
 layers that read another layer's. So under such a cache layer K-1 must attend as in stock, and the
-cut comes behind its attention.
+cut comes behind it.
 
 SGLang's own forward gets no further than layer K: it hands K and V that a shared layer reads back
 to its kernel in the cache's type, which the kernel refuses, in the interpreter as on a GPU. To
@@ -152,7 +152,7 @@ def true_answers(checkpoint: Path) -> torch.Tensor:
     return torch.stack([truth.logprobs(oracle, prompt.cached + prompt.new) for prompt in BATCH])
 
 
-def test_cut_behind_the_attention_of_the_donor(
+def test_cut_behind_the_donor(
     rounding: Engine, checkpoint: Path, request: pytest.FixtureRequest
 ) -> None:
     vars(starting.of(rounding.text_model)).pop("donor_cut", None)
@@ -162,9 +162,9 @@ def test_cut_behind_the_attention_of_the_donor(
     with attended(rounding) as by_fast:
         fast = run(rounding, scheduled, "1")
     assert stock.rows == stock.attention_rows == [TOTAL] * LAYERS
-    assert fast.attention_rows == [TOTAL] * FIRST_SHARED + [KEPT] * (LAYERS - FIRST_SHARED)
-    assert fast.rows == [TOTAL] * (FIRST_SHARED - 1) + [KEPT] * (LAYERS - FIRST_SHARED + 1)
-    assert starting.of(rounding.text_model).donor_cut is DonorCut.AFTER_ATTENTION
+    wanted = [TOTAL] * FIRST_SHARED + [KEPT] * (LAYERS - FIRST_SHARED)
+    assert fast.rows == fast.attention_rows == wanted
+    assert starting.of(rounding.text_model).donor_cut is DonorCut.NONE
     assert len(by_stock) == len(by_fast) == FIRST_SHARED
     for layer, (want, got) in enumerate(zip(by_stock, by_fast, strict=True)):
         assert torch.equal(got, want), f"layer {layer} attends otherwise"
@@ -212,7 +212,7 @@ def test_the_reason_is_told(rounding: Engine, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         run(rounding, rounding.schedule(batch_of((0, 4))), "1")
     [told] = [message for message in caplog.messages if "because" in message]
-    assert "behind its attention" in told
+    assert "cut before layer" in told
     assert f"because the KV cache holds {rounding.runner.token_to_kv_pool.dtype}" in told
 
 

@@ -303,9 +303,9 @@ class LateInputs(per_layer.SplitInputs):
         super().__init__(*args)
         _, self._read_late, _, _, self._late_index, _ = args
 
-    def kept(self, layer: int) -> torch.Tensor:
+    def kept(self) -> torch.Tensor:
         self._embeds = self._read_late.index_select(0, self._late_index)
-        return super().kept(layer)
+        return super().kept()
 
 
 @models("wide")

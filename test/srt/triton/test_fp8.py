@@ -120,6 +120,7 @@ def test_an_unread_chunk(engine: Engine) -> None:
 def test_its_tail_is_not_recorded(engine: Engine) -> None:
     known = starting.of(engine.text_model)
     assert known.graphs is None
+    assert known.attention is not None
     assert graphs.why_not(engine.runner, engine.text_model, known.attention) in (
         graphs.NO_GRAPHS,
         graphs.QUANTISED,

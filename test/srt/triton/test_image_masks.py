@@ -34,8 +34,7 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import starting
-from sglang_gemma4_yoco.cutting import fallback, plan
+from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 
@@ -238,15 +237,6 @@ def test_logprobs_of_the_last_row_alone(engine: Engine) -> None:
     stock, mask = compare(engine, batch, kept=1)
     assert_bidirectional(mask, batch, expected=True)
     assert stock.output.input_token_logprobs is not None
-
-
-def test_one_backend_for_both_leaves_images_to_stock(without_own_backend: Engine) -> None:
-    """To plan the tail on it, and the front again for a stock forward, would lose the mask."""
-    engine = without_own_backend
-    assert starting.of(engine.text_model).attention is None
-    assert_stock(engine, media_batch(engine, CHUNKED, TEXT), plan.IMAGES_ON_ONE_BACKEND)
-    text = media_batch(engine, TEXT)
-    assert run(engine, text, "1").rows == cut(sum(text.extend_lens), 1)
 
 
 def test_a_tail_that_fails_leaves_the_mask_to_stock(engine: Engine) -> None:

@@ -122,8 +122,8 @@ def test_the_listed_classes_exist() -> None:
 )
 def test_what_may_be_planned_anew_at_the_cut(backend: Any, alone: bool) -> None:
     """Never one that merely may be main: its decode steps are shown by nobody."""
-    reason = f"the tail has no attention backend of its own beside {type(backend).__name__}"
-    assert backends.why_not_alone(backend) == (None if alone else reason)
+    reason = f"the tail cannot run on the attention backend {type(backend).__name__}"
+    assert backends.why_not_tail(backend) == (None if alone else reason)
 
 
 # ---------------------------------------------------------------- pools

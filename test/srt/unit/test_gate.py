@@ -371,7 +371,7 @@ BACKENDS: list[tuple[type | None, str | None]] = [
     (TritonAttnBackend, None),
     (
         AttentionBackend,
-        "the tail has no attention backend of its own beside AttentionBackend",
+        "the tail cannot run on the attention backend AttentionBackend",
     ),
     (None, None),  # outside of a forward
 ]
@@ -427,11 +427,8 @@ class TestUnplannedTails:
     def model(self) -> Any:
         return model(layers=[SimpleNamespace(modules=tuple)] * 35)
 
-    def test_images_without_a_backend_of_the_tails_own(self) -> None:
-        image = eligible_batch(mm_inputs=[None, object(), None])
-        assert reason_of(model(), image) is None
-        assert self.reason(self.model(), image) == plan.IMAGES_ON_ONE_BACKEND
-        assert self.reason(self.model(), eligible_batch()) is None
+    def test_models_that_no_runner_has(self) -> None:
+        assert self.reason(self.model(), eligible_batch()) == plan.NOT_PLANNED
 
     def test_batches_that_were_not_planned(self) -> None:
         main, other, tail = (PlansNothing() for _ in range(3))
@@ -643,7 +640,9 @@ SHOWN_BY = {
         "unit/test_backends.py::test_a_cache_of_another_type_is_read_beside_its_own_kind_alone"
     ),
     fallback.GIVEN_UP: "unit/test_gate.py::test_failures_in_a_row",
-    plan.IMAGES_ON_ONE_BACKEND: "unit/test_gate.py::test_images_without_a_backend_of_the_tails_own",
+    backends.NO_TAIL: (
+        "forward/test_forward.py::test_without_a_backend_of_the_tails_own_stock_serves"
+    ),
     plan.NOT_PLANNED: "unit/test_gate.py::test_batches_that_were_not_planned",
     cut.ENDLESS: "forward/test_forward.py::test_a_loop_that_does_not_end_where_it_is_told_to",
     cut.OTHER_INPUTS: (
@@ -653,9 +652,8 @@ SHOWN_BY = {
         "forward/test_replayed_tail.py::test_something_else_before_the_norm_is_served_by_stock"
     ),
     cut.STREAM_PENDING: "forward/test_donor.py::test_a_residual_that_is_owed_an_update",
-    cut.FOREIGN_RESIDUAL: (
-        "forward/test_forward.py::test_a_donor_that_adds_to_something_else_is_not_cut"
-    ),
+    cut.OTHER_ROWS: "forward/test_donor.py::test_rows_that_are_not_the_batchs",
+    cut.NO_NORM: "forward/test_forward.py::test_a_forward_that_never_comes_to_the_cut",
     ranks.NOT_ALIKE: "unit/test_verdicts.py::test_ranks_with_different_findings_all_step_aside",
     ranks.NOT_ALL: "unit/test_verdicts.py::test_ranks_that_wait_in_vain_all_step_aside",
 }
