@@ -29,13 +29,14 @@ A batch travels through the package in this order::
         tail.py       the batch as the tail sees it, rewritten and restored
         forward.py    one forward: cut, or served by stock
         fallback.py   when the fast path fails, stock serves the batch
-        cut.py        rows gathered at the last donor layer, scattered after the tail
+        cut.py        one forward: all rows to the last donor layer, kept rows behind it
         donor.py      the last donor layer: K and V for all rows, the rest for kept ones
+        layers.py     the layers behind the cut, launched or while they are recorded
         per_layer.py  per-layer inputs, projected for the rows that each layer runs on
         shadow.py     methods replaced on single objects, and put back
 
     attending/    what the tail runs on
-        attention.py  a backend of its own, or the runner's, rebuilt
+        attention.py  an attention backend of the tail's own, planned ahead
         graphs.py     the tail recorded for a few row counts, and replayed
 
     checking/     does it give what stock gives, here and with these weights?
@@ -63,6 +64,7 @@ A batch travels through the package in this order::
         agreement.py  how far answers are apart, and may be; verdict.py: are they?
         table.py      for a terminal; page.py: for a browser
 
+    published.py  two helpers for those who cut a batch themselves
     switch.py     the environment variables that set it
     seams.py      everything that depends on the installed SGLang's version
 """

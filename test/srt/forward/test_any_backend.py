@@ -163,7 +163,6 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Any]
 ) -> None:
     """Neither could be built, or what is registered is of no kind for a tail."""
-    main = type(engine.runner.attn_backend).__name__
     with monkeypatch.context() as broken:
         broken.setitem(ATTENTION_BACKENDS, "triton", build)
         if type(engine.runner.attn_backend) is HybridAttnBackend:
@@ -172,12 +171,11 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
         engine.runner.init_attention_backends()
         known = starting.of(engine.text_model)
         assert known.attention is None
-        reason = f"the tail has no attention backend of its own beside {main}"
-        assert known.constant_reason == reason
+        assert known.constant_reason == backends.NO_TAIL
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert report.forwards[reason] == 1
+        assert report.forwards[backends.NO_TAIL] == 1
     engine.runner.init_attention_backends()
     assert starting.of(engine.text_model).constant_reason is None
 
@@ -194,7 +192,6 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
     assert starting.of(engine.text_model).constant_reason is None
 
 
-NO_TAIL = "the tail has no attention backend of its own beside {}"
 # The class of SGLang's by this name, what it has -> whether it may be main; none may be the tail's.
 SGLANGS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "TRT-LLM": ("TRTLLMHAAttnBackend", {}, None),
@@ -227,8 +224,7 @@ def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, n
         if reason is None:
             others.setattr(seams, "build_attn_backend", out_of_memory)
             engine.runner.init_attention_backends()
-            main = type(engine.runner.attn_backend).__name__
-            assert starting.of(engine.text_model).constant_reason == NO_TAIL.format(main)
+            assert starting.of(engine.text_model).constant_reason == backends.NO_TAIL
     engine.runner.init_attention_backends()
     assert starting.of(engine.text_model).constant_reason is None
 

@@ -66,8 +66,6 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
 
     def given_stocks(number: int) -> Any:
         def hook(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            # The donor's own hooks do not see its kept rows: they are what comes next.
-            fast[number - 1] = kwargs["hidden_states"].clone()
             rows = before[number][kept].clone()
             seams.write_residual(kwargs["forward_batch"], rows)
             return args, {**kwargs, "hidden_states": rows}
@@ -82,15 +80,13 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
         run(engine, scheduled, "0")
         while hooks:
             hooks.pop().remove()
-        for number, layer in layers[1:]:
+        for number, layer in layers:
             hooks.append(layer.register_forward_pre_hook(given_stocks(number), with_kwargs=True))
-        last, layer = layers[-1]
-        hooks.append(layer.register_forward_hook(returned(last, fast)))
+            hooks.append(layer.register_forward_hook(returned(number, fast)))
         run(engine, scheduled, "1")
     finally:
         for hook in hooks:
             hook.remove()
-    fast[last] = fast[last][kept]  # which come out of the last layer in their places among all
     errors = {}
     for number, _ in layers:
         added = after[number].double() - before[number].double()
