@@ -32,13 +32,13 @@ import torch
 import batches
 from audited import audited
 from batches import batch_of
-from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from layer_rows import FIRST_CUT, LAYERS
 from media import MediaPrompt, media_batch
 from observe import Observed, run, switched, watching
 from sglang_gemma4_reference import host_reads
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.cutting import cut, donor
+from sglang_gemma4_yoco.cutting import cut, donor, per_layer
 from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
@@ -178,11 +178,9 @@ def spans(reads: HostReads) -> AbstractContextManager[Any]:
 
     mark(gate, "judge", "gate")
     mark(Tail, "of", "row indices")
-    mark(cut.Cut, "gather", "gather")
-    mark(cut.Cut, "kept", "gather")
-    mark(cut.Cut, "kept_input", "per-layer inputs")
+    mark(per_layer.SplitInputs, "__init__", "gather")
+    mark(per_layer.SplitInputs, "kept", "per-layer inputs")
     mark(cut.Cut, "scatter", "scatter")
-    mark(cut.Cut, "restore", "scatter")
     mark(donor, "keys_and_values", "donor pass")
     mark(donor, "queries", "donor pass")
     stack = ExitStack()
@@ -223,9 +221,8 @@ def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: 
     # The CPU's own attention reads lengths in each layer: the stock forward is not free of them.
     assert stock.seen
     assert_no_more_reads(fast, stock)
-    # Several rows of one request leave the donor's attention as it is.
-    assert ("donor pass" in fast.spans) == (name != "input logprobs")
-    assert "scatter" in fast.spans
+    assert "donor pass" in fast.spans
+    assert ("scatter" in fast.spans) != unread
 
 
 @pytest.mark.parametrize("cached", [0, 5])
@@ -270,8 +267,10 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
         for hook in hooks:
             hook.remove()
     assert report.forwards
-    last = FIRST_SHARED if name == "an unfinished chunk" else LAYERS
-    assert events == ["plan main", "plan tail", *(f"layer {i}" for i in range(last))]
+    if name == "an unfinished chunk":  # which has no tail
+        assert events == ["plan main", *(f"layer {i}" for i in range(FIRST_CUT))]
+    else:
+        assert events == ["plan main", "plan tail", *(f"layer {i}" for i in range(LAYERS))]
 
 
 # ---------------------------------------------------------------- the test's own teeth
@@ -286,19 +285,17 @@ def _reading_gate(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reading_gather(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def kept(self: Any, rows: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(rows.shape[0], dtype=torch.bool)
-        mask[self.tail.index] = True
-        return rows[mask]
+    def kept(self: Any) -> torch.Tensor:
+        inputs: torch.Tensor = stock(self)
+        return inputs[torch.ones(len(inputs), dtype=torch.bool)]
 
     return kept
 
 
 def _reading_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def scatter(self: Any, rows: torch.Tensor) -> torch.Tensor:
-        assert self.tail.index.tolist()
-        scattered: torch.Tensor = stock(self, rows)
-        return scattered
+    def scatter(self: Any, front: torch.Tensor, rows: torch.Tensor) -> None:
+        assert self.plan.tail.index.tolist()
+        stock(self, front, rows)
 
     return scatter
 
@@ -307,7 +304,7 @@ def _reading_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
     ("owner", "name", "breaks"),
     [
         (gate, "judge", _reading_gate),
-        (cut.Cut, "kept", _reading_gather),
+        (per_layer.SplitInputs, "kept", _reading_gather),
         (cut.Cut, "scatter", _reading_scatter),
     ],
 )
