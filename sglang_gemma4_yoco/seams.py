@@ -29,6 +29,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -316,14 +317,13 @@ def publish_arguments(flags: Sequence[str]) -> None:
         import_module("sglang.srt.server_args").set_global_server_args_for_scheduler(args)
 
 
-def stages(layers: int, pipeline: int) -> list[tuple[int, int]]:
-    """The layers [start, end) of each pipeline stage.
-
-    Raises:
-        ValueError: the operator's own partition is no partition of so many layers.
-    """
-    indices = import_module("sglang.srt.distributed.utils").get_pp_indices
-    return [indices(layers, rank, pipeline) for rank in range(pipeline)]
+def holds_all_layers(model: Any) -> bool:
+    """Whether no layer of ``model`` is on another pipeline stage."""
+    layers = model.config.num_hidden_layers
+    held = (getattr(model, "start_layer", 0), getattr(model, "end_layer", layers))
+    return held == (0, layers) and not any(
+        isinstance(layer, PPMissingLayer) for layer in getattr(model, "layers", ())
+    )
 
 
 def attention_backend(name: str) -> Any | None:
@@ -916,6 +916,7 @@ __all__ = [
     "end_residual",
     "free_device_memory",
     "gemma4_causal",
+    "holds_all_layers",
     "is_backed_later",
     "is_capturing",
     "is_in_window_pool",
@@ -944,7 +945,6 @@ __all__ = [
     "residual_reader",
     "server_arguments",
     "set_arguments",
-    "stages",
     "tensor_parallel_group",
     "unseen",
     "whole_window",

@@ -250,7 +250,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "disable_cuda_graph", "disable_decode_cuda_graph", "disable_prefill_cuda_graph",
         "enable_torch_compile",
     ),
-    "a batch is cut by all ranks of a stage or by none": ("tp_size",),
+    "a batch is cut by all ranks or by none": ("tp_size",),
     "judged before the tail is recorded; one that is launched runs as stock does": (
         "disable_cuda_graph_padding", "enable_hierarchical_cache", "enable_memory_saver",
         "enable_symm_mem",
