@@ -387,13 +387,11 @@ def scheme(name: str, **values: Any) -> dict[str, Any]:
 # As SGLang names them. Methods that know by themselves, and schemes beside their methods.
 METHODS = (
     "BlockInt8LinearMethod",
-    "FBGEMMFp8LinearMethod",
     "Fp8LinearMethod",
     "ModelOptFp4LinearMethod",
     "ModelOptFp8LinearMethod",
     "ModelOptNvFp4A16LinearMethod",
     "PetitNvFp4LinearMethod",
-    "QoQLinearMethod",
     "W8A8Fp8LinearMethod",
     "W8A8Int8LinearMethod",
 )

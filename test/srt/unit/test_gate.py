@@ -467,7 +467,7 @@ def test_a_name_that_is_gone_refuses_from_its_first_release_on(
     for of in (ServerArgs, ForwardBatch):
         monkeypatch.setattr(seams, of.__name__, without(of, name if of is owner else ""))
     full_name = f"{owner.__name__}.{name}"
-    first = seams._SINCE.get(full_name, Version("0.5.14"))
+    first = seams._SINCE.get(full_name, Version("0.5.17"))
     for release in (str(first), f"{first}.post1", str(seams.LAST_TESTED), "0.6.0"):
         monkeypatch.setattr(seams, "version", lambda _, release=release: release)
         lacks = f"SGLang {release} lacks {full_name}, which may go by another name now"
@@ -500,7 +500,7 @@ def test_names_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_installed_release_has_the_names_that_it_should_have(owner: type, name: str) -> None:
     """On the last tested release that is every one."""
     installed = Version(version("sglang"))
-    since = seams._SINCE.get(f"{owner.__name__}.{name}", Version("0.5.14"))
+    since = seams._SINCE.get(f"{owner.__name__}.{name}", Version("0.5.17"))
     fields = seams.argument_defaults() if owner is ServerArgs else ForwardBatch.__dataclass_fields__
     names = set(fields)
     assert (name in names) == (installed >= since)
