@@ -57,7 +57,7 @@ from environment import (
 from generated import inserted
 from provenance import commit_of
 
-VERSIONS = tuple(f"0.5.{patch}" for patch in range(14, 24))
+VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
 PART_OF_DOCUMENT = "compatibility"
 SWITCH = "SGLANG_GEMMA4_YOCO"
 RESULTS = REPO / "benchmark" / "results" / "version_matrix.json"

@@ -29,8 +29,6 @@ _Runner = seams.ModelRunner
 _Scheduler = seams.Scheduler
 _Collector = seams.SchedulerMetricsCollector
 
-# Whether SGLang records its graphs now: up to 0.5.15 one of the wrapped methods calls the other.
-_recording = False
 # (class, attribute) -> (the original, our wrapper), while installed.
 _installed: dict[tuple[type, str], tuple[Any, Any]] = {}
 
@@ -70,14 +68,8 @@ def _with_recording(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def record_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _recording
-        outermost, _recording = not _recording, True
-        try:
-            result = stock(self, *args, **kwargs)
-        finally:
-            if outermost:
-                _recording = False
-        if outermost and not getattr(self, "is_draft_worker", False):
+        result = stock(self, *args, **kwargs)
+        if not getattr(self, "is_draft_worker", False):
             for model in _text_models(self.model):
                 starting.record(self, model)
         return result

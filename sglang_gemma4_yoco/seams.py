@@ -1,6 +1,6 @@
 """Everything that depends on the installed SGLang: the seams, checked at load, and their versions.
 
-Supported: SGLang 0.5.14 and later (the range itself stands in ``pyproject.toml`` and is checked
+Supported: SGLang 0.5.17 and later (the range itself stands in ``pyproject.toml`` and is checked
 before this module is imported). Across these releases ``Gemma4TextModel.forward`` has had several
 bodies, but the layer call, the ForwardBatch fields and the attention backend's entry point kept
 their names; what differs is told apart here and nowhere else.
@@ -29,6 +29,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -40,23 +41,17 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
-    is_in_breakable_cuda_graph,
-)
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+from sglang.srt.runtime_context import get_server_args
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.distributed import distributed_c10d
 
-try:
-    from sglang.srt.runtime_context import get_server_args  # 0.5.15 and later
-except ImportError:
-    from sglang.srt.server_args import get_global_server_args as get_server_args
 try:
     # 0.5.20 and later: the record keeps what was typed, resolution is kept beside it.
     from sglang.srt.arg_groups.overrides import resolution_result
@@ -99,12 +94,6 @@ _REQUIRED_FIELDS = (
 # The first release that has a name which the gate judges. One that is not listed here has been in
 # all of them, and none has gone so far.
 _SINCE = {
-    "ServerArgs.dcp_size": Version("0.5.15"),
-    "ServerArgs.enable_page_major_kv_layout": Version("0.5.15"),
-    "ServerArgs.enable_unified_memory": Version("0.5.15"),
-    "ServerArgs.enable_flexkv": Version("0.5.16"),
-    "ServerArgs.dwdp_size": Version("0.5.17"),
-    "ServerArgs.return_hidden_states_mode": Version("0.5.17"),
     "ServerArgs.enable_dense_mlp_attn_tp": Version("0.5.19"),
     "ServerArgs.enable_layernorm_sp": Version("0.5.19"),
     "ServerArgs.enable_unified_cache_external_linker": Version("0.5.20"),
@@ -113,8 +102,6 @@ _SINCE = {
     "ServerArgs.enable_amd_monokernel": Version("0.5.23"),
     "ServerArgs.enable_nvidia_megakernel": Version("0.5.23"),
     "ServerArgs.enable_return_aux_hidden_states": Version("0.5.23"),
-    "ForwardBatch.attn_dcp_metadata": Version("0.5.15"),
-    "ForwardBatch.dcp_kv_mask": Version("0.5.15"),
     "ForwardBatch.attn_tp_sequence_sharded": Version("0.5.20"),
     "ForwardBatch.encoder_swa_replay": Version("0.5.21"),
     "ForwardBatch.engram_history": Version("0.5.21"),
@@ -310,20 +297,17 @@ def publish_arguments(flags: Sequence[str]) -> None:
     if hasattr(context, "SpawnRanks"):  # 0.5.21
         ranks = context.SpawnRanks(world_rank=0, gpu_id=0)
         context.publish(args, role="scheduler", ranks=ranks)
-    elif hasattr(context, "publish"):  # 0.5.17
-        context.publish(args, role="scheduler")
     else:
-        import_module("sglang.srt.server_args").set_global_server_args_for_scheduler(args)
+        context.publish(args, role="scheduler")
 
 
-def stages(layers: int, pipeline: int) -> list[tuple[int, int]]:
-    """The layers [start, end) of each pipeline stage.
-
-    Raises:
-        ValueError: the operator's own partition is no partition of so many layers.
-    """
-    indices = import_module("sglang.srt.distributed.utils").get_pp_indices
-    return [indices(layers, rank, pipeline) for rank in range(pipeline)]
+def holds_all_layers(model: Any) -> bool:
+    """Whether no layer of ``model`` is on another pipeline stage."""
+    layers = model.config.num_hidden_layers
+    held = (getattr(model, "start_layer", 0), getattr(model, "end_layer", layers))
+    return held == (0, layers) and not any(
+        isinstance(layer, PPMissingLayer) for layer in getattr(model, "layers", ())
+    )
 
 
 def attention_backend(name: str) -> Any | None:
@@ -358,11 +342,7 @@ def is_capturing() -> bool:
     A recorded forward runs its Python once, for a padded batch; what the package would decide
     for that batch would be replayed for all others.
     """
-    if (
-        capture_mode.get_is_capture_mode()
-        or is_in_breakable_cuda_graph()  # asked by the former from 0.5.15 on
-        or is_in_tc_piecewise_cuda_graph()
-    ):
+    if capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph():
         return True
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
@@ -678,10 +658,8 @@ def prefill_batch(
 
 
 def _captured_by_every_batch(runner: Any) -> CaptureHiddenMode:
-    """Which hidden states every batch of this server returns, whoever asks (0.5.17 and later)."""
-    of_server = getattr(forward_batch_info, "get_server_return_hidden_states_mode", None)
-    if of_server is None:
-        return CaptureHiddenMode.NULL
+    """Which hidden states every batch of this server returns, whoever asks."""
+    of_server = forward_batch_info.get_server_return_hidden_states_mode
     return of_server(*([runner.server_args] if _parameters(of_server) else []))  # until 0.5.17
 
 
@@ -930,6 +908,7 @@ __all__ = [
     "end_residual",
     "free_device_memory",
     "gemma4_causal",
+    "holds_all_layers",
     "is_backed_later",
     "is_capturing",
     "is_in_window_pool",
@@ -958,7 +937,6 @@ __all__ = [
     "residual_reader",
     "server_arguments",
     "set_arguments",
-    "stages",
     "tensor_parallel_group",
     "unseen",
     "whole_window",

@@ -117,8 +117,6 @@ def refused_by_arguments() -> str | None:
     for name, reason in _REFUSED.items():
         if argument(name):
             return f"--{name.replace('_', '-')}: {reason}"
-    if (argument("pp_size") or 1) > 1:
-        return "--pp-size: a stage has no per-layer inputs of its own"
     return "SGLang lends the memory of its graphs" if seams.lends_graph_memory() else None
 
 

@@ -28,7 +28,6 @@ from sglang_gemma4_yoco import seams, switch
 from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
-from sglang_gemma4_yoco.checking.self_check import PIPELINE
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.plan import Plan
 from sglang_gemma4_yoco.cutting.shadow import Shadows
@@ -74,14 +73,10 @@ def auditor(runner: Any, known: ServedModel) -> Auditor | None:
         return None
     if number == 0:
         return None
-    argument = seams.server_arguments()
     processor = getattr(runner.model, "logits_processor", None)
-    if argument is not None and (argument("pp_size") or 1) > 1:
-        reason = PIPELINE
-    elif processor is None:
-        reason = f"{type(runner.model).__name__} has no logits processor"
-    else:
+    if processor is not None:
         return Auditor(known, runner, processor, number, turns_off=turns_off)
+    reason = f"{type(runner.model).__name__} has no logits processor"
     report.once(f"Gemma 4 fast prefill is not audited: {reason}", logging.WARNING)
     return None
 

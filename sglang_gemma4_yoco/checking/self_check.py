@@ -41,7 +41,6 @@ from sglang_gemma4_yoco.telling import report
 VARIABLE = "SGLANG_GEMMA4_YOCO_SELF_CHECK"
 OFF = f"{VARIABLE}=0"
 FAILED = "its self-check at start failed"
-PIPELINE = "a pipeline's stages run no batch alone"
 BACKED_LATER = "K and V get their memory later"
 NO_ROOM = "the pools are too small for it"
 NOT_FINITE = "stock's own answers are not finite numbers"
@@ -82,9 +81,6 @@ def why_not(runner: Any) -> str | None:
             return OFF
     except ValueError as invalid:  # changed after load
         return str(invalid)
-    argument = seams.server_arguments()
-    if argument is not None and (argument("pp_size") or 1) > 1:
-        return PIPELINE
     if seams.is_backed_later(runner.token_to_kv_pool):
         return BACKED_LATER
     return None

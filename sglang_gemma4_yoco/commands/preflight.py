@@ -263,7 +263,7 @@ def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None
         findings.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
         findings.refusals.append(gate.EMBEDDINGS)
-    for reason in (gate.unseen_reason(), gate.server_reason(), _stages(text, argument)):
+    for reason in (gate.unseen_reason(), gate.server_reason()):
         if reason is not None:
             findings.refusals.append(reason)
     quantised = next(filter(None, map(argument, _QUANTISING)), None) or _quantised(config)
@@ -279,34 +279,6 @@ def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None
         where = cut.value.format(donor=(first or 0) - 1, first=first)
         findings.facts["cut"] = f"{where} (of {text['num_hidden_layers']})"
         findings.tell("cut", findings.facts["cut"])
-
-
-def _stages(text: Mapping[str, Any], argument: Any) -> str | None:
-    """Why no pipeline stage could be cut, or None."""
-    layers, pipeline = text["num_hidden_layers"], argument("pp_size") or 1
-    config = SimpleNamespace(**text)
-    try:
-        parts = seams.stages(layers, pipeline)
-    except ValueError as partition:
-        return str(partition)
-    reasons = [gate.stage_reason(_stage(config, start, end)) for start, end in parts]
-    return None if None in reasons else reasons[-1]
-
-
-def _stage(config: Any, start: int, end: int) -> Any:
-    """What the gate asks of a stage's model: whose K/V each layer reads."""
-    first = donor.first_shared_layer(config) or 0
-    kinds = config.layer_types
-    donors = {kind: index for index, kind in enumerate(kinds[:first])}
-    layers = [
-        SimpleNamespace(
-            self_attn=SimpleNamespace(
-                attn=SimpleNamespace(layer_id=index if index < first else donors[kind])
-            )
-        )
-        for index, kind in enumerate(kinds)
-    ]
-    return SimpleNamespace(config=config, start_layer=start, end_layer=end, layers=layers)
 
 
 def _attention(findings: Findings, argument: Any) -> None:
@@ -334,7 +306,7 @@ def _attention(findings: Findings, argument: Any) -> None:
 
 def _cut(first: int | None, argument: Any) -> DonorCut | None:
     """Where a model would be cut; None where that cannot be told."""
-    if first is None or (argument("pp_size") or 1) > 1:
+    if first is None:
         return None
     if first < 2:
         return DonorCut.NONE

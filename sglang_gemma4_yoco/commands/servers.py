@@ -312,7 +312,6 @@ def choose_ports(first: int | None) -> tuple[int, int]:
     Raises:
         CommandError: they are taken, or none is free.
     """
-    # Any: below 55,536, as SGLang 0.5.14 reserves the port that is 10,000 above a server's.
     any_ports = random.sample(range(20_000, 55_000), 1000)
     with ExitStack() as stack:
         ports: list[int] = []

@@ -24,8 +24,6 @@ NO_PLUGIN = (
     "the server has no plugin, or an older one: is it installed in its environment? "
     "`sglang-gemma4-yoco doctor` there tells"
 )
-#: What answers for a pipeline is its first stage, which is not the one that is cut.
-_FIRST_STAGE = "this pipeline stage has no KV-shared layer"
 
 
 def add_to(commands: Any) -> None:
@@ -70,12 +68,7 @@ def verdict(states: list[dict[str, Any] | None]) -> tuple[bool, str | None]:
         if not state:
             return False, NO_PLUGIN
         if not state.get("active"):
-            reason = str(state.get("reason"))
-            if reason == _FIRST_STAGE:
-                reason += (
-                    "; it answers for the pipeline, whose last stage has a log line of its own"
-                )
-            return False, reason
+            return False, str(state.get("reason"))
     return bool(states), None if states else "the server names no scheduler"
 
 

@@ -58,8 +58,8 @@ def why_not_inside(model: Any) -> str | None:
     """Why layer K-1 of this model cannot be cut, or None."""
     first = first_shared_layer(model.config)
     assert first is not None, "only models with a tail are asked"
-    if first - getattr(model, "start_layer", 0) < 2:
-        # The residual of a stage's first layer is its caller's, and must not be written to.
+    if first < 2:
+        # The residual of the first layer is its caller's, and must not be written to.
         return "there is no layer before the donor"
     layer = model.layers[first - 1]
     if type(layer) is not seams.gemma4_causal.Gemma4DecoderLayer:

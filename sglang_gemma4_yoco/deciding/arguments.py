@@ -2,7 +2,7 @@
 
 What makes an argument harmless is that it changes neither which rows of a prefill somebody reads,
 nor where K and V lie, nor how the layers are laid out, split or replayed. With the gate's tables of
-those that refuse, these are all fields of ``ServerArgs`` of SGLang 0.5.14 to 0.5.23. Of an argument
+those that refuse, these are all fields of ``ServerArgs`` of SGLang 0.5.17 to 0.5.23. Of an argument
 that a later release adds nothing is known, so no batch of a server that sets it is cut.
 """
 
@@ -44,7 +44,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "admin_api_key", "api_key", "debug_tensor_dump_input_file", "enable_cache_report",
         "enable_http2", "enable_http_worker_reuseport", "enable_response_store",
         "enable_ssl_refresh", "fastapi_root_path", "file_storage_path", "gated_launch_port",
-        "grpc_http_sidecar_port", "grpc_mode", "grpc_port", "grpc_response_timeout_secs",
+        "grpc_mode", "grpc_port", "grpc_response_timeout_secs",
         "grpc_worker_threads", "host", "http2_initial_connection_window_size",
         "http2_max_concurrent_streams", "port", "return_input_ids", "return_output_ids",
         "served_model_name", "sidecar", "sidecar_args", "skip_server_warmup", "smg_grpc_mode",
@@ -150,7 +150,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "disaggregation_decode_polling_interval", "disaggregation_decode_retraction_backup",
         "disaggregation_enable_kv_checksum", "disaggregation_ib_device",
         "disaggregation_transfer_backend", "enable_pd_role_switch", "num_reserved_decode_tokens",
-        "optimistic_prefill_attempts", "optimistic_prefill_retries",
+        "optimistic_prefill_attempts",
     ),
     "devices, processes and their life": (
         "base_gpu_id", "custom_sigquit_handler", "gc_threshold", "gpu_id_step", "numa_node",
@@ -209,7 +209,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "deepep_config", "deepep_dispatcher_output_dtype", "deepep_mode", "deepep_v2_mode",
         "disable_flashinfer_cutlass_moe_fp4_allgather", "disable_shared_experts_fusion",
         "elastic_ep_initial_size", "elastic_ep_rejoin", "elastic_ep_scale_timeout",
-        "enable_deepep_waterfill", "enable_elastic_expert_backup", "enable_eplb",
+        "enable_elastic_expert_backup", "enable_eplb",
         "enable_expert_distribution_metrics", "enable_fused_moe_sum_all_reduce",
         "enable_megamoe_for_layernorm_sp", "enable_paged_experts", "enable_return_routed_experts",
         "enable_shared_experts_attn_tp", "enable_w4a4_mxfp4_megamoe", "enable_waterfill",
@@ -225,7 +225,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "shared_experts_tp_size",
     ),
     "Mamba and linear attention, which Gemma 4 does not have": (
-        "enable_gdn_replayssm_spec", "enable_int8_mamba_checkpoint", "enable_linear_replayssm",
+        "enable_int8_mamba_checkpoint", "enable_linear_replayssm",
         "enable_linear_replayssm_spec", "enable_mamba_cache_stochastic_rounding",
         "int8_mamba_ckpt_size", "linear_attn_backend", "linear_attn_decode_backend",
         "linear_attn_prefill_backend", "linear_attn_verify_backend", "linear_replayssm_cache_len",
@@ -250,7 +250,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "disable_cuda_graph", "disable_decode_cuda_graph", "disable_prefill_cuda_graph",
         "enable_torch_compile",
     ),
-    "a batch is cut by all ranks of a stage or by none": ("tp_size",),
+    "a batch is cut by all ranks or by none": ("tp_size",),
     "judged before the tail is recorded; one that is launched runs as stock does": (
         "disable_cuda_graph_padding", "enable_hierarchical_cache", "enable_memory_saver",
         "enable_symm_mem",

@@ -25,8 +25,7 @@ from sglang_gemma4_yoco.served import ServedModel
 OFF = f"{switch.VARIABLE}=0"
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
 CAPTURING = "a CUDA graph is being captured"
-NO_SHARED_LAYERS_HERE = "this pipeline stage has no KV-shared layer"
-SPLIT_TAIL = "pipeline stages that part KV-shared layers from each other or from their donors"
+PIPELINE = "pipeline parallelism (--pp-size) is not supported"
 CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
@@ -130,6 +129,7 @@ _REFUSING_ARGUMENTS = {
 }
 # A server argument above one -> the reason.
 _REFUSING_SIZES = {
+    "pp_size": PIPELINE,
     "attn_dp_size": DP_ATTENTION,
     "attn_cp_size": CONTEXT_PARALLEL,
     "dcp_size": CONTEXT_PARALLEL,
@@ -142,7 +142,6 @@ _REFUSING_SIZES = {
 # Those that ``server_reason`` asks for by name.
 _OTHER_ARGUMENTS = (
     "speculative_algorithm",
-    "pp_size",
     "disaggregation_mode",
     "offload_group_size",
 )
@@ -232,10 +231,8 @@ def server_reason() -> str | None:
         return SPECULATIVE
     if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
         return f"{HIDDEN_STATES}, beside speculative decoding"
-    if argument("speculative_algorithm") and (argument("pp_size") or 1) > 1:
-        return f"{SPECULATIVE} in a pipeline"  # not shown
     if argument("speculative_algorithm") and argument("disaggregation_mode") not in (None, "null"):
-        return f"{SPECULATIVE} beside prefill-decode disaggregation"  # nor this
+        return f"{SPECULATIVE} beside prefill-decode disaggregation"  # not shown
     for name, reason in _REFUSING_ARGUMENTS.items():
         if argument(name):
             return reason
@@ -260,23 +257,11 @@ def _judged_arguments() -> frozenset[str]:
     )
 
 
-def stage_reason(model: Any) -> str | None:
-    """Why this process's layers cannot be cut, or None. Constant for a model.
-
-    A pipeline stage reads no other stage's K/V: SGLang's answers are right only where all
-    KV-shared layers are on the stage of their donors, the last one. Elsewhere they read slots that
-    their stage never wrote, with or without this package.
-    """
-    first, layers = first_shared_layer(model.config), model.config.num_hidden_layers
-    start, end = getattr(model, "start_layer", 0), getattr(model, "end_layer", layers)
-    if first is None:
+def model_reason(model: Any) -> str | None:
+    """Why the layers of this model cannot be cut, or None. Constant for a model."""
+    if first_shared_layer(model.config) is None:
         return NO_SHARED_LAYERS
-    if (start, end) == (0, layers):
-        return None
-    if end <= first:
-        return NO_SHARED_LAYERS_HERE
-    read = {layer.self_attn.attn.layer_id for layer in model.layers[max(first, start) : end]}
-    return SPLIT_TAIL if end < layers or min(read) < start else None
+    return None if seams.holds_all_layers(model) else PIPELINE
 
 
 def unseen_reason() -> str | None:
@@ -286,7 +271,7 @@ def unseen_reason() -> str | None:
 
 def constant_reason(model: Any) -> str | None:
     """Why no batch of this process may take the fast path, or None."""
-    reason = unseen_reason() or server_reason() or stage_reason(model)
+    reason = unseen_reason() or server_reason() or model_reason(model)
     if reason is not None:
         return reason
     first = first_shared_layer(model.config)
@@ -302,8 +287,7 @@ def is_news(reason: str) -> bool:
 def is_multimodal(forward_batch: Any) -> bool:
     """Whether some request brings images, video or audio.
 
-    The first pipeline stage puts their embeddings in place of the inputs; later ones see no more
-    than the inputs.
+    SGLang puts their embeddings in place of the inputs once the batch has been planned.
     """
     return getattr(forward_batch, "mm_input_embeds", None) is not None or any(
         inputs is not None for inputs in getattr(forward_batch, "mm_inputs", None) or ()

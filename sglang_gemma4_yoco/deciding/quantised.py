@@ -6,7 +6,7 @@ rows apart: the ways in which it may round (a scale for each row, or for each bl
 that the checkpoint names) are those of the row alone.
 
 A kind is the class of SGLang's that computes it and, where that one asks a scheme, the scheme's.
-They were read in SGLang 0.5.14 to 0.5.23. Not known, hence refused: GGUF, which rounds inputs of
+They were read in SGLang 0.5.17 to 0.5.23. Not known, hence refused: GGUF, which rounds inputs of
 few rows otherwise than of many; 8 bits of bitsandbytes, which picks columns by all rows; what
 other packages and platforms bring along.
 """
@@ -24,13 +24,11 @@ _SGLANG = "sglang.srt."  # its image models' classes have the same names
 _APART = frozenset(
     {
         "BlockInt8LinearMethod",
-        "FBGEMMFp8LinearMethod",  # up to 0.5.15
         "Fp8LinearMethod",
         "ModelOptFp4LinearMethod",
         "ModelOptFp8LinearMethod",
-        "ModelOptNvFp4A16LinearMethod",  # 0.5.15
+        "ModelOptNvFp4A16LinearMethod",
         "PetitNvFp4LinearMethod",
-        "QoQLinearMethod",  # up to 0.5.15
         "W8A8Fp8LinearMethod",
         "W8A8Int8LinearMethod",
     }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
+from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_gemma4_reference import recorder, releases
@@ -61,7 +62,7 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
     def capture_session(self, stream: Any) -> Iterator[None]:  # noqa: ARG002 - SGLang's
         """The span of ``capture_one``; in the pool of all, unless ``_pool`` was set before."""
         if self._pool is None:
-            self._pool = releases.graph_memory_pool(self._device_module)
+            self._pool = get_or_create_global_graph_memory_pool(self._device_module)
         yield
 
     def capture_one(

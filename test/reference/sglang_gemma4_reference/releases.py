@@ -1,4 +1,4 @@
-"""What differs between the SGLang releases that the CPU platform serves: 0.5.14 and later.
+"""What differs between the SGLang releases that the CPU platform serves: 0.5.17 and later.
 
 Each function names the first release that does it in the way that is tried first. Nothing else of
 this distribution knows a version.
@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.metadata import version
-from inspect import signature
-from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -23,17 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
-
-
-def _first_of(*names: str) -> ModuleType:
-    """The first of these modules that the installed SGLang has."""
-    for name in names[:-1]:
-        try:
-            return import_module(name)
-        except ModuleNotFoundError as missing:
-            if missing.name is None or not name.startswith(missing.name):
-                raise
-    return import_module(names[-1])
 
 
 def capabilities(*, supports_triton: bool, graph_capture: bool) -> Any:
@@ -53,10 +40,7 @@ def take_in_tree_paths(*, supports_triton: bool) -> None:
 
     if hasattr(interface, "PlatformCapabilities"):
         return
-    pools: Any = _first_of(
-        "sglang.srt.mem_cache.kv_cache_configurator",  # 0.5.16
-        "sglang.srt.model_executor.model_runner_kv_cache_mixin",
-    )
+    pools: Any = import_module("sglang.srt.mem_cache.kv_cache_configurator")
     # An out-of-tree platform gets one pool for all layers there, which knows no window. Everything
     # that is built for any other platform without kernels of its own is plain PyTorch.
     pools.current_platform = interface.SRTPlatform()
@@ -129,14 +113,6 @@ def take_host_cache() -> None:
         host_cache.install()
 
 
-def graph_memory_pool(device_module: Any) -> Any:
-    """The memory pool that graphs lie in: of all of them in common (0.5.15), or a new one."""
-    from sglang.srt.model_executor.runner_utils import pool
-
-    in_common = getattr(pool, "get_or_create_global_graph_memory_pool", None)
-    return device_module.graph_pool_handle() if in_common is None else in_common(device_module)
-
-
 def _current_stream() -> Any:
     import torch
 
@@ -183,10 +159,10 @@ def load_model(args: ServerArgs, rank: int) -> ModelRunner:
 
     The process-wide configuration and process groups are those of this runner afterwards.
     """
+    from sglang.benchmark import one_batch
     from sglang.srt.distributed import parallel_state
     from sglang.srt.server_args import PortArgs
 
-    one_batch: Any = _first_of("sglang.benchmark.one_batch", "sglang.bench_one_batch")  # 0.5.16
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     _resolve(args)
@@ -203,15 +179,13 @@ def _resolve(args: ServerArgs) -> None:
 
 
 def _publish(args: ServerArgs, rank: int) -> None:
-    from sglang.srt import runtime_context, server_args
+    from sglang.srt import runtime_context
 
     if hasattr(runtime_context, "SpawnRanks"):  # 0.5.21
         ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
         runtime_context.publish(args, role="scheduler", ranks=ranks)
-    elif hasattr(runtime_context, "publish"):  # 0.5.17
+    else:
         runtime_context.publish(args, role="scheduler")
-    else:  # and the runner does it once more
-        server_args.set_global_server_args_for_scheduler(args)
 
 
 @contextmanager
@@ -220,7 +194,7 @@ def serving(args: ServerArgs) -> Iterator[None]:
 
     SGLang itself resolves, checks and publishes them.
     """
-    from sglang.srt import runtime_context, server_args
+    from sglang.srt import runtime_context
 
     _resolve(args)
     args.check_server_args()
@@ -230,10 +204,7 @@ def serving(args: ServerArgs) -> Iterator[None]:
         with runtime_context.use_context(context):
             yield
         return
-    if hasattr(runtime_context, "get_server_args"):  # 0.5.15
-        previous = runtime_context.get_server_args()
-    else:
-        previous = server_args.get_global_server_args()
+    previous = runtime_context.get_server_args()
     try:
         with _groups_set_aside(args):
             _publish(args, 0)
@@ -263,7 +234,8 @@ def _groups_set_aside(args: ServerArgs) -> Iterator[None]:
 
 def tree_cache(runner: ModelRunner) -> Any:
     """A stand-in for the prefix cache that caches nothing."""
-    one_batch: Any = _first_of("sglang.benchmark.one_batch", "sglang.bench_one_batch")  # 0.5.16
+    from sglang.benchmark import one_batch
+
     return one_batch.TreeCacheNamespace(
         page_size=runner.token_to_kv_pool_allocator.page_size,
         device=runner.device,
@@ -279,11 +251,7 @@ def extend(req: Req, runner: ModelRunner, start: int, end: int) -> None:
     if start:
         slots = runner.req_to_token_pool.req_to_token[row(req), :start]
         req.prefix_indices = slots.to(req.prefix_indices.dtype)
-    if hasattr(req, "set_extend_range"):  # 0.5.16
-        req.set_extend_range(start, end)
-    else:
-        req.fill_len = end
-        req.set_extend_input_len(end - start)
+    req.set_extend_range(start, end)
 
 
 def row(req: Req) -> int:
@@ -297,9 +265,7 @@ def forward_batch(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
     """The batch as the model sees it."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    if "return_hidden_states_before_norm" in signature(ForwardBatch.init_new).parameters:  # 0.5.16
-        return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-    return ForwardBatch.init_new(batch, runner)
+    return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
 
 
 def placeholders(item: Any, count: int) -> list[int]:
@@ -321,43 +287,23 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
 @contextmanager
 def published(**arguments: Any) -> Iterator[None]:
     """A process whose server was started with these arguments, for the span."""
-    from sglang.srt import runtime_context, server_args
+    from sglang.srt import runtime_context
 
-    context: Any = runtime_context.get_context()
-    owner: Any
-    if hasattr(context, "override_server_args"):  # 0.5.16
-        with context.override_server_args(**arguments):
-            yield
-        return
-    if hasattr(context, "_server_args"):  # 0.5.15
-        owner, slot = context, "_server_args"
-    else:
-        owner, slot = server_args, "_global_server_args"
-    previous = getattr(owner, slot)
-    setattr(owner, slot, SimpleNamespace(**arguments))
-    try:
+    with runtime_context.get_context().override_server_args(**arguments):
         yield
-    finally:
-        setattr(owner, slot, previous)
 
 
 @contextmanager
 def unpublished() -> Iterator[None]:
     """A process in which no server was started, for the span."""
-    from sglang.srt import runtime_context, server_args
+    from sglang.srt import runtime_context
 
-    context = runtime_context.get_context() if hasattr(runtime_context, "get_context") else None
-    owner, name = (
-        (context, "_server_args")
-        if hasattr(context, "_server_args")  # 0.5.15
-        else (server_args, "_global_server_args")
-    )
-    previous = getattr(owner, name)
-    setattr(owner, name, None)
+    context = runtime_context.get_context()
+    previous, context._server_args = context._server_args, None
     try:
         yield
     finally:
-        setattr(owner, name, previous)
+        context._server_args = previous
 
 
 def allocates_pages_without_triton() -> bool:
@@ -365,13 +311,6 @@ def allocates_pages_without_triton() -> bool:
     from sglang.srt.platforms import interface
 
     return hasattr(interface, "PlatformCapabilities")
-
-
-def has_pools_by_heads() -> bool:
-    """Whether K and V can be laid out page by page and head by head (not in 0.5.14)."""
-    from sglang.srt.environ import envs
-
-    return hasattr(envs, "SGLANG_USE_HND_KVCACHE")
 
 
 def tells_unread_chunks() -> bool:
@@ -387,7 +326,6 @@ __all__ = [
     "capabilities",
     "extend",
     "forward_batch",
-    "has_pools_by_heads",
     "load_model",
     "moves_cache_to_the_host",
     "placeholders",

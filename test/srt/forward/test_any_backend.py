@@ -70,11 +70,7 @@ def no_tail_on_main() -> Iterator[None]:
 
 def test_the_backends_are_two_kinds(engine: Engine) -> None:
     main, pages = engine.runner.attn_backend, engine.runner.page_size
-    assert (type(main), pages) in (
-        (FrontBackend, 64),
-        (HybridAttnBackend, 128),
-        (HybridAttnBackend, 1),  # 0.5.14
-    )
+    assert (type(main), pages) in ((FrontBackend, 64), (HybridAttnBackend, 128))
     if type(main) is HybridAttnBackend:
         assert type(main.prefill_backend) is FrontBackend
     assert attention(engine).main is main
@@ -292,8 +288,6 @@ def test_a_rounded_cache_beside_another_backend(tiny_checkpoint: Path) -> None:
 def test_pools_that_are_laid_out_by_heads(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not releases.has_pools_by_heads():
-        pytest.skip("this SGLang lays all pools out slot by slot")
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     reason = refused(tiny_checkpoint, page_size=64)
     assert reason == "K and V do not lie slot by slot, but in 4 dimensions"

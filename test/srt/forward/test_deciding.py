@@ -322,10 +322,10 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"moe_dp_size": 2},
     {"dwdp_size": 2},
     {"nnodes": 2},
+    {"pp_size": 2},
     {"speculative_algorithm": "EAGLE3"},
     {**DRAFTS, "disaggregation_mode": "decode"},
     {**DRAFTS, "disaggregation_mode": "prefill"},
-    {**DRAFTS, "pp_size": 2},
     {**DRAFTS, "enable_return_hidden_states": True},
     {**DRAFTS, "enable_return_aux_hidden_states": True},
     {**DRAFTS, "return_hidden_states_mode": "last"},
@@ -387,13 +387,11 @@ def scheme(name: str, **values: Any) -> dict[str, Any]:
 # As SGLang names them. Methods that know by themselves, and schemes beside their methods.
 METHODS = (
     "BlockInt8LinearMethod",
-    "FBGEMMFp8LinearMethod",
     "Fp8LinearMethod",
     "ModelOptFp4LinearMethod",
     "ModelOptFp8LinearMethod",
     "ModelOptNvFp4A16LinearMethod",
     "PetitNvFp4LinearMethod",
-    "QoQLinearMethod",
     "W8A8Fp8LinearMethod",
     "W8A8Int8LinearMethod",
 )

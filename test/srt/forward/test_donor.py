@@ -236,18 +236,16 @@ def test_a_donor_that_lacks_a_part_is_left_alone(engine: Engine, name: str) -> N
     assert donor.why_not_inside(lacking) == f"layer {FIRST_CUT} lacks {name}"
 
 
-@pytest.mark.parametrize(
-    ("start", "inside"), [(0, True), (FIRST_CUT - 1, True), (FIRST_CUT, False)]
-)
+@pytest.mark.parametrize(("first", "inside"), [(2, True), (1, False)])
 def test_a_donor_without_a_layer_before_it_is_left_alone(
-    engine: Engine, start: int, inside: bool
+    engine: Engine, first: int, inside: bool
 ) -> None:
     """Its residual is the caller's. No server comes to it: SGLang wants layers of both kinds, each
-    with a donor, and the gate wants all donors on one stage."""
-    model = engine.text_model
-    stage = SimpleNamespace(config=model.config, layers=model.layers, start_layer=start)
+    with a donor."""
+    config = SimpleNamespace(num_hidden_layers=LAYERS, num_kv_shared_layers=LAYERS - first)
+    model = SimpleNamespace(config=config, layers=engine.text_model.layers)
     reason = None if inside else "there is no layer before the donor"
-    assert donor.why_not_inside(stage) == reason
+    assert donor.why_not_inside(model) == reason
 
 
 @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="the layer reads its norm by this name")

@@ -10,9 +10,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -233,6 +235,25 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "sglang_gemma4_yoco"]
 
 
+LACKING: dict[str, Callable[[Any], Any]] = {
+    "the first layer": lambda model: mock.patch.object(model, "start_layer", 1),
+    "the last layer": lambda model: mock.patch.object(model, "end_layer", LAYERS - 1),
+    "any layer": lambda model: mock.patch.dict(model.layers._modules, {"1": PPMissingLayer()}),
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_a_model_that_lacks_a_layer(
+    engine: Engine, restarted: Callable[..., None], lacking: str
+) -> None:
+    """When the server starts, as a pipeline's stages do; it has all of them when it serves."""
+    with LACKING[lacking](engine.text_model):
+        restarted()
+    assert_stock(engine, gate.PIPELINE)
+    restarted()
+    assert_fast(engine)
+
+
 # What one rank of several sees, and, at the end, what refuses nothing by itself. Several ranks
 # forward in ``test_ranks`` and ``test_parallel``.
 SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
@@ -246,8 +267,8 @@ SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
         {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000"},
         "ranks on several machines",
     ),
+    ({"pp_size": 2}, gate.PIPELINE),
     ({**DRAFTS, "tp_size": 2}, None),
-    ({"pp_size": 2}, None),
     ({"disaggregation_mode": "prefill"}, None),
     ({"offload_group_size": 0}, None),
 ]

@@ -860,16 +860,6 @@ class TestReasons:
             assert reason(engine).startswith(f"--{name.replace('_', '-')}: ")
         assert_replayed(engine, TWO_PROMPTS, launched=True)
 
-    def test_pipelines(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        stock = seams.server_arguments()
-        assert stock is not None
-        monkeypatch.setattr(
-            seams,
-            "server_arguments",
-            lambda: lambda asked: 2 if asked == "pp_size" else stock(asked),
-        )
-        assert reason(engine).startswith("--pp-size: ")
-
     def test_lent_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
         assert reason(engine) == "SGLang lends the memory of its graphs"

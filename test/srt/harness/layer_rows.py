@@ -48,7 +48,7 @@ def fast_rows(prefill: Prefill, minimum: int | None = 1, recorded: Sequence[int]
     kept = due_rows(prefill, lambda total, read: threshold.pays(total, read, minimum))
     if kept == len(prefill.extend_lens) < total:
         kept = min((rows for rows in recorded if rows >= kept), default=kept)
-    return local(cut(total, kept), prefill)
+    return cut(total, kept)
 
 
 def without_audit(prefill: Prefill) -> Prefill:

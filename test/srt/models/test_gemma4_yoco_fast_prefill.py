@@ -112,7 +112,7 @@ def test_eligibility_default_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_eligibility_no_kv_shared_layers() -> None:
     assert model(shared=0)._yoco_eligibility(batch([10, 5, 7])) is False
     assert reason_of(model(shared=0), batch([10, 5, 7])) == gate.NO_SHARED_LAYERS
-    assert gate.stage_reason(model(shared=0)) == gate.NO_SHARED_LAYERS
+    assert gate.model_reason(model(shared=0)) == gate.NO_SHARED_LAYERS
 
 
 def test_eligibility_pure_decode_batch() -> None:

@@ -198,7 +198,7 @@ def test_the_gate_gives_the_same_reason(
 @pytest.mark.parametrize(
     ("flags", "status", "reason"),
     [
-        (("--pp-size", "2"), 1, gate.SPLIT_TAIL),
+        (("--pp-size", "2"), 1, gate.PIPELINE),
         (("--is-embedding",), 1, gate.EMBEDDINGS),
         (Patients.FLAGS[-5], 1, metrics.NO_MODEL),
         (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),

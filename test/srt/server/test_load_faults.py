@@ -106,7 +106,7 @@ print("patched False")
 
 
 @pytest.mark.parametrize(
-    ("installed", "loads"), [("0.5.13", False), ("0.4.0", False), ("0.9.1", True)]
+    ("installed", "loads"), [("0.5.16", False), ("0.4.0", False), ("0.9.1", True)]
 )
 def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
     """Too old is refused by its number; newer than the last tested one is told, and patched."""
@@ -123,7 +123,7 @@ def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
         assert line.startswith("WARNING")
         assert f"SGLang {installed} is newer than" in line
     else:
-        assert f"SGLang {installed} is not in the supported range >=0.5.14" in refusal(output)
+        assert f"SGLang {installed} is not in the supported range >=0.5.17" in refusal(output)
 
 
 def test_a_module_that_moved(tmp_path: Path) -> None:

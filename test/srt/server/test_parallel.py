@@ -1,7 +1,7 @@
-"""Servers of several model processes: tensor-parallel ranks, pipeline stages, replicas.
+"""Servers of several model processes: tensor-parallel ranks and replicas; pipelines are stock.
 
-Each answers the same requests as the stock server that has one process. That the path was active is
-proven on every process, by the rows that each of its layers computed.
+Each answers the same requests as the stock server that has one process. That the path was active,
+or not, is proven on every process, by the rows that each of its layers computed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from ask import Answer, assert_same_answers, chat, compare, generate, picture, tokens
-from layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, local, whole
+from layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_yoco.deciding import gate
 
 PARTITION = "SGLANG_PP_LAYER_PARTITION"
 WINDOW_DONOR = FIRST_CUT - 1  # the sliding-window layer whose K/V the tail reads
@@ -31,12 +32,6 @@ class Mode:
 
     name: str
     arguments: tuple[str, ...]
-    first_stage: int = LAYERS
-    """Layers of the first pipeline stage."""
-
-    @property
-    def is_pipeline(self) -> bool:
-        return self.first_stage < LAYERS
 
     @property
     def has_replicas(self) -> bool:
@@ -47,14 +42,9 @@ TENSOR_PARALLEL = Mode("tensor-parallel", ("--tp-size", "2"))
 REPLICAS = Mode("replicas", ("--dp-size", "2", "--load-balance-method", "round_robin"))
 # SGLang refuses decode graphs beside per-layer embeddings in a pipeline.
 _STAGES = ("--pp-size", "2", "--disable-cuda-graph")
-PIPELINE = Mode("pipeline", _STAGES, first_stage=WINDOW_DONOR)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[TENSOR_PARALLEL, pytest.param(PIPELINE, marks=pytest.mark.release), REPLICAS],
-    ids=lambda m: m.name,
-)
+@pytest.fixture(scope="module", params=[TENSOR_PARALLEL, REPLICAS], ids=lambda m: m.name)
 def mode(request: pytest.FixtureRequest) -> Mode:
     spread: Mode = request.param
     return spread
@@ -65,14 +55,8 @@ def spread_server(
     mode: Mode, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server with the fast path on, over two model processes."""
-    stages = f"{mode.first_stage},{LAYERS - mode.first_stage}" if mode.is_pipeline else None
-    with running(
-        tiny_checkpoint,
-        tmp_path_factory.mktemp(mode.name),
-        switch=None,
-        arguments=mode.arguments,
-        env={PARTITION: stages},
-    ) as server:
+    directory = tmp_path_factory.mktemp(mode.name)
+    with running(tiny_checkpoint, directory, switch=None, arguments=mode.arguments) as server:
         yield server
 
 
@@ -103,10 +87,6 @@ def assert_fast_on_all_processes(mode: Mode, prefills: list[Prefill]) -> None:
     else:  # both run every batch
         assert [p.extend_lens for p in first] == [p.extend_lens for p in second]
         assert [p.prefix_lens for p in first] == [p.prefix_lens for p in second]
-    if mode.is_pipeline:
-        assert {p.first_layer for p in second} == {mode.first_stage}
-        assert_all_stock(first)
-    elif not mode.has_replicas:
         assert [p.rows for p in first] == [p.rows for p in second]
     assert_all_fast(second)
 
@@ -124,13 +104,12 @@ def test_prompts_of_all_lengths(mode: Mode, both_servers: tuple[Server, Server])
 
     both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)
-    assert any(p.rows == local(cut(CHUNK, 0), p) for p in both.prefills if p.rows[-1] == 0)
+    assert any(p.rows == cut(CHUNK, 0) for p in both.prefills if p.rows[-1] == 0)
     assert_same_answers(both)
 
 
-def test_scheduling_overlaps(mode: Mode, spread_server: Server) -> None:
-    """SGLang switches overlap off by itself in a pipeline."""
-    assert spread_server.resolved("disable_overlap_schedule") is mode.is_pipeline
+def test_scheduling_overlaps(spread_server: Server) -> None:
+    assert spread_server.resolved("disable_overlap_schedule") is False
 
 
 def test_cached_prefix(mode: Mode, both_servers: tuple[Server, Server]) -> None:
@@ -172,7 +151,7 @@ def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, S
 
     both = compare(both_servers, ask)
     assert len(by_process(both.prefills)) == 2
-    assert all(p.rows == local(cut(70, 10), p) for p in both.prefills)
+    assert all(p.rows == cut(70, 10) for p in both.prefills)
     assert_same_answers(both)
     assert [len(answer.input_logprobs) for answer in both.on] == [9, 9]
 
@@ -190,7 +169,7 @@ def test_images(mode: Mode, both_servers: tuple[Server, Server]) -> None:
 
 
 def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: tuple[Server, Server]) -> None:
-    """Refused on every process, also on a stage that does not see the image's embedding."""
+    """Refused on every process."""
     image = picture("red")[0]["image_url"]["url"]
 
     def ask(server: Server) -> list[Answer]:
@@ -232,7 +211,7 @@ def test_concurrent_requests(mode: Mode, both_servers: tuple[Server, Server]) ->
 
 
 def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
-    """Each process that cuts says so; a stage without KV-shared layers says why it does not."""
+    """Each process that cuts says so."""
     for i in range(2):
         generate(
             spread_server,
@@ -240,25 +219,26 @@ def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
             **turn(mode, (spread_server, spread_server), spread_server, i),
         )
     active = spread_server.log_lines("Gemma 4 fast prefill is active")
-    assert len(active) == (1 if mode.is_pipeline else 2)
-    aside = spread_server.log_lines("steps aside for this server")
-    assert len(aside) == (1 if mode.is_pipeline else 0)
-    assert all("this pipeline stage has no KV-shared layer" in line for line in aside)
+    assert len(active) == 2
+    assert spread_server.log_lines("steps aside for this server") == []
     assert "Traceback" not in spread_server.log()
 
 
 @pytest.mark.release
-def test_stages_that_part_the_tail_from_its_donors_run_as_stock(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    """SGLang itself reads K/V there that the stage never wrote; that is not made any different."""
-    stages = {PARTITION: f"{FIRST_CUT},{LAYERS - FIRST_CUT}"}
+def test_a_pipeline_is_stock(off_server: Server, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Parted where SGLang's own answers are right: all KV-shared layers beside their donors."""
+    stages = {PARTITION: f"{WINDOW_DONOR},{LAYERS - WINDOW_DONOR}"}
+
+    def ask(server: Server) -> list[Answer]:
+        return [generate(server, tokens(n, seed=n))[0] for n in (50, 2 * CHUNK + 44)]
+
     with running(tiny_checkpoint, tmp_path, switch=None, arguments=_STAGES, env=stages) as server:
-        generate(server, tokens(50, seed=1))
-        first, second = by_process(server.prefills())
-        [*_, last_of_first], [*_, last_of_second] = first, second
-        assert last_of_first.rows == whole(50)[:FIRST_CUT]
-        assert last_of_second.rows == whole(50)[FIRST_CUT:]
-        aside = server.log_lines("steps aside for this server: pipeline stages that part")
-        assert ["PP1" in line for line in aside] == [True]
+        both = compare((server, off_server), ask)
+        aside = server.log_lines("steps aside for this server")
         assert server.log_lines("fast prefill is active") == []
+    assert [f"PP{stage}" in line for stage, line in enumerate(sorted(aside))] == [True, True]
+    assert all(line.endswith(f"server: {gate.PIPELINE}") for line in aside)
+    first, second = by_process(both.prefills)
+    assert (first[0].rows, second[0].rows) == (whole(50)[:WINDOW_DONOR], whole(50)[WINDOW_DONOR:])
+    assert_all_stock(both.prefills)
+    assert_same_answers(both)

@@ -19,7 +19,6 @@ from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import metrics, report
 
 Captured = pytest.CaptureFixture[str]
@@ -190,7 +189,6 @@ def test_no_proxy_stands_between_a_machine_and_itself(
         ([{"active": True}, {"active": True}], True, None),
         ([{"active": True}, {"active": False, "reason": "LoRA"}], False, "LoRA"),
         ([{"active": True}, None], False, "the server has no plugin, or an older one"),
-        ([{"active": False, "reason": gate.NO_SHARED_LAYERS_HERE}], False, "last stage has a log"),
         ([], False, "names no scheduler"),
     ],
 )

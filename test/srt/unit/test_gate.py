@@ -25,6 +25,7 @@ from packaging.version import Version
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -207,42 +208,32 @@ def test_models(changes: dict[str, Any], reason: str | None) -> None:
     assert reason_of(model(**changes), eligible_batch()) == reason
 
 
-def stage(start: int, end: int) -> SimpleNamespace:
-    """A stand-in for the stage of E2B's text model that has layers [start, end)."""
-    layers: list[Any] = [object()] * 35
-    for i in range(start, end):
-        # Four sliding layers, then a full one; 13 and 14 are the last of each that write K/V.
-        read = i if i < 15 else 14 if i % 5 == 4 else 13
-        attention = SimpleNamespace(attn=SimpleNamespace(layer_id=read))
-        layers[i] = SimpleNamespace(self_attn=attention, modules=tuple)
-    return model(start_layer=start, end_layer=end, layers=layers)
-
-
 STAGES = [
     (0, 35, None),
-    (13, 35, None),
-    (8, 35, None),
-    (14, 35, gate.SPLIT_TAIL),
-    (15, 35, gate.SPLIT_TAIL),
-    (17, 35, gate.SPLIT_TAIL),
-    (0, 17, gate.SPLIT_TAIL),
-    (0, 34, gate.SPLIT_TAIL),
-    (17, 26, gate.SPLIT_TAIL),
-    (0, 13, gate.NO_SHARED_LAYERS_HERE),
-    (0, 15, gate.NO_SHARED_LAYERS_HERE),
-    (7, 13, gate.NO_SHARED_LAYERS_HERE),
+    (0, 34, gate.PIPELINE),
+    (1, 35, gate.PIPELINE),
+    (13, 35, gate.PIPELINE),  # the tail and its donors
+    (0, 13, gate.PIPELINE),
 ]
 
 
 @pytest.mark.parametrize(("start", "end", "reason"), STAGES)
 def test_pipeline_stages(start: int, end: int, reason: str | None) -> None:
-    assert reason_of(stage(start, end), eligible_batch()) == reason
+    stage = model(start_layer=start, end_layer=end)
+    assert reason_of(stage, eligible_batch()) == reason
 
 
-def test_images_are_known_on_every_pipeline_stage() -> None:
+def test_a_layer_that_is_on_another_stage() -> None:
+    layers = [torch.nn.Linear(1, 1) for _ in range(35)]
+    assert reason_of(model(layers=layers), eligible_batch()) is None
+    layers[0] = PPMissingLayer()
+    assert reason_of(model(layers=layers), eligible_batch()) == gate.PIPELINE
+
+
+def test_images_are_known_before_they_are_embedded() -> None:
     suffixes = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 4, 2]}
-    behind_the_first = {"mm_inputs": [None, object(), None], "mm_input_embeds": None}
-    batch = eligible_batch(**suffixes, **behind_the_first)
+    planned = {"mm_inputs": [None, object(), None], "mm_input_embeds": None}
+    batch = eligible_batch(**suffixes, **planned)
     assert reason_of(model(), batch) == gate.IMAGE_LOGPROBS
     batch = eligible_batch(**suffixes, mm_inputs=[None, None, None])
     assert reason_of(model(), batch) is None
@@ -274,7 +265,7 @@ SERVERS: list[tuple[dict[str, Any], str | None]] = [
     ({"speculative_algorithm": "DFLASH"}, gate.SPECULATIVE),
     ({"speculative_algorithm": "NGRAM"}, gate.SPECULATIVE),
     ({"tp_size": 2}, None),
-    ({"pp_size": 2}, None),
+    ({"pp_size": 2}, gate.PIPELINE),
     ({"dp_size": 2}, None),
     ({"attn_dp_size": 2}, gate.DP_ATTENTION),
     ({"enable_dp_attention": True}, gate.DP_ATTENTION),
@@ -327,10 +318,6 @@ SERVERS: list[tuple[dict[str, Any], str | None]] = [
         DRAFTS_BESIDE_ROLES,
     ),
     ({"speculative_algorithm": "FROZEN_KV_MTP", "disaggregation_mode": "null"}, None),
-    (
-        {"speculative_algorithm": "FROZEN_KV_MTP", "pp_size": 2},
-        "speculative decoding in a pipeline",
-    ),
     ({"speculative_algorithm": "FROZEN_KV_MTP", "tp_size": 2}, None),
     *(
         ({"speculative_algorithm": "FROZEN_KV_MTP", name: value}, HIDDEN_STATES_OF_DRAFTS)
@@ -477,7 +464,7 @@ def test_a_name_that_is_gone_refuses_from_its_first_release_on(
     for of in (ServerArgs, ForwardBatch):
         monkeypatch.setattr(seams, of.__name__, without(of, name if of is owner else ""))
     full_name = f"{owner.__name__}.{name}"
-    first = seams._SINCE.get(full_name, Version("0.5.14"))
+    first = seams._SINCE.get(full_name, Version("0.5.17"))
     for release in (str(first), f"{first}.post1", str(seams.LAST_TESTED), "0.6.0"):
         monkeypatch.setattr(seams, "version", lambda _, release=release: release)
         lacks = f"SGLang {release} lacks {full_name}, which may go by another name now"
@@ -510,7 +497,7 @@ def test_names_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_installed_release_has_the_names_that_it_should_have(owner: type, name: str) -> None:
     """On the last tested release that is every one."""
     installed = Version(version("sglang"))
-    since = seams._SINCE.get(f"{owner.__name__}.{name}", Version("0.5.14"))
+    since = seams._SINCE.get(f"{owner.__name__}.{name}", Version("0.5.17"))
     fields = seams.argument_defaults() if owner is ServerArgs else ForwardBatch.__dataclass_fields__
     names = set(fields)
     assert (name in names) == (installed >= since)
@@ -555,7 +542,7 @@ def test_every_argument_that_is_asked_for_is_looked_for() -> None:
 
 def test_every_field_that_is_asked_for_must_exist() -> None:
     asked = _literals(gate, "getattr", 1)
-    of_the_model = {"num_kv_shared_layers", "start_layer", "end_layer", "name"}
+    of_the_model = {"num_kv_shared_layers", "name"}
     # A batch without it counts as read, so that none is taken for one that nobody reads.
     safely_absent = {"contains_last_prefill_chunk"}
     assert asked - of_the_model - safely_absent <= set(seams._REQUIRED_FIELDS)
@@ -631,7 +618,7 @@ SHOWN_BY = {
     gate.OFF: "unit/test_gate.py::test_switch_is_read_per_forward",
     gate.CAPTURING: "unit/test_gate.py::test_graph_capture",
     gate.TOO_LITTLE: "unit/test_gate.py::test_too_few_rows_to_skip",
-    gate.IMAGE_LOGPROBS: "unit/test_gate.py::test_images_are_known_on_every_pipeline_stage",
+    gate.IMAGE_LOGPROBS: "unit/test_gate.py::test_images_are_known_before_they_are_embedded",
     gate.EMBEDDINGS: "forward/test_other_models.py::test_an_embedding_server_is_refused",
     "SGLang 9 lacks a, which may go by another name now": (
         "unit/test_gate.py::test_a_name_that_is_gone_refuses_from_its_first_release_on"

@@ -271,6 +271,5 @@ def classes_of_this_release() -> set[str]:
 )
 def test_every_name_is_one_of_sglangs() -> None:
     names = quantised._APART.union(quantised._SCHEMES_APART, *quantised._SCHEMES_APART.values())
-    gone = {"FBGEMMFp8LinearMethod", "QoQLinearMethod"}  # up to 0.5.15
-    assert names - classes_of_this_release() == gone
+    assert names - classes_of_this_release() == set()
     assert Fp8LinearMethod.__name__ in names
