@@ -19,6 +19,7 @@ import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
     enable_breakable_cuda_graph,
 )
@@ -194,7 +195,7 @@ def test_nothing_is_announced_without_prefill_graphs(
         restarted()
         restarted(cuda_graph_config=decode_only)
         assert not [m for m in caplog.messages if CANNOT in m]
-        assert type(engine.runner.prefill_cuda_graph_runner) is seams.EagerRunner
+        assert type(engine.runner.prefill_cuda_graph_runner) is EagerRunner
         with releases.published(cuda_graph_config=replaying(Backend.BREAKABLE)):
             starting.record(engine.runner, engine.text_model)
         restarted(cuda_graph_config=replaying(Backend.FULL), enable_single_batch_overlap=True)
@@ -232,6 +233,23 @@ def test_what_cannot_be_recorded_is_foretold(
     assert record.levelname == "WARNING"
     assert why in record.getMessage()
     assert "--cuda-graph-backend-prefill=disabled" in record.getMessage()
+
+
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_a_text_model_is_none_that_sees(
+    engine: Engine,
+    restarted: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    multimodal: bool,
+) -> None:
+    """Where shared layers are no error, a multimodal model alone cannot be recorded."""
+    monkeypatch.setattr(engine.runner.model_config, "is_multimodal", multimodal)
+    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: True)
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
+    told = [seams.IDS_AND_EMBEDDINGS in m for m in caplog.messages if CANNOT in m]
+    assert told == [True] * multimodal
 
 
 def test_ids_and_embeddings_at_once_are_an_error(engine: Engine) -> None:
@@ -314,10 +332,11 @@ def test_a_recorded_prefill_would_read_uncopied_positions(
     monkeypatch.setenv(seams.POSITIONS_VARIABLE, str(int(copied)))
     assert seams.copies_positions() is copied
     batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
-    before, inside = batch.positions.clone(), []
+    before = batch.positions.clone()
+    inside: list[torch.Tensor] = []
 
     def text_model(*args: Any, **kwargs: Any) -> Any:
-        inside.append(kwargs.get("positions", args[1] if len(args) > 1 else None))
+        inside.append(kwargs["positions"] if "positions" in kwargs else args[1])
         raise _StopError
 
     with (
