@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
@@ -64,6 +65,11 @@ residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
 _FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
 LAST_TESTED = Version("0.5.23")
+# Has Gemma 4 add 1 to a copy of the positions.
+POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
+# Why recording prefills ends a server; docs/upstream has both.
+SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
+IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 # Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see. Those that it
@@ -334,6 +340,45 @@ def prefill_graph() -> str | None:
     config = None if argument is None else argument("cuda_graph_config")
     name: str = getattr(getattr(config, "prefill", None), "backend", "disabled")
     return None if name == "disabled" else name
+
+
+def replays_prefills(runner: Any) -> bool:
+    """Whether ``runner`` has recorded prefills: SGLang may have left out what was asked for."""
+    recorded = getattr(runner, "prefill_cuda_graph_runner", None)
+    return recorded is not None and not isinstance(recorded, EagerRunner)
+
+
+def prefill_graph_error(*, multimodal: bool) -> str | None:
+    """Why this server stops where it records prefills of a model with shared layers, or None.
+
+    A release that was not tested may have been repaired: nothing is said of it.
+    """
+    backend = prefill_graph()
+    if backend is None or is_newer_than_tested():
+        return None
+    if not _indexes_shared_layers():
+        return SHARED_LAYER_IDS
+    # Up to 0.5.21. It records the multimodal model, which makes embeddings of the ids.
+    outside = backend == "tc_piecewise"
+    return IDS_AND_EMBEDDINGS if multimodal and not outside else None
+
+
+def _indexes_shared_layers() -> bool:
+    """Whether recording puts up with two layers of one id: up to 0.5.18 it does not look."""
+    setup = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
+    index = getattr(setup, "index_attention_layers_by_global_id", None)
+    if index is None:
+        return True
+    with suppress(ValueError):
+        index([SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=0)], [None, None])
+        return True
+    return False
+
+
+def copies_positions() -> bool:
+    """Whether positions stay as they are where a recorded prefill reads them, one too low."""
+    variable = getattr(envs, POSITIONS_VARIABLE, None)
+    return variable is not None and bool(variable.get())
 
 
 def is_capturing() -> bool:
@@ -900,6 +945,7 @@ __all__ = [
     "await_loads",
     "build_attn_backend",
     "check",
+    "copies_positions",
     "current_attn_backend",
     "decode_batch",
     "decodes_like_extend",
@@ -929,9 +975,11 @@ __all__ = [
     "plan_recorded",
     "prefill_batch",
     "prefill_graph",
+    "prefill_graph_error",
     "publish_arguments",
     "recorded_decode_steps",
     "rendezvous_store",
+    "replays_prefills",
     "residual",
     "residual_is_written",
     "residual_reader",

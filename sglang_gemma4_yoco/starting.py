@@ -40,19 +40,13 @@ def start(runner: Any, model: Any) -> None:
     reason = ranks.disagreement(_findings(reason, attention)) or reason
     known = ServedModel(model, reason, attention if reason is None else None, runner.attn_backend)
     known.attach(plan.plan_ahead)
+    _foretell(runner)
     if reason is not None:
         if gate.is_news(reason):
-            report.steps_aside(reason)
+            wrong = reason == gate.WRONG_REPLAYS
+            report.steps_aside(reason, logging.WARNING if wrong else logging.INFO)
         return
     _compile_kernels(known)
-    graph = seams.prefill_graph()
-    if graph is not None:
-        # A replay runs no Python, so nothing could be said when it happens.
-        report.once(
-            f"Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
-            f"(backend {graph!r}); --cuda-graph-backend-prefill=disabled runs them through it",
-            logging.WARNING,
-        )
 
 
 def record(runner: Any, model: Any) -> None:
@@ -63,6 +57,14 @@ def record(runner: Any, model: Any) -> None:
     known = served.find(model)
     if known is None or known.constant_reason is not None:
         return
+    if seams.replays_prefills(runner):
+        # A replay runs no Python, so nothing could be said when it happens.
+        report.once(
+            f"Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
+            f"(backend {seams.prefill_graph()!r}); --cuda-graph-backend-prefill=disabled runs "
+            "them through it",
+            logging.WARNING,
+        )
     record_tail(known, runner)
     if known.checked is not None:
         return
@@ -71,6 +73,17 @@ def record(runner: Any, model: Any) -> None:
         known.auditor = audit.auditor(runner, known)
         told = f"{known.attends()}, {checked.describe()}"
         report.once(f"Gemma 4 fast prefill {__version__} is on: {told}")
+
+
+def _foretell(runner: Any) -> None:
+    """Say that SGLang cannot record what it is about to: its own error names no remedy."""
+    why = seams.prefill_graph_error(multimodal=runner.model_config.is_multimodal)
+    if why is not None:
+        report.once(
+            f"Gemma 4 fast prefill: SGLang cannot record prefill CUDA graphs of this model, and "
+            f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",
+            logging.WARNING,
+        )
 
 
 # -- the recorded tail --------------------------------------------------------------------------

@@ -225,15 +225,31 @@ def _server(
         return
     argument = seams.server_arguments()
     assert argument is not None, "they have been published"
+    _prefill_graphs(findings, config, argument)
     _judge(findings, config, argument)
+    _tail(findings, argument)
+
+
+def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
     graph = seams.prefill_graph()
-    if graph is not None:
+    if graph is None:
+        return
+    multimodal = argument("enable_multimodal") is not False
+    why = seams.prefill_graph_error(
+        multimodal=multimodal and not config.get("language_model_only", False)
+    )
+    if why is None:
         findings.tell(
             "prefill graphs",
             f"backend {graph!r}: prefills that are replayed are not reached; "
             "--cuda-graph-backend-prefill=disabled runs them through the fast path",
         )
-    _tail(findings, argument)
+        return
+    findings.tell("prefill graphs", f"backend {graph!r}: SGLang cannot record this model")
+    findings.refusals.append(
+        f"SGLang does not start with prefill CUDA graphs of this model ({why}); "
+        "--cuda-graph-backend-prefill=disabled starts it"
+    )
 
 
 def _last_error(lines: Sequence[str], code: object) -> str:

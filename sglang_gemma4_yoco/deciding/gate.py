@@ -45,6 +45,11 @@ OFFLOADED = "weights that come to the device for their layer's own forward only"
 FOREIGN_CACHE = "a cache that may load K and V while layers run"
 ONE_KERNEL = "one kernel in the place of the model's layers"
 NO_MODE = "the batch has no forward mode"
+# Not the package's affair, but it would be taken for one: what stock answers there is the measure.
+WRONG_REPLAYS = (
+    f"{seams.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
+    "unset it"
+)
 _OTHER_MODE = "forward mode "
 
 # What an operator need not hear of: such a batch is no prefill, or has nothing worth skipping; and
@@ -227,6 +232,8 @@ def server_reason() -> str | None:
     argument = seams.server_arguments()
     if argument is None:
         return None
+    if seams.prefill_graph() is not None and seams.copies_positions():
+        return WRONG_REPLAYS
     if argument("speculative_algorithm") not in (None, *_LAST_ROW_DRAFTS):
         return SPECULATIVE
     if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):

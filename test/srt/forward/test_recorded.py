@@ -8,15 +8,18 @@ itself needs a GPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import FunctionType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
     enable_breakable_cuda_graph,
 )
@@ -36,6 +39,11 @@ from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 
 REPLAYED = "does not reach prefills that are replayed"
+CANNOT = "cannot record prefill CUDA graphs"
+ERRORS = {
+    seams.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
+    seams.IDS_AND_EMBEDDINGS: "exactly one of input_ids or inputs_embeds",
+}
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -140,6 +148,20 @@ def test_prefill_graph_of_the_published_arguments(backend: str | None, known: st
         assert seams.prefill_graph() == known
 
 
+def replaying(backend: str) -> CudaGraphConfig:
+    """A server whose prefills would be replayed."""
+    return CudaGraphConfig(prefill=PhaseConfig(backend=backend, bs=[4, 8]))
+
+
+@contextmanager
+def recorded_prefills(engine: Engine) -> Iterator[None]:
+    """SGLang has recorded prefills, none of which fits a batch; then its start goes on."""
+    graphs = SimpleNamespace(can_run_graph=lambda *_, **__: False)
+    with mock.patch.object(engine.runner, "prefill_cuda_graph_runner", graphs):
+        starting.record(engine.runner, engine.text_model)
+        yield
+
+
 @pytest.mark.parametrize("backend", [Backend.BREAKABLE, Backend.FULL])
 def test_replayed_prefills_are_announced(
     engine: Engine,
@@ -148,10 +170,13 @@ def test_replayed_prefills_are_announced(
     backend: str,
 ) -> None:
     """A server that replays prefills says so once; those that are not replayed are still cut."""
-    config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        restarted(cuda_graph_config=config)
-        restarted(cuda_graph_config=config)
+        restarted(cuda_graph_config=replaying(backend))
+        assert not [m for m in caplog.messages if REPLAYED in m], "nothing is recorded yet"
+        with releases.published(cuda_graph_config=replaying(backend)):
+            for _ in range(2):
+                with recorded_prefills(engine):
+                    pass
     (record,) = [r for r in caplog.records if REPLAYED in r.getMessage()]
     assert record.levelname == "WARNING"
     assert repr(backend) in record.getMessage()
@@ -162,11 +187,167 @@ def test_replayed_prefills_are_announced(
 def test_nothing_is_announced_without_prefill_graphs(
     engine: Engine, restarted: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Graphs of decode steps alone are no news; nor are any, to a server that steps aside."""
+    """Graphs of decode steps alone are no news, nor are those that SGLang has left out by itself;
+    nor are any, to a server that steps aside.
+    """
     decode_only = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.DISABLED))
-    replays = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.FULL))
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted()
         restarted(cuda_graph_config=decode_only)
-        restarted(cuda_graph_config=replays, enable_single_batch_overlap=True)
+        assert not [m for m in caplog.messages if CANNOT in m]
+        assert type(engine.runner.prefill_cuda_graph_runner) is EagerRunner
+        with releases.published(cuda_graph_config=replaying(Backend.BREAKABLE)):
+            starting.record(engine.runner, engine.text_model)
+        restarted(cuda_graph_config=replaying(Backend.FULL), enable_single_batch_overlap=True)
+        with recorded_prefills(engine):
+            pass
     assert not [m for m in caplog.messages if REPLAYED in m]
+
+
+# ---------------------------------------------------------------- what SGLang cannot record
+
+
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_what_cannot_be_recorded_is_foretold(
+    engine: Engine,
+    restarted: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    multimodal: bool,
+) -> None:
+    """Before SGLang's own runner of prefill graphs fails on the model, as it really does."""
+    runner = engine.runner
+    monkeypatch.setattr(runner.model_config, "is_multimodal", multimodal)
+    # Put back afterwards: SGLang takes it away before it fails.
+    monkeypatch.setattr(runner, "prefill_cuda_graph_runner", runner.prefill_cuda_graph_runner)
+    config = replaying(Backend.BREAKABLE)
+    with releases.published(cuda_graph_config=config):
+        why = seams.prefill_graph_error(multimodal=multimodal)
+        if why is None:
+            pytest.skip("this SGLang records the prefills of such a model")
+        with pytest.raises(ValueError, match=ERRORS[why]):
+            runner.init_prefill_cuda_graph()
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        restarted(cuda_graph_config=config)
+    (record,) = [r for r in caplog.records if CANNOT in r.getMessage()]
+    assert record.levelname == "WARNING"
+    assert why in record.getMessage()
+    assert "--cuda-graph-backend-prefill=disabled" in record.getMessage()
+
+
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_a_text_model_is_none_that_sees(
+    engine: Engine,
+    restarted: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    multimodal: bool,
+) -> None:
+    """Where shared layers are no error, a multimodal model alone cannot be recorded."""
+    monkeypatch.setattr(engine.runner.model_config, "is_multimodal", multimodal)
+    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: True)
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
+    told = [seams.IDS_AND_EMBEDDINGS in m for m in caplog.messages if CANNOT in m]
+    assert told == [True] * multimodal
+
+
+def test_ids_and_embeddings_at_once_are_an_error(engine: Engine) -> None:
+    """What stops a multimodal server where shared layers would not."""
+    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
+    embeds = torch.zeros(len(batch.input_ids), engine.runner.model_config.hidden_size)
+    with pytest.raises(ValueError, match=ERRORS[seams.IDS_AND_EMBEDDINGS]):
+        engine.text_model(batch.input_ids, batch.positions, batch, embeds)
+
+
+@pytest.mark.parametrize(
+    ("backend", "shared", "multimodal", "error"),
+    [
+        (Backend.DISABLED, False, True, None),
+        (Backend.BREAKABLE, False, True, seams.SHARED_LAYER_IDS),
+        (Backend.BREAKABLE, False, False, seams.SHARED_LAYER_IDS),
+        (Backend.BREAKABLE, True, True, seams.IDS_AND_EMBEDDINGS),
+        (Backend.FULL, True, True, seams.IDS_AND_EMBEDDINGS),
+        ("tc_piecewise", True, True, None),
+        ("tc_piecewise", False, True, seams.SHARED_LAYER_IDS),
+        (Backend.BREAKABLE, True, False, None),
+    ],
+)
+def test_errors_by_release(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    shared: bool,
+    multimodal: bool,
+    error: str | None,
+) -> None:
+    """``shared``: as up to 0.5.18, or repaired."""
+    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: shared)
+    with releases.published(cuda_graph_config=replaying(backend)):
+        assert seams.prefill_graph_error(multimodal=multimodal) == error
+        monkeypatch.setattr(seams, "is_newer_than_tested", lambda: True)
+        assert seams.prefill_graph_error(multimodal=multimodal) is None
+
+
+@pytest.mark.parametrize("index", [None, lambda layers, companions: (layers, companions)])
+def test_shared_layers_that_are_put_up_with(
+    monkeypatch: pytest.MonkeyPatch, index: Callable[..., Any] | None
+) -> None:
+    name = "index_attention_layers_by_global_id"
+    if index is None:
+        monkeypatch.delattr(cuda_graph_setup, name, raising=False)
+    else:
+        monkeypatch.setattr(cuda_graph_setup, name, index, raising=False)
+    assert seams._indexes_shared_layers()
+
+
+# ---------------------------------------------------------------- what SGLang replays wrongly
+
+
+def test_copied_positions_beside_prefill_graphs(
+    engine: Engine,
+    restarted: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server steps aside, and says whose fault the answers are and what to do."""
+    monkeypatch.setenv(seams.POSITIONS_VARIABLE, "1")
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
+    (record,) = [r for r in caplog.records if gate.WRONG_REPLAYS in r.getMessage()]
+    assert record.levelname == "WARNING"
+    assert "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION" in record.getMessage()
+    assert "unset it" in record.getMessage()
+    assert_stock(engine, gate.WRONG_REPLAYS)
+    restarted()
+    assert_fast(engine)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_recorded_prefill_would_read_uncopied_positions(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    """Recorded is the text model alone, on the batch's own positions: what is outside must have
+    changed these.
+    """
+    monkeypatch.setenv(seams.POSITIONS_VARIABLE, str(int(copied)))
+    assert seams.copies_positions() is copied
+    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
+    before = batch.positions.clone()
+    inside: list[torch.Tensor] = []
+
+    def text_model(*args: Any, **kwargs: Any) -> Any:
+        inside.append(kwargs["positions"] if "positions" in kwargs else args[1])
+        raise _StopError
+
+    with (
+        mock.patch.object(engine.text_model, "forward", text_model),
+        forward_context(ForwardContext(attn_backend=engine.runner.attn_backend)),
+        pytest.raises(_StopError),
+    ):
+        engine.runner.model.forward(batch.input_ids, batch.positions, batch)
+    assert torch.equal(inside[0], before + 1)
+    assert torch.equal(batch.positions, before if copied else before + 1)
+
+
+class _StopError(Exception):
+    """Nothing behind this is looked at."""

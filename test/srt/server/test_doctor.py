@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from test_load_faults import AROUND, plugin
 from test_refused_flags import REFUSED
 
@@ -104,6 +105,7 @@ class Patients:
         ("--enable-single-batch-overlap",),
         ("--cpu-offload-gb", "1"),
         ("--pp-size", "2"),
+        *((f"--cuda-graph-backend-prefill={backend}",) for backend in ("breakable", "disabled")),
         ("--is-embedding",),
         ("--quantization", "fp8"),
         ("--kv-cache-dtype", "fp8_e5m2"),
@@ -210,6 +212,38 @@ def test_other_reasons(patients: Patients, flags: Sequence[str], status: int, re
     assert answer.status == status
     assert answer.document["reason"].startswith(reason)
     assert answer.document["active"] is (False if status == 1 else None)
+
+
+def test_prefill_graphs(patients: Patients) -> None:
+    named = "--cuda-graph-backend-prefill"
+    assert patients.with_flags(f"{named}=disabled").verdict == (0, True, None)
+    breakable = patients.with_flags(f"{named}=breakable")
+    assert breakable.status == 1
+    assert breakable.document["reason"].startswith("SGLang does not start with prefill CUDA graphs")
+    assert breakable.document["reason"].endswith(f"{named}=disabled starts it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"enable_multimodal": False}, False),
+        ({"language_model_only": True}, False),
+    ],
+)
+def test_prefill_graphs_where_shared_layers_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
+) -> None:
+    """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
+    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: True)
+    findings = Findings(doctor.FACTS)
+    findings.section("A server")
+    config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
+    with releases.published(cuda_graph_config=config):
+        preflight._prefill_graphs(findings, changes, changes.get)
+    assert [seams.IDS_AND_EMBEDDINGS in refusal for refusal in findings.refusals] == [
+        True
+    ] * refused
 
 
 def test_what_is_told_by_a_name(patients: Patients) -> None:

@@ -26,6 +26,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.utils import PPMissingLayer
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -340,6 +341,24 @@ def test_servers(arguments: dict[str, Any], reason: str | None) -> None:
         assert reason_of(model(), eligible_batch()) == reason
 
 
+@pytest.mark.parametrize("value", ["1", "0"])
+@pytest.mark.parametrize("backend", [Backend.BREAKABLE, Backend.FULL, Backend.DISABLED, None])
+def test_copied_positions_are_refused_beside_prefill_graphs(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, value: str
+) -> None:
+    """Before anything else is looked at: stock's own answers are at stake."""
+    monkeypatch.setenv(seams.POSITIONS_VARIABLE, value)
+    config = None if backend is None else CudaGraphConfig(prefill=PhaseConfig(backend=backend))
+    wrong = value == "1" and backend not in (None, Backend.DISABLED)
+    with releases.published(cuda_graph_config=config):
+        assert reason_of(model(), eligible_batch()) == (gate.WRONG_REPLAYS if wrong else None)
+    with releases.published(cuda_graph_config=config, enable_deterministic_inference=True):
+        other = "deterministic inference"
+        assert reason_of(model(), eligible_batch()) == (gate.WRONG_REPLAYS if wrong else other)
+    assert seams.POSITIONS_VARIABLE in gate.WRONG_REPLAYS
+    assert "unset it" in gate.WRONG_REPLAYS
+
+
 @pytest.mark.parametrize(
     "capturing",
     [
@@ -617,6 +636,9 @@ SHOWN_BY = {
     ),
     gate.OFF: "unit/test_gate.py::test_switch_is_read_per_forward",
     gate.CAPTURING: "unit/test_gate.py::test_graph_capture",
+    gate.WRONG_REPLAYS: (
+        "unit/test_gate.py::test_copied_positions_are_refused_beside_prefill_graphs"
+    ),
     gate.TOO_LITTLE: "unit/test_gate.py::test_too_few_rows_to_skip",
     gate.IMAGE_LOGPROBS: "unit/test_gate.py::test_images_are_known_before_they_are_embedded",
     gate.EMBEDDINGS: "forward/test_other_models.py::test_an_embedding_server_is_refused",
