@@ -177,9 +177,14 @@ def _scattered(_: ServedModel) -> Iterator[bool]:
         yield True
 
 
+def as_returned(rows: torch.Tensor) -> Any:
+    """``rows`` as a decoder layer returns them: up to SGLang 0.5.21 in a pair with None."""
+    return rows if seams.HAS_RESIDUAL_STREAM else (rows, None)
+
+
 def _skipped_layer(stock: Callable[..., Any], model: Any, first: int, **others: Any) -> Any:
     def skipping(_: Any) -> Any:
-        return lambda *_, **kwargs: seams.layer_output(kwargs["hidden_states"])
+        return lambda *_, **kwargs: as_returned(kwargs["hidden_states"])
 
     with Shadows() as shadows:
         shadows.add(model.layers[first + 2], "forward", skipping)

@@ -847,33 +847,6 @@ def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool
     return stream.residual is None or stream.residual is hidden_states
 
 
-def residual(forward_batch: Any, layer_input: torch.Tensor) -> torch.Tensor:
-    """The residual that the layer now running has read: [T, hidden].
-
-    Args:
-        layer_input: [T, hidden], the hidden states that the layer was called with.
-
-    Raises:
-        SeamError: an update is still owed to it, which no supported SGLang does here.
-    """
-    if not HAS_RESIDUAL_STREAM:
-        return layer_input
-    stream = forward_batch.residual_stream
-    if stream is None or stream.pending is not None or stream.residual is None:
-        raise SeamError("a Gemma 4 layer computes its attention before its residual is written")
-    written: torch.Tensor = stream.residual
-    return written
-
-
-def residual_reader(layer: Any) -> Any | None:
-    """The part of ``layer`` that is handed the layer's own input to add its attention to.
-
-    Up to 0.5.21 a decoder layer keeps its input for this norm; since then the batch carries it, and
-    there is no such part.
-    """
-    return None if HAS_RESIDUAL_STREAM else getattr(layer, "pre_feedforward_layernorm", None)
-
-
 def write_residual(forward_batch: Any, hidden_states: torch.Tensor, *, begin: bool = False) -> None:
     """Give the batch a residual stream that holds ``hidden_states``, where it has streams.
 
@@ -890,11 +863,6 @@ def layer_rows(output: Any) -> torch.Tensor:
     """The hidden states in what a decoder layer returns."""
     rows: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return rows
-
-
-def layer_output(hidden_states: torch.Tensor) -> Any:
-    """``hidden_states`` as a decoder layer returns them: up to 0.5.21 in a pair with None."""
-    return hidden_states if HAS_RESIDUAL_STREAM else (hidden_states, None)
 
 
 def is_plain_tensor(weight: torch.Tensor) -> bool:
@@ -964,7 +932,6 @@ __all__ = [
     "is_plain_tensor",
     "keys_in_window",
     "kv_cache_dtype",
-    "layer_output",
     "layer_rows",
     "lends_graph_memory",
     "loads_by_layer",
@@ -980,9 +947,7 @@ __all__ = [
     "recorded_decode_steps",
     "rendezvous_store",
     "replays_prefills",
-    "residual",
     "residual_is_written",
-    "residual_reader",
     "server_arguments",
     "set_arguments",
     "tensor_parallel_group",

@@ -22,6 +22,7 @@ from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
 from batches import BATCHES, batch_of
+from breakages import as_returned
 from forwards import (
     assert_fast,
     assert_served_by_stock,
@@ -377,7 +378,7 @@ def test_rows_that_are_not_the_batchs(
             padded.append(hidden)
             more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
             seams.write_residual(kwargs["forward_batch"], more)
-            return seams.layer_output(more)
+            return as_returned(more)
 
         return call
 
