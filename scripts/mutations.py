@@ -915,6 +915,10 @@ _WRITTEN = [
         ("stock's embeddings are views", "trace.embeds = embeds.index_select(0, trace.index)",
          "trace.embeds = embeds[int(trace.index[0]) :][: len(trace.index)]",
          f"{MODELS}::test_a_recorded_tail_is_replayed"),
+        ("a head is held to its own size",
+         "            size = rounding.row_sizes(of_heads)\n",
+         "            size = of_heads.float().square().mean(-1, keepdim=True).sqrt()\n",
+         f"{MODELS}::test_a_head_whose_values_cancel"),
         ("per-layer inputs are not compared",
          "            self._compare(f\"per-layer input of layer {layer}\", "
          "expected, found, _OF_INPUTS)\n",

@@ -18,7 +18,7 @@ import torch
 
 from audited_prefills import audited, counts
 from batches import batch_of
-from bench_checks import traffic
+from bench_checks import SHAPES, draw, engines, kinds, traffic
 from breakages import BREAKAGES
 from checking import NEW, REQUESTS, checked, counted
 from decode_graphs import recorded_decode_steps
@@ -213,3 +213,17 @@ def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -
         assert torch.equal(output.next_token_logits, stock.output.next_token_logits)
     for now, then in zip(recorded.kv(), stock.kv, strict=True):
         assert all(map(torch.equal, now, then))
+
+
+def test_a_head_whose_values_cancel() -> None:
+    """It is off by the roundings of what it adds up, 1.2 times what its own size would allow."""
+    (shape, _), seed = SHAPES["35 layers"], 3100
+    [kind] = kinds(1, seed)
+    with torch.no_grad(), engines(shape, "float16") as engine:
+        draw(engine.text_model, dataclasses.replace(shape, outlier_share=0.02, **kind))
+        vocabulary, draws = engine.text_model.config.vocab_size, random.Random(seed)
+        with audited(engine), switched("1"):
+            for _ in range(10):
+                batch = engine.schedule(traffic(draws, vocabulary))
+                engine.forward(batch, unread=draws.random() < 0.15)
+    assert counts() == (10, 0)
