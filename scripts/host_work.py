@@ -91,11 +91,17 @@ class _Regions:
             for layer, region in begins.items():
                 hook = model.layers[layer].register_forward_pre_hook(self._entering(region))
                 stack.callback(hook.remove)
-            hook = model.norm.register_forward_pre_hook(self._entering("rest"))
+            # The fast path runs its tail in the place of the norm.
+            hook = model.norm.register_forward_pre_hook(self._at_the_norm)
+            stack.callback(hook.remove)
+            hook = model.norm.register_forward_hook(self._entering("rest"))
             stack.callback(hook.remove)
             self._since = time.perf_counter()
             yield
             self.enter("rest")
+
+    def _at_the_norm(self, *_: Any) -> None:
+        self.enter({"front": "donor layer", "donor layer": "tail"}.get(self._now, "rest"))
 
     def _entering(self, region: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:

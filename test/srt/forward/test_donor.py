@@ -389,6 +389,37 @@ def test_rows_that_are_not_the_batchs(
     assert len(padded) == 1
 
 
+@pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+class TestResidualIsWritten:
+    """The question itself, on SGLang's streams."""
+
+    def batch(self, stream: Any) -> SimpleNamespace:
+        return SimpleNamespace(residual_stream=stream)
+
+    def test_a_written_stream(self) -> None:
+        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+
+        hidden = torch.ones(3, 4)
+        stream = ResidualStream()
+        assert seams.residual_is_written(self.batch(stream), hidden)  # nothing but the embeddings
+        stream.write(hidden)
+        assert seams.residual_is_written(self.batch(stream), hidden)
+        assert not seams.residual_is_written(self.batch(stream), hidden.clone())
+        assert seams.residual_is_written(self.batch(None), hidden)
+        assert seams.residual_is_written(SimpleNamespace(), hidden)
+
+    def test_a_pending_update(self) -> None:
+        from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+
+        hidden, residual = torch.ones(3, 4), torch.ones(3, 4)
+        given, stream = ResidualStream.from_handoff(hidden, residual, PLAIN_ADD)
+        assert not seams.residual_is_written(self.batch(stream), given)
+        assert not seams.residual_is_written(self.batch(stream), residual)
+        stream.write(residual)
+        assert seams.residual_is_written(self.batch(stream), residual)
+
+
 @pytest.mark.skipif(
     not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
 )

@@ -23,8 +23,9 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.platforms import interface
 from torch.distributed import HashStore
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
+from forked import preloaded
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
 from sglang_gemma4_reference import releases
@@ -281,7 +282,8 @@ def test_groups_beside_each_other() -> None:
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
     """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
     arguments = (choose_ports(None)[0], *paths)
-    context = spawn(work, arguments, nprocs=RANKS, join=False)
+    method = preloaded().get_start_method()
+    context = start_processes(work, arguments, nprocs=RANKS, join=False, start_method=method)
     deadline = time.monotonic() + _DEADLINE
     try:
         while not context.join(timeout=1):

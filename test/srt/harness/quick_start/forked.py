@@ -53,6 +53,13 @@ def as_this_process(environment: Mapping[str, str]) -> bool:
     return all(environment.get(name) == os.environ.get(name) for name in _READ_AT_IMPORT)
 
 
+def preloaded() -> Any:
+    """``multiprocessing``'s context whose processes begin with SGLang imported, and no more."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED, __name__])
+    return context
+
+
 class Program:
     """A program that runs, with what the tests use of ``subprocess.Popen``.
 
@@ -73,8 +80,7 @@ class Program:
         Args:
             program: ``-m``, a module's name and its arguments; or ``-c`` and code.
         """
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*IMPORTED, __name__])
+        context = preloaded()
         began = (list(program), str(cwd), dict(env), str(log))
         self._process = context.Process(target=_run, args=began)
         self._process.start()
