@@ -53,7 +53,7 @@ def as_this_process(environment: Mapping[str, str]) -> bool:
     return all(environment.get(name) == os.environ.get(name) for name in _READ_AT_IMPORT)
 
 
-def preloaded() -> Any:
+def preloaded() -> multiprocessing.context.ForkServerContext:
     """``multiprocessing``'s context whose processes begin with SGLang imported, and no more."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, __name__])
