@@ -423,7 +423,19 @@ def table(releases: Sequence[Release]) -> str:
         cells.append(f"{sum(part.seconds for part in release.parts.values()) / 60:.0f}")
         cells.append(release.status + (f": {release.reason}" if release.reason else ""))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*lines, "", *legend(releases), *_not_tried(releases)]) + "\n"
+    return (
+        "\n".join([*lines, "", *_made_at(releases), *legend(releases), *_not_tried(releases)])
+        + "\n"
+    )
+
+
+def _made_at(releases: Sequence[Release]) -> list[str]:
+    """Of which product the results are, which need not be the one that they stand beside."""
+    commits = dict.fromkeys(release.commit for release in releases)
+    return [
+        f"- of commit `{commit}`: {', '.join(r.sglang for r in releases if r.commit == commit)}"
+        for commit in commits
+    ]
 
 
 def _not_tried(releases: Sequence[Release]) -> list[str]:

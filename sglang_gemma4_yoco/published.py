@@ -63,6 +63,8 @@ def _yoco_truncate_to_last_tokens(
 def _tail_of(model: Any, forward_batch: Any) -> tuple[Tail, OwnBackend | _RebuiltBackend]:
     plan = plans.plan_of(starting.of(model), forward_batch)
     if plan is not None:
+        if plan.tail.unread:  # of which the package itself runs no tail
+            plan.attention.plan(forward_batch, plan.tail.fields)
         return plan.tail, plan.attention
     rebuilt = _RebuiltBackend(seams.current_attn_backend())
     kept, unread = gate.kept_rows(forward_batch), gate.is_unread(forward_batch)

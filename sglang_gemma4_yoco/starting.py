@@ -208,7 +208,7 @@ def _own_backend(runner: Any) -> OwnBackend | None:
         if backends.TAIL in backends.can(type(tail)):
             return OwnBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
-    except Exception as raised:  # noqa: BLE001 - the rebuilt backend serves as well, only slower
+    except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
         failure = repr(raised)
     report.once(
         f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",

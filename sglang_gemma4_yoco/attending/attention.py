@@ -85,9 +85,6 @@ class OwnBackend:
         finally:
             self.release()
 
-    def after_failure(self, forward_batch: Any) -> None:
-        """The front's metadata was never touched."""
-
     def release(self) -> None:
         """Let go of the tail's metadata."""
         self.tail.forward_metadata = None

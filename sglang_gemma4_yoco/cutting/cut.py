@@ -97,16 +97,18 @@ class Cut:
         model, index, replay = self._model, self.plan.tail.index, self.plan.replay
 
         def project_per_layer_inputs(
-            embeds: torch.Tensor, embedded: torch.Tensor | None = None
+            inputs_embeds: torch.Tensor, per_layer_inputs: torch.Tensor | None = None
         ) -> Any:
             room = None if replay is None else replay.room
-            if room is not None and (room.embedded is None) != (embedded is None):
+            if room is not None and (room.embedded is None) != (per_layer_inputs is None):
                 raise LateRefusalError(OTHER_INPUTS)
             if per_layer.can_be_split(model):
-                split = per_layer.SplitInputs(model, embeds, embedded, self._first, index, room)
+                split = per_layer.SplitInputs(
+                    model, inputs_embeds, per_layer_inputs, self._first, index, room
+                )
                 self._kept_inputs = split.kept
                 return split
-            whole = stock(embeds, embedded)
+            whole = stock(inputs_embeds, per_layer_inputs)
             self._kept_inputs = lambda: (
                 None if whole is None else whole[:, self._first :].index_select(0, index)
             )
@@ -132,6 +134,8 @@ class Cut:
         """The tail, in the place of the model's norm."""
 
         def forward(front: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+            if self._kept_inputs is None:
+                raise LateRefusalError(OTHER_INPUTS)
             if others or settings or not self._is_from_the_front(front):
                 raise LateRefusalError(OTHER_NORM)
             if front.shape[0] != self.plan.tail.kept.total:
@@ -142,7 +146,7 @@ class Cut:
             if self.plan.replay is not None:
                 self.scatter(front, self._replayed(front, self.plan.replay))
             elif not self.plan.tail.unread:
-                self.scatter(front, self._launched(front, stock))
+                self.scatter(front, self._launched(front, self._kept_inputs(), stock))
             self.output = front
             return front
 
@@ -151,15 +155,17 @@ class Cut:
     def _is_from_the_front(self, rows: torch.Tensor) -> bool:
         """Whether these are the rows that the front's last layer has returned, untouched."""
         no_front = self._model.start_layer == self._first  # of an audit
-        return no_front or rows is self._at_the_cut
+        return self.output is None and (no_front or rows is self._at_the_cut)
 
     def write_keys_and_values(self, front: torch.Tensor) -> None:
         """K and V of layer K-1 for all rows, from its input [T, hidden]."""
         layer, attention = self._model.layers[self._first], self.plan.attention
+        where = layer.self_attn.attn
         k, v = donor.keys_and_values(layer.self_attn, layer.input_layernorm(front), self.positions)
-        seams.write_keys_and_values(
-            attention.main, attention.tail, layer.self_attn.attn, self.plan.batch, k, v
-        )
+        # As its attention would, which an unread chunk does without: who asks for K and V waits
+        # until a cache has loaded those of the prefix, and the next batch waits no more.
+        seams.await_loads(attention.tail.token_to_kv_pool, [where.layer_id])
+        seams.write_keys_and_values(attention.main, attention.tail, where, self.plan.batch, k, v)
 
     def scatter(self, front: torch.Tensor, rows: torch.Tensor) -> None:
         """Overwrite the kept rows; the others stay as they are: finite, and read by nobody."""
@@ -171,16 +177,14 @@ class Cut:
         torch.index_select(self.positions, 0, index, out=replay.inputs.positions)
         return replay.run()
 
-    def _launched(self, front: torch.Tensor, norm: _Call) -> torch.Tensor:
-        if self._kept_inputs is None:
-            raise LateRefusalError(OTHER_INPUTS)
+    def _launched(
+        self, front: torch.Tensor, inputs: torch.Tensor | None, norm: _Call
+    ) -> torch.Tensor:
         plan = self.plan
         rows = front.index_select(0, plan.tail.index)
         positions = self.positions.index_select(0, plan.tail.index)
         with plan.attention.running(plan.batch, plan.tail.fields_at(positions)):
-            return layers.run(
-                self._model, self._first, plan.batch, rows, positions, self._kept_inputs(), norm
-            )
+            return layers.run(self._model, self._first, plan.batch, rows, positions, inputs, norm)
 
 
 def _endless(*_: Any, **__: Any) -> Any:

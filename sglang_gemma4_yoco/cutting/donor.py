@@ -26,7 +26,7 @@ class DonorCut(Enum):
     """The layer runs as stock."""
 
 
-_LAYER_PARTS = ("input_layernorm", "pre_feedforward_layernorm")
+_LAYER_PARTS = ("input_layernorm",)
 _ATTENTION_PARTS = (
     "qkv_proj",
     "o_proj",

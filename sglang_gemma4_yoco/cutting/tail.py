@@ -93,8 +93,7 @@ class Tail:
             "extend_start_loc": start_loc,
         }
         if self.decodes:
-            # out_cache_loc stays [T]: layer K-1 writes K and V of all rows in this mode, and the
-            # layers after it write none.
+            # out_cache_loc stays [T]: nothing is written or read by it in this mode.
             fields["forward_mode"] = seams.ForwardMode.DECODE
         else:
             fields |= {

@@ -90,7 +90,7 @@ def why_not_main(backend: Any) -> str | None:
 
 
 def why_not_tail(backend: Any) -> str | None:
-    """Why the tail cannot run on this backend, planned anew at the cut, or None."""
+    """Why no tail can run on this backend, or None."""
     if TAIL in can(type(backend)):
         return None
     return f"the tail cannot run on the attention backend {type(backend).__name__}"

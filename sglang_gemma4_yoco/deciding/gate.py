@@ -319,8 +319,7 @@ def _failures() -> str | None:
 
 
 def _captures(known: ServedModel) -> str | None:
-    # Index i captures the input of layer i. Layer K-1 takes its own when it runs, which it does
-    # not as a whole when nobody reads the batch.
+    # Index i captures the input of layer i, which is all rows' before the cut alone.
     captured = known.model.layers_to_capture
     if captured and max(captured) >= known.first_shared - 1:
         return CAPTURE_IN_TAIL

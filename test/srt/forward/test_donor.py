@@ -249,16 +249,6 @@ def test_a_donor_without_a_layer_before_it_is_left_alone(
     assert donor.why_not_inside(model) == reason
 
 
-@pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="the layer reads its norm by this name")
-@pytest.mark.parametrize("name", BATCHES)
-def test_a_donor_whose_norm_has_another_name_is_left_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """SGLang's layers hand their norms to their boundaries, so the stock forward misses nothing."""
-    monkeypatch.delattr(donor_layer(engine), "pre_feedforward_layernorm")
-    assert_fast(engine, BATCHES[name], DonorCut.NONE)
-
-
 # ---------------------------------------------------------------- what comes to the cut
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -46,6 +46,7 @@ from sglang_gemma4_yoco import patch, seams, served, starting
 from sglang_gemma4_yoco.cutting import cut, fallback, forward, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.plan import plan_of
+from sglang_gemma4_yoco.cutting.shadow import Shadows
 from sglang_gemma4_yoco.deciding import backends, gate
 from sglang_gemma4_yoco.telling import report
 
@@ -87,6 +88,31 @@ def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorC
     assert fast.hidden is not None
     assert fast.hidden.isfinite().all()
     assert report.forwards[report.TAIL_SKIPPED] == 1
+
+
+@pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
+)
+def test_an_unread_chunk_waits_for_the_loads_that_stock_waits_for(engine: Engine) -> None:
+    """A cache that loads prefixes layer by layer has whoever asks for a layer's K and V wait."""
+    asked: dict[str, set[int]] = {"0": set(), "1": set()}
+    pool = engine.runner.token_to_kv_pool
+    scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
+    for switch, layers in asked.items():
+
+        def noting(stock: Callable[[int], Any], layers: set[int] = layers) -> Callable[[int], Any]:
+            def get(layer: int) -> Any:
+                layers.add(layer)
+                return stock(layer)
+
+            return get
+
+        with Shadows() as shadows, switched(switch):
+            for name in ("get_key_buffer", "get_kv_buffer"):
+                shadows.add(pool, name, noting)
+            engine.forward(scheduled, unread=True)
+    assert FIRST_CUT in asked["0"]
+    assert asked["1"] == asked["0"]
 
 
 @pytest.mark.skipif(

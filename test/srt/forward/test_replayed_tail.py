@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -979,6 +980,38 @@ def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGra
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
     assert_replayed(engine, TWO_PROMPTS)
+
+
+def test_inputs_that_were_not_projected(engine: Engine, tail: TailGraphs) -> None:
+    """Those in the graph's memory are of the batch before, and nobody may take them for these."""
+    model, scheduled = engine.text_model, engine.schedule(TWO_PROMPTS)
+    run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+    report.reset()
+    stock = run(engine, scheduled, "0")
+    unseen = partial(type(model).project_per_layer_inputs, model)
+    with mock.patch.object(cut.Cut, "_projecting", return_value=unseen):
+        fast = run(engine, scheduled, "1")
+    assert fast.rows[-LAYERS:] == stock.rows
+    assert_same_answers(stock, fast, 0.0)
+    assert outcomes() == {cut.OTHER_INPUTS: 1}
+
+
+def test_a_norm_that_is_called_twice(engine: Engine, tail: TailGraphs) -> None:
+    """Its rows are the answer by then, of which no tail begins."""
+    norm = type(engine.text_model.norm)
+    call = norm.__call__
+
+    def twice(self: Any, hidden_states: torch.Tensor, *args: Any) -> Any:
+        if self is engine.text_model.norm:
+            call(self, hidden_states, *args)
+        return call(self, hidden_states, *args)
+
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with mock.patch.object(norm, "__call__", twice):
+        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, 0.0)
+    assert outcomes() == {cut.OTHER_NORM: 1}
 
 
 def test_something_else_before_the_norm_is_served_by_stock(

@@ -183,6 +183,31 @@ class TestPublishedHelpers:
         assert index.tolist() == kept_index(BATCHES["one prompt"])
         assert torch.equal(rows, hidden[index])
 
+    @pytest.mark.skipif(
+        not releases.tells_unread_chunks(), reason="this SGLang does not tell which are unread"
+    )
+    @pytest.mark.usefixtures("planned")
+    def test_truncation_of_an_unread_batch(self, engine: Engine) -> None:
+        """The package runs no tail of it; who asks for one gets its attention planned."""
+        attention = starting.of(engine.text_model).attention
+        assert attention is not None
+        batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
+        batch.contains_last_prefill_chunk = False
+        attention.main.init_forward_metadata(batch)
+        hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
+        planned: list[list[int]] = []
+
+        def noting(_: Any) -> Callable[[Any], None]:
+            return lambda of: planned.append(list(of.extend_seq_lens_cpu))
+
+        with Shadows() as shadows:
+            shadows.add(attention.tail, "init_forward_metadata", noting)
+            *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
+                hidden, batch.positions, None, batch
+            )
+            restore()
+        assert planned == [[1]]
+
     @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
     def test_the_residual_is_that_of_the_kept_rows(
         self, engine: Engine, planned: Callable[..., Any]
