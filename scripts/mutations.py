@@ -193,7 +193,8 @@ _WRITTEN = [
          "            setattr(forward_batch, name, value)", "        pass", CUT),
         ("residual stream not put back",
          'for name in (*fields, "residual_stream") if hasattr(forward_batch, name)]',
-         "for name in fields if hasattr(forward_batch, name)]", SERVED),
+         "for name in fields if hasattr(forward_batch, name)]",
+         "forward/test_tails_batch.py::TestPublishedHelpers"),
         ("fields that a batch does not have are rewritten",
          'for name in (*fields, "residual_stream") if hasattr(forward_batch, name)]',
          'for name in (*fields, "residual_stream")]', CUT),
@@ -297,7 +298,7 @@ _WRITTEN = [
          "    if first == donor.first_shared_layer(model.config):\n", "    if True:\n", CUT),
         ("layer K is taken for a donor",
          "    if first == donor.first_shared_layer(model.config):\n", "    if False:\n",
-         OTHER_CUTS),
+         f"{DONOR}::test_the_first_shared_layer_runs_its_own_code"),
     ),
     *of(
         "published.py",
