@@ -214,11 +214,11 @@ def test_a_donor_of_another_kind_is_left_alone(
     assert told.endswith(f"because {reason}")
 
 
-class Doubling(Gemma4Attention):
+class Negating(Gemma4Attention):
     """Does something of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output: torch.Tensor = 2 * super().forward(*args, **kwargs)
+        output: torch.Tensor = -super().forward(*args, **kwargs)
         return output
 
 
@@ -228,7 +228,7 @@ def test_the_first_shared_layer_runs_its_own_code(
     """Where the cut comes before it; nobody has asked what it is."""
     starting.of(engine.text_model).donor_cut = DonorCut.NONE
     attention = engine.text_model.layers[FIRST_SHARED].self_attn
-    monkeypatch.setattr(attention, "__class__", Doubling)
+    monkeypatch.setattr(attention, "__class__", Negating)
     assert_fast(engine, BATCHES["one prompt"], DonorCut.NONE)
 
 
