@@ -7,10 +7,9 @@ machinery, for 1, 2, 4, ... rows, and a batch costs the host one launch for all 
 
 What is recorded are the layers behind the cut and the model's norm, as they are launched for other
 batches (``layers``). It reads and writes static tensors: ``Inputs``, the weights, the pools, and
-the tail's backend's own buffers. A batch of B rows is replayed with the
-graph of b >= B rows; the b - B rows that pad it are requests of one token, the reserved row and
-slot 0, and nobody reads what becomes of them. With graphs for 1, 2 and 4 rows, three prompts run as
-lengths [40, 3, 700, 1].
+the tail's backend's own buffers. A batch of B rows is replayed with the graph of b >= B rows; the
+b - B rows that pad it are requests of one token, the reserved row and slot 0, and nobody reads what
+becomes of them. With graphs for 1, 2 and 4 rows, three prompts run as lengths [40, 3, 700, 1].
 
 Before any batch is replayed with it, a graph must give what the same layers give when they are
 launched (``proof``).

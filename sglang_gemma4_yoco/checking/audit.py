@@ -156,7 +156,8 @@ class Auditor:
         with self._stocks_keys(plan) as compared, Shadows() as shadows:
             shadows.add(model, "start_layer", lambda _: self._first)
             launched = replace(plan, replay=None)
-            plan.attention.plan(plan.batch, plan.tail.fields)
+            if not plan.tail.unread:
+                plan.attention.plan(plan.batch, plan.tail.fields)
             with Forced(model, trace, self._first, last) as forced:
                 rows = forwards.cut(launched)
                 forced.at_the_end(rows)

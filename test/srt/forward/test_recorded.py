@@ -207,7 +207,16 @@ def test_nothing_is_announced_without_prefill_graphs(
 # ---------------------------------------------------------------- what SGLang cannot record
 
 
-@pytest.mark.parametrize("multimodal", [True, False])
+@pytest.fixture(params=[True, False])
+def multimodal(
+    request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """What SGLang takes the model for."""
+    sees: bool = request.param
+    monkeypatch.setattr(engine.runner.model_config, "is_multimodal", sees)
+    return sees
+
+
 def test_what_cannot_be_recorded_is_foretold(
     engine: Engine,
     restarted: Callable[..., None],
@@ -217,7 +226,6 @@ def test_what_cannot_be_recorded_is_foretold(
 ) -> None:
     """Before SGLang's own runner of prefill graphs fails on the model, as it really does."""
     runner = engine.runner
-    monkeypatch.setattr(runner.model_config, "is_multimodal", multimodal)
     # Put back afterwards: SGLang takes it away before it fails.
     monkeypatch.setattr(runner, "prefill_cuda_graph_runner", runner.prefill_cuda_graph_runner)
     config = replaying(Backend.BREAKABLE)
@@ -235,16 +243,13 @@ def test_what_cannot_be_recorded_is_foretold(
     assert "--cuda-graph-backend-prefill=disabled" in record.getMessage()
 
 
-@pytest.mark.parametrize("multimodal", [True, False])
 def test_a_text_model_is_none_that_sees(
-    engine: Engine,
     restarted: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     multimodal: bool,
 ) -> None:
     """Where shared layers are no error, a multimodal model alone cannot be recorded."""
-    monkeypatch.setattr(engine.runner.model_config, "is_multimodal", multimodal)
     monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: True)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
