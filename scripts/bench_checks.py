@@ -61,9 +61,8 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco import starting
+from sglang_gemma4_yoco import settings, starting
 from sglang_gemma4_yoco.checking import audit, proof, rounding, self_check
-from sglang_gemma4_yoco.deciding import threshold
 from sglang_gemma4_yoco.telling import report
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -203,8 +202,8 @@ def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
 def audited(engine: Engine, known: Any, draws: random.Random, number: int, result: Result) -> None:
     """Random prefills, every one audited."""
     report.reset()
-    os.environ[audit.VARIABLE] = "1"
-    known.auditor = audit.auditor(engine.runner, known)
+    with settings.changed(audit=1):
+        known.auditor = audit.auditor(engine.runner, known)
     try:
         for _ in range(number):
             batch = engine.schedule(traffic(draws, engine.text_model.config.vocab_size))
@@ -284,7 +283,7 @@ def judged(group: tuple[str, str, int, Sequence[str], bool]) -> list[Result]:
     """All models of one shape and type; in a process of its own, which keeps their memory."""
     name, dtype, count, breaks, triton = group
     # Every row that can be skipped is; the check is called by hand.
-    os.environ |= {threshold.VARIABLE: "1", self_check.VARIABLE: "0"}
+    os.environ |= {settings.name_of("min_skipped_rows"): "1", settings.name_of("self_check"): "0"}
     logging.disable(logging.ERROR)  # what is broken on purpose is logged, again and again
     torch.set_num_threads(1)
     if triton:

@@ -51,10 +51,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import bench_prefill
-from bench_prefill import SWITCH, NotActiveError
+from bench_prefill import NotActiveError
 from environment import REPO, SetupError, heading, say, tail
 from provenance import commit
 from sglang_gemma4_yoco.commands.servers import (
@@ -65,7 +64,6 @@ from sglang_gemma4_yoco.commands.servers import (
 )
 
 WAYS = ("off", "on")
-SWITCHED = {"off": "0", "on": "1"}
 PRESETS = {"tiny": "E2B_TINY", "mini": "E2B_MINI", "e2b": "E2B", "e4b": "E4B"}
 OUT_OF_TIME = 3
 
@@ -295,7 +293,9 @@ class Machine:
 
 def switched(way: str) -> AbstractContextManager[object]:
     """The switch of this process set for the span."""
-    return mock.patch.dict(os.environ, {SWITCH: SWITCHED[way]})
+    from sglang_gemma4_yoco import settings
+
+    return settings.changed(enabled=way == "on")
 
 
 def one_prompt(length: int) -> bench_prefill.Load:

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-SWITCH = "SGLANG_GEMMA4_YOCO"
 WAYS = ("off", "on", "front")
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
@@ -311,13 +310,14 @@ def synchronizer(engine: Any) -> Callable[[], None]:
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
+    from sglang_gemma4_yoco import settings
     from sglang_gemma4_yoco.deciding import gate
 
-    os.environ[SWITCH] = "0" if way == "off" else "1"
     synchronize = synchronizer(engine)
     # Front-only answers nothing, so no gate would ever admit it.
     pretended = mock.patch.object(gate, "is_unread", return_value=True)
-    with pretended if way == "front" else nullcontext():
+    switched = settings.changed(enabled=way != "off")
+    with switched, pretended if way == "front" else nullcontext():
         synchronize()
         began = time.perf_counter()
         output = engine.forward(batch)
@@ -381,9 +381,10 @@ def measure_host(engine: Any, batch: Any, repeats: int) -> dict[str, HostWork]:
     from statistics import median
 
     import host_work
+    from sglang_gemma4_yoco import settings
 
     def switched(way: str) -> Any:
-        return mock.patch.dict(os.environ, {SWITCH: "0" if way == "off" else "1"})
+        return settings.changed(enabled=way != "off")
 
     forward = partial(engine.forward, batch)
     ways = WAYS[:2]
@@ -490,7 +491,6 @@ def measure_gate(engine: Any) -> dict[str, float]:
     def stock(self: Any, input_ids: Any, positions: Any, forward_batch: Any) -> None:
         pass
 
-    os.environ[SWITCH] = "1"
     backend, model = Backend(), engine.text_model
     plain_plan = backend.init_forward_metadata
     attached = find(model)

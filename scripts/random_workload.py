@@ -209,9 +209,10 @@ def failures_of(server: Server) -> Path:
 def environment_of(server: Server) -> dict[str, str]:
     """The environment of one server."""
     from sglang_gemma4_reference import row_trace, tail_failures
-    from sglang_gemma4_yoco.deciding import threshold
+    from sglang_gemma4_yoco import settings
 
-    inherited = {k: v for k, v in os.environ.items() if k != threshold.VARIABLE}
+    threshold = settings.name_of("min_skipped_rows")
+    inherited = {k: v for k, v in os.environ.items() if k != threshold}
     return inherited | {
         "SGLANG_PLATFORM": "gemma4_cpu",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # its requests would be in the trace

@@ -65,7 +65,7 @@ A batch travels through the package in this order::
         table.py      for a terminal; page.py: for a browser
 
     published.py  two helpers for those who cut a batch themselves
-    switch.py     the environment variables that set it
+    settings.py   what the operator has set, read and judged once
     seams.py      everything that depends on the installed SGLang's version
 """
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from sglang_gemma4_yoco import __version__, switch
-from sglang_gemma4_yoco.deciding import threshold
+from sglang_gemma4_yoco import __version__, settings
 from sglang_gemma4_yoco.telling import report
 from sglang_gemma4_yoco.telling.report import logger
 
 DISTRIBUTION = "sglang-gemma4-yoco"
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
+_OFF = f"{settings.SWITCH}=0"
 
 #: Why SGLang was left as it was when the plugin was loaded here; None while it was not.
 left_alone: str | None = None
@@ -66,7 +66,7 @@ def _say_so_when_a_model_is_served() -> None:
     def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
         names = {type(module).__name__ for module in self.model.modules()}
         if "Gemma4TextModel" in names and not getattr(self, "is_draft_worker", False):
-            report.once(f"Gemma 4 fast prefill {__version__} is off: {switch.VARIABLE}=0")
+            report.once(f"Gemma 4 fast prefill {__version__} is off: {_OFF}")
         return stock(self, *args, **kwargs)
 
     ModelRunner.init_attention_backends = init_attention_backends
@@ -116,28 +116,21 @@ def load() -> None:
         )
         return
     try:
-        if not switch.enabled():
-            logger.info("Gemma 4 fast prefill %s is off: %s=0", __version__, switch.VARIABLE)
-            _leave_alone(f"{switch.VARIABLE}=0")
+        if not settings.load().enabled:
+            logger.info("Gemma 4 fast prefill %s is off: %s", __version__, _OFF)
+            _leave_alone(_OFF)
             _say_so_when_a_model_is_served()
             return
-        threshold.min_skipped_rows()
         check_version()
         # Imported late: with the switch off no model of SGLang's is touched.
         try:
             from sglang_gemma4_yoco import patch
-            from sglang_gemma4_yoco.attending import graphs
-            from sglang_gemma4_yoco.checking import audit, self_check
         except ImportError as missing:
             raise UnsupportedError(
                 f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
                 "Install a supported SGLang, or a newer sglang-gemma4-yoco"
             ) from missing
 
-        graphs.most_rows()
-        self_check.wanted()
-        audit.every()
-        audit.strict()
         patch.install()
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down
         logger.error(

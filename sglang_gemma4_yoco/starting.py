@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, seams, served, switch
+from sglang_gemma4_yoco import __version__, seams, served, settings
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.attention import OwnBackend
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
@@ -187,7 +187,7 @@ def _constant_reason(runner: Any, model: Any) -> str | None:
 def _findings(reason: str | None, attention: OwnBackend | None) -> str:
     """What must be the same on all ranks for a batch to be cut on all of them."""
     found = f"planned ahead: {attention is not None}, stepping aside: {reason}"
-    return f"{__version__}, {found}, {switch.settings()}"
+    return f"{__version__}, {found}, {settings.current}"
 
 
 def _compile_kernels(known: ServedModel) -> None:

@@ -25,18 +25,17 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.attending.attention import OwnBackend
 from sglang_gemma4_yoco.cutting import layers, per_layer
 from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.deciding.rows import KeptRows
 
-VARIABLE = "SGLANG_GEMMA4_YOCO_GRAPH_ROWS"
 _ROWS = (1, 2, 4, 8, 16, 32)
 
 NOT_YET = "it is not recorded yet"
-OFF = f"{VARIABLE}=0"
+OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has recorded no decode steps in full CUDA graphs"
 NOT_DECODING = "its rows are no decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
@@ -53,28 +52,18 @@ _REFUSED = {
 _RESERVE = 1 << 30  # bytes that recording leaves free, beside three times what it needs
 
 
-def most_rows() -> int:
-    """The largest row count that the operator wants recorded; 0 for none. Unset means all of ours.
-
-    Raises:
-        ValueError: the variable is no whole number from 0 up; the message names both the variable
-            and the accepted values.
-    """
-    wanted = switch.whole_number(VARIABLE, 0, "the tail is never recorded", str(_ROWS[-1]))
-    return _ROWS[-1] if wanted is None else wanted
-
-
-def row_counts(most: int, requests: int) -> tuple[int, ...]:
+def row_counts(most: int | None, requests: int) -> tuple[int, ...]:
     """The row counts to record, ascending.
 
     Args:
-        most: the operator's largest.
+        most: the operator's largest; None for all of ours.
         requests: the largest number of requests that run at a time.
 
-    >>> row_counts(32, 5), row_counts(3, 100), row_counts(100, 100)
+    >>> row_counts(None, 5), row_counts(3, 100), row_counts(100, 100)
     ((1, 2, 4), (1, 2), (1, 2, 4, 8, 16, 32))
     """
-    return tuple(rows for rows in _ROWS if rows <= min(most, requests))
+    largest = requests if most is None else min(most, requests)
+    return tuple(rows for rows in _ROWS if rows <= largest)
 
 
 def why_not(runner: Any, model: Any, attention: OwnBackend) -> str | None:
@@ -83,11 +72,8 @@ def why_not(runner: Any, model: Any, attention: OwnBackend) -> str | None:
     Args:
         attention: the tail's own backend.
     """
-    try:
-        if most_rows() == 0:
-            return OFF
-    except ValueError as invalid:  # changed after load
-        return str(invalid)
+    if settings.current.graph_rows == 0:
+        return OFF
     if seams.recorded_decode_steps(runner) is None:
         return NO_GRAPHS
     kind = type(attention.tail)
@@ -123,7 +109,7 @@ def _no_memory(runner: Any, backend: Any) -> str | None:
     free = seams.free_device_memory(torch.device(runner.device))
     if free is None:
         return None
-    rows = max(row_counts(most_rows(), runner.req_to_token_pool.size))
+    rows = max(row_counts(settings.current.graph_rows, runner.req_to_token_pool.size))
     slots = runner.req_to_token_pool.req_to_token.shape[1]
     # The backend lists every token of every request, in numbers of 8 bytes, and keeps the partial
     # sums of each part of their keys in fp32; all else is small.
@@ -263,7 +249,7 @@ class TailGraphs:
         self._read = {layer.self_attn.attn.layer_id for layer in self.layers}
         self._backend = attention.tail
         self._runner = runner
-        self._counts = row_counts(most_rows(), runner.req_to_token_pool.size)
+        self._counts = row_counts(settings.current.graph_rows, runner.req_to_token_pool.size)
         decode_steps = seams.recorded_decode_steps(runner)
         assert decode_steps is not None, "the tail is recorded after them"
         self._inputs = Inputs.of(

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
@@ -35,8 +35,6 @@ from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
 
-VARIABLE = "SGLANG_GEMMA4_YOCO_AUDIT"
-STRICT = "SGLANG_GEMMA4_YOCO_AUDIT_STRICT"
 DIFFERED = "an audited prefill differed from stock's"
 ANOTHERS = "another rank has found a defect"
 _MOST_LINES = 16  # errors that are logged; the others are counted
@@ -45,32 +43,9 @@ _OF_LOGITS = 3.0
 _OF_LOGPROBS = 6.0  # of a logit, less a sum of all
 
 
-def every() -> int:
-    """Of how many shortened prefills one is audited; 0 for none, as when it is unset.
-
-    Raises:
-        ValueError: the variable is no whole number from 0 up; the message names both.
-    """
-    return switch.whole_number(VARIABLE, 0, "no prefill is audited", "no audits") or 0
-
-
-def strict() -> bool:
-    """Whether a defect that an audit finds turns the fast path off. Unset means no.
-
-    Raises:
-        ValueError: the variable is neither ``0`` nor ``1``; the message names it and both.
-    """
-    remedy = "use 1 to turn the fast path off where an audit differs, 0 (or leave it unset) not to"
-    return switch.yes_or_no(STRICT, "0", remedy)
-
-
 def auditor(runner: Any, known: ServedModel) -> Auditor | None:
     """Who audits this server, where the operator wants it; why nobody does is said."""
-    try:
-        number, turns_off = every(), strict()
-    except ValueError as invalid:  # changed after load
-        report.error(f"Gemma 4 fast prefill is not audited: {invalid}")
-        return None
+    number, turns_off = settings.current.audit, settings.current.audit_strict
     if number == 0:
         return None
     processor = getattr(runner.model, "logits_processor", None)

@@ -27,19 +27,17 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Finding
-from sglang_gemma4_yoco.deciding import threshold
 from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
 
-VARIABLE = "SGLANG_GEMMA4_YOCO_SELF_CHECK"
-OFF = f"{VARIABLE}=0"
+OFF = f"{settings.name_of('self_check')}=0"
 FAILED = "its self-check at start failed"
 BACKED_LATER = "K and V get their memory later"
 NO_ROOM = "the pools are too small for it"
@@ -56,16 +54,6 @@ _BEHIND = 2  # tokens of one, behind the window of its first one
 _FARTHER = 4.0  # than one more rounding takes stock's logits those of a right fast path may be
 
 
-def wanted() -> bool:
-    """Whether the operator wants it. Unset means yes.
-
-    Raises:
-        ValueError: the variable is neither ``0`` nor ``1``; the message names it and both.
-    """
-    remedy = "use 1 (or leave it unset) to compare with stock at start, 0 not to"
-    return switch.yes_or_no(VARIABLE, "1", remedy)
-
-
 class FastPathError(Exception):
     """A forward failed on the fast path, and was served by stock."""
 
@@ -76,11 +64,8 @@ class NotComparableError(Exception):
 
 def why_not(runner: Any) -> str | None:
     """Why the check is not made on this server, or None; the same on all ranks."""
-    try:
-        if not wanted():
-            return OFF
-    except ValueError as invalid:  # changed after load
-        return str(invalid)
+    if not settings.current.self_check:
+        return OFF
     if seams.is_backed_later(runner.token_to_kv_pool):
         return BACKED_LATER
     return None
@@ -116,7 +101,7 @@ def comparing(runner: Any, known: ServedModel) -> Iterator[BothWays]:
     if not requests:
         raise NotComparableError(NO_ROOM)
     placed = _placed(runner, known, requests, window)
-    with torch.no_grad(), placed as places, threshold.lifted():
+    with torch.no_grad(), placed as places, settings.changed(min_skipped_rows=1):
         yield BothWays(runner, known, requests, places)
 
 

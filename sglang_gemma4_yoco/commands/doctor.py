@@ -13,35 +13,19 @@ import logging
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from typing import Any
 
 from packaging.requirements import Requirement
 
-from sglang_gemma4_yoco import __version__, plugin, switch
+from sglang_gemma4_yoco import __version__, plugin, settings
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.findings import Findings
-from sglang_gemma4_yoco.deciding import threshold
 
 #: Which plugins SGLang loads, by their names with commas between them; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
-# Whoever reads these imports SGLang.
-_GRAPH_ROWS = f"{switch.VARIABLE}_GRAPH_ROWS"
-_SELF_CHECK = f"{switch.VARIABLE}_SELF_CHECK"
-_AUDIT = f"{switch.VARIABLE}_AUDIT"
-
-#: Every setting, what is read from it (None: that is asked later), and what it is when unset.
-SETTINGS: dict[str, tuple[Callable[[], object] | None, str]] = {
-    switch.VARIABLE: (switch.enabled, "on"),
-    threshold.VARIABLE: (threshold.min_skipped_rows, "the measured rule"),
-    _GRAPH_ROWS: (None, "as many as are worth recording"),
-    _SELF_CHECK: (None, "prefills are compared with stock's at start"),
-    _AUDIT: (None, "none is audited"),
-    f"{_AUDIT}_STRICT": (None, "an audit that differs is logged"),
-}
-
 #: What --json always has, beside the verdict; null where it was not found out.
 FACTS = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
@@ -141,18 +125,18 @@ def _version(distribution: str) -> str | None:
 
 def _settings(findings: Findings) -> None:
     findings.section("Settings, in the environment")
-    findings.facts["settings"] = {name: os.environ.get(name) for name in SETTINGS}
-    for name, (read, unset) in SETTINGS.items():
-        value = os.environ.get(name)
-        findings.tell(name, f"unset: {unset}" if value is None else value)
+    variables = settings.VARIABLES.values()
+    findings.facts["settings"] = {one.name: os.environ.get(one.name) for one in variables}
+    for one in variables:
+        value = os.environ.get(one.name)
+        findings.tell(one.name, f"unset: {one.unset}" if value is None else value)
         try:
-            if read is not None and read() is False:
-                findings.refusals.append(f"{name}={value}")
+            if value is not None and one.read(value) is False and one.name == settings.SWITCH:
+                findings.refusals.append(f"{one.name}={value}")
         except ValueError as invalid:
             findings.refusals.append(str(invalid))
-    for name in sorted(os.environ):
-        if name.startswith(switch.VARIABLE) and name not in SETTINGS:
-            findings.tell(name, "is no setting of this version, and is ignored: misspelt?")
+    for name in settings.unknown(os.environ):
+        findings.tell(name, "is no setting of this version, and is ignored: misspelt?")
 
 
 def _discovery(findings: Findings) -> None:

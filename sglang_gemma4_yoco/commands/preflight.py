@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from sglang_gemma4_yoco import patch, plugin, seams
+from sglang_gemma4_yoco import patch, plugin, seams, settings
 from sglang_gemma4_yoco.attending import graphs
-from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
@@ -84,12 +84,6 @@ def _installation(findings: Findings) -> None:
         findings.refusals.append(left_alone)
     if seams.is_newer_than_tested():
         findings.tell("SGLang", f"newer than {seams.LAST_TESTED}, the last release tested")
-    for setting in (graphs.most_rows, self_check.wanted, audit.every, audit.strict):
-        try:
-            setting()
-        except ValueError as invalid:
-            if str(invalid) not in findings.refusals:
-                findings.refusals.append(str(invalid))
     others = {
         f"{owner.__name__}.{name}": sorted(set(strangers_around(getattr(owner, name))))
         for owner, name in patch.WRAPPED
@@ -335,16 +329,13 @@ def _cut(first: int | None, argument: Any) -> DonorCut | None:
 def _tail(findings: Findings, argument: Any) -> None:
     """How the tail would run: recorded beside SGLang's decode steps, or launched."""
     decode = getattr(argument("cuda_graph_config"), "decode", None)
-    try:
-        most = graphs.most_rows()
-    except ValueError:
-        return  # told by now
+    most = settings.current.graph_rows
     reason = graphs.OFF if most == 0 else None
     if str(argument("device")) == "cpu" or getattr(decode, "backend", None) != "full":
         reason = reason or graphs.NO_GRAPHS
     reason = reason or graphs.refused_by_arguments()
     if reason is None:
-        requests = argument("max_running_requests") or most
+        requests = argument("max_running_requests") or sys.maxsize
         rows = graphs.row_counts(most, requests)[-1]
         told = f"replayed for up to {rows} rows, if memory and a comparison at start allow it"
     else:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_gemma4_yoco.commands.console import CommandError, say
-from sglang_gemma4_yoco.switch import VARIABLE as SWITCH
+from sglang_gemma4_yoco.settings import SWITCH
 from sglang_gemma4_yoco.telling import report
 
 LOG_MARK = "Gemma 4 fast prefill"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from sglang_gemma4_yoco import seams, switch
+from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.donor import first_shared_layer
 from sglang_gemma4_yoco.deciding import arguments, backends, quantised, threshold
@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.deciding.threshold import TailCost
 from sglang_gemma4_yoco.served import ServedModel
 
-OFF = f"{switch.VARIABLE}=0"
+OFF = f"{settings.SWITCH}=0"
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
 CAPTURING = "a CUDA graph is being captured"
 PIPELINE = "pipeline parallelism (--pp-size) is not supported"
@@ -369,13 +369,12 @@ def _lengths(forward_batch: Any) -> str | None:
     return None
 
 
-def _rows(
-    known: ServedModel, forward_batch: Any, kept: KeptRows, unread: bool, minimum: int | None
-) -> str | None:
+def _rows(known: ServedModel, forward_batch: Any, kept: KeptRows, unread: bool) -> str | None:
     total, rows = kept.total, kept.kept
     if rows == total:
         return NOTHING_TO_SKIP
     read = 0 if unread else rows
+    minimum = settings.current.min_skipped_rows
     if not threshold.pays(total, read, minimum, tail_cost(known, kept, read)):
         return TOO_LITTLE
     # An image's rows attend in both directions, which the suffix's attention does not know of.
@@ -406,24 +405,11 @@ def _backend(known: ServedModel) -> str | None:
     return backends.why_not_tail(current)
 
 
-def _wish() -> tuple[str | None, int | None]:
-    """Why the fast path is not wanted now, or None; and how many rows it must skip at least."""
-    try:
-        if not switch.enabled():
-            return OFF, None
-        return None, threshold.min_skipped_rows()
-    except ValueError as invalid:  # changed after load: a forward must not fail over it
-        return str(invalid), None
-
-
-def _standing(known: ServedModel) -> str | None:
-    return _failures() or known.constant_reason or _captures(known)
-
-
 def standing_reason(known: ServedModel) -> str | None:
     """Why every batch would run as stock now, whatever it holds; None if some may be cut."""
-    unwanted, _ = _wish()
-    return unwanted or _standing(known)
+    if not settings.current.enabled:
+        return OFF
+    return _failures() or known.constant_reason or _captures(known)
 
 
 def ineligible_reason(known: ServedModel, forward_batch: Any) -> str | None:
@@ -444,19 +430,16 @@ def judge(known: ServedModel, forward_batch: Any) -> str | Admission:
         metric's label.
     """
     # The mode first: it is what refuses an ineligible forward most often.
-    reason = _mode(forward_batch)
+    reason = _mode(forward_batch) or standing_reason(known) or _graph()
     if reason is not None:
         return reason
-    unwanted, minimum = _wish()
-    if unwanted is not None:
-        return unwanted
     seen = judged(forward_batch)
-    reason = _standing(known) or _graph() or _fields(forward_batch, seen) or _lengths(forward_batch)
+    reason = _fields(forward_batch, seen) or _lengths(forward_batch)
     if reason is not None:
         return reason
     kept, unread = kept_rows(forward_batch), is_unread(forward_batch)
     return (
-        _rows(known, forward_batch, kept, unread, minimum)
+        _rows(known, forward_batch, kept, unread)
         or _backend(known)
         or Admission(kept, unread, seen)
     )

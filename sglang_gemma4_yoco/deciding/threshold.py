@@ -1,47 +1,15 @@
 """Does the fast path pay for this batch? A rule on its rows and on how its tail runs, or a setting.
 
-The setting is the environment variable ``SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS``.
+The setting is ``settings.min_skipped_rows``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 
-from sglang_gemma4_yoco import switch
-
-VARIABLE = "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"
 _FEWEST = 3  # rows
 _FEWEST_LAUNCHED = 1024  # rows, on a GPU
 _LEAST = 16  # of so many rows one must be skipped
-
-_lifted = False
-
-
-def min_skipped_rows() -> int | None:
-    """How many rows a batch must be able to skip, if the operator says so. Unset means the rule.
-
-    Raises:
-        ValueError: the variable is no whole number from 1 up; the message names both the variable
-            and the accepted values.
-    """
-    if _lifted:
-        return 1
-    return switch.whole_number(
-        VARIABLE, 1, "the fast path runs whenever it can skip a row", "the measured rule"
-    )
-
-
-@contextmanager
-def lifted() -> Iterator[None]:
-    """Every batch that can skip a row does so in the span: it is to be compared, not to be fast."""
-    global _lifted
-    _lifted = True
-    try:
-        yield
-    finally:
-        _lifted = False
 
 
 class TailCost(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import warnings
@@ -35,9 +36,12 @@ from server import (
     running,
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_yoco import settings
 
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
+
+settings.load()
 
 pytest_plugins = ["own_process"]
 # For the servers, and whatever else the tests start.
@@ -167,6 +171,16 @@ def engine(tiny_checkpoint: Path) -> Engine:
 
 
 @pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have these settings, by their fields, from here on."""
+
+    def change(**fields: Any) -> None:
+        monkeypatch.setattr(settings, "current", dataclasses.replace(settings.current, **fields))
+
+    return change
+
+
+@pytest.fixture
 def outside_of_a_server() -> Iterator[None]:
     """No server was started in this process, whatever an engine of another test has left."""
     from sglang_gemma4_reference import releases
@@ -181,6 +195,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_gemma4_yoco import patch, plugin
 
     monkeypatch.setattr(plugin, "left_alone", None)
+    monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "_installed", {})
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))

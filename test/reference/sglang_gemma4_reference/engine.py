@@ -6,7 +6,6 @@ Real pieces of SGLang throughout: requests, batches, KV pools, attention backend
 
 from __future__ import annotations
 
-import os
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -25,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
+from sglang_gemma4_yoco import settings
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 
@@ -62,8 +61,8 @@ def _poison_of(dtype: torch.dtype) -> float:
 
 
 def switched(value: str) -> AbstractContextManager[object]:
-    """The fast path on (``1``) or off (``0``) for the span, by its environment variable."""
-    return mock.patch.dict(os.environ, {SWITCH: value})
+    """The fast path on (``1``) or off (``0``) for the span."""
+    return settings.changed(enabled=value == "1")
 
 
 class Engine:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +22,10 @@ from forwards import (
     with_larger_keys,
 )
 from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
-from observe import SWITCH, assert_same_cache, run
+from observe import assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import plugin, starting
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.cutting.donor import DonorCut
@@ -92,7 +91,7 @@ def test_stock_forwards_are_not_audited(engine: Engine) -> None:
 @pytest.mark.skipif(not releases.tells_unread_chunks(), reason="this SGLang says nothing of them")
 def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> None:
     scheduled = engine.schedule(TWO_PROMPTS)
-    with audited(engine), pytest.MonkeyPatch.context() as broken, _switched_on():
+    with audited(engine), pytest.MonkeyPatch.context() as broken, switched("1"):
         engine.forward(scheduled, unread=True)
         assert report.forwards[report.TAIL_SKIPPED] == 1
         assert counts() == (1, 0)
@@ -100,13 +99,6 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
         engine.forward(scheduled, unread=True)
     assert counts() == (1, 1)
     assert "forward" not in vars(engine.runner.model.logits_processor)
-
-
-@contextmanager
-def _switched_on() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(SWITCH, "1")
-        yield
 
 
 # ---------------------------------------------------------------- what differs
@@ -207,7 +199,7 @@ def test_logits_of_other_rows_are_found(engine: Engine, monkeypatch: pytest.Monk
 
     scheduled = engine.schedule(TWO_PROMPTS)
     _processed(engine, monkeypatch, flip)
-    with audited(engine), _switched_on():
+    with audited(engine), switched("1"):
         engine.forward(scheduled)
     assert counts() == (0, 1)
 
@@ -220,7 +212,7 @@ def test_log_probabilities_of_other_rows_are_found(
 
     scheduled = engine.schedule(BATCHES["input logprobs"])
     _processed(engine, monkeypatch, flip)
-    with audited(engine), _switched_on():
+    with audited(engine), switched("1"):
         engine.forward(scheduled)
     assert counts() == (0, 1)
 
@@ -306,7 +298,7 @@ def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
         return stock_audit(plan, output, dataclasses.replace(forwards, stock=again))
 
     scheduled = engine.schedule(TWO_PROMPTS)
-    with audited(engine), _switched_on(), pytest.MonkeyPatch.context() as patched:
+    with audited(engine), switched("1"), pytest.MonkeyPatch.context() as patched:
         assert known.auditor is not None
         stock_audit = known.auditor.audit
         patched.setattr(known.auditor, "audit", overwritten)
@@ -318,7 +310,7 @@ def test_logits_that_nobody_asks_for_are_forgotten(engine: Engine) -> None:
     """What was waiting for them is gone when the next audit begins."""
     processor = engine.runner.model.logits_processor
     scheduled = engine.schedule(TWO_PROMPTS)
-    with audited(engine), _switched_on(), pytest.MonkeyPatch.context() as broken:
+    with audited(engine), switched("1"), pytest.MonkeyPatch.context() as broken:
         broken.setattr(type(processor), "__call__", lambda *_: _raise(), raising=False)
         with pytest.raises(InjectedError):
             engine.forward(scheduled)
@@ -335,41 +327,16 @@ def _raise() -> None:
 # ---------------------------------------------------------------- settings and figures
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [(audit.VARIABLE, "-1"), (audit.VARIABLE, "often"), (audit.STRICT, "yes")],
-)
-def test_a_misspelt_setting_is_told_at_load(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    not_loaded: None,
-    variable: str,
-    value: str,
-) -> None:
-    monkeypatch.setenv(variable, value)
-    monkeypatch.setenv(SWITCH, "1")
-    plugin.load()
-    [record] = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert f"{variable}={value!r} is not a valid value" in record.getMessage()
-
-
-def test_none_without_a_wish(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_without_a_wish(engine: Engine) -> None:
     known = starting.of(engine.text_model)
-    monkeypatch.delenv(audit.VARIABLE, raising=False)
-    assert audit.auditor(engine.runner, known) is None
-    monkeypatch.setenv(audit.VARIABLE, "0")
     assert audit.auditor(engine.runner, known) is None
     assert metrics.state()["audits"] is None
 
 
-@pytest.mark.parametrize("value", ["1", "never"])
 def test_why_there_are_none(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    value: str,
+    engine: Engine, setting: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(audit.VARIABLE, value)
+    setting(audit=1)
     without = SimpleNamespace(model=object())
     assert audit.auditor(without, starting.of(engine.text_model)) is None
     [record] = caplog.records

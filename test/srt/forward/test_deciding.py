@@ -41,7 +41,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.cutting import fallback, plan
 from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised, threshold
+from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised
 from sglang_gemma4_yoco.telling import report
 from stand_ins import skip_on_older
 
@@ -544,9 +544,9 @@ def test_a_mixed_batch_that_stays_one(engine: Engine, monkeypatch: pytest.Monkey
 @pytest.mark.skipif(
     not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
 )
-def test_three_rows_that_nobody_reads_pay(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_rows_that_nobody_reads_pay(engine: Engine, setting: Callable[..., None]) -> None:
     """All three are skipped; of a prompt of three tokens two would be, which is too few."""
-    monkeypatch.delenv(threshold.VARIABLE)
+    setting(min_skipped_rows=None)
     unfinished, whole = batch_of((20, 3), to_come=(21,)), batch_of((20, 3))
     stock, fast = (run(engine, engine.schedule(unfinished), switch) for switch in ("0", "1"))
     assert fast.rows == [3] * FIRST_CUT

@@ -7,7 +7,6 @@ wrong yes would only cost accuracy, that it would is shown as well.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
@@ -31,10 +30,10 @@ from forwards import (
     with_image,
 )
 from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
-from observe import SWITCH, run
+from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import seams, starting
+from sglang_gemma4_yoco import seams, settings, starting
 from sglang_gemma4_yoco.cutting import cut, donor, fallback, per_layer
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.shadow import Shadows
@@ -380,7 +379,7 @@ def test_rows_that_are_not_the_batchs(
     def padding(stock: Callable[..., Any]) -> Callable[..., Any]:
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
             output = stock(layer, *args, **kwargs)
-            if padded or os.environ[SWITCH] == "0" or layer is not model.layers[last]:
+            if padded or not settings.current.enabled or layer is not model.layers[last]:
                 return output
             hidden = seams.layer_rows(output)
             padded.append(hidden)

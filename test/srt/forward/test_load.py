@@ -34,8 +34,8 @@ def refusal(caplog: pytest.LogCaptureFixture) -> str:
     return why
 
 
-NOT_A_NUMBER = ("few", "-1", "1.5", "")
-NO_ANSWER = ("on", "2", "")
+NOT_A_NUMBER = ("few", "-1", "1.5", "", " 3", "\u0663")
+NO_ANSWER = ("on", "2", "", " 1")
 SETTINGS = {
     "SGLANG_GEMMA4_YOCO": (NO_ANSWER, "use 1 (or leave it unset) to turn Gemma 4 fast prefill on"),
     "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS": (

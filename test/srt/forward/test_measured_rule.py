@@ -5,20 +5,22 @@ All other engines skip whatever they can. ``server/test_defaults`` asks a server
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from batches import batch_of
 from forwards import assert_fast, assert_stock
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.deciding import gate, threshold
+from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(threshold.VARIABLE)
+def _nothing_set(setting: Callable[..., None]) -> None:
+    setting(min_skipped_rows=None)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_sa
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams, served, starting
+from sglang_gemma4_yoco import seams, served, settings, starting
 from sglang_gemma4_yoco.commands.servers import choose_ports
 from sglang_gemma4_yoco.deciding import ranks
 
@@ -152,11 +152,10 @@ def with_the_recorded_tail(rank: int, port: int, path: Path) -> None:
 
 
 def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None:
-    from sglang_gemma4_yoco.attending import graphs
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     known = starting.of(engine.text_model)
-    with mock.patch.dict(os.environ, {graphs.VARIABLE: "0" if rank == 1 else "2"}):
+    with settings.changed(graph_rows=0 if rank == 1 else 2):
         releases.record_decode_steps(engine.runner)
     assert known.graphs is None
     assert known.launched_because == ranks.NOT_ALIKE
@@ -184,15 +183,14 @@ def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
 
 def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
     """One that is not checked, or audits otherwise, would leave the other in a collective."""
-    from sglang_gemma4_yoco.checking import self_check
-
-    settings = {self_check.VARIABLE: "0"} if rank == 1 else {}
-    with mock.patch.dict(os.environ, settings):
+    variables = {settings.name_of("self_check"): "0"} if rank == 1 else {}
+    with mock.patch.dict(os.environ, variables):
         engine = start(rank, path, port)
     assert starting.of(engine.text_model).checked is None
     assert_stock(engine, ranks.NOT_ALIKE)
-    engine.runner.init_attention_backends()
-    assert starting.of(engine.text_model).constant_reason is None
+    with settings.changed(self_check=True):
+        engine.runner.init_attention_backends()
+        assert starting.of(engine.text_model).constant_reason is None
     with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of the package
         engine.runner.init_attention_backends()
     assert_stock(engine, ranks.NOT_ALIKE)
@@ -229,7 +227,8 @@ def with_audits(rank: int, port: int, path: Path) -> None:
     from sglang_gemma4_yoco.cutting import donor
     from sglang_gemma4_yoco.telling import report
 
-    with mock.patch.dict(os.environ, {audit.VARIABLE: "1", audit.STRICT: "1"}):
+    audited = {settings.name_of(field): "1" for field in ("audit", "audit_strict")}
+    with mock.patch.dict(os.environ, audited):
         engine = start(rank, path, port)
     prompts, kept = BATCHES["one prompt"]
     scheduled = engine.schedule(prompts)

@@ -54,14 +54,15 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import patch, seams, starting
+from sglang_gemma4_yoco import patch, seams, settings, starting
 from sglang_gemma4_yoco.attending import graphs
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import proof, rounding
 from sglang_gemma4_yoco.cutting import cut, fallback, plan
 from sglang_gemma4_yoco.cutting.donor import DonorCut
 from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.deciding import backends, gate, ranks, threshold
+from sglang_gemma4_yoco.deciding import backends, gate, ranks
+from sglang_gemma4_yoco.settings import Settings
 from sglang_gemma4_yoco.telling import report
 from stand_ins import halved_weights
 
@@ -111,7 +112,7 @@ def assert_replayed(
 
 def outcomes() -> dict[str, int]:
     """How forwards with the fast path on ended, since reports were forgotten."""
-    off = f"{observe.SWITCH}=0"
+    off = gate.OFF
     return {outcome: n for outcome, n in report.forwards.items() if outcome != off}
 
 
@@ -464,10 +465,9 @@ def test_recorded_in_inference_mode(engine: Engine) -> None:
     known.drop_graphs(graphs.NOT_YET)
 
 
-def test_all_row_counts_by_default(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_row_counts_by_default(engine: Engine) -> None:
     known = starting.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
-    monkeypatch.delenv(graphs.VARIABLE, raising=False)
     with recorded_decode_steps(engine):
         assert known.graphs is not None, known.launched_because
         assert known.graphs.rows == (1, 2, 4, 8, 16, 32)
@@ -478,9 +478,9 @@ def test_all_row_counts_by_default(engine: Engine, monkeypatch: pytest.MonkeyPat
 
 
 def test_by_default_one_skipped_row_is_enough(
-    engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, tail: TailGraphs, setting: Callable[..., None]
 ) -> None:
-    monkeypatch.delenv(threshold.VARIABLE)
+    setting(min_skipped_rows=None)
     two_tokens = batch_of((0, 2))
     assert_replayed(engine, two_tokens)
     starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
@@ -489,10 +489,10 @@ def test_by_default_one_skipped_row_is_enough(
 
 
 def test_suffixes_must_skip_as_many_as_ever(
-    engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, tail: TailGraphs, setting: Callable[..., None]
 ) -> None:
     """They are launched, whatever is recorded."""
-    monkeypatch.delenv(threshold.VARIABLE)
+    setting(min_skipped_rows=None)
     assert tail.rows
     suffix = batch_of((0, 12), logprob_start=2)
     observe.assert_stock(engine, suffix, run(engine, engine.schedule(suffix), "1"))
@@ -500,12 +500,12 @@ def test_suffixes_must_skip_as_many_as_ever(
 
 
 def test_on_a_gpu_a_launched_tail_must_skip_many(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, setting: Callable[..., None]
 ) -> None:
     """As if the backend's device were one; of an unread chunk nothing is launched."""
     known = starting.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
-    monkeypatch.delenv(threshold.VARIABLE)
+    setting(min_skipped_rows=None)
     monkeypatch.setitem(known.__dict__, "on_gpu", True)
     short, long, unread = batch_of((0, 1024)), batch_of((0, 1025)), batch_of((0, 9), to_come=(7,))
     observe.assert_stock(engine, short, run(engine, engine.schedule(short), "1"))
@@ -818,19 +818,10 @@ def test_decode_steps_in_graphs_of_another_kind(
 
 @pytest.mark.usefixtures("recordable")
 class TestReasons:
-    def test_switched_off(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(graphs.VARIABLE, "0")
+    def test_switched_off(self, engine: Engine, setting: Callable[..., None]) -> None:
+        setting(graph_rows=0)
         assert reason(engine) == graphs.OFF
         assert_replayed(engine, TWO_PROMPTS, launched=True)
-
-    @pytest.mark.parametrize("value", ["all", "-1", "1.5", "", " 3", "٣"])
-    def test_a_setting_that_means_nothing(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch, value: str
-    ) -> None:
-        """Where it was changed since the plugin was loaded, which refuses it."""
-        monkeypatch.setenv(graphs.VARIABLE, value)
-        said = f"{graphs.VARIABLE}={value!r} is not a valid value: use a whole number from 0 up"
-        assert reason(engine).startswith(said)
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         kind = type(engine.runner.attn_backend)
@@ -898,7 +889,7 @@ class TestReasons:
             monkeypatch.setattr(backend, name, value, raising=False)
         slots = engine.runner.req_to_token_pool.req_to_token.shape[1]
         needed = 4 * (8 * slots + 4 * 5 * 3 * (7 + 11)) + (64 << 20)
-        monkeypatch.setenv(graphs.VARIABLE, "4")
+        monkeypatch.setattr(settings, "current", Settings(graph_rows=4))
         for free in ((1 << 30) + 3 * needed, (1 << 30) + 3 * needed - 1):
             monkeypatch.setattr(seams, "free_device_memory", lambda _, free=free: free)
             because = graphs.why_not(engine.runner, engine.text_model, known.attention)

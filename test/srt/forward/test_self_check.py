@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import seams, starting
+from sglang_gemma4_yoco import seams, settings, starting
 from sglang_gemma4_yoco.checking import layerwise, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.deciding import gate, threshold
+from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
 
@@ -209,12 +209,12 @@ def test_a_fast_path_that_fails_is_no_rounding(engine: Engine) -> None:
     fallback.reset()
 
 
-def test_the_threshold_has_no_say(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(threshold.VARIABLE, "1000")
+def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) -> None:
+    setting(min_skipped_rows=1000)
     with counted(engine) as forwards:
         assert checked(engine).worst is not None
     assert [f[-1] < f[0] for f in forwards[:4]] == [False, True, True, True]
-    assert threshold.min_skipped_rows() == 1000
+    assert settings.current.min_skipped_rows == 1000
 
 
 # ---------------------------------------------------------------- what becomes of it
@@ -271,24 +271,15 @@ def test_it_is_made_once(started: ServedModel, engine: Engine) -> None:
     assert started.checked is first
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [("0", self_check.OFF), ("maybe", "is not a valid value: use 1")],
-)
 def test_the_operator_has_a_say(
-    started: ServedModel,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    value: str,
-    reason: str,
+    started: ServedModel, engine: Engine, setting: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv(self_check.VARIABLE, value)
+    setting(self_check=False)
     with counted(engine) as forwards:
         starting.record(engine.runner, engine.text_model)
     assert forwards == []
     assert started.checked is not None
-    assert reason in started.checked.describe()
-    assert started.checked.describe().startswith("not checked: ")
+    assert started.checked.describe() == f"not checked: {self_check.OFF}"
     assert_fast(engine)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import pytest
-
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import starting
+from sglang_gemma4_yoco import settings, starting
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.served import ServedModel
 from sglang_gemma4_yoco.telling import report
@@ -19,9 +17,7 @@ def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator
     """Prefills of the engine are audited in the span."""
     known = starting.of(engine.text_model)
     reason = known.constant_reason
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(audit.VARIABLE, str(every))
-        environment.setenv(audit.STRICT, str(int(strict)))
+    with settings.changed(audit=every, audit_strict=strict):
         known.auditor = audit.auditor(engine.runner, known)
     try:
         yield known

@@ -5,7 +5,6 @@ A GPU's server does this at its start; here ``graph_backend`` records.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ import torch
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import tensors_in
-from sglang_gemma4_yoco import starting
-from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco import settings, starting
 from sglang_gemma4_yoco.attending.graphs import TailGraphs
 
 
@@ -43,7 +41,7 @@ def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGrap
         of: how many there may be, where that is less.
     """
     known = starting.of(engine.text_model)
-    with mock.patch.dict(os.environ, {graphs.VARIABLE: str(rows)}), recorded_decode_steps(engine):
+    with settings.changed(graph_rows=rows), recorded_decode_steps(engine):
         recorded = known.graphs
     assert recorded is not None, known.launched_because
     assert recorded.rows[-1] == (of or rows)

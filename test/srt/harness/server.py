@@ -20,14 +20,14 @@ import requests
 import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.servers import choose_ports
-from sglang_gemma4_yoco.deciding import threshold
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward
 #: For a server's environment: the threshold is the rule that users have who set nothing.
-DEFAULT_THRESHOLD: Mapping[str, str | None] = {threshold.VARIABLE: None}
+DEFAULT_THRESHOLD: Mapping[str, str | None] = {settings.name_of("min_skipped_rows"): None}
 
 #: What a server replays with ``RECORDED_GRAPHS`` and ``RECORDED_ARGUMENTS``: its decode steps, and
 #: the tails of batches with so many rows.

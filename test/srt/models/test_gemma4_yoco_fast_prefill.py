@@ -6,7 +6,7 @@ ask for nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import patch, starting
-from sglang_gemma4_yoco.deciding import gate, threshold
+from sglang_gemma4_yoco.deciding import gate
 
 
 class ExtendMode:
@@ -83,10 +83,9 @@ def model(shared: int = 20, capture: list[int] | None = None) -> StandIn:
 
 
 @pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _installed(setting: Callable[..., None]) -> Iterator[None]:
     """The patch, in a process that serves nothing, whatever other tests have started in it."""
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
-    monkeypatch.delenv(threshold.VARIABLE, raising=False)
+    setting(min_skipped_rows=None)
     ours = not patch.is_installed()
     if ours:
         patch.install()

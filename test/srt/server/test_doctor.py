@@ -19,10 +19,9 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 from test_load_faults import AROUND, plugin
 from test_refused_flags import REFUSED
 
-import sglang_gemma4_yoco
 from server import python_path
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.commands import doctor, preflight
 from sglang_gemma4_yoco.commands.findings import Findings
 from sglang_gemma4_yoco.deciding import backends, gate
@@ -329,8 +328,8 @@ def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told here, for where SGLang finds no plugin nobody else would tell it."""
-    for name in doctor.SETTINGS:
-        monkeypatch.delenv(name, raising=False)
+    for variable in settings.VARIABLES.values():
+        monkeypatch.delenv(variable.name, raising=False)
     for value, refusals in (("0", ["SGLANG_GEMMA4_YOCO=0"]), ("1", [])):
         monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
         findings = Findings(doctor.FACTS)
@@ -463,13 +462,3 @@ print(sorted({"torch", "sglang", "transformers"} & set(sys.modules)))
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_every_setting_of_the_package_is_told() -> None:
-    package = Path(sglang_gemma4_yoco.__file__).parent
-    named = {
-        name
-        for path in package.rglob("*.py")
-        for name in re.findall(r'"(SGLANG_GEMMA4_YOCO\w*)"', path.read_text())
-    }
-    assert named == set(doctor.SETTINGS)

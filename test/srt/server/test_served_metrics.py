@@ -19,8 +19,7 @@ from ask import generate, tokens
 from layer_rows import assert_all_fast, without_audit
 from server import CHUNK, Server, running
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import __version__
-from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco import __version__, settings
 from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import metrics, report
 
@@ -36,8 +35,10 @@ def measured(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """It has answered one prompt of two chunks, and one of a single token."""
     arguments = ("--enable-metrics", "--tp-size", "2")
     directory = tmp_path_factory.mktemp("metrics")
-    audited: Any = {"switch": None, "env": {audit.VARIABLE: "1", audit.STRICT: "1"}}
-    with running(tiny_checkpoint, directory, arguments=arguments, **audited) as server:
+    audited = {settings.name_of(field): "1" for field in ("audit", "audit_strict")}
+    with running(
+        tiny_checkpoint, directory, switch=None, arguments=arguments, env=audited
+    ) as server:
         mark = server.mark()
         generate(server, tokens(LONG, seed=1))
         prefills = server.prefills(since=mark)

@@ -25,11 +25,10 @@ from environment import REPO
 from mutations import MUTATIONS, PACKAGE, broken
 from server import Server, python_path, stand_in_for_sglang
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import prompts, servers, verdict
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.deciding import threshold
 
 CONTRACT = {
     "model", "device", "sglang", "prompt_tokens", "active", "answers_equal", "max_logprob_diff",
@@ -40,9 +39,12 @@ QUICK = ["--prompt-tokens", "64", "--repeats", "1"]
 CHUNKED = ["--chunked-prefill-size", "128"]
 
 
+THRESHOLD = settings.name_of("min_skipped_rows")
+
+
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """As an operator has it: none of the package's variables, and Ctrl-C is heard."""
-    found = {name: value for name, value in os.environ.items() if name != threshold.VARIABLE}
+    found = {name: value for name, value in os.environ.items() if name != THRESHOLD}
     return found | {"HF_HUB_OFFLINE": "1", **(variables or {})}
 
 
@@ -151,7 +153,7 @@ def test_a_broken_package_is_told(tmp_path: Path) -> None:
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
     command += ["--servers", "together", "--", "--dtype", "bfloat16"]
     # Its own check at start would turn it off, and there would be nothing to tell.
-    variables = {"PYTHONPATH": python_path(copy.parent), self_check.VARIABLE: "0"}
+    variables = {"PYTHONPATH": python_path(copy.parent), settings.name_of("self_check"): "0"}
     done = run(command, tmp_path, variables)
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
     document = document_of(done)
@@ -174,7 +176,7 @@ def test_a_broken_package_is_told(tmp_path: Path) -> None:
 def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """In turn: the stock server is not even started."""
     command = [*VERIFY, "--model-path", str(tiny_checkpoint), *QUICK, "--servers", "in-turn"]
-    done = run([*command, "--output", "here"], tmp_path, {threshold.VARIABLE: "1000000"})
+    done = run([*command, "--output", "here"], tmp_path, {THRESHOLD: "1000000"})
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
     document = document_of(done)
     assert document.keys() >= CONTRACT

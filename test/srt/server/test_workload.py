@@ -35,7 +35,7 @@ from sglang_gemma4_reference.workload import (
     outcomes,
     random_requests,
 )
-from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.telling import metrics, report
 
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
@@ -122,7 +122,7 @@ def hybrid_server(
             *("--prefill-attention-backend", "intel_xpu", "--page-size", "64"),
             *("--decode-attention-backend", "triton", *RECORDED_ARGUMENTS),
         ],
-        env={**RECORDED_GRAPHS, audit.VARIABLE: "1"},
+        env={**RECORDED_GRAPHS, settings.name_of("audit"): "1"},
     ) as server:
         yield server
 

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -49,16 +49,11 @@ from sglang_gemma4_yoco import seams, starting
 from sglang_gemma4_yoco.attending.attention import OwnBackend
 from sglang_gemma4_yoco.cutting import cut, fallback, plan
 from sglang_gemma4_yoco.cutting.plan import Refusal
-from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised, ranks, threshold
+from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised, ranks
 from sglang_gemma4_yoco.served import ServedModel
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
-
-
-@pytest.fixture(autouse=True)
-def _on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
 
 
 def test_the_unchanged_batch_is_eligible() -> None:
@@ -240,19 +235,9 @@ def test_images_are_known_before_they_are_embedded() -> None:
     assert reason_of(model(), batch) is None
 
 
-@pytest.mark.parametrize(("value", "reason"), [("0", gate.OFF), ("1", None)])
-def test_switch_is_read_per_forward(
-    monkeypatch: pytest.MonkeyPatch, value: str, reason: str | None
-) -> None:
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
-    assert reason_of(model(), eligible_batch()) == reason
-
-
-def test_switch_turned_invalid_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "maybe")
-    reason = reason_of(model(), eligible_batch())
-    assert reason is not None
-    assert "SGLANG_GEMMA4_YOCO='maybe'" in reason
+def test_switched_off(setting: Callable[..., None]) -> None:
+    setting(enabled=False)
+    assert reason_of(model(), eligible_batch()) == gate.OFF
 
 
 HIDDEN_STATES_OF_DRAFTS = f"{gate.HIDDEN_STATES}, beside speculative decoding"
@@ -392,10 +377,10 @@ def test_attention_backends(kind: type | None, reason: str | None) -> None:
         assert reason_of(model(), eligible_batch()) == reason
 
 
-def test_too_few_rows_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(threshold.VARIABLE, "7")
+def test_too_few_rows_to_skip(setting: Callable[..., None]) -> None:
+    setting(min_skipped_rows=7)
     assert reason_of(model(), eligible_batch()) == gate.TOO_LITTLE
-    monkeypatch.setenv(threshold.VARIABLE, "6")
+    setting(min_skipped_rows=6)
     assert reason_of(model(), eligible_batch()) is None
 
 

@@ -13,13 +13,13 @@ import orjson
 import pytest
 import torch
 
-from sglang_gemma4_yoco import seams, served, switch
+from sglang_gemma4_yoco import seams, served, settings
 from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.deciding import gate, threshold
+from sglang_gemma4_yoco.deciding import gate
 from sglang_gemma4_yoco.telling import metrics, report
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
@@ -77,7 +77,6 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     """It is attached, and has not failed."""
     known = Serving()
     monkeypatch.setattr(served, "_attached", {known})
-    monkeypatch.setenv(switch.VARIABLE, "1")
     fallback.reset()
     yield known
     fallback.reset()
@@ -97,9 +96,7 @@ def told() -> dict[str, Any]:
     return state
 
 
-def test_whatever_turns_the_path_off_is_told(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_turns_the_path_off_is_told(serving: Serving) -> None:
     def says(reason: str | None) -> bool:
         state = told()
         assert (state["active"], state["reason"]) == (reason is None, reason)
@@ -110,15 +107,8 @@ def test_whatever_turns_the_path_off_is_told(
         return status.verdict([state])[0] is (reason is None)
 
     assert says(None)
-    for variable, value, reason in (
-        (switch.VARIABLE, "0", gate.OFF),
-        (switch.VARIABLE, "on", f"{switch.VARIABLE}='on' is not a valid value"),
-        (threshold.VARIABLE, "few", f"{threshold.VARIABLE}='few' is not a valid value"),
-    ):
-        with monkeypatch.context() as changed:
-            changed.setenv(variable, value)
-            assert told()["active"] is False
-            assert told()["reason"].startswith(reason)
+    with settings.changed(enabled=False):
+        assert says(gate.OFF)
     for _ in range(fallback.LIMIT):
         assert says(None)
         fallback.failed(RuntimeError("a failure"))

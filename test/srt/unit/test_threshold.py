@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,32 +16,6 @@ from sglang_gemma4_yoco.deciding.threshold import TailCost
 from stand_ins import eligible_batch, model, reason_of
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
-
-
-@pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "ten", " 3", "٣"])
-def test_invalid_values_name_the_variable_and_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv(threshold.VARIABLE, value)
-    with pytest.raises(ValueError, match=rf"{threshold.VARIABLE}=.*whole number from 1 up.*unset"):
-        threshold.min_skipped_rows()
-    reason = reason_of(model(), eligible_batch())
-    assert reason is not None
-    assert threshold.VARIABLE in reason
-
-
-@pytest.mark.parametrize("value", [None, "1", "12"])
-def test_valid_values(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    monkeypatch.delenv(threshold.VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(threshold.VARIABLE, value)
-    assert threshold.min_skipped_rows() == (None if value is None else int(value))
-
-
-def test_off_comes_before_an_invalid_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(threshold.VARIABLE, "ten")
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
-    assert reason_of(model(), eligible_batch()) == gate.OFF
 
 
 @pytest.mark.parametrize(
@@ -116,24 +91,20 @@ def suffix(kept: int, **changes: Any) -> ForwardBatch:
     [
         (None, 45, None),
         (None, 46, gate.TOO_LITTLE),
-        ("1", 48, None),
-        ("10", 39, None),
-        ("10", 40, gate.TOO_LITTLE),
+        (1, 48, None),
+        (10, 39, None),
+        (10, 40, gate.TOO_LITTLE),
     ],
 )
 def test_the_gate_follows_rule_and_setting(
-    monkeypatch: pytest.MonkeyPatch, value: str | None, kept: int, reason: str | None
+    setting: Callable[..., None], value: int | None, kept: int, reason: str | None
 ) -> None:
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
-    monkeypatch.delenv(threshold.VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(threshold.VARIABLE, value)
+    setting(min_skipped_rows=value)
     assert reason_of(model(), suffix(kept)) == reason
 
 
-def test_an_unread_chunk_skips_all_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
-    monkeypatch.setenv(threshold.VARIABLE, "9")
+def test_an_unread_chunk_skips_all_its_rows(setting: Callable[..., None]) -> None:
+    setting(min_skipped_rows=9)
     assert reason_of(model(), eligible_batch()) == gate.TOO_LITTLE
     unread = eligible_batch(contains_last_prefill_chunk=False)
     assert reason_of(model(), unread) is None

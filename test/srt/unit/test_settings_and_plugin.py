@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_gemma4_yoco import plugin, switch
+from sglang_gemma4_yoco import plugin, settings
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, True), ("1", True), ("0", False)])
 def test_accepted_values(
     monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool
 ) -> None:
-    monkeypatch.delenv(switch.VARIABLE, raising=False)
+    monkeypatch.delenv(settings.SWITCH, raising=False)
     if value is not None:
-        monkeypatch.setenv(switch.VARIABLE, value)
-    assert switch.enabled() is expected
+        monkeypatch.setenv(settings.SWITCH, value)
+    assert settings.read(os.environ).enabled is expected
 
 
 @pytest.mark.parametrize("value", ["", "yes", "true", "2", " 1"])
 def test_any_other_value_names_variable_and_remedy(
     monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    monkeypatch.setenv(switch.VARIABLE, value)
+    monkeypatch.setenv(settings.SWITCH, value)
     with pytest.raises(ValueError, match=r"SGLANG_GEMMA4_YOCO=.*use 1 .* 0 to turn it off"):
-        switch.enabled()
+        settings.read(os.environ)
+
+
+def test_every_setting_has_its_variable() -> None:
+    fields = [field.name for field in dataclasses.fields(settings.Settings)]
+    assert list(settings.VARIABLES) == fields
+
+
+def test_what_is_switched_off_needs_no_other_setting() -> None:
+    found = {settings.SWITCH: "0", settings.name_of("audit"): "often"}
+    assert settings.read(found) == settings.Settings(enabled=False)
 
 
 def test_entry_point_is_registered_once() -> None:
@@ -47,7 +59,7 @@ def test_what_was_loaded_stays(
     from sglang_gemma4_yoco import patch, seams
 
     monkeypatch.setattr(patch, "_installed", {"something": "wrapped"})
-    monkeypatch.setenv(switch.VARIABLE, "no such value")
+    monkeypatch.setenv(settings.SWITCH, "no such value")
     answers = seams.Scheduler.get_internal_state
     plugin.load()
     (record,) = caplog.records
@@ -71,7 +83,7 @@ def test_load_never_raises(
     monkeypatch.setattr(seams.Scheduler, "get_internal_state", internal_state)
     monkeypatch.setattr(patch, "install", broken)
     monkeypatch.setattr(served, "attached", lambda: None)  # whatever other tests have left
-    monkeypatch.setenv(switch.VARIABLE, "1")
+    monkeypatch.setenv(settings.SWITCH, "1")
     with caplog.at_level(logging.INFO):
         plugin.load()
     (record,) = caplog.records
