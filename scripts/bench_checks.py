@@ -61,9 +61,9 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco import settings, starting
+from sglang_gemma4_yoco import report, settings
 from sglang_gemma4_yoco.checking import audit, proof, rounding, self_check
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.loading import starting
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
 POST_NORMS = (0.5, 1.0, 2.0, 4.0)

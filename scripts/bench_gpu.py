@@ -315,7 +315,7 @@ def random_prompt(engine: Any, length: int, seed: int) -> Any:
 
 def assert_path(engine: Any, batch: Any, length: int) -> None:
     """Raise ``NotActiveError`` unless a prefill of ``batch`` takes the fast path."""
-    from sglang_gemma4_yoco.telling import report
+    from sglang_gemma4_yoco import report
 
     path, _ = bench_prefill.path_taken(engine, batch, one_prompt(length))
     if path not in (report.ACTIVE, report.TAIL_REPLAYED):

@@ -271,7 +271,7 @@ def record(engine: Any) -> None:
         NotActiveError: it was not recorded.
     """
     from sglang_gemma4_reference import releases
-    from sglang_gemma4_yoco import starting
+    from sglang_gemma4_yoco.loading import starting
 
     releases.record_decode_steps(engine.runner)
     known = starting.of(engine.text_model)
@@ -311,7 +311,7 @@ def synchronizer(engine: Any) -> Callable[[], None]:
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
     from sglang_gemma4_yoco import settings
-    from sglang_gemma4_yoco.deciding import gate
+    from sglang_gemma4_yoco.cutting import gate
 
     synchronize = synchronizer(engine)
     # Front-only answers nothing, so no gate would ever admit it.
@@ -346,7 +346,7 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
     Raises:
         NotActiveError: rows and report contradict each other, or nothing was reported.
     """
-    from sglang_gemma4_yoco.telling import report
+    from sglang_gemma4_yoco import report
 
     report.forwards.clear()
     rows = rows_of_forward(engine, batch)
@@ -479,10 +479,10 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     from sglang_gemma4_reference.engine import Prompt
-    from sglang_gemma4_yoco import patch
-    from sglang_gemma4_yoco.attending.attention import OwnBackend
-    from sglang_gemma4_yoco.cutting.plan import plan_ahead
-    from sglang_gemma4_yoco.served import ServedModel, find
+    from sglang_gemma4_yoco.cutting.gate import plan_ahead
+    from sglang_gemma4_yoco.cutting.served import ServedModel, find
+    from sglang_gemma4_yoco.loading import patch
+    from sglang_gemma4_yoco.tail.attention import OwnBackend
 
     class Backend:
         def init_forward_metadata(self, forward_batch: Any) -> None:

@@ -18,10 +18,11 @@ from unittest import mock
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting import cut, donor, layers, per_layer
-from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.cutting import cut
+from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding.rows import KeptRows
-from sglang_gemma4_yoco.served import ServedModel
+from sglang_gemma4_yoco.tail import donor, layers, per_layer
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 Breakage = Callable[[ServedModel], AbstractContextManager[bool]]
 

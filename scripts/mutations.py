@@ -145,7 +145,7 @@ _WRITTEN = [
          "return self.kept == len(self.lens)", "return min(self.lens) == 1", CUT),
     ),
     *of(
-        "cutting/tail.py",
+        "tail/batch.py",
         ("wrong row: the one before the last",
          "numbers, padding = kept.indices(),",
          "numbers, padding = [max(i - 1, 0) for i in kept.indices()],", CUT),
@@ -286,7 +286,7 @@ _WRITTEN = [
          f"{DONOR}::test_rows_that_are_not_the_batchs"),
     ),
     *of(
-        "cutting/layers.py",
+        "tail/layers.py",
         ("layers of the first layer's inputs", "else inputs[:, number, :],",
          "else inputs[:, 0, :],", CUT),
         ("the tail without its norm", "    return norm(rows)\n", "    return rows\n", CUT),
@@ -301,7 +301,7 @@ _WRITTEN = [
          f"{DONOR}::test_the_first_shared_layer_runs_its_own_code"),
     ),
     *of(
-        "published.py",
+        "loading/published.py",
         ("the published helper knows of no plan",
          "    if plan is not None:\n", "    if False:\n",
          "forward/test_tails_batch.py::TestPublishedHelpers"),
@@ -323,7 +323,7 @@ _WRITTEN = [
          "                yield\n", "forward/test_tails_batch.py::TestPublishedHelpers"),
     ),
     *of(
-        "cutting/plan.py",
+        "cutting/gate.py",
         ("a plan that fails ends the forward",
          "        if not fallback.is_alone():\n"
          "            raise  # the other",
@@ -358,7 +358,7 @@ _WRITTEN = [
          "            all(map(operator.is_, self.judged, now))\n"
          "            and (", "            (", DECIDING),
         ("a plan of suffixes is used though an image has come",
-         "            and (self.tail.kept.one_per_request or not gate.is_multimodal(self.batch))\n",
+         "            and (self.tail.kept.one_per_request or not is_multimodal(self.batch))\n",
          "", DECIDING),
         ("the gate is asked again though the plan holds",
          "(isinstance(planned, Refusal) or planned.still_holds())",
@@ -414,7 +414,7 @@ _WRITTEN = [
          f"{FORWARD}::test_a_mode_without_new_tokens"),
     ),
     *of(
-        "served.py",
+        "cutting/served.py",
         ("graphs outlive the backends that they read",
          "        self.release()\n"
          "        self.drop_graphs(graphs.NOT_YET)\n",
@@ -465,7 +465,7 @@ _WRITTEN = [
          f"{FORWARD}::TestInstallation"),
     ),
     *of(
-        "starting.py",
+        "loading/starting.py",
         ("a recording that fails ends the server",
          "        if not fallback.is_alone():\n"
          "            raise\n"
@@ -496,9 +496,9 @@ _WRITTEN = [
          "    if False:\n",
          RECORDED),
         ("what SGLang cannot record is not foretold",
-         "    known.attach(plan.plan_ahead)\n"
+         "    known.attach(gate.plan_ahead)\n"
          "    _foretell(runner)\n",
-         "    known.attach(plan.plan_ahead)\n",
+         "    known.attach(gate.plan_ahead)\n",
          f"{RECORDED}::test_what_cannot_be_recorded_is_foretold"),
         ("every model is multimodal to who foretells",
          "multimodal=runner.model_config.is_multimodal",
@@ -755,7 +755,7 @@ _WRITTEN = [
         ),
     ),
     *of(
-        "attending/attention.py",
+        "tail/attention.py",
         ("one kernel is compiled for all widths",
          "kinds = {(part.head_dim, part.attn.sliding_window_size): part", "kinds = {0: part",
          f"{OTHER_MAINS}::test_the_tails_kernels_are_compiled_at_start"),
@@ -769,7 +769,7 @@ _WRITTEN = [
          f"{FORWARD}::test_no_batch_is_held_after_its_forward"),
     ),
     *of(
-        "attending/graphs.py",
+        "tail/graphs.py",
         ("batches with more rows than are recorded are replayed",
          "if rows >= len(kept.lens)), default=None)",
          "if rows >= len(kept.lens)), default=self.rows[-1])",
@@ -1062,7 +1062,7 @@ _WRITTEN = [
          "                expected", f"{AUDIT}::test_what_is_right_agrees"),
     ),
     *of(
-        "cutting/shadow.py",
+        "tail/shadow.py",
         ("shadows are not taken away",
          "                owner.__dict__.pop(name, None)\n", "                pass\n", CUT),
         ("what an object had of its own is not put back",
@@ -1070,7 +1070,7 @@ _WRITTEN = [
         ("shadows closed in the wrong order", "self._saved.pop()", "self._saved.pop(0)", DECIDING),
     ),
     *of(
-        "cutting/donor.py",
+        "tail/donor.py",
         ("all layers shared",
          "return layers - shared if 0 < shared < layers else None",
          "return layers - shared if shared else None",
@@ -1118,6 +1118,38 @@ _WRITTEN = [
     ),
     *of(
         "deciding/arguments.py",
+        ("replays that are wrong in SGLang itself are admitted",
+         "    if seams.prefill_graph() is not None and seams.copies_positions():\n",
+         "    if False:\n",
+         f"{RECORDED}::test_copied_positions_beside_prefill_graphs"),
+        ("copied positions are refused where nothing is replayed",
+         "    if seams.prefill_graph() is not None and seams.copies_positions():\n",
+         "    if seams.copies_positions():\n",
+         f"{RECORDED}::test_copied_positions_beside_prefill_graphs"),
+        ("server arguments", "        if argument(name):\n            return reason",
+         "        pass", ARGUMENTS),
+        ("server sizes", "        if (argument(name) or 1) > 1:\n", "        if False:\n",
+         ARGUMENTS),
+        ("drafts of any kind",
+         'if argument("speculative_algorithm") not in (None, *LAST_ROW_DRAFTS):', "if False:",
+         ARGUMENTS),
+        ("hidden states beside drafts",
+         'if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):',
+         "if False:", ARGUMENTS),
+        ("drafts beside the roles of disaggregation",
+         'if argument("speculative_algorithm") and argument("disaggregation_mode") not in '
+         '(None, "null"):', "if False:", ARGUMENTS),
+        ("pipelines are admitted", '    "pp_size": PIPELINE,\n', "",
+         f"{DOCTOR}::test_other_reasons"),
+        ("an argument that nobody has judged does no harm", "    if unjudged:\n", "    if False:\n",
+         f"{DECIDING}::test_an_argument_that_nobody_has_judged"),
+        ("a group of one offloaded layer is none", '(argument("offload_group_size") or 0) > 0',
+         '(argument("offload_group_size") or 0) > 1', ARGUMENTS),
+        ("offloading that is off refuses", '(argument("offload_group_size") or 0) > 0',
+         '(argument("offload_group_size") or 0) != 0', CUT),
+    ),
+    *of(
+        "deciding/harmless.py",
         ("what is judged elsewhere counts as not judged",
          "(*HARMLESS.values(), *ELSEWHERE.values())", "HARMLESS.values()", CUT),
     ),
@@ -1161,7 +1193,7 @@ _WRITTEN = [
          "not in {s for known in _SCHEMES_APART.values() for s in known}:", KINDS),
     ),
     *of(
-        "cutting/per_layer.py",
+        "tail/per_layer.py",
         ("per-layer inputs of the neighbouring layer",
          "self._embedded, self._first_cut, stop)", "self._embedded, self._first_cut - 1, stop - 1)",
          CUT),
@@ -1186,15 +1218,7 @@ _WRITTEN = [
          f"{DONOR}::test_per_layer_inputs_whose_weights_are_not_plain"),
     ),
     *of(
-        "deciding/gate.py",
-        ("replays that are wrong in SGLang itself are admitted",
-         "    if seams.prefill_graph() is not None and seams.copies_positions():\n",
-         "    if False:\n",
-         f"{RECORDED}::test_copied_positions_beside_prefill_graphs"),
-        ("copied positions are refused where nothing is replayed",
-         "    if seams.prefill_graph() is not None and seams.copies_positions():\n",
-         "    if seams.copies_positions():\n",
-         f"{RECORDED}::test_copied_positions_beside_prefill_graphs"),
+        "cutting/gate.py",
         ("a replayed tail costs as a launched one",
          "if read == 0 or (known.graphs is not None and known.graphs.size_for(kept) is not None):",
          "if read == 0:",
@@ -1211,7 +1235,7 @@ _WRITTEN = [
          "if capture is not None and capture not in _LAST_ROW_CAPTURES and not speculates:",
          "if False:", REFUSED_BATCHES),
         ("drafts that read every row",
-         'if speculates and getattr(algorithm, "name", None) not in _LAST_ROW_DRAFTS:',
+         'if speculates and getattr(algorithm, "name", None) not in arguments.LAST_ROW_DRAFTS:',
          "if False:", REFUSED_BATCHES),
         ("LoRA rows",
          'if any(adapter is not None for adapter in getattr(forward_batch, "lora_ids", None) '
@@ -1227,19 +1251,6 @@ _WRITTEN = [
          f"{REFUSED}::test_layers_captured_before_the_cut"),
         ("graph capture", "return CAPTURING if seams.is_capturing() else None", "return None",
          RECORDED),
-        ("server arguments", "        if argument(name):\n            return reason",
-         "        pass", ARGUMENTS),
-        ("server sizes", "        if (argument(name) or 1) > 1:\n", "        if False:\n",
-         ARGUMENTS),
-        ("drafts of any kind",
-         'if argument("speculative_algorithm") not in (None, *_LAST_ROW_DRAFTS):', "if False:",
-         ARGUMENTS),
-        ("hidden states beside drafts",
-         'if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):',
-         "if False:", ARGUMENTS),
-        ("drafts beside the roles of disaggregation",
-         'if argument("speculative_algorithm") and argument("disaggregation_mode") not in '
-         '(None, "null"):', "if False:", ARGUMENTS),
         ("unread although logprobs are wanted",
          "        and not _wants_input_logprobs(forward_batch)\n", "", LOGPROBS),
         ("unread although a request decodes along",
@@ -1250,21 +1261,14 @@ _WRITTEN = [
         ("read although nobody does",
          '        not getattr(forward_batch, "contains_last_prefill_chunk", True)\n        and',
          "        False\n        and", UNREAD),
-        ("pipelines are admitted", '    "pp_size": PIPELINE,\n', "",
-         f"{DOCTOR}::test_other_reasons"),
         ("a part of a model is cut",
-         "    return None if seams.holds_all_layers(model) else PIPELINE\n", "    return None\n",
+         "    return None if seams.holds_all_layers(model) else arguments.PIPELINE\n",
+         "    return None\n",
          f"{REFUSED}::test_a_model_that_lacks_a_layer"),
         ("another backend than the one that was looked at",
          "        or _backend(known)\n", "", DECIDING),
         ("switched off, and cut all the same",
          "    if not settings.current.enabled:\n        return OFF\n", "", CUT),
-        ("an argument that nobody has judged does no harm", "    if unjudged:\n", "    if False:\n",
-         f"{DECIDING}::test_an_argument_that_nobody_has_judged"),
-        ("a group of one offloaded layer is none", '(argument("offload_group_size") or 0) > 0',
-         '(argument("offload_group_size") or 0) > 1', ARGUMENTS),
-        ("offloading that is off refuses", '(argument("offload_group_size") or 0) > 0',
-         '(argument("offload_group_size") or 0) != 0', CUT),
         ("few skipped rows",
          "if not threshold.pays(total, read, minimum, tail_cost(known, kept, read)):",
          "if False:",
@@ -1285,14 +1289,14 @@ _WRITTEN = [
          "mode not in (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED)",
          "mode is not seams.ForwardMode.EXTEND", f"{DECIDING}::test_a_mixed_batch_that_stays_one"),
         ("what a newer SGLang has renamed",
-         "reason = unseen_reason() or server_reason()", "reason = server_reason()",
+         "reason = unseen_reason() or arguments.", "reason = arguments.",
          f"{REFUSED}::test_a_renamed_name_is_said_when_the_server_starts"),
         ("fields that a newer SGLang has renamed",
-         "seams.unseen(sorted(_judged_arguments()), _REFUSING_FIELDS)",
-         "seams.unseen(sorted(_judged_arguments()), ())",
+         "seams.unseen(sorted(arguments.judged()), _REFUSING_FIELDS)",
+         "seams.unseen(sorted(arguments.judged()), ())",
          f"{REFUSED}::test_a_renamed_name_is_said_when_the_server_starts"),
         ("arguments that a newer SGLang has renamed",
-         "seams.unseen(sorted(_judged_arguments()), _REFUSING_FIELDS)",
+         "seams.unseen(sorted(arguments.judged()), _REFUSING_FIELDS)",
          "seams.unseen((), _REFUSING_FIELDS)",
          f"{REFUSED}::test_a_renamed_name_is_said_when_the_server_starts"),
         ("what does not tell whether it finishes is unread",
@@ -1321,7 +1325,7 @@ _WRITTEN = [
         ),
     ),
     *of(
-        "patch.py",
+        "loading/patch.py",
         ("nothing is recorded when the server starts",
          '    (_Runner, "init_cuda_graphs"): _with_recording,\n', "",
          "server/test_workload.py::test_random_traffic_with_the_recorded_tail"),
@@ -1445,10 +1449,12 @@ _WRITTEN = [
         ("a plugin that is not registered is not told",
          "    if plugin.NAME not in found:\n", "    if False:\n",
          f"{DOCTOR}::test_a_plugin_that_is_not_registered"),
-        ("a switch that is off is not told", "one.read(value) is False and", "one.read(value) is None and",
+        ("a switch that is off is not told",
+         "one.read(value) is False and", "one.read(value) is None and",
          f"{DOCTOR}::test_a_switch_that_is_off"),
         ("a setting that means nothing is not told",
-         "        except ValueError as invalid:\n            findings.refusals.append(str(invalid))\n",
+         "        except ValueError as invalid:\n"
+         "            findings.refusals.append(str(invalid))\n",
          "        except ValueError:\n            pass\n",
          f"{DOCTOR}::test_settings_and_other_plugins"),
     ),
@@ -1471,7 +1477,7 @@ _WRITTEN = [
          'multimodal and not config.get("language_model_only", False)', "multimodal",
          f"{DOCTOR}::test_prefill_graphs_where_shared_layers_are_recorded"),
         ("the server's flags are not judged",
-         "(gate.unseen_reason(), gate.server_reason())", "(gate.unseen_reason(),)",
+         "(gate.unseen_reason(), arguments.server_reason())", "(gate.unseen_reason(),)",
          f"{DOCTOR}::test_real_servers_give_the_same_reason"),
         ("other plugins' hooks are not seen",
          '.nonlocals.get("hook")', '.nonlocals.get("hooks")',
@@ -1534,7 +1540,7 @@ _WRITTEN = [
         ),
     ),
     *of(
-        "telling/metrics.py",
+        "loading/metrics.py",
         ("every rank counts", '    if labels.get("tp_rank", 0) != 0 and not every_rank:\n',
          "    if False:\n", f"{TOLD}::test_forwards_and_rows"),
         ("audits are not told", "        report.observe_audits(tell_audit)\n", "",
@@ -1549,7 +1555,7 @@ _WRITTEN = [
          f"{STATUS}::test_a_server_that_gave_up_is_not_active"),
     ),
     *of(
-        "telling/report.py",
+        "report.py",
         ("a skipped tail is not told from a shortened one",
          "forwards[outcome] += 1", "forwards[ACTIVE] += 1", UNREAD),
         ("the worst audit is the last one", "    audits.worst = max(audits.worst, excess)\n",
@@ -1676,14 +1682,16 @@ _WRITTEN = [
 # The tables of each file, by the tests that go through them in behaviour. Of a table of tables
 # every entry of those is one.
 _TABLES: dict[str, dict[str, str]] = {
-    "deciding/gate.py": {
+    "cutting/gate.py": {
         "_REFUSING_FIELDS": FIELDS,
+        "_LAST_ROW_CAPTURES": REFUSED,
+        "_JUDGED": f"{DECIDING}::test_what_a_plan_was_made_from_is_replaced",
+    },
+    "deciding/arguments.py": {
         "_REFUSING_ARGUMENTS": ARGUMENTS,
         "_REFUSING_SIZES": ARGUMENTS,
         "_HIDDEN_STATE_ARGUMENTS": ARGUMENTS,
-        "_LAST_ROW_CAPTURES": REFUSED,
-        "_LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
-        "_JUDGED": f"{DECIDING}::test_what_a_plan_was_made_from_is_replaced",
+        "LAST_ROW_DRAFTS": f"{REFUSED}::test_full_capture_of_frozen_kv_drafts",
         "_OTHER_ARGUMENTS": f"{REFUSED}::test_refused_servers_of_several_ranks",
     },
     "deciding/backends.py": {
@@ -1691,7 +1699,7 @@ _TABLES: dict[str, dict[str, str]] = {
         "NAMES": f"{DOCTOR}::test_attention_backends_by_their_names",
     },
     "deciding/quantised.py": {"_APART": KINDS, "_SCHEMES_APART": KINDS},
-    "attending/graphs.py": {
+    "tail/graphs.py": {
         "_REFUSED": f"{REPLAYED}::TestReasons",
         "_ROWS": f"{REPLAYED}::test_all_row_counts_by_default",
     },
@@ -1765,16 +1773,18 @@ def table_entries() -> list[Mutation]:
     mutations = []
     for file, tables in _TABLES.items():
         source = (REPO / PACKAGE / file).read_text()
-        for statement in ast.parse(source).body:
-            if not isinstance(statement, ast.Assign):
-                continue
-            table = ast.unparse(statement.targets[0])
+        assigned = {
+            ast.unparse(statement.targets[0]): statement
+            for statement in ast.parse(source).body
+            if isinstance(statement, ast.Assign)
+        }
+        for table, first_of_table in tables.items():
+            statement = assigned[table]
             whole = ast.get_source_segment(source, statement)
-            if table not in tables or whole is None:
-                continue
+            assert whole is not None
             for name, path in _paths(statement.value):
                 if name not in _NO_MUTATIONS:
-                    first = _FIRST_OF_ENTRY.get(name, tables[table])
+                    first = _FIRST_OF_ENTRY.get(name, first_of_table)
                     changed = _without(statement, path)
                     mutations.append(
                         Mutation(f"{table} without {name}", file, whole, changed, first)

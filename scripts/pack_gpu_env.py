@@ -120,7 +120,7 @@ ROOTS = (
     "sglang.benchmark.serving",
     "sglang.benchmark.one_batch",
     "sglang_gemma4_yoco.plugin",
-    "sglang_gemma4_yoco.patch",
+    "sglang_gemma4_yoco.loading.patch",
     "sglang_gemma4_reference.engine",
     "sglang_gemma4_reference.checkpoint",
 )

@@ -8,48 +8,9 @@ the rows whose output somebody reads: normally one row per request. This package
 SGLang loads it by itself through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_YOCO=0``
 turns it off. Importing this module imports neither torch nor SGLang.
 
-A batch travels through the package in this order::
+From the top down, each file knowing only those below it::
 
-    plugin.py     switch and seams -> install, or refuse with one line
-    patch.py      Gemma4TextModel.forward, and what starts a ModelRunner, wrapped
-    starting.py   when a runner starts: facts found out, tail recorded, compared with stock
-    served.py     what is known of the served model and of its current batch
-
-    deciding/     may this batch take the fast path, and does it pay?
-        gate.py       a reason why not, or what it found out
-        arguments.py  the server arguments that need no refusal, and why
-        backends.py   which attention backends and pools the fast path runs on
-        quantised.py  which linear layers compute each row for itself
-        rows.py       which rows are kept (plain integers)
-        threshold.py  whether skipping the others pays
-        ranks.py      may all tensor-parallel ranks? compared once, at start
-
-    cutting/      one batch on its way
-        plan.py       decided once: refused, or its rows and how its tail runs
-        tail.py       the batch as the tail sees it, rewritten and restored
-        forward.py    one forward: cut, or served by stock
-        fallback.py   when the fast path fails, stock serves the batch
-        cut.py        one forward: all rows to the last donor layer, kept rows behind it
-        donor.py      the last donor layer: K and V for all rows, the rest for kept ones
-        layers.py     the layers behind the cut, launched or while they are recorded
-        per_layer.py  per-layer inputs, projected for the rows that each layer runs on
-        shadow.py     methods replaced on single objects, and put back
-
-    attending/    what the tail runs on
-        attention.py  an attention backend of the tail's own, planned ahead
-        graphs.py     the tail recorded for a few row counts, and replayed
-
-    checking/     does it give what stock gives, here and with these weights?
-        rounding.py   how far two computations of the same numbers are apart, in roundings
-        layerwise.py  each layer given what stock's was given, and compared
-        borrowed.py   a server's slots, borrowed for requests of nobody's
-        proof.py      a graph must give what the launched layers give
-        self_check.py a few prefills both ways, before the server serves
-        audit.py      every N-th prefill both ways, while it does
-
-    telling/      what operators see of it
-        report.py     log lines and counters
-        metrics.py    the counters in SGLang's metrics and in /server_info
+    plugin.py     what SGLang calls: settings and seams judged, then patched, or refused in one line
 
     commands/     what an operator runs, in no server
         main.py       the command line, one module for each command
@@ -64,7 +25,45 @@ A batch travels through the package in this order::
         agreement.py  how far answers are apart, and may be; verdict.py: are they?
         table.py      for a terminal; page.py: for a browser
 
-    published.py  two helpers for those who cut a batch themselves
+    loading/      into SGLang's classes, once for each process and each runner
+        patch.py      SGLang's methods wrapped, and put back
+        starting.py   when a runner starts: facts found out, tail recorded, compared with stock
+        metrics.py    the counters in SGLang's metrics and in /server_info
+        published.py  two helpers for those who cut a batch themselves
+
+    checking/     does it give what stock gives, here and with these weights?
+        audit.py      every N-th prefill both ways, while the server serves
+        self_check.py a few prefills both ways, before it serves
+        proof.py      a graph must give what the launched layers give
+        layerwise.py  each layer given what stock's was given, and compared
+        rounding.py   how far two computations of the same numbers are apart, in roundings
+        borrowed.py   a server's slots, borrowed for requests of nobody's
+
+    cutting/      one batch on its way
+        forward.py    one forward: cut, or served by stock
+        cut.py        all rows to the last donor layer, kept rows behind it
+        gate.py       may it be cut, and how? In the order of time: planned ahead, asked again
+        fallback.py   when the fast path fails, stock serves the batch
+        served.py     what is known of the served model and of its current batch
+
+    tail/         what runs on the kept rows
+        batch.py      the batch as the tail sees it, rewritten and restored
+        attention.py  an attention backend of the tail's own, planned ahead
+        graphs.py     the tail recorded for a few row counts, and replayed
+        layers.py     the layers behind the cut, launched or while they are recorded
+        donor.py      the last donor layer: K and V for all rows, the rest for kept ones
+        per_layer.py  per-layer inputs, projected for the rows that each layer runs on
+        shadow.py     methods replaced on single objects, and put back
+
+    deciding/     reasons why not; they change nothing
+        arguments.py  server arguments that refuse; harmless.py: those that do not, and why
+        backends.py   which attention backends and pools the fast path runs on
+        quantised.py  which linear layers compute each row for itself
+        ranks.py      may all tensor-parallel ranks? compared once, at start
+        rows.py       which rows are kept (plain integers)
+        threshold.py  whether skipping the others pays
+
+    report.py     log lines and counters
     settings.py   what the operator has set, read and judged once
     seams.py      everything that depends on the installed SGLang's version
 """

@@ -16,9 +16,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from sglang_gemma4_yoco import __version__, settings
-from sglang_gemma4_yoco.telling import report
-from sglang_gemma4_yoco.telling.report import logger
+from sglang_gemma4_yoco import __version__, report, settings
+from sglang_gemma4_yoco.report import logger
 
 DISTRIBUTION = "sglang-gemma4-yoco"
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
@@ -103,7 +102,7 @@ def _leave_alone(reason: str) -> None:
 
 def _is_installed() -> bool:
     """Whether this process's SGLang is patched already. Imports nothing."""
-    patch = sys.modules.get("sglang_gemma4_yoco.patch")
+    patch = sys.modules.get("sglang_gemma4_yoco.loading.patch")
     return patch is not None and bool(patch.is_installed())
 
 
@@ -124,7 +123,7 @@ def load() -> None:
         check_version()
         # Imported late: with the switch off no model of SGLang's is touched.
         try:
-            from sglang_gemma4_yoco import patch
+            from sglang_gemma4_yoco.loading import patch
         except ImportError as missing:
             raise UnsupportedError(
                 f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "

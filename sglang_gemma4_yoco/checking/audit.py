@@ -18,22 +18,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams, settings
+from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.cutting.plan import Plan
-from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.cutting.forward import Forwards
+from sglang_gemma4_yoco.cutting.gate import Plan
+from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import ranks
-from sglang_gemma4_yoco.served import ServedModel
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 DIFFERED = "an audited prefill differed from stock's"
 ANOTHERS = "another rank has found a defect"
@@ -54,19 +54,6 @@ def auditor(runner: Any, known: ServedModel) -> Auditor | None:
     reason = f"{type(runner.model).__name__} has no logits processor"
     report.once(f"Gemma 4 fast prefill is not audited: {reason}", logging.WARNING)
     return None
-
-
-@dataclass(frozen=True)
-class Forwards:
-    """How a forward is run again, all as it was before it ran.
-
-    Attributes:
-        stock: runs it as stock; returns what the model does, [T, hidden] or a tuple that begins so.
-        cut: runs it on the fast path, by a plan; returns the rows alone, [T, hidden].
-    """
-
-    stock: Callable[[], Any]
-    cut: Callable[[Plan], torch.Tensor]
 
 
 class Auditor:

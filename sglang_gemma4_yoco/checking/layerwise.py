@@ -32,10 +32,10 @@ from typing import Any, Protocol
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.attending.graphs import Inputs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
-from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.tail.graphs import Inputs
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 # Roundings of a step on each side, as root mean square: 0.27 * sqrt(r), and on a GPU another r / 2,
 # where a product is summed in parts that are rounded.

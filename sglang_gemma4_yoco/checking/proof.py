@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco.attending.graphs import Inputs, TailGraphs
+from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.tail.graphs import Inputs, TailGraphs
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
 _ROUNDINGS = 2.0

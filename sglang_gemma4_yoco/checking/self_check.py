@@ -27,15 +27,14 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams, settings
+from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding.rows import KeptRows
-from sglang_gemma4_yoco.served import ServedModel
-from sglang_gemma4_yoco.telling import report
 
 OFF = f"{settings.name_of('self_check')}=0"
 FAILED = "its self-check at start failed"

@@ -17,15 +17,15 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from sglang_gemma4_yoco import patch, plugin, seams, settings
-from sglang_gemma4_yoco.attending import graphs
+from sglang_gemma4_yoco import plugin, seams, settings
 from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
-from sglang_gemma4_yoco.cutting import donor
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.deciding import backends, gate
-from sglang_gemma4_yoco.telling import metrics
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.deciding import arguments, backends
+from sglang_gemma4_yoco.loading import metrics, patch
+from sglang_gemma4_yoco.tail import donor, graphs
+from sglang_gemma4_yoco.tail.donor import DonorCut
 
 _MODEL_FLAGS = ("--model-path", "--model")
 _MAKES_A_DIRECTORY = "--crash-dump-folder"
@@ -273,7 +273,7 @@ def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None
         findings.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
         findings.refusals.append(gate.EMBEDDINGS)
-    for reason in (gate.unseen_reason(), gate.server_reason()):
+    for reason in (gate.unseen_reason(), arguments.server_reason()):
         if reason is not None:
             findings.refusals.append(reason)
     quantised = next(filter(None, map(argument, _QUANTISING)), None) or _quantised(config)

@@ -23,16 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.settings import SWITCH
-from sglang_gemma4_yoco.telling import report
 
 LOG_MARK = "Gemma 4 fast prefill"
 ACTIVE_MARK = f"{LOG_MARK} is active: "
 _WHY_NOT = ("steps aside", "is NOT installed")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command; while servers are being stopped they are waited out."""
-# What telling/metrics.py adds to a scheduler's state; that module imports all of SGLang.
+# What loading/metrics.py adds to a scheduler's state; that module imports all of SGLang.
 _STATE = "gemma4_yoco"
 _REQUEST_TIMEOUT = 1800.0  # seconds
 _BY_CHANCE = 2  # first tokens that a random prompt may share with one that was asked before it

@@ -11,12 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco import __version__, report
 from sglang_gemma4_yoco.commands import prompts as kinds
 from sglang_gemma4_yoco.commands.agreement import Answer, Comparison, beyond
 from sglang_gemma4_yoco.commands.examination import Found, Plan
 from sglang_gemma4_yoco.commands.timing import by_length
-from sglang_gemma4_yoco.telling import report
 
 TIMED = "first tokens of timed prompts"
 

@@ -1,1 +1,1 @@
-"""One batch on its way: planned, its rows gathered and scattered, or served by stock after all."""
+"""One batch on its way: decided, cut, or served by stock after all."""

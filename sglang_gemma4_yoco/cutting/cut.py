@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.attending.graphs import Replay
-from sglang_gemma4_yoco.cutting import donor, layers, per_layer
-from sglang_gemma4_yoco.cutting.plan import Plan
-from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.served import ServedModel
+from sglang_gemma4_yoco.cutting.gate import Plan
+from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.tail import donor, layers, per_layer
+from sglang_gemma4_yoco.tail.graphs import Replay
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 ENDLESS = "the model's layers go on behind the last one that it was told to run"
 OTHER_INPUTS = "the model is called without per-layer embeddings"

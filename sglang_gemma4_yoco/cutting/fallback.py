@@ -21,7 +21,7 @@ import traceback
 import torch
 from torch import distributed
 
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
 
 LIMIT = 8
 GIVEN_UP = f"it failed {LIMIT} times in a row and is off in this process"

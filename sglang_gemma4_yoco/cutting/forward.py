@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.attending.graphs import ReplayError
-from sglang_gemma4_yoco.checking.audit import Forwards
-from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.cutting import fallback, gate
 from sglang_gemma4_yoco.cutting.cut import Cut, LateRefusalError
-from sglang_gemma4_yoco.cutting.plan import Plan, at_the_forward
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.served import ServedModel
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.cutting.gate import Plan, at_the_forward
+from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.tail.graphs import ReplayError
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """How a forward is run again, all as it was before it ran.
+
+    Attributes:
+        stock: runs it as stock; returns what the model does, [T, hidden] or a tuple that begins so.
+        cut: runs it on the fast path, by a plan; returns the rows alone, [T, hidden].
+    """
+
+    stock: Callable[[], Any]
+    cut: Callable[[Plan], torch.Tensor]
 
 
 def prefill(

@@ -1,1 +1,1 @@
-"""May a batch be cut, and does it pay? Answers are reasons, and change nothing."""
+"""Reasons why a server or a batch is not cut, and whether cutting pays. They change nothing."""

@@ -1,273 +1,129 @@
-"""Every server argument of SGLang that needs no refusal: harmless, or judged somewhere else.
+"""What the server's arguments say: reasons why no batch of it may be cut. Constant for a server.
 
-What makes an argument harmless is that it changes neither which rows of a prefill somebody reads,
-nor where K and V lie, nor how the layers are laid out, split or replayed. With the gate's tables of
-those that refuse, these are all fields of ``ServerArgs`` of SGLang 0.5.17 to 0.5.23. Of an argument
-that a later release adds nothing is known, so no batch of a server that sets it is cut.
+An argument that the installed SGLang does not have counts as unset. One that is set and that nobody
+has judged is a reason too; ``harmless`` lists those that are none, and why.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.deciding import harmless
 
-# One name a line would take five hundred.
-# fmt: off
-#: Why they are harmless -> arguments.
-HARMLESS: dict[str, tuple[str, ...]] = {
-    "where the model and its files come from, and how they are read": (
-        "checkpoint_engine_wait_weights_before_ready", "custom_weight_loader",
-        "decrypted_config_file", "decrypted_draft_config_file", "delete_ckpt_after_loading",
-        "download_dir", "dtype", "enable_draft_weights_cpu_backup", "enable_weights_cpu_backup",
-        "engine_info_bootstrap_port", "json_model_override_args", "load_format", "model_checksum",
-        "model_config_parser", "model_impl", "model_loader_extra_config", "model_path",
-        "modelexpress_config", "modelopt_checkpoint_restore_path", "modelopt_checkpoint_save_path",
-        "modelopt_export_path", "quantization_param_path", "remote_instance_weight_loader_backend",
-        "remote_instance_weight_loader_seed_instance_ip",
-        "remote_instance_weight_loader_seed_instance_service_port",
-        "remote_instance_weight_loader_send_weights_group_ports",
-        "remote_instance_weight_loader_start_seed_via_transfer_engine", "revision",
-        "trust_remote_code", "weight_cache_mode", "weight_cache_socket", "weight_cache_timeout",
-        "weight_loader_disable_mmap", "weight_loader_drop_cache_after_load",
-        "weight_loader_prefetch_checkpoints", "weight_loader_prefetch_num_threads",
-        "weight_version",
-    ),
-    "other models' and other platforms' parts, which SGLang rejects or ignores for Gemma 4": (
-        "c128_page_size", "dsa_decode_backend", "dsa_paged_mqa_logits_backend",
-        "dsa_prefill_backend", "dsa_topk_backend", "dsa_triton_union", "dsv4_attn_backend",
-        "dsv4_prefill_backend", "enable_decoder_swa_bounded_replay",
-        "enable_deepseek_v4_fp4_indexer", "enable_dsa_cache_layer_split",
-        "enable_dsa_fused_indexer", "enable_hisparse", "enable_return_indexer_topk",
-        "enable_scattered_sconv", "hisparse_config", "mlx_enable_sampling", "ple_offload_backend",
-        "ple_offload_dir", "ple_offload_embedding", "qsa_indexer_dtype", "startup_weight_load_mode",
-    ),
-    "HTTP and gRPC, their security and their clients": (
-        "admin_api_key", "api_key", "debug_tensor_dump_input_file", "enable_cache_report",
-        "enable_http2", "enable_http_worker_reuseport", "enable_response_store",
-        "enable_ssl_refresh", "fastapi_root_path", "file_storage_path", "gated_launch_port",
-        "grpc_mode", "grpc_port", "grpc_response_timeout_secs",
-        "grpc_worker_threads", "host", "http2_initial_connection_window_size",
-        "http2_max_concurrent_streams", "port", "return_input_ids", "return_output_ids",
-        "served_model_name", "sidecar", "sidecar_args", "skip_server_warmup", "smg_grpc_mode",
-        "smg_http_sidecar_port", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile",
-        "ssl_keyfile_password", "tool_server", "warmups",
-    ),
-    "text to tokens and back, and what is streamed of it": (
-        "allow_auto_truncate", "asr_max_buffer_seconds", "asr_max_concurrent_sessions",
-        "batch_notify_size", "chat_template", "completion_template", "context_length",
-        "default_chat_template_kwargs", "detokenizer_worker_num", "disable_tokenizer_batch_decode",
-        "dynamic_batch_tokenizer_batch_size", "dynamic_batch_tokenizer_batch_timeout",
-        "enable_dynamic_batch_tokenizer", "enable_strict_thinking", "enable_tokenizer_batch_encode",
-        "hf_chat_template_name", "incremental_streaming_output", "reasoning_parser",
-        "skip_tokenizer_init", "stream_interval", "stream_response_default_include_usage",
-        "tokenizer_backend", "tokenizer_mode", "tokenizer_path", "tokenizer_worker_num",
-        "tool_call_parser", "trust_request_chat_template",
-    ),
-    "sampling and grammars, behind the rows that are read": (
-        "constrained_json_disable_any_whitespace", "constrained_json_max_whitespace_cnt",
-        "constrained_json_whitespace_pattern", "disable_outlines_disk_cache",
-        "enable_custom_logit_processor", "enable_fp32_lm_head", "enable_watermark",
-        "grammar_backend", "preferred_sampling_params", "random_seed", "sampling_backend",
-        "sampling_defaults", "sampling_mask_max_tokens", "watermark_config",
-        "watermark_context_window", "watermark_default_enabled", "watermark_enforce_all",
-        "watermark_key", "watermark_key_b", "watermark_max_probability",
-        "watermark_mixing_probability",
-    ),
-    "logging, metrics and tracing, which count or mark and read no row": (
-        "bucket_e2e_request_latency", "bucket_inter_token_latency", "bucket_time_to_first_token",
-        "crash_dump_folder", "decode_log_interval", "enable_forward_pass_metrics",
-        "enable_layerwise_nvtx_marker", "enable_metrics", "enable_metrics_for_all_schedulers",
-        "enable_mfu_metrics", "enable_request_time_stats_logging", "enable_trace",
-        "export_metrics_to_file", "export_metrics_to_file_dir", "extra_metric_labels",
-        "forward_pass_metrics_ipc_name", "forward_pass_metrics_worker_id",
-        "gc_warning_threshold_secs", "generation_tokens_buckets", "kv_events_config",
-        "load_publish_endpoint", "load_snapshot_publish_interval", "log_level", "log_level_http",
-        "log_requests", "log_requests_format", "log_requests_level", "log_requests_target",
-        "otlp_service_name", "otlp_traces_endpoint", "prompt_tokens_buckets", "show_time_cost",
-        "spec_trace_dir", "stat_loggers", "tokenizer_metrics_allowed_custom_labels",
-        "tokenizer_metrics_custom_labels_header", "trace_modules",
-        "uvicorn_access_log_exclude_prefixes",
-    ),
-    "it checks K and V before and after the model's forward, which are whole then": (
-        "kv_canary", "kv_canary_real_data", "kv_canary_sweep_interval",
-    ),
-    "details of something that is judged or refused by an argument of its own": (
-        "cp_strategy", "dcp_comm_backend", "dcp_replicate_q_proj", "debug_tensor_dump_layers",
-        "dllm_algorithm_config", "dllm_fdfo", "dsa_prefill_cp_mode", "enable_cp_decode_attn_tp",
-        "enable_cp_tp_group_sharing", "enable_dp_attention_local_control_broadcast",
-        "enable_linker_mla_dedup", "enable_lora_overlap_loading", "enable_tp_lm_head_all_to_all",
-        "experts_shared_outer_loras", "flexkv_config_file", "hicache_host_memory_fraction",
-        "hicache_host_memory_mode", "hicache_io_backend", "hicache_mem_layout", "hicache_ratio",
-        "hicache_size", "hicache_storage_backend", "hicache_storage_backend_extra_config",
-        "hicache_storage_prefetch_policy", "hicache_storage_prefetch_retry_max_attempts",
-        "hicache_storage_prefetch_retry_poll_interval", "hicache_write_policy",
-        "lmcache_config_file", "lora_backend", "lora_drain_wait_threshold", "lora_eviction_policy",
-        "lora_strict_loading", "lora_target_modules", "lora_use_virtual_experts",
-        "max_loaded_loras", "max_lora_chunk_size", "max_lora_rank", "max_loras_per_batch",
-        "offload_mode", "offload_num_in_group", "offload_prefetch_step", "pdmux_config_path",
-        "prefill_cp_mode", "sm_group_num", "speculative_skip_dp_mlp_sync",
-        "tbo_token_distribution_threshold", "unified_cache_external_linker_backend",
-        "unified_cache_external_linker_config",
-    ),
-    "images, video and audio on their way to embeddings; a multimodal batch is judged by itself": (
-        "allowed_media_domains", "disable_fast_image_processor",
-        "enable_adaptive_dispatch_to_encoder", "enable_broadcast_mm_inputs_process",
-        "enable_mm_global_cache", "enable_multimodal", "enable_precise_embedding_interpolation",
-        "enable_prefix_mm_cache", "encoder_bootstrap_port", "encoder_only", "encoder_register_urls",
-        "encoder_transfer_backend", "encoder_urls", "image_processor_backend",
-        "keep_mm_feature_on_device", "language_model_only", "language_only",
-        "limit_mm_data_per_request", "media_url_max_file_size_mb", "mm_attention_backend",
-        "mm_enable_dp_encoder", "mm_feature_transport", "mm_global_cache_backend",
-        "mm_io_worker_num", "mm_preprocess_cache_size_mb", "mm_process_config",
-        "mm_processor_worker_num", "trust_mm_content_hashes",
-    ),
-    "which requests run when; a batch is judged by itself": (
-        "abort_on_priority_when_disabled", "default_priority_value", "disable_overlap_schedule",
-        "disable_priority_preemption", "enable_dynamic_chunking", "enable_prefill_delayer",
-        "enable_priority_scheduling", "max_prefill_tokens", "max_queued_requests",
-        "max_running_requests", "min_free_slots_delay", "num_continuous_decode_steps",
-        "pp_async_batch_depth", "pp_max_micro_batch_size", "prefill_decode_interval",
-        "prefill_decode_interval_min_bs", "prefill_delayer_forward_passes_buckets",
-        "prefill_delayer_max_delay_ms", "prefill_delayer_max_delay_passes",
-        "prefill_delayer_queue_min_ratio", "prefill_delayer_token_usage_low_watermark",
-        "prefill_delayer_wait_seconds_buckets", "prefill_max_requests",
-        "priority_scheduling_preemption_threshold", "retraction_policy",
-        "schedule_conservativeness", "schedule_low_priority_values_first", "schedule_policy",
-        "scheduler_recv_interval",
-    ),
-    "how much memory the pools get, in which pages; the tail reads the same pools": (
-        "_swa_full_tokens_ratio_explicitly_set", "disable_hybrid_swa_memory", "max_total_tokens",
-        "mem_fraction_static", "page_size", "swa_full_tokens_ratio", "swa_prefix_tails",
-    ),
-    "which prefixes stay cached; a cached prefix is a length of the batch": (
-        "_radix_eviction_policy_explicitly_set", "disable_radix_cache",
-        "enable_session_radix_cache", "enable_streaming_session", "radix_eviction_policy",
-        "radix_eviction_policy_config", "strip_thinking_cache",
-    ),
-    "PD disaggregation: each role reads of a prefill what a server without roles reads": (
-        "disaggregation_bootstrap_port", "disaggregation_decode_allocation_policy",
-        "disaggregation_decode_enable_offload_kvcache", "disaggregation_decode_enable_radix_cache",
-        "disaggregation_decode_extra_slots", "disaggregation_decode_host_receive_threshold",
-        "disaggregation_decode_polling_interval", "disaggregation_decode_retraction_backup",
-        "disaggregation_enable_kv_checksum", "disaggregation_ib_device",
-        "disaggregation_transfer_backend", "enable_pd_role_switch", "num_reserved_decode_tokens",
-        "optimistic_prefill_attempts",
-    ),
-    "devices, processes and their life": (
-        "base_gpu_id", "custom_sigquit_handler", "gc_threshold", "gpu_id_step", "numa_node",
-        "sleep_on_idle", "soft_watchdog_timeout", "watchdog_timeout",
-    ),
-    "how replicas and ranks find each other; those that share a batch are judged": (
-        "dist_init_addr", "dist_timeout", "dp_size", "enable_p2p_check", "load_balance_method",
-        "nccl_port", "node_rank", "pre_warm_nccl",
-    ),
-    "which kernel adds up the ranks' parts, of the rows that all ranks have alike": (
-        "disable_aiter_allreduce_fusion_in_decode", "disable_aiter_allreduce_fusion_in_prefill",
-        "disable_custom_all_reduce", "enable_aiter_allreduce_fusion",
-        "enable_flashinfer_allreduce_fusion", "enable_mscclpp", "enable_nccl_nvls",
-        "enable_torch_symm_mem", "enforce_disable_flashinfer_allreduce_fusion",
-        "flashinfer_allreduce_fusion_backend",
-    ),
-    "chosen kernels, which compute each row for itself; the attention backend is judged": (
-        "bf16_gemm_backend", "disable_chunked_prefix_cache", "disable_flashinfer_autotune",
-        "enable_fused_qk_norm_rope", "enable_lean_attention", "enable_tf32_matmul",
-        "flashinfer_autotune_skip_ops", "flashinfer_mla_disable_ragged", "fp4_gemm_runner_backend",
-        "fp8_gemm_runner_backend", "prefill_kv_cache_dequant_dtype",
-        "triton_attention_num_kv_splits", "triton_attention_reduce_in_fp32",
-        "triton_attention_split_tile_size",
-    ),
-    "which of SGLang's steps are recorded or compiled; recording is seen": (
-        "cuda_graph_bs_decode", "cuda_graph_bs_prefill", "cuda_graph_max_bs_decode",
-        "cuda_graph_max_bs_prefill", "cuda_graph_max_seq_len_prefill",
-        "cuda_graph_prefill_max_context", "cuda_graph_tc_compiler", "debug_cuda_graph",
-        "enable_cudagraph_gc", "enable_profile_cuda_graph", "enable_torch_compile_debug_mode",
-        "torch_compile_max_bs",
-    ),
-    "how a draft proposes and is verified; the algorithm is judged": (
-        "_speculative_draft_quantization_explicitly_set", "decoupled_spec_bind_endpoint",
-        "decoupled_spec_connect_endpoints", "decoupled_spec_rank", "decoupled_spec_role",
-        "enable_multi_layer_eagle", "speculative_accept_threshold_acc",
-        "speculative_accept_threshold_single", "speculative_adaptive",
-        "speculative_adaptive_config", "speculative_attention_mode",
-        "speculative_boundary_reduction", "speculative_dflash_block_size",
-        "speculative_domino_candidate_pool_size", "speculative_draft_attention_backend",
-        "speculative_draft_kv_cache_dtype", "speculative_draft_load_format",
-        "speculative_draft_model_path", "speculative_draft_model_quantization",
-        "speculative_draft_model_revision", "speculative_draft_sink_size",
-        "speculative_draft_window_size", "speculative_dsa_topk_backend",
-        "speculative_dspark_align_verify_tokens_to_graph_tier", "speculative_dspark_block_size",
-        "speculative_dspark_confidence_sts_path", "speculative_dspark_sps_table_path",
-        "speculative_eagle_topk", "speculative_enable_w4a4_mxfp4_megamoe",
-        "speculative_moe_a2a_backend", "speculative_moe_runner_backend",
-        "speculative_ngram_capacity", "speculative_ngram_external_corpus_max_tokens",
-        "speculative_ngram_external_corpus_path", "speculative_ngram_external_sam_budget",
-        "speculative_ngram_match_type", "speculative_ngram_max_bfs_breadth",
-        "speculative_ngram_max_trie_depth", "speculative_ngram_min_bfs_breadth",
-        "speculative_num_draft_tokens", "speculative_num_steps", "speculative_token_map",
-        "speculative_use_block_verification", "speculative_use_rejection_sampling", "uno_lora_path",
-    ),
-    "experts, which Gemma 4 E2B and E4B do not have": (
-        "deepep_config", "deepep_dispatcher_output_dtype", "deepep_mode", "deepep_v2_mode",
-        "disable_flashinfer_cutlass_moe_fp4_allgather", "disable_shared_experts_fusion",
-        "elastic_ep_initial_size", "elastic_ep_rejoin", "elastic_ep_scale_timeout",
-        "enable_elastic_expert_backup", "enable_eplb",
-        "enable_expert_distribution_metrics", "enable_fused_moe_sum_all_reduce",
-        "enable_megamoe_for_layernorm_sp", "enable_paged_experts", "enable_return_routed_experts",
-        "enable_shared_experts_attn_tp", "enable_w4a4_mxfp4_megamoe", "enable_waterfill",
-        "enforce_shared_experts_fusion", "ep_dispatch_algorithm", "ep_join_mode",
-        "ep_join_rank_offset", "ep_num_redundant_experts", "eplb_algorithm",
-        "eplb_min_rebalancing_utilization_threshold", "eplb_rebalance_layers_per_chunk",
-        "eplb_rebalance_num_iterations", "expert_balancedness_report_mode",
-        "expert_distribution_recorder_buffer_size", "expert_distribution_recorder_mode",
-        "flashinfer_a2a_dispatch_type", "flashinfer_mxfp4_moe_precision", "fuseep_mode",
-        "init_expert_location", "kt_cpuinfer", "kt_max_deferred_experts_per_token", "kt_method",
-        "kt_num_gpu_experts", "kt_threadpool_count", "kt_weight_path", "max_ep_size",
-        "moe_a2a_backend", "moe_runner_backend", "mooncake_ib_device", "paged_experts_num_resident",
-        "shared_experts_tp_size",
-    ),
-    "Mamba and linear attention, which Gemma 4 does not have": (
-        "enable_int8_mamba_checkpoint", "enable_linear_replayssm",
-        "enable_linear_replayssm_spec", "enable_mamba_cache_stochastic_rounding",
-        "int8_mamba_ckpt_size", "linear_attn_backend", "linear_attn_decode_backend",
-        "linear_attn_prefill_backend", "linear_attn_verify_backend", "linear_replayssm_cache_len",
-        "mamba_backend", "mamba_cache_philox_rounds", "mamba_full_memory_ratio",
-        "mamba_max_states_per_path", "mamba_radix_cache_strategy", "mamba_ssm_dtype",
-        "mamba_track_interval", "max_mamba_cache_size", "uses_mamba_radix_cache",
-    ),
+PIPELINE = "pipeline parallelism (--pp-size) is not supported"
+HIDDEN_STATES = "hidden states of all rows are returned"
+SPECULATIVE = "speculative decoding"
+DP_ATTENTION = "data-parallel attention"
+SEQUENCE_PARALLEL = "sequence parallelism"
+CONTEXT_PARALLEL = "context parallelism"
+EXPERT_PARALLEL = "expert parallelism"
+TWO_BATCH_OVERLAP = "two-batch overlap"
+LORA = "LoRA"
+HOOKS = "forward hooks, which may read any row"
+OFFLOADED = "weights that come to the device for their layer's own forward only"
+FOREIGN_CACHE = "a cache that may load K and V while layers run"
+ONE_KERNEL = "one kernel in the place of the model's layers"
+# Not the package's affair, but it would be taken for one: what stock answers there is the measure.
+WRONG_REPLAYS = (
+    f"{seams.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
+    "unset it"
+)
+
+# Frozen-KV MTP captures FULL, and of it reads the last row of each prompt: its draft model has no
+# K/V of its own that prompt rows would have to fill, and attends to the target's.
+LAST_ROW_DRAFTS = ("FROZEN_KV_MTP",)
+
+# With one of these set, a FULL capture may be a request's wish to see every row.
+_HIDDEN_STATE_ARGUMENTS = (
+    "enable_return_hidden_states",
+    "enable_return_aux_hidden_states",
+    "return_hidden_states_mode",
+)
+
+# A server argument that is set -> the reason.
+_REFUSING_ARGUMENTS = {
+    "enable_deterministic_inference": "deterministic inference",
+    "enable_dp_attention": DP_ATTENTION,
+    "enable_dp_lm_head": DP_ATTENTION,
+    "enable_dense_mlp_attn_tp": DP_ATTENTION,
+    "moe_dense_tp_size": DP_ATTENTION,
+    "enable_layernorm_sp": SEQUENCE_PARALLEL,
+    "enable_attn_tp_input_scattered": SEQUENCE_PARALLEL,
+    "disable_attn_tp_gather": SEQUENCE_PARALLEL,
+    "enable_prefill_cp": CONTEXT_PARALLEL,
+    "enable_kv_cache_sharding": CONTEXT_PARALLEL,
+    "enable_quant_communications": "all-reduces that round prefill otherwise than decode",
+    "elastic_ep_backend": EXPERT_PARALLEL,
+    "enable_two_batch_overlap": TWO_BATCH_OVERLAP,
+    "enable_single_batch_overlap": "single-batch overlap",
+    "enable_pdmux": "PD multiplexing",
+    "forward_hooks": HOOKS,
+    "debug_tensor_dump_output_folder": HOOKS,
+    "msprobe_dump_config": HOOKS,
+    "enable_lora": LORA,
+    "cpu_offload_gb": OFFLOADED,
+    "enable_unified_memory": "pools of K and V that share and move their memory",
+    "enable_page_major_kv_layout": "K and V that lie page by page",
+    "enable_lmcache": FOREIGN_CACHE,
+    "enable_flexkv": FOREIGN_CACHE,
+    "enable_unified_cache_external_linker": FOREIGN_CACHE,
+    "radix_cache_backend": FOREIGN_CACHE,
+    "dllm_algorithm": "a diffusion language model's forward modes",
+    "enable_nvidia_megakernel": ONE_KERNEL,
+    "enable_amd_monokernel": ONE_KERNEL,
+    "use_ray": "ranks that Ray places, on several machines it may be",
 }
-
-#: Where they are judged -> arguments.
-ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "the attention backend that it makes is judged": (
-        "attention_backend", "decode_attention_backend", "device", "prefill_attention_backend",
-    ),
-    "each batch is judged, by its rows or a field of it": (
-        "aux_hidden_state_capture", "boundary_reduction", "chunked_prefill_size",
-        "enable_encoder_swa_bounded_replay", "enable_mis", "enable_mixed_chunk",
-        "return_aux_hidden_state_layer_ids",
-    ),
-    "what is recorded, replayed or traced is judged when a forward comes": (
-        "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "cuda_graph_config",
-        "disable_cuda_graph", "disable_decode_cuda_graph", "disable_prefill_cuda_graph",
-        "enable_torch_compile",
-    ),
-    "a batch is cut by all ranks or by none": ("tp_size",),
-    "judged before the tail is recorded; one that is launched runs as stock does": (
-        "disable_cuda_graph_padding", "enable_hierarchical_cache", "enable_memory_saver",
-        "enable_symm_mem",
-    ),
-    "another argument is judged, which SGLang derives from it or demands beside it": (
-        "enable_dsa_prefill_context_parallel", "enable_prefill_context_parallel", "lora_paths",
-        "rl_on_policy_target",
-    ),
-    "the runner is judged, which generates nothing": (
-        "is_embedding", "prefill_only_disable_kv_cache",
-    ),
-    "the linear layers and the pools that it makes are judged": (
-        "kv_cache_dtype", "modelopt_quant", "quantization", "quantize_and_serve",
-        "rl_quant_profile", "torchao_config",
-    ),
+# A server argument above one -> the reason.
+_REFUSING_SIZES = {
+    "pp_size": PIPELINE,
+    "attn_dp_size": DP_ATTENTION,
+    "attn_cp_size": CONTEXT_PARALLEL,
+    "dcp_size": CONTEXT_PARALLEL,
+    "ep_size": EXPERT_PARALLEL,
+    "moe_dp_size": EXPERT_PARALLEL,
+    "dwdp_size": EXPERT_PARALLEL,
+    # A batch is cut by all ranks or by none; on one machine they share one installation.
+    "nnodes": "ranks on several machines",
 }
-# fmt: on
+# Those that ``server_reason`` asks for by name.
+_OTHER_ARGUMENTS = (
+    "speculative_algorithm",
+    "disaggregation_mode",
+    "offload_group_size",
+)
 
-#: All of these.
-JUDGED = frozenset(chain.from_iterable((*HARMLESS.values(), *ELSEWHERE.values())))
+
+def server_reason() -> str | None:
+    """Why no batch of this server may take the fast path, or None. Constant for a server."""
+    argument = seams.server_arguments()
+    if argument is None:
+        return None
+    if seams.prefill_graph() is not None and seams.copies_positions():
+        return WRONG_REPLAYS
+    if argument("speculative_algorithm") not in (None, *LAST_ROW_DRAFTS):
+        return SPECULATIVE
+    if argument("speculative_algorithm") and any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
+        return f"{HIDDEN_STATES}, beside speculative decoding"
+    if argument("speculative_algorithm") and argument("disaggregation_mode") not in (None, "null"):
+        return f"{SPECULATIVE} beside prefill-decode disaggregation"  # not shown
+    for name, reason in _REFUSING_ARGUMENTS.items():
+        if argument(name):
+            return reason
+    for name, reason in _REFUSING_SIZES.items():
+        if (argument(name) or 1) > 1:
+            return reason
+    if (argument("offload_group_size") or 0) > 0:  # -1 is none, and one layer a group
+        return OFFLOADED
+    try:
+        unjudged = seams.set_arguments(but_for=harmless.NAMES | judged())
+    except seams.SeamError as unlisted:
+        return str(unlisted)
+    if unjudged:
+        return f"{unjudged[0]} is set, an argument that this version has not judged"
+    return None
+
+
+def judged() -> frozenset[str]:
+    """The server arguments that are judged here."""
+    return frozenset(
+        (*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS, *_REFUSING_ARGUMENTS, *_REFUSING_SIZES)
+    )

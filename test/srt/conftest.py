@@ -192,7 +192,8 @@ def outside_of_a_server() -> Iterator[None]:
 @pytest.fixture
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin finds SGLang as if it had not been loaded yet; what it wraps is put back."""
-    from sglang_gemma4_yoco import patch, plugin
+    from sglang_gemma4_yoco import plugin
+    from sglang_gemma4_yoco.loading import patch
 
     monkeypatch.setattr(plugin, "left_alone", None)
     monkeypatch.setattr(settings, "current", settings.current)
@@ -204,7 +205,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forgotten_reports() -> Iterator[None]:
     """Nothing is counted yet, and nothing said."""
-    from sglang_gemma4_yoco.telling import report
+    from sglang_gemma4_yoco import report
 
     report.reset()
     yield

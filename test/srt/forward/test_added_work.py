@@ -23,11 +23,12 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import seams, served, settings, starting
-from sglang_gemma4_yoco.cutting import donor
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.deciding import backends, gate
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco.cutting import gate, served
+from sglang_gemma4_yoco.deciding import backends
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import donor
+from sglang_gemma4_yoco.tail.donor import DonorCut
 from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")

@@ -28,10 +28,10 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.attending.attention import OwnBackend
+from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail.attention import OwnBackend
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -25,11 +25,12 @@ from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from observe import assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import starting
+from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.cutting import cut
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.telling import metrics, report
+from sglang_gemma4_yoco.cutting.forward import Forwards
+from sglang_gemma4_yoco.loading import metrics, starting
+from sglang_gemma4_yoco.tail.donor import DonorCut
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -288,7 +289,7 @@ def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
     known = starting.of(engine.text_model)
     given = []
 
-    def overwritten(plan: Any, output: torch.Tensor, forwards: audit.Forwards) -> Any:
+    def overwritten(plan: Any, output: torch.Tensor, forwards: Forwards) -> Any:
         given.append(output.clone())
 
         def again() -> Any:

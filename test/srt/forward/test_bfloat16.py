@@ -34,11 +34,11 @@ from rounding import (
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import starting
-from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding.rows import KeptRows
-from sglang_gemma4_yoco.served import ServedModel
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 WINDOW = E2B_TINY.sliding_window
 ALL = {

@@ -32,10 +32,11 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import starting
+from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.checking import proof
-from sglang_gemma4_yoco.cutting import cut, donor
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.cutting import cut
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import donor
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -38,11 +38,11 @@ from layer_rows import cut as cut_rows
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.cutting import fallback, plan
-from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.cutting import fallback, gate
+from sglang_gemma4_yoco.deciding import backends, harmless, quantised
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail.shadow import Shadows
 from stand_ins import skip_on_older
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -185,7 +185,7 @@ def test_what_a_plan_was_made_from_is_replaced(engine: Engine, what: str) -> Non
             setattr(batch, name, before)
 
     assert_stock(engine, replaced, CALLED)
-    assert report.forwards[plan.NOT_PLANNED] == (what not in list(REPLACED)[-2:])
+    assert report.forwards[gate.NOT_PLANNED] == (what not in list(REPLACED)[-2:])
 
 
 def test_a_plan_was_made_from_nothing_else() -> None:
@@ -343,8 +343,8 @@ def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
 
     @contextmanager
     def later(_: Any) -> Iterator[None]:
-        known = arguments.JUDGED - {"max_total_tokens"}
-        with mock.patch.object(arguments, "JUDGED", known):
+        known = harmless.NAMES - {"max_total_tokens"}
+        with mock.patch.object(harmless, "NAMES", known):
             yield
 
     assert_stock(engine, later)
@@ -504,7 +504,7 @@ def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.Monkey
 def test_another_backend_than_the_one_that_was_planned_on(engine: Engine) -> None:
     another = engine.runner._get_attention_backend()
     assert_stock(engine, lambda _: seams.attn_backend_switched(another), CALLED)
-    assert report.forwards[plan.NOT_PLANNED] == 1
+    assert report.forwards[gate.NOT_PLANNED] == 1
 
 
 def test_a_chunk_whose_last_rows_are_captured_is_read(
@@ -599,7 +599,7 @@ def test_what_a_layer_had_of_its_own_is_used_and_put_back(
 def test_attached_twice_is_taken_away_as_a_whole(engine: Engine) -> None:
     known = starting.of(engine.text_model)
     assert known.attention is not None
-    known.attach(plan.plan_ahead)
+    known.attach(gate.plan_ahead)
     known.close()
     try:
         assert "init_forward_metadata" not in known.attention.main.__dict__

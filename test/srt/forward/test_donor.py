@@ -33,11 +33,12 @@ from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import seams, settings, starting
-from sglang_gemma4_yoco.cutting import cut, donor, fallback, per_layer
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco.cutting import cut, fallback
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import donor, per_layer
+from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.tail.shadow import Shadows
 from stand_ins import Doubled, Packed, halved_weights
 
 

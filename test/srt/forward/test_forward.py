@@ -42,13 +42,13 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import patch, seams, served, starting
-from sglang_gemma4_yoco.cutting import cut, fallback, forward, plan
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.cutting.plan import plan_of
-from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.deciding import backends, gate
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.cutting import cut, fallback, forward, gate, served
+from sglang_gemma4_yoco.cutting.gate import plan_of
+from sglang_gemma4_yoco.deciding import backends
+from sglang_gemma4_yoco.loading import patch, starting
+from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 EVERY_CALL = range(10**9)
 
@@ -503,7 +503,7 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     assert fast.rows == stock.rows
     assert_same_objects(fast)
     assert_same_answers(stock, fast, 0.0)
-    assert report.forwards[plan.NOT_PLANNED] == 1
+    assert report.forwards[gate.NOT_PLANNED] == 1
     (record,) = [r for r in caplog.records if "planning the tail" in r.getMessage()]
     assert record.exc_info
     assert_fast(engine, BATCHES["one prompt"])
@@ -527,7 +527,7 @@ def test_the_plan_of_another_batch_is_not_used(
         fast = run(engine, scheduled, "1")
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
-    assert report.forwards == {plan.NOT_PLANNED: 1}
+    assert report.forwards == {gate.NOT_PLANNED: 1}
     assert_fast(engine, BATCHES["one prompt"])
 
 

@@ -17,7 +17,8 @@ from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_gemma4_yoco import plugin, seams
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.deciding import arguments
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 
@@ -196,8 +197,8 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[str]], str | 
         releases = list(CAME_WITH)
         later = releases[releases.index(installed) + 1 :] if installed in CAME_WITH else releases
         absent = gone.union(*(CAME_WITH[other] for other in later))
-        arguments = gate._judged_arguments() - absent
-        monkeypatch.setattr(seams, "ServerArgs", record("ServerArgs", set(arguments)))
+        listed = arguments.judged() - absent
+        monkeypatch.setattr(seams, "ServerArgs", record("ServerArgs", set(listed)))
         fields = gate._REFUSING_FIELDS.keys() - absent
         monkeypatch.setattr(seams, "ForwardBatch", record("ForwardBatch", fields))
         monkeypatch.setattr(seams, "version", lambda _: installed)
@@ -213,7 +214,7 @@ def test_what_a_release_never_had_is_not_missed(
     """But from the first release on that has it."""
     assert release(installed, set()) is None
     for name in CAME_WITH.get(installed, ("dwdp_size", "dcp_kv_mask")):
-        of = "ServerArgs" if name in gate._judged_arguments() else "ForwardBatch"
+        of = "ServerArgs" if name in arguments.judged() else "ForwardBatch"
         lacks = f"SGLang {installed} lacks {of}.{name}, which may go by another name now"
         assert release(installed, {name}) == lacks
 

@@ -37,11 +37,11 @@ from media import MediaPrompt, media_batch
 from observe import Observed, run, switched, watching
 from sglang_gemma4_reference import host_reads
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.cutting import cut, donor, per_layer
-from sglang_gemma4_yoco.cutting.tail import Tail
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.cutting import cut, gate
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import donor, per_layer
+from sglang_gemma4_yoco.tail.batch import Tail
 
 PACKAGE = str(Path(cut.__file__).parent)
 

@@ -31,9 +31,11 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_sa
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams, served, settings, starting
+from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.commands.servers import choose_ports
+from sglang_gemma4_yoco.cutting import served
 from sglang_gemma4_yoco.deciding import ranks
+from sglang_gemma4_yoco.loading import starting
 
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
@@ -223,9 +225,9 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
 
 def with_audits(rank: int, port: int, path: Path) -> None:
     """Both run every batch again; what one of them finds turns the path off on both."""
+    from sglang_gemma4_yoco import report
     from sglang_gemma4_yoco.checking import audit
-    from sglang_gemma4_yoco.cutting import donor
-    from sglang_gemma4_yoco.telling import report
+    from sglang_gemma4_yoco.tail import donor
 
     audited = {settings.name_of(field): "1" for field in ("audit", "audit_strict")}
     with mock.patch.dict(os.environ, audited):

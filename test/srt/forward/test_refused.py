@@ -30,9 +30,10 @@ from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import starting
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.deciding import arguments
+from sglang_gemma4_yoco.loading import starting
 from stand_ins import halved_weights, server_args, skip_on_older
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)
@@ -43,14 +44,14 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 ROWS = [torch.tensor([1, 5]), torch.tensor([0])]  # of each request, what a readout wants
 
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    ("hidden states", {"capture_hidden_mode": CaptureHiddenMode.FULL}, gate.HIDDEN_STATES),
+    ("hidden states", {"capture_hidden_mode": CaptureHiddenMode.FULL}, arguments.HIDDEN_STATES),
     (
         "hidden states of EAGLE",
         {
             "capture_hidden_mode": CaptureHiddenMode.FULL,
             "spec_algorithm": SpeculativeAlgorithm.EAGLE,
         },
-        gate.SPECULATIVE,
+        arguments.SPECULATIVE,
     ),
     (
         "hidden states of DFlash",
@@ -58,11 +59,11 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
             "capture_hidden_mode": CaptureHiddenMode.FULL,
             "spec_algorithm": SpeculativeAlgorithm.DFLASH,
         },
-        gate.SPECULATIVE,
+        arguments.SPECULATIVE,
     ),
     ("pooled hidden states", {"return_pooled_hidden_states": True}, "pooled hidden states"),
     ("matryoshka embeddings", {"dimensions": [8, 8]}, gate.EMBEDDINGS),
-    ("a LoRA row", {"lora_ids": [None, "adapter"]}, gate.LORA),
+    ("a LoRA row", {"lora_ids": [None, "adapter"]}, arguments.LORA),
     ("a split batch", {"tbo_split_seq_index": 1}, "two-batch overlap"),
     (
         "token types",
@@ -175,27 +176,27 @@ NO_CHUNKS = {"chunked_prefill_size": -1, "disable_overlap_schedule": True}
 LORA_SHAPE = {"max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
 DP = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 
-DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
+DRAFTS_BESIDE_ROLES = f"{arguments.SPECULATIVE} beside prefill-decode disaggregation"
 
 # Of one rank each, with what SGLang wants beside the argument that is refused.
 SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),
-    ({"enable_dense_mlp_attn_tp": True}, gate.DP_ATTENTION),
-    ({"moe_dense_tp_size": 1}, gate.DP_ATTENTION),
-    ({"enable_attn_tp_input_scattered": True}, gate.SEQUENCE_PARALLEL),
-    ({"disable_attn_tp_gather": True}, gate.SEQUENCE_PARALLEL),
-    (CP_STRATEGY, gate.CONTEXT_PARALLEL),
-    ({"elastic_ep_backend": "mooncake"}, gate.EXPERT_PARALLEL),
-    ({"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}, gate.TWO_BATCH_OVERLAP),
+    ({"enable_dense_mlp_attn_tp": True}, arguments.DP_ATTENTION),
+    ({"moe_dense_tp_size": 1}, arguments.DP_ATTENTION),
+    ({"enable_attn_tp_input_scattered": True}, arguments.SEQUENCE_PARALLEL),
+    ({"disable_attn_tp_gather": True}, arguments.SEQUENCE_PARALLEL),
+    (CP_STRATEGY, arguments.CONTEXT_PARALLEL),
+    ({"elastic_ep_backend": "mooncake"}, arguments.EXPERT_PARALLEL),
+    ({"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}, arguments.TWO_BATCH_OVERLAP),
     ({"enable_single_batch_overlap": True}, "single-batch overlap"),
     ({"enable_pdmux": True, **NO_CHUNKS}, "PD multiplexing"),
     ({"forward_hooks": [{"name": "a"}]}, "forward hooks, which may read any row"),
-    ({"enable_lora": True, **LORA_SHAPE}, gate.LORA),
-    ({"lora_paths": ["name=path"]}, gate.LORA),
-    ({"speculative_algorithm": "NGRAM"}, gate.SPECULATIVE),
+    ({"enable_lora": True, **LORA_SHAPE}, arguments.LORA),
+    ({"lora_paths": ["name=path"]}, arguments.LORA),
+    ({"speculative_algorithm": "NGRAM"}, arguments.SPECULATIVE),
     (
         {**DRAFTS, "enable_return_hidden_states": True},
-        f"{gate.HIDDEN_STATES}, beside speculative decoding",
+        f"{arguments.HIDDEN_STATES}, beside speculative decoding",
     ),
     ({**DRAFTS, "disaggregation_mode": "decode"}, DRAFTS_BESIDE_ROLES),
     ({**DRAFTS, "disaggregation_mode": "prefill"}, DRAFTS_BESIDE_ROLES),
@@ -249,7 +250,7 @@ def test_a_model_that_lacks_a_layer(
     """When the server starts, as a pipeline's stages do; it has all of them when it serves."""
     with LACKING[lacking](engine.text_model):
         restarted()
-    assert_stock(engine, gate.PIPELINE)
+    assert_stock(engine, arguments.PIPELINE)
     restarted()
     assert_fast(engine)
 
@@ -258,16 +259,16 @@ def test_a_model_that_lacks_a_layer(
 # forward in ``test_ranks`` and ``test_parallel``.
 SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
     ({"tp_size": 2}, None),
-    (DP, gate.DP_ATTENTION),
-    ({**DP, "enable_dp_lm_head": True}, gate.DP_ATTENTION),
-    ({"tp_size": 2, "attn_cp_size": 2}, gate.CONTEXT_PARALLEL),
-    ({"tp_size": 2, "dcp_size": 2}, gate.CONTEXT_PARALLEL),
-    ({"tp_size": 2, "ep_size": 2}, gate.EXPERT_PARALLEL),
+    (DP, arguments.DP_ATTENTION),
+    ({**DP, "enable_dp_lm_head": True}, arguments.DP_ATTENTION),
+    ({"tp_size": 2, "attn_cp_size": 2}, arguments.CONTEXT_PARALLEL),
+    ({"tp_size": 2, "dcp_size": 2}, arguments.CONTEXT_PARALLEL),
+    ({"tp_size": 2, "ep_size": 2}, arguments.EXPERT_PARALLEL),
     (
         {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000"},
         "ranks on several machines",
     ),
-    ({"pp_size": 2}, gate.PIPELINE),
+    ({"pp_size": 2}, arguments.PIPELINE),
     ({**DRAFTS, "tp_size": 2}, None),
     ({"disaggregation_mode": "prefill"}, None),
     ({"offload_group_size": 0}, None),

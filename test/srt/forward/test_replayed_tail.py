@@ -54,16 +54,16 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import patch, seams, settings, starting
-from sglang_gemma4_yoco.attending import graphs
-from sglang_gemma4_yoco.attending.graphs import TailGraphs
+from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import proof, rounding
-from sglang_gemma4_yoco.cutting import cut, fallback, plan
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.deciding import backends, gate, ranks
+from sglang_gemma4_yoco.cutting import cut, fallback, gate
+from sglang_gemma4_yoco.deciding import backends, ranks
+from sglang_gemma4_yoco.loading import patch, starting
 from sglang_gemma4_yoco.settings import Settings
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.tail import graphs
+from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.tail.graphs import TailGraphs
+from sglang_gemma4_yoco.tail.shadow import Shadows
 from stand_ins import halved_weights
 
 pytest.importorskip(
@@ -332,7 +332,7 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
         return wrap
 
     def look(*_: Any) -> None:
-        assert isinstance(known.planned, plan.Plan)
+        assert isinstance(known.planned, gate.Plan)
         replays.append(known.planned.replay)
         indices.append(known.planned.tail.index)
         assert "fields" not in vars(known.planned.tail)  # nobody rewrites the batch

@@ -28,13 +28,12 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import seams, settings, starting
+from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
-from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.served import ServedModel
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.cutting import fallback, gate
+from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.loading import starting
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -242,15 +241,11 @@ def test_the_start_line_says_what_was_found(
 
 
 def test_a_server_that_fails_is_served_by_stock(
-    started: ServedModel,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    started: ServedModel, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with monkeypatch.context() as broken, caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        broken.setattr(self_check, "wanted", lambda: True)
-        with BREAKAGES["rows of the next request"](started):
-            starting.record(engine.runner, engine.text_model)
+    breakage = BREAKAGES["rows of the next request"]
+    with settings.changed(self_check=True), breakage(started), caplog.at_level("INFO"):
+        starting.record(engine.runner, engine.text_model)
     said = [(r.levelname, r.getMessage()) for r in caplog.records]
     assert [line for _, line in said if " is on: " in line] == []
     [error] = [line for level, line in said if level == "ERROR"]

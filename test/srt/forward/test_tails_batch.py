@@ -25,12 +25,11 @@ from observe import run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.cutting import plan
-from sglang_gemma4_yoco.cutting.plan import plan_of
-from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.cutting.gate import plan_of
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -240,7 +239,7 @@ class TestPlansThatNobodyUses:
             bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert report.forwards == {plan.NOT_PLANNED: 1}
+        assert report.forwards == {gate.NOT_PLANNED: 1}
 
     def test_a_refused_batch_is_not_held(self, engine: Engine) -> None:
         held: list[weakref.ref[Any]] = []

@@ -27,10 +27,10 @@ from observe import run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import starting
-from sglang_gemma4_yoco.attending import graphs
-from sglang_gemma4_yoco.attending.graphs import TailGraphs
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import graphs
+from sglang_gemma4_yoco.tail.graphs import TailGraphs
 
 LEAST_COSINE = 0.9999  # of the logits, off against on
 LARGEST_KV_ERROR = 0.02  # relative, of the L2 norm of a layer's K or V

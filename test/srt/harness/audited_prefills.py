@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import settings, starting
+from sglang_gemma4_yoco import report, settings
 from sglang_gemma4_yoco.checking import audit
-from sglang_gemma4_yoco.served import ServedModel
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.loading import starting
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any
 
 from layer_rows import LAYERS
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.checking.checked import Checked
+from sglang_gemma4_yoco.loading import starting
 
 REQUESTS = 3
 NEW = [7, 6, 5]  # tokens of each, with pages of one

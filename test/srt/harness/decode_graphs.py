@@ -16,8 +16,9 @@ import torch
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import tensors_in
-from sglang_gemma4_yoco import settings, starting
-from sglang_gemma4_yoco.attending.graphs import TailGraphs
+from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail.graphs import TailGraphs
 
 
 @contextmanager

@@ -31,11 +31,11 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.cutting import donor
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import donor
+from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}

@@ -31,7 +31,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.engine import switched
 from sglang_gemma4_reference.row_trace import Prefill, observe
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
 
 CHUNK = 64
 

@@ -21,9 +21,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.cutting.tail import Tail
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail.batch import Tail
 
 
 def skip_on_older(what: str, absent: Iterable[str]) -> None:

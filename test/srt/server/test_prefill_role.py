@@ -23,7 +23,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 from ask import TOLERANCE, tokens
 from layer_rows import assert_all_fast, assert_all_stock, cut
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
 
 
 @pytest.fixture(scope="module")

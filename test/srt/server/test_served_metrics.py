@@ -19,9 +19,9 @@ from ask import generate, tokens
 from layer_rows import assert_all_fast, without_audit
 from server import CHUNK, Server, running
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import __version__, settings
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.telling import metrics, report
+from sglang_gemma4_yoco import __version__, report, settings
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.loading import metrics
 
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
 AUDITS, CHANGES = "sglang:gemma4_yoco_audits", "sglang:gemma4_yoco_audit_greedy_changes"

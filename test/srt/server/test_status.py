@@ -15,11 +15,11 @@ import pytest
 from ask import generate, tokens
 from server import Server, running
 from sglang_gemma4_reference import tail_failures
-from sglang_gemma4_yoco import __version__
+from sglang_gemma4_yoco import __version__, report
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.telling import metrics, report
+from sglang_gemma4_yoco.loading import metrics
 
 Captured = pytest.CaptureFixture[str]
 

@@ -35,8 +35,8 @@ from sglang_gemma4_reference.workload import (
     outcomes,
     random_requests,
 )
-from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.telling import metrics, report
+from sglang_gemma4_yoco import report, settings
+from sglang_gemma4_yoco.loading import metrics
 
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
 

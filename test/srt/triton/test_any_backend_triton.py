@@ -25,8 +25,9 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams, starting
+from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.loading import starting
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()

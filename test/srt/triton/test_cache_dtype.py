@@ -46,10 +46,11 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import starting
-from sglang_gemma4_yoco.cutting import donor, fallback
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import donor
+from sglang_gemma4_yoco.tail.donor import DonorCut
 
 interpreter.make_quick()
 interpreter.make_exact()

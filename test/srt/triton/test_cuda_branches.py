@@ -41,10 +41,10 @@ from rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import starting
-from sglang_gemma4_yoco.cutting import donor, per_layer
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import donor, per_layer
+from sglang_gemma4_yoco.tail.donor import DonorCut
 
 interpreter.make_quick()
 

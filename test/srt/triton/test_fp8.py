@@ -24,10 +24,10 @@ from observe import Observed, run
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.attending import graphs
-from sglang_gemma4_yoco.cutting import fallback, per_layer
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import graphs, per_layer
 
 interpreter.make_quick()
 interpreter.make_exact()

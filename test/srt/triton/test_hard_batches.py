@@ -45,11 +45,11 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import starting
-from sglang_gemma4_yoco.attending import graphs
-from sglang_gemma4_yoco.cutting import fallback, plan
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting import fallback, gate
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail import graphs
+from sglang_gemma4_yoco.tail.donor import DonorCut
 
 interpreter.make_quick()
 
@@ -409,16 +409,16 @@ def test_what_was_planned_for_a_graph_can_be_launched(
     name, donor = HARDEST[0], DonorCut.KEYS_AND_VALUES
     prompts = hard_batches(SHAPES["one pool"].sliding_window)[name][:3]
     stock = play(engine, prompts, "0")
-    ahead = plan.ahead
+    ahead = gate.ahead
 
     def launched(*args: Any) -> Any:
         planned = ahead(*args)
-        assert isinstance(planned, plan.Plan)
+        assert isinstance(planned, gate.Plan)
         assert planned.replay is not None
         return replace(planned, replay=None)
 
     with fast_path(engine, RECORDED, donor):
-        monkeypatch.setattr(plan, "ahead", launched)
+        monkeypatch.setattr(gate, "ahead", launched)
         fast = play(engine, prompts, "1", stock=stock)
         compare(engine, prompts, donor, OWN, stock, fast)
 

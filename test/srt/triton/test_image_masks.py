@@ -34,9 +34,8 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting import fallback, gate
 
 interpreter.make_quick()
 

@@ -45,12 +45,13 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from test_backends import MAINS, POOLS
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.attending.attention import OwnBackend
-from sglang_gemma4_yoco.cutting import cut, fallback, plan
-from sglang_gemma4_yoco.cutting.plan import Refusal
-from sglang_gemma4_yoco.deciding import arguments, backends, gate, quantised, ranks
-from sglang_gemma4_yoco.served import ServedModel
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.cutting import cut, fallback, gate
+from sglang_gemma4_yoco.cutting.gate import Refusal
+from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.deciding import arguments, backends, harmless, quantised, ranks
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail.attention import OwnBackend
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -114,13 +115,13 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("sum is not the row count", {"extend_num_tokens": 10}, gate.UNKNOWN_LENGTHS),
     ("padded input ids", {"input_ids": torch.arange(16)}, gate.UNKNOWN_LENGTHS),
     ("padded requests", {"seq_lens": torch.tensor([3, 14, 2, 1])}, gate.UNKNOWN_LENGTHS),
-    ("FULL capture", {"capture_hidden_mode": CaptureHiddenMode.FULL}, gate.HIDDEN_STATES),
-    ("before the norm", {"return_hidden_states_before_norm": True}, gate.HIDDEN_STATES),
-    ("spec info", {"spec_info": SimpleNamespace()}, gate.SPECULATIVE),
-    ("EAGLE", {"spec_algorithm": SpeculativeAlgorithm.EAGLE}, gate.SPECULATIVE),
-    ("EAGLE3", {"spec_algorithm": SpeculativeAlgorithm.EAGLE3}, gate.SPECULATIVE),
-    ("DFLASH", {"spec_algorithm": SpeculativeAlgorithm.DFLASH}, gate.SPECULATIVE),
-    ("a LoRA row", {"lora_ids": [None, "adapter", None]}, gate.LORA),
+    ("FULL capture", {"capture_hidden_mode": CaptureHiddenMode.FULL}, arguments.HIDDEN_STATES),
+    ("before the norm", {"return_hidden_states_before_norm": True}, arguments.HIDDEN_STATES),
+    ("spec info", {"spec_info": SimpleNamespace()}, arguments.SPECULATIVE),
+    ("EAGLE", {"spec_algorithm": SpeculativeAlgorithm.EAGLE}, arguments.SPECULATIVE),
+    ("EAGLE3", {"spec_algorithm": SpeculativeAlgorithm.EAGLE3}, arguments.SPECULATIVE),
+    ("DFLASH", {"spec_algorithm": SpeculativeAlgorithm.DFLASH}, arguments.SPECULATIVE),
+    ("a LoRA row", {"lora_ids": [None, "adapter", None]}, arguments.LORA),
     ("pooled", {"return_pooled_hidden_states": True}, "pooled hidden states"),
     ("matryoshka", {"dimensions": [64]}, "embeddings"),
     ("setwise", {"token_indices_to_pool": [torch.tensor([1])]}, "setwise pooling"),
@@ -130,11 +131,11 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("input embeds", {"input_embeds": torch.zeros(9, 4)}, "input embeddings"),
     ("replaced embeds", {"replace_embeds": torch.zeros(1, 4)}, "replaced embeddings"),
     ("encoder", {"encoder_lens": torch.zeros(3)}, "an encoder-decoder batch"),
-    ("DP attention", {"global_num_tokens_cpu": [9, 9]}, gate.DP_ATTENTION),
+    ("DP attention", {"global_num_tokens_cpu": [9, 9]}, arguments.DP_ATTENTION),
     (
         "a mode that DP attention replaced",
         {"_original_forward_mode": ForwardMode.IDLE},
-        gate.DP_ATTENTION,
+        arguments.DP_ATTENTION,
     ),
     ("sequence parallel", {"attn_tp_sequence_sharded": True}, "sequence parallelism"),
     ("context parallel", {"attn_cp_metadata": object()}, "context parallelism"),
@@ -206,10 +207,10 @@ def test_models(changes: dict[str, Any], reason: str | None) -> None:
 
 STAGES = [
     (0, 35, None),
-    (0, 34, gate.PIPELINE),
-    (1, 35, gate.PIPELINE),
-    (13, 35, gate.PIPELINE),  # the tail and its donors
-    (0, 13, gate.PIPELINE),
+    (0, 34, arguments.PIPELINE),
+    (1, 35, arguments.PIPELINE),
+    (13, 35, arguments.PIPELINE),  # the tail and its donors
+    (0, 13, arguments.PIPELINE),
 ]
 
 
@@ -223,7 +224,7 @@ def test_a_layer_that_is_on_another_stage() -> None:
     layers = [torch.nn.Linear(1, 1) for _ in range(35)]
     assert reason_of(model(layers=layers), eligible_batch()) is None
     layers[0] = PPMissingLayer()
-    assert reason_of(model(layers=layers), eligible_batch()) == gate.PIPELINE
+    assert reason_of(model(layers=layers), eligible_batch()) == arguments.PIPELINE
 
 
 def test_images_are_known_before_they_are_embedded() -> None:
@@ -240,52 +241,52 @@ def test_switched_off(setting: Callable[..., None]) -> None:
     assert reason_of(model(), eligible_batch()) == gate.OFF
 
 
-HIDDEN_STATES_OF_DRAFTS = f"{gate.HIDDEN_STATES}, beside speculative decoding"
-DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
+HIDDEN_STATES_OF_DRAFTS = f"{arguments.HIDDEN_STATES}, beside speculative decoding"
+DRAFTS_BESIDE_ROLES = f"{arguments.SPECULATIVE} beside prefill-decode disaggregation"
 SERVERS: list[tuple[dict[str, Any], str | None]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),
     ({"enable_two_batch_overlap": True}, "two-batch overlap"),
-    ({"enable_lora": True}, gate.LORA),
-    ({"speculative_algorithm": "EAGLE"}, gate.SPECULATIVE),
-    ({"speculative_algorithm": "EAGLE3"}, gate.SPECULATIVE),
-    ({"speculative_algorithm": "DFLASH"}, gate.SPECULATIVE),
-    ({"speculative_algorithm": "NGRAM"}, gate.SPECULATIVE),
+    ({"enable_lora": True}, arguments.LORA),
+    ({"speculative_algorithm": "EAGLE"}, arguments.SPECULATIVE),
+    ({"speculative_algorithm": "EAGLE3"}, arguments.SPECULATIVE),
+    ({"speculative_algorithm": "DFLASH"}, arguments.SPECULATIVE),
+    ({"speculative_algorithm": "NGRAM"}, arguments.SPECULATIVE),
     ({"tp_size": 2}, None),
-    ({"pp_size": 2}, gate.PIPELINE),
+    ({"pp_size": 2}, arguments.PIPELINE),
     ({"dp_size": 2}, None),
-    ({"attn_dp_size": 2}, gate.DP_ATTENTION),
-    ({"enable_dp_attention": True}, gate.DP_ATTENTION),
-    ({"enable_dp_lm_head": True}, gate.DP_ATTENTION),
-    ({"enable_dense_mlp_attn_tp": True}, gate.DP_ATTENTION),
-    ({"moe_dense_tp_size": 1}, gate.DP_ATTENTION),
-    ({"attn_cp_size": 2}, gate.CONTEXT_PARALLEL),
-    ({"dcp_size": 2}, gate.CONTEXT_PARALLEL),
-    ({"enable_prefill_cp": True}, gate.CONTEXT_PARALLEL),
-    ({"enable_kv_cache_sharding": True}, gate.CONTEXT_PARALLEL),
-    ({"enable_layernorm_sp": True}, gate.SEQUENCE_PARALLEL),
-    ({"enable_attn_tp_input_scattered": True}, gate.SEQUENCE_PARALLEL),
-    ({"disable_attn_tp_gather": True}, gate.SEQUENCE_PARALLEL),
-    ({"ep_size": 2}, gate.EXPERT_PARALLEL),
-    ({"moe_dp_size": 2}, gate.EXPERT_PARALLEL),
-    ({"dwdp_size": 2}, gate.EXPERT_PARALLEL),
-    ({"elastic_ep_backend": "mooncake"}, gate.EXPERT_PARALLEL),
+    ({"attn_dp_size": 2}, arguments.DP_ATTENTION),
+    ({"enable_dp_attention": True}, arguments.DP_ATTENTION),
+    ({"enable_dp_lm_head": True}, arguments.DP_ATTENTION),
+    ({"enable_dense_mlp_attn_tp": True}, arguments.DP_ATTENTION),
+    ({"moe_dense_tp_size": 1}, arguments.DP_ATTENTION),
+    ({"attn_cp_size": 2}, arguments.CONTEXT_PARALLEL),
+    ({"dcp_size": 2}, arguments.CONTEXT_PARALLEL),
+    ({"enable_prefill_cp": True}, arguments.CONTEXT_PARALLEL),
+    ({"enable_kv_cache_sharding": True}, arguments.CONTEXT_PARALLEL),
+    ({"enable_layernorm_sp": True}, arguments.SEQUENCE_PARALLEL),
+    ({"enable_attn_tp_input_scattered": True}, arguments.SEQUENCE_PARALLEL),
+    ({"disable_attn_tp_gather": True}, arguments.SEQUENCE_PARALLEL),
+    ({"ep_size": 2}, arguments.EXPERT_PARALLEL),
+    ({"moe_dp_size": 2}, arguments.EXPERT_PARALLEL),
+    ({"dwdp_size": 2}, arguments.EXPERT_PARALLEL),
+    ({"elastic_ep_backend": "mooncake"}, arguments.EXPERT_PARALLEL),
     ({"enable_single_batch_overlap": True}, "single-batch overlap"),
     ({"enable_pdmux": True}, "PD multiplexing"),
-    ({"forward_hooks": [{"name": "a"}]}, gate.HOOKS),
-    ({"debug_tensor_dump_output_folder": "/dumps"}, gate.HOOKS),
-    ({"msprobe_dump_config": "dump.json"}, gate.HOOKS),
-    ({"cpu_offload_gb": 1}, gate.OFFLOADED),
-    ({"offload_group_size": 1}, gate.OFFLOADED),
+    ({"forward_hooks": [{"name": "a"}]}, arguments.HOOKS),
+    ({"debug_tensor_dump_output_folder": "/dumps"}, arguments.HOOKS),
+    ({"msprobe_dump_config": "dump.json"}, arguments.HOOKS),
+    ({"cpu_offload_gb": 1}, arguments.OFFLOADED),
+    ({"offload_group_size": 1}, arguments.OFFLOADED),
     ({"offload_group_size": -1}, None),
     ({"enable_unified_memory": True}, "pools of K and V that share and move their memory"),
     ({"enable_page_major_kv_layout": True}, "K and V that lie page by page"),
-    ({"enable_lmcache": True}, gate.FOREIGN_CACHE),
-    ({"enable_flexkv": True}, gate.FOREIGN_CACHE),
-    ({"enable_unified_cache_external_linker": True}, gate.FOREIGN_CACHE),
-    ({"radix_cache_backend": "flexkv"}, gate.FOREIGN_CACHE),
+    ({"enable_lmcache": True}, arguments.FOREIGN_CACHE),
+    ({"enable_flexkv": True}, arguments.FOREIGN_CACHE),
+    ({"enable_unified_cache_external_linker": True}, arguments.FOREIGN_CACHE),
+    ({"radix_cache_backend": "flexkv"}, arguments.FOREIGN_CACHE),
     ({"dllm_algorithm": "LowConfidence"}, "a diffusion language model's forward modes"),
-    ({"enable_nvidia_megakernel": True}, gate.ONE_KERNEL),
-    ({"enable_amd_monokernel": True}, gate.ONE_KERNEL),
+    ({"enable_nvidia_megakernel": True}, arguments.ONE_KERNEL),
+    ({"enable_amd_monokernel": True}, arguments.ONE_KERNEL),
     ({"use_ray": True}, "ranks that Ray places, on several machines it may be"),
     ({"nnodes": 2}, "ranks on several machines"),
     (
@@ -336,12 +337,12 @@ def test_copied_positions_are_refused_beside_prefill_graphs(
     config = None if backend is None else CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     wrong = value == "1" and backend not in (None, Backend.DISABLED)
     with releases.published(cuda_graph_config=config):
-        assert reason_of(model(), eligible_batch()) == (gate.WRONG_REPLAYS if wrong else None)
+        assert reason_of(model(), eligible_batch()) == (arguments.WRONG_REPLAYS if wrong else None)
     with releases.published(cuda_graph_config=config, enable_deterministic_inference=True):
         other = "deterministic inference"
-        assert reason_of(model(), eligible_batch()) == (gate.WRONG_REPLAYS if wrong else other)
-    assert seams.POSITIONS_VARIABLE in gate.WRONG_REPLAYS
-    assert "unset it" in gate.WRONG_REPLAYS
+        assert reason_of(model(), eligible_batch()) == (arguments.WRONG_REPLAYS if wrong else other)
+    assert seams.POSITIONS_VARIABLE in arguments.WRONG_REPLAYS
+    assert "unset it" in arguments.WRONG_REPLAYS
 
 
 @pytest.mark.parametrize(
@@ -412,40 +413,40 @@ class TestUnplannedTails:
     """What the gate admits, and the plan refuses, for want of attention metadata."""
 
     def reason(self, served: Any, batch: Any) -> str | None:
-        decided = plan.at_the_forward(starting.of(served), batch)
+        decided = gate.at_the_forward(starting.of(served), batch)
         return decided.reason if isinstance(decided, Refusal) else None
 
     def model(self) -> Any:
         return model(layers=[SimpleNamespace(modules=tuple)] * 35)
 
     def test_models_that_no_runner_has(self) -> None:
-        assert self.reason(self.model(), eligible_batch()) == plan.NOT_PLANNED
+        assert self.reason(self.model(), eligible_batch()) == gate.NOT_PLANNED
 
     def test_batches_that_were_not_planned(self) -> None:
         main, other, tail = (PlansNothing() for _ in range(3))
         planned = self.model()
         known = ServedModel(planned, None, OwnBackend(main, tail))
-        known.attach(plan.plan_ahead)
+        known.attach(gate.plan_ahead)
         batch = eligible_batch()
         for current in (main, other):
             with forward_context(ForwardContext(attn_backend=current)):
                 assert reason_of(planned, batch) is None
-                assert self.reason(planned, batch) == plan.NOT_PLANNED
+                assert self.reason(planned, batch) == gate.NOT_PLANNED
         main.init_forward_metadata(batch)
         with forward_context(ForwardContext(attn_backend=main)):
             assert self.reason(planned, batch) is None
-            assert self.reason(planned, eligible_batch()) == plan.NOT_PLANNED
+            assert self.reason(planned, eligible_batch()) == gate.NOT_PLANNED
         with forward_context(ForwardContext(attn_backend=other)):
-            assert self.reason(planned, batch) == plan.NOT_PLANNED
+            assert self.reason(planned, batch) == gate.NOT_PLANNED
 
 
 # ---------------------------------------------------------------- names that SGLang has renamed
 
 ARGUMENTS = (
-    *gate._OTHER_ARGUMENTS,
-    *gate._HIDDEN_STATE_ARGUMENTS,
-    *gate._REFUSING_ARGUMENTS,
-    *gate._REFUSING_SIZES,
+    *arguments._OTHER_ARGUMENTS,
+    *arguments._HIDDEN_STATE_ARGUMENTS,
+    *arguments._REFUSING_ARGUMENTS,
+    *arguments._REFUSING_SIZES,
 )
 JUDGED = [
     *((ServerArgs, name) for name in ARGUMENTS),
@@ -521,12 +522,12 @@ def test_every_entry_of_the_gates_tables_has_a_row() -> None:
     fields = {name: alone.get(name) for name in gate._REFUSING_FIELDS}
     assert fields == gate._REFUSING_FIELDS
     refused = {next(iter(row)): reason for row, reason in SERVERS if len(row) == 1}
-    tables = gate._REFUSING_ARGUMENTS | gate._REFUSING_SIZES
+    tables = arguments._REFUSING_ARGUMENTS | arguments._REFUSING_SIZES
     assert {name: refused.get(name) for name in tables} == tables
     with_drafts = {
         name for row, reason in SERVERS for name in row if reason == HIDDEN_STATES_OF_DRAFTS
     }
-    assert with_drafts - {"speculative_algorithm"} == set(gate._HIDDEN_STATE_ARGUMENTS)
+    assert with_drafts - {"speculative_algorithm"} == set(arguments._HIDDEN_STATE_ARGUMENTS)
 
 
 def _literals(function: Any, call: str, position: int) -> set[str]:
@@ -541,7 +542,7 @@ def _literals(function: Any, call: str, position: int) -> set[str]:
 
 
 def test_every_argument_that_is_asked_for_is_looked_for() -> None:
-    assert _literals(gate.server_reason, "argument", 0) == set(gate._OTHER_ARGUMENTS)
+    assert _literals(arguments.server_reason, "argument", 0) == set(arguments._OTHER_ARGUMENTS)
 
 
 def test_every_field_that_is_asked_for_must_exist() -> None:
@@ -557,8 +558,8 @@ def test_every_field_that_is_asked_for_must_exist() -> None:
 
 def judged_once() -> list[str]:
     """The name of every argument, once for each place where it is judged."""
-    groups = (*arguments.HARMLESS.values(), *arguments.ELSEWHERE.values())
-    return [*gate._judged_arguments(), *(name for group in groups for name in group)]
+    groups = (*harmless.HARMLESS.values(), *harmless.ELSEWHERE.values())
+    return [*arguments.judged(), *(name for group in groups for name in group)]
 
 
 def test_every_argument_of_this_release_is_judged_in_one_place() -> None:
@@ -569,7 +570,7 @@ def test_every_argument_of_this_release_is_judged_in_one_place() -> None:
 
 def test_what_is_judged_is_unset_by_default() -> None:
     defaults = seams.argument_defaults()
-    assert [name for name in gate._REFUSING_ARGUMENTS if defaults.get(name)] == []
+    assert [name for name in arguments._REFUSING_ARGUMENTS if defaults.get(name)] == []
 
 
 @pytest.fixture
@@ -608,7 +609,10 @@ def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(seams, "get_server_args", SimpleNamespace)
     monkeypatch.setattr(seams, "resolution_result", None)
     monkeypatch.setattr(seams, "ServerArgs", Other)
-    assert gate.server_reason() == "the server's arguments are no record whose fields can be listed"
+    assert (
+        arguments.server_reason()
+        == "the server's arguments are no record whose fields can be listed"
+    )
 
 
 # Reasons that the tables above do not hold, and the test that shows each.
@@ -619,9 +623,9 @@ SHOWN_BY = {
     "rows of A may depend on each other": (
         "unit/test_quantised.py::test_a_tail_of_layers_that_are_not_known_is_refused"
     ),
-    gate.OFF: "unit/test_gate.py::test_switch_is_read_per_forward",
+    gate.OFF: "unit/test_gate.py::test_switched_off",
     gate.CAPTURING: "unit/test_gate.py::test_graph_capture",
-    gate.WRONG_REPLAYS: (
+    arguments.WRONG_REPLAYS: (
         "unit/test_gate.py::test_copied_positions_are_refused_beside_prefill_graphs"
     ),
     gate.TOO_LITTLE: "unit/test_gate.py::test_too_few_rows_to_skip",
@@ -637,7 +641,7 @@ SHOWN_BY = {
     backends.NO_TAIL: (
         "forward/test_forward.py::test_without_a_backend_of_the_tails_own_stock_serves"
     ),
-    plan.NOT_PLANNED: "unit/test_gate.py::test_batches_that_were_not_planned",
+    gate.NOT_PLANNED: "unit/test_gate.py::test_batches_that_were_not_planned",
     cut.ENDLESS: "forward/test_forward.py::test_a_loop_that_does_not_end_where_it_is_told_to",
     cut.OTHER_INPUTS: (
         "forward/test_replayed_tail.py::test_without_per_layer_embeddings_stock_serves"
@@ -694,13 +698,13 @@ def test_every_reason_has_a_row() -> None:
     for table in (SERVERS, MODELS, STAGES, BACKENDS):
         shown |= {row[-1] for row in table}
     shown |= {row[1] for row in (*MAINS, *POOLS)}
-    modules = (gate, plan, cut, quantised, ranks, fallback)
+    modules = (arguments, gate, cut, quantised, ranks, fallback)
     constants = {reason for module in modules for reason in _constants(module)}
     assert len(constants) > 20
     assert constants - shown == set()
     patterns = {
         pattern
-        for module in (gate, plan, cut, quantised, seams, backends)
+        for module in (arguments, gate, cut, quantised, seams, backends)
         for pattern in _returned(module)
     }
     assert len(patterns) > 5

@@ -13,14 +13,13 @@ import orjson
 import pytest
 import torch
 
-from sglang_gemma4_yoco import seams, served, settings
+from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.commands import status
-from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.telling import metrics, report
+from sglang_gemma4_yoco.cutting import fallback, gate, served
+from sglang_gemma4_yoco.loading import metrics
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 

@@ -56,7 +56,8 @@ def test_what_was_loaded_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the settings are by then: what was said of the first time is true still."""
-    from sglang_gemma4_yoco import patch, seams
+    from sglang_gemma4_yoco import seams
+    from sglang_gemma4_yoco.loading import patch
 
     monkeypatch.setattr(patch, "_installed", {"something": "wrapped"})
     monkeypatch.setenv(settings.SWITCH, "no such value")
@@ -71,8 +72,9 @@ def test_what_was_loaded_stays(
 def test_load_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, not_loaded: None
 ) -> None:
-    from sglang_gemma4_yoco import patch, seams, served
-    from sglang_gemma4_yoco.telling import metrics
+    from sglang_gemma4_yoco import seams
+    from sglang_gemma4_yoco.cutting import served
+    from sglang_gemma4_yoco.loading import metrics, patch
 
     def broken() -> None:
         raise RuntimeError("something else")

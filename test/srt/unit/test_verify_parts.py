@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
+from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.commands import examination, page, prompts, table, verdict
 from sglang_gemma4_yoco.commands.agreement import (
     MEAN_KL,
@@ -28,7 +29,6 @@ from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.examination import Found, Plan
 from sglang_gemma4_yoco.commands.prompts import Maker, Prompt
 from sglang_gemma4_yoco.commands.timing import Timed, Times, by_length
-from sglang_gemma4_yoco.telling import report
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 

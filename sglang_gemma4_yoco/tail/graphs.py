@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams, settings
-from sglang_gemma4_yoco.attending.attention import OwnBackend
-from sglang_gemma4_yoco.cutting import layers, per_layer
-from sglang_gemma4_yoco.cutting.tail import Tail
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.tail import layers, per_layer
+from sglang_gemma4_yoco.tail.attention import OwnBackend
+from sglang_gemma4_yoco.tail.batch import Tail
 
 _ROWS = (1, 2, 4, 8, 16, 32)
 

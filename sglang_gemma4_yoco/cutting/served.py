@@ -14,19 +14,33 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.attending import graphs
-from sglang_gemma4_yoco.attending.attention import OwnBackend
-from sglang_gemma4_yoco.attending.graphs import TailGraphs
-from sglang_gemma4_yoco.checking.checked import Checked
-from sglang_gemma4_yoco.cutting import donor
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.cutting.shadow import Shadows
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.tail import donor, graphs
+from sglang_gemma4_yoco.tail.attention import OwnBackend
+from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.tail.graphs import TailGraphs
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 _ENTRY = "_yoco"
 
 _attached: weakref.WeakSet[ServedModel] = weakref.WeakSet()
+
+
+class Checked(Protocol):
+    """What came of the check at start."""
+
+    @property
+    def worst(self) -> Any: ...
+
+    @property
+    def apart(self) -> float | None: ...
+
+    @property
+    def agrees(self) -> bool: ...
+
+    def describe(self) -> str: ...
+
+    def state(self) -> dict[str, Any]: ...
 
 
 class Auditor(Protocol):

@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, seams, served
-from sglang_gemma4_yoco.deciding import gate
-from sglang_gemma4_yoco.served import ServedModel
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco import __version__, report, seams
+from sglang_gemma4_yoco.cutting import gate, served
+from sglang_gemma4_yoco.cutting.served import ServedModel
 
 #: What /server_info has it under, in the internal state of each scheduler.
 ENTRY = "gemma4_yoco"

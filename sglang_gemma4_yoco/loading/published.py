@@ -6,22 +6,29 @@ own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams, starting
-from sglang_gemma4_yoco.attending.attention import OwnBackend
-from sglang_gemma4_yoco.cutting import plan as plans
-from sglang_gemma4_yoco.cutting.tail import Tail, rewritten
-from sglang_gemma4_yoco.deciding import gate
+from sglang_gemma4_yoco import seams, settings
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.tail.attention import OwnBackend
+from sglang_gemma4_yoco.tail.batch import Tail, rewritten
 
 
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
-    """Whether this forward may skip, in the KV-shared layers, the rows that nobody reads."""
-    return gate.ineligible_reason(starting.of(self), forward_batch) is None
+    """Whether this forward may skip, in the KV-shared layers, the rows that nobody reads.
+
+    As published it asks for the switch whenever it is called; the package's own forwards do not.
+    """
+    return (
+        os.environ.get(settings.SWITCH, "1") == "1"
+        and gate.ineligible_reason(starting.of(self), forward_batch) is None
+    )
 
 
 def _yoco_truncate_to_last_tokens(
@@ -61,7 +68,7 @@ def _yoco_truncate_to_last_tokens(
 
 
 def _tail_of(model: Any, forward_batch: Any) -> tuple[Tail, OwnBackend | _RebuiltBackend]:
-    plan = plans.plan_of(starting.of(model), forward_batch)
+    plan = gate.plan_of(starting.of(model), forward_batch)
     if plan is not None:
         if plan.tail.unread:  # of which the package itself runs no tail
             plan.attention.plan(forward_batch, plan.tail.fields)

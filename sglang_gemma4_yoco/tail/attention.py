@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting.tail import rewritten
+from sglang_gemma4_yoco.tail.batch import rewritten
 
 _ROWS = 2  # of a step for the compiler's sake: Triton compiles anew for arguments that are 1
 

@@ -6,17 +6,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, seams, served, settings
-from sglang_gemma4_yoco.attending import graphs
-from sglang_gemma4_yoco.attending.attention import OwnBackend
-from sglang_gemma4_yoco.attending.graphs import TailGraphs
+from sglang_gemma4_yoco import __version__, report, seams, settings
 from sglang_gemma4_yoco.checking import audit, proof, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
-from sglang_gemma4_yoco.cutting import donor, fallback, plan
-from sglang_gemma4_yoco.cutting.donor import DonorCut
-from sglang_gemma4_yoco.deciding import backends, gate, ranks
-from sglang_gemma4_yoco.served import ServedModel
-from sglang_gemma4_yoco.telling import report
+from sglang_gemma4_yoco.cutting import fallback, gate, served
+from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.deciding import arguments, backends, ranks
+from sglang_gemma4_yoco.tail import donor, graphs
+from sglang_gemma4_yoco.tail.attention import OwnBackend
+from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.tail.graphs import TailGraphs
 
 
 def of(model: Any) -> ServedModel:
@@ -24,7 +23,7 @@ def of(model: Any) -> ServedModel:
     known = served.find(model)
     if known is None:
         known = ServedModel(model, gate.constant_reason(model))
-        known.attach(plan.plan_ahead)
+        known.attach(gate.plan_ahead)
     return known
 
 
@@ -39,11 +38,11 @@ def start(runner: Any, model: Any) -> None:
         reason = backends.NO_TAIL
     reason = ranks.disagreement(_findings(reason, attention)) or reason
     known = ServedModel(model, reason, attention if reason is None else None, runner.attn_backend)
-    known.attach(plan.plan_ahead)
+    known.attach(gate.plan_ahead)
     _foretell(runner)
     if reason is not None:
         if gate.is_news(reason):
-            wrong = reason == gate.WRONG_REPLAYS
+            wrong = reason == arguments.WRONG_REPLAYS
             report.steps_aside(reason, logging.WARNING if wrong else logging.INFO)
         return
     _compile_kernels(known)

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import published, seams, served, starting
-from sglang_gemma4_yoco.cutting import fallback, forward
-from sglang_gemma4_yoco.cutting.donor import first_shared_layer
-from sglang_gemma4_yoco.telling import metrics
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.cutting import fallback, forward, served
+from sglang_gemma4_yoco.loading import metrics, published, starting
+from sglang_gemma4_yoco.tail.donor import first_shared_layer
 
 _Model = seams.gemma4_causal.Gemma4TextModel
 _Runner = seams.ModelRunner

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting import donor
-from sglang_gemma4_yoco.cutting.shadow import Shadows
+from sglang_gemma4_yoco.tail import donor
+from sglang_gemma4_yoco.tail.shadow import Shadows
 
 
 def run(

@@ -1,1 +1,0 @@
-"""What the tail runs on: its attention backend, and the graphs that replay it."""

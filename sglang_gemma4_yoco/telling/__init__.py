@@ -1,1 +1,0 @@
-"""What operators see of it while it serves: log lines, counters, metrics."""
