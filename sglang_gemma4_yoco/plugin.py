@@ -21,7 +21,6 @@ from sglang_gemma4_yoco.report import logger
 
 DISTRIBUTION = "sglang-gemma4-yoco"
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
-_OFF = f"{settings.SWITCH}=0"
 
 #: Why SGLang was left as it was when the plugin was loaded here; None while it was not.
 left_alone: str | None = None
@@ -65,7 +64,7 @@ def _say_so_when_a_model_is_served() -> None:
     def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
         names = {type(module).__name__ for module in self.model.modules()}
         if "Gemma4TextModel" in names and not getattr(self, "is_draft_worker", False):
-            report.once(f"Gemma 4 fast prefill {__version__} is off: {_OFF}")
+            report.once(f"Gemma 4 fast prefill {__version__} is off: {settings.SWITCH}=0")
         return stock(self, *args, **kwargs)
 
     ModelRunner.init_attention_backends = init_attention_backends
@@ -116,8 +115,8 @@ def load() -> None:
         return
     try:
         if not settings.load().enabled:
-            logger.info("Gemma 4 fast prefill %s is off: %s", __version__, _OFF)
-            _leave_alone(_OFF)
+            logger.info("Gemma 4 fast prefill %s is off: %s=0", __version__, settings.SWITCH)
+            _leave_alone(f"{settings.SWITCH}=0")
             _say_so_when_a_model_is_served()
             return
         check_version()

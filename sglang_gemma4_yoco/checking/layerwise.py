@@ -61,7 +61,7 @@ class Trace:
         per_layer: [rows, width], their per-layer inputs.
         queries, attended, averaged: [B, heads, head_dim] behind the cut: what attends, what comes
             of it, and what comes of queries of zeros.
-        front: [T, hidden], the rows at the cut.
+        at_the_cut: [T, hidden], the rows there.
         keys, values: [T, kv_heads, head_dim] of layer K-1, if it is behind the cut.
         slots: [T], where these lie in the full pool.
         positions: [B].
@@ -78,7 +78,7 @@ class Trace:
     queries: dict[int, torch.Tensor] = field(default_factory=dict)
     attended: dict[int, torch.Tensor] = field(default_factory=dict)
     averaged: dict[int, torch.Tensor] = field(default_factory=dict)
-    front: torch.Tensor | None = None
+    at_the_cut: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
     slots: torch.Tensor | None = None
@@ -90,7 +90,7 @@ class Trace:
     @property
     def is_whole(self) -> bool:
         """Whether stock's layers were seen to run, to the end."""
-        return self.final is not None and self.front is not None
+        return self.final is not None and self.at_the_cut is not None
 
     def all_rows(self, layer: int) -> bool:
         """Whether of this layer all rows are here."""
@@ -267,7 +267,7 @@ class _Watching:
         if given is not None:
             trace.per_layer[layer] = given.clone() if trace.all_rows(layer) else self._kept(given)
         if layer == trace.first:
-            trace.front, trace.positions = rows.clone(), self._kept(call["positions"])
+            trace.at_the_cut, trace.positions = rows.clone(), self._kept(call["positions"])
 
     def after_layer(self, layer: int, rows: torch.Tensor) -> None:
         trace = self._trace
@@ -381,8 +381,8 @@ class Forced:
 
     def _at_the_cut(self, _: Any, args: tuple[torch.Tensor, ...]) -> None:
         """In the place of the model's norm."""
-        assert self._trace.front is not None
-        self._force(args[0], self._trace.front)
+        assert self._trace.at_the_cut is not None
+        self._force(args[0], self._trace.at_the_cut)
 
     def before_layer(self, layer: int, call: dict[str, Any]) -> None:
         trace, given = self._trace, call["per_layer_input"]

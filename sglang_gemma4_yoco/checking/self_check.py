@@ -143,7 +143,7 @@ def _requests(runner: Any, known: ServedModel, window: int) -> list[_Request]:
     page = runner.token_to_kv_pool_allocator.page_size
     table = runner.req_to_token_pool.req_to_token
     pool = runner.token_to_kv_pool
-    slots_there = min(pool.get_kv_buffer(layer)[0].shape[0] for layer in _front(known))
+    slots_there = min(pool.get_kv_buffer(layer)[0].shape[0] for layer in _donors(known))
     pages = slots_there // page - 1  # the first one is nobody's
     found: list[tuple[int, int]] = []
     taken = 0
@@ -171,8 +171,8 @@ def _requests(runner: Any, known: ServedModel, window: int) -> list[_Request]:
     return requests
 
 
-def _front(known: ServedModel) -> list[int]:
-    """Layers 0 to K-1, by their numbers."""
+def _donors(known: ServedModel) -> list[int]:
+    """Layers with K and V of their own, 0 to K-1, by their numbers."""
     layers = known.model.layers[: known.first_shared]
     return [layer.self_attn.attn.layer_id for layer in layers]
 
@@ -193,7 +193,7 @@ def _placed(
     last = 1 + max(int(places.max()) for r in requests for places in (r.slots, r.window_slots))
     caches = {
         layer: tuple(buffer[:last] for buffer in pool.get_kv_buffer(layer))
-        for layer in _front(known)
+        for layer in _donors(known)
     }
     rows = [(table[r.row, : len(r.slots)], r) for r in requests]
     mappings = [] if mapping is None else [mapping[:last]]
@@ -269,7 +269,7 @@ class BothWays:
         self._known = known
         self._requests = requests
         self._places = places
-        self._layers = _front(known)
+        self._layers = _donors(known)
         self._generator = torch.Generator(runner.device).manual_seed(1)
         self._lens = [r.new for r in requests]
         self._ends = list(accumulate(self._lens))

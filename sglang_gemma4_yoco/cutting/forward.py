@@ -110,7 +110,7 @@ def _cut(known: ServedModel, plan: Plan, positions: torch.Tensor, run: Callable[
     finally:
         known.release()
     kept = plan.tail.kept
-    computed = 0 if plan.tail.unread else kept.kept
+    computed = 0 if plan.tail.unread else kept.count
     report.active(
         known.model,
         lambda: _description(known),

@@ -397,7 +397,7 @@ def _wants_input_logprobs(forward_batch: Any) -> bool:
 
 
 def _rows(known: ServedModel, forward_batch: Any, kept: KeptRows, unread: bool) -> str | None:
-    total, rows = kept.total, kept.kept
+    total, rows = kept.total, kept.count
     if rows == total:
         return NOTHING_TO_SKIP
     read = 0 if unread else rows

@@ -129,7 +129,7 @@ class ServedModel:
     def attends(self) -> str:
         """The same, and what the tail will attend on."""
         backend = type(seams.current_attn_backend() if self.backend is None else self.backend)
-        told = "" if self.attention is None else f", {self.attention.told}"
+        told = "" if self.attention is None else f", {self.attention.description}"
         return f"{self.describe()}, attention by {backend.__name__}{told}"
 
     def runs_its_tail(self) -> str:

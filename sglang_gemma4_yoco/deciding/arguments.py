@@ -105,6 +105,10 @@ def server_reason() -> str | None:
         return f"{HIDDEN_STATES}, beside speculative decoding"
     if argument("speculative_algorithm") and argument("disaggregation_mode") not in (None, "null"):
         return f"{SPECULATIVE} beside prefill-decode disaggregation"  # not shown
+    # For whoever might ask, SGLang captures every row of every batch.
+    mode = argument("return_hidden_states_mode")
+    if mode == "full" or (argument("enable_return_hidden_states") and mode != "last"):
+        return HIDDEN_STATES
     for name, reason in _REFUSING_ARGUMENTS.items():
         if argument(name):
             return reason

@@ -84,14 +84,14 @@ class KeptRows:
         return sum(self.extend_lens)
 
     @property
-    def kept(self) -> int:
+    def count(self) -> int:
         """Rows kept, m_0 + m_1 + ..."""
         return sum(self.lens)
 
     @property
     def one_per_request(self) -> bool:
         """Whether every request keeps exactly its last row, so that the tail is a decode step."""
-        return self.kept == len(self.lens)
+        return self.count == len(self.lens)
 
     def start_loc(self) -> list[int]:
         """The place of each request's first kept row among the kept ones."""

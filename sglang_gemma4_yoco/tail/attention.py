@@ -31,14 +31,14 @@ class OwnBackend:
     Attributes:
         main: the runner's attention backend.
         tail: a backend over the same pools, used by nobody else.
-        told: whether it is of another kind than ``main``.
+        description: for the log; says if it is of another kind than ``main``.
     """
 
     def __init__(self, main: Any, tail: Any) -> None:
         self.main = main
         self.tail = tail
         other = "" if type(main) is type(tail) else f" on {type(tail).__name__}"
-        self.told = f"planned ahead{other}"
+        self.description = f"planned ahead{other}"
 
     def plan(self, forward_batch: Any, fields: Mapping[str, object]) -> None:
         """Build the tail's metadata; until its tail has run, for this batch alone."""

@@ -64,7 +64,7 @@ class Tail:
         packed = packed.to(device, non_blocking=True)
         return cls(
             kept=kept,
-            index=packed[: kept.kept],
+            index=packed[: kept.count],
             decodes=kept.one_per_request and seams.decodes_like_extend(backend),
             unread=unread,
             _batch=forward_batch,
@@ -79,15 +79,15 @@ class Tail:
         tail may need none.
         """
         kept, index, batch = self.kept, self.index, self._batch
-        columns = self._packed[kept.kept :].to(batch.extend_seq_lens.dtype).view(3, -1)
+        columns = self._packed[kept.count :].to(batch.extend_seq_lens.dtype).view(3, -1)
         lens, prefix_lens, start_loc = columns[:, : len(kept.lens)]
         fields: dict[str, object] = {
             "extend_seq_lens_cpu": list(kept.lens),
             "extend_prefix_lens_cpu": list(kept.prefix_lens),
-            "extend_num_tokens": kept.kept,
+            "extend_num_tokens": kept.count,
             # Attention narrows its rows to this count when it is the smaller one.
-            "global_num_token_non_padded_cpu": kept.kept,
-            "num_token_non_padded_cpu": kept.kept,
+            "global_num_token_non_padded_cpu": kept.count,
+            "num_token_non_padded_cpu": kept.count,
             "extend_seq_lens": lens,
             "extend_prefix_lens": prefix_lens,
             "extend_start_loc": start_loc,

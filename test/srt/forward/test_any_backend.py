@@ -295,5 +295,5 @@ def test_pools_that_are_laid_out_by_heads(
 
 def test_another_name_for_the_same_backend_is_no_other_kind(tiny_checkpoint: Path) -> None:
     engine = start(tiny_checkpoint, attention_backend="triton")
-    assert attention(engine).told == "planned ahead"
+    assert attention(engine).description == "planned ahead"
     assert backends.TAIL in backends.can(type(attention(engine).main))

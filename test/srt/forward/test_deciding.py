@@ -323,6 +323,8 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"dwdp_size": 2},
     {"nnodes": 2},
     {"pp_size": 2},
+    {"enable_return_hidden_states": True},
+    {"return_hidden_states_mode": "full"},
     {"speculative_algorithm": "EAGLE3"},
     {**DRAFTS, "disaggregation_mode": "decode"},
     {**DRAFTS, "disaggregation_mode": "prefill"},

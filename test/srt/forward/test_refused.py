@@ -114,6 +114,14 @@ def test_last_hidden_states(
     )
 
 
+def test_last_hidden_states_of_a_server(engine: Engine, restarted: Callable[..., None]) -> None:
+    """SGLang sets the older argument beside the newer one."""
+    last = {"enable_return_hidden_states": True, "return_hidden_states_mode": "last"}
+    skip_on_older("ServerArgs", releases.unknown_arguments(last))
+    restarted(**last)
+    assert_fast(engine)
+
+
 def test_full_capture_of_frozen_kv_drafts(
     engine: Engine, batches_with: Callable[..., None]
 ) -> None:
@@ -193,6 +201,7 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"forward_hooks": [{"name": "a"}]}, "forward hooks, which may read any row"),
     ({"enable_lora": True, **LORA_SHAPE}, arguments.LORA),
     ({"lora_paths": ["name=path"]}, arguments.LORA),
+    ({"enable_return_hidden_states": True}, arguments.HIDDEN_STATES),
     ({"speculative_algorithm": "NGRAM"}, arguments.SPECULATIVE),
     (
         {**DRAFTS, "enable_return_hidden_states": True},

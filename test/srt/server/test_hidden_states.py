@@ -49,5 +49,8 @@ def test_returned_hidden_states(telling: tuple[Server, Server]) -> None:
     on, off = (answers[0]["meta_info"]["hidden_states"] for answers in (both.on, both.off))
     assert len(on[0]) == 40
     assert on == off
-    assert telling[0].log_lines(f"Gemma 4 fast prefill steps aside: {arguments.HIDDEN_STATES}")
+    server, _ = telling
+    aside = "Gemma 4 fast prefill steps aside for this server"
+    assert server.log_lines(f"{aside}: {arguments.HIDDEN_STATES}")
+    assert not server.log_lines(" is on: ")
     assert "hidden_states" not in both.on[1]["meta_info"]

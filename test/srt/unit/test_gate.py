@@ -315,7 +315,9 @@ SERVERS: list[tuple[dict[str, Any], str | None]] = [
         )
     ),
     ({"speculative_algorithm": "FROZEN_KV_MTP"}, None),
-    ({"enable_return_hidden_states": True}, None),
+    ({"enable_return_hidden_states": True}, arguments.HIDDEN_STATES),
+    ({"return_hidden_states_mode": "full"}, arguments.HIDDEN_STATES),
+    ({"enable_return_hidden_states": True, "return_hidden_states_mode": "last"}, None),
     ({}, None),
 ]
 
@@ -482,7 +484,8 @@ def test_a_name_that_is_gone_refuses_from_its_first_release_on(
 
 @pytest.mark.parametrize("table", ["_REFUSING_ARGUMENTS", "_REFUSING_SIZES", "_REFUSING_FIELDS"])
 def test_an_entry_that_no_release_has_refuses(monkeypatch: pytest.MonkeyPatch, table: str) -> None:
-    monkeypatch.setitem(getattr(gate, table), "enable_surprises", "surprises")
+    module = gate if table == "_REFUSING_FIELDS" else arguments
+    monkeypatch.setitem(getattr(module, table), "enable_surprises", "surprises")
     reason = reason_of(model(), eligible_batch())
     owner = "ForwardBatch" if table == "_REFUSING_FIELDS" else "ServerArgs"
     assert reason is not None

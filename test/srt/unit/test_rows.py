@@ -26,7 +26,7 @@ def test_kept_rows_are_the_suffix_of_every_request(batch: list[tuple[int, int, i
         expected += [offset + row for row in range(n) if row >= start or row == n - 1]
         offset += n
     assert kept.indices() == expected
-    assert kept.kept == len(expected)
+    assert kept.count == len(expected)
     assert kept.total == offset
     for n, p, m, q in zip(lens, prefixes, kept.lens, kept.prefix_lens, strict=True):
         assert q + m == p + n  # the total length stays
