@@ -33,7 +33,7 @@ from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
-PACKAGE = Path(served.__file__).parent
+PACKAGE = Path(settings.__file__).parent
 NOTHING_TO_SKIP = batch_of((5, 1), (0, 1))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -305,10 +306,10 @@ def test_refused_servers_of_several_ranks(
 
 
 @pytest.mark.parametrize(
-    ("table", "old", "new"),
+    ("module", "table", "old", "new"),
     [
-        ("_REFUSING_ARGUMENTS", "enable_lora", "ServerArgs.enable_adapters"),
-        ("_REFUSING_FIELDS", "token_type_ids", "ForwardBatch.token_kinds"),
+        (arguments, "_REFUSING_ARGUMENTS", "enable_lora", "ServerArgs.enable_adapters"),
+        (gate, "_REFUSING_FIELDS", "token_type_ids", "ForwardBatch.token_kinds"),
     ],
 )
 def test_a_renamed_name_is_said_when_the_server_starts(
@@ -316,15 +317,16 @@ def test_a_renamed_name_is_said_when_the_server_starts(
     restarted: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
     table: str,
     old: str,
     new: str,
 ) -> None:
     """As on a release that has given the argument, or the field, another name."""
-    entries = getattr(gate, table)
+    entries = getattr(module, table)
     _, _, name = new.partition(".")
     changed = {name if entry == old else entry: reason for entry, reason in entries.items()}
-    monkeypatch.setattr(gate, table, changed)
+    monkeypatch.setattr(module, table, changed)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted()
         restarted()

@@ -77,7 +77,7 @@ def test_every_entry_of_the_tables_is_a_mutation() -> None:
     counts = Counter(mutation.name.partition(" ")[0] for mutation in table_entries())
     tables = {
         name: getattr(module, name)
-        for module in (gate, backends, quantised, graphs, seams)
+        for module in (gate, arguments, backends, quantised, graphs, seams)
         for name in counts
         if hasattr(module, name)
     }
