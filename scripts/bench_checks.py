@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,8 +318,9 @@ def run(args: argparse.Namespace) -> Iterator[list[Result]]:
         for dtype, count in zip(DTYPES, counts, strict=True)
         if args.only in name and count
     ]
-    with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
-        yield from pool.imap(judged, groups, chunksize=1)
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, spawned, max_tasks_per_child=1) as pool:
+        yield from pool.map(judged, groups)
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
