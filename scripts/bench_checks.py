@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,7 +280,11 @@ def judge(
                     result.found[name], result.where[name] = broken.excess, broken.what
 
 
-def judged(group: tuple[str, str, int, Sequence[str], bool]) -> list[Result]:
+#: A shape and a type, how many models of it, how they are broken, and whether on Triton.
+Group = tuple[str, str, int, Sequence[str], bool]
+
+
+def judged(group: Group) -> list[Result]:
     """All models of one shape and type; in a process of its own, which keeps their memory."""
     name, dtype, count, breaks, triton = group
     # Every row that can be skipped is; the check is called by hand.
@@ -318,9 +322,13 @@ def run(args: argparse.Namespace) -> Iterator[list[Result]]:
         for dtype, count in zip(DTYPES, counts, strict=True)
         if args.only in name and count
     ]
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, spawned, max_tasks_per_child=1) as pool:
-        yield from pool.map(judged, groups)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        yield from pool.map(_in_a_process_of_its_own, groups)
+
+
+def _in_a_process_of_its_own(group: Group) -> list[Result]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(judged, group).result()
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
