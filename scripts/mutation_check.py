@@ -45,6 +45,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -523,21 +524,23 @@ def say_age(results: Path, document: Path) -> None:
 
 
 def table(every: dict[str, Any], behavioural: dict[str, Any]) -> str:
-    """A Markdown table of both documents."""
+    """Both documents in Markdown: of each file of the package, which folder's tests caught how many."""
     lines = [
         f"SGLang {every['sglang']}, torch {every['torch']}, commit `{every['commit']}`. "
         f"{every['mutations']} mutations; survivors: {_names(every['survivors'])} of all tests, "
         f"{_names(behavioural['survivors'])} of the behavioural ones; not judged: "
         f"{_names(behavioural['not judged'])}.",
         "",
-        "| file | mutation | all tests: caught by | behavioural tests: caught by |",
-        "|---|---|---|---|",
+        f"| file | mutations | caught by {' | '.join(f'`{folder}/`' for folder in BEHAVIOUR)} |",
+        "|---|---|" + "---|" * len(BEHAVIOUR),
     ]
-    others = {verdict["name"]: verdict for verdict in behavioural["verdicts"]}
-    for verdict in every["verdicts"]:
-        by = [v["caught_by"] for v in (verdict, others[verdict["name"]])]
-        cells = [f"`{verdict['file']}`", verdict["name"], *(f"`{b}`" if b else "-" for b in by)]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    caught: dict[str, Counter[str]] = defaultdict(Counter)
+    for verdict in behavioural["verdicts"]:
+        folder, _, _ = (verdict["caught_by"] or "").partition("/")
+        caught[verdict["file"]][folder] += 1
+    for file, by in caught.items():
+        counts = [by.total(), *(by[folder] or "-" for folder in BEHAVIOUR)]
+        lines.append(f"| `{file}` | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
 
 

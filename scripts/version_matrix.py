@@ -388,7 +388,8 @@ def store_results(path: Path, results: dict[str, Release]) -> None:
     """Write the results and the table made from them."""
     ordered = in_order(results)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps([asdict(release) for release in ordered], indent=1) + "\n")
+    lines = ",\n".join(json.dumps(asdict(release)) for release in ordered)
+    partial.write_text(f"[\n{lines}\n]\n")
     partial.replace(path)
     path.with_suffix(".md").write_text(table(ordered))
 

@@ -194,12 +194,16 @@ def test_a_mutation_that_was_written_anew_has_no_verdict(
         assert Results(tmp_path, "0123456789ab").has(changed) == kept
 
 
-def test_the_table_names_both_verdicts() -> None:
+def test_the_table_counts_what_each_folder_has_caught() -> None:
     results = Results(None, "0123456789ab")
-    results.add(verdict(MUTATIONS[0], "unit/a.py::b[c | d]"), verdict(MUTATIONS[0], None))
+    first, second = (m for m in MUTATIONS[:2])
+    assert first.file == second.file
+    results.add(verdict(first, "unit/a.py::b"), verdict(first, None))
+    results.add(verdict(second, "server/a.py::b"), verdict(second, "server/a.py::b"))
     written = mutation_check.table(results.document(ALL), results.document(BEHAVIOURAL))
-    assert f"| {MUTATIONS[0].name} | `unit/a.py::b[c \\| d]` | - |" in written
-    assert f"survivors: none of all tests, {MUTATIONS[0].name} of the behavioural" in written
+    assert f"survivors: none of all tests, {first.name} of the behavioural" in written
+    assert "| file | mutations | caught by `forward/` | `triton/` | `server/` |" in written
+    assert f"| `{first.file}` | 2 | - | - | 1 |" in written
 
 
 def test_a_document_has_a_line_for_each_verdict(tmp_path: Path, sources: Sources) -> None:
