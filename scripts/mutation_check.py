@@ -524,7 +524,7 @@ def say_age(results: Path, document: Path) -> None:
 
 
 def table(every: dict[str, Any], behavioural: dict[str, Any]) -> str:
-    """Both documents in Markdown: of each file of the package, which folder's tests caught how many."""
+    """Both documents in Markdown: for each file, how many the tests of each folder have caught."""
     lines = [
         f"SGLang {every['sglang']}, torch {every['torch']}, commit `{every['commit']}`. "
         f"{every['mutations']} mutations; survivors: {_names(every['survivors'])} of all tests, "
