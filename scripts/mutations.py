@@ -1531,7 +1531,7 @@ _WRITTEN = [
          f"{FAULTS}::test_another_plugin_on_the_same_method"),
         ("0 means on", '"0": False', '"0": True', CUT),
         ("whatever is not 0 means on", "return _MEANING[value]",
-         "return _MEANING.get(value, True)", "server/test_server.py::test_misspelt_switch"),
+         "return _MEANING.get(value, True)", f"{LOAD}::test_a_setting_that_means_nothing"),
     ),
     *of(
         "telling/metrics.py",

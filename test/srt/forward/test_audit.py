@@ -26,7 +26,7 @@ from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from observe import SWITCH, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import plugin, starting
+from sglang_gemma4_yoco import starting
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.cutting.donor import DonorCut
@@ -333,24 +333,6 @@ def _raise() -> None:
 
 
 # ---------------------------------------------------------------- settings and figures
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [(audit.VARIABLE, "-1"), (audit.VARIABLE, "often"), (audit.STRICT, "yes")],
-)
-def test_a_misspelt_setting_is_told_at_load(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    not_loaded: None,
-    variable: str,
-    value: str,
-) -> None:
-    monkeypatch.setenv(variable, value)
-    monkeypatch.setenv(SWITCH, "1")
-    plugin.load()
-    [record] = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert f"{variable}={value!r} is not a valid value" in record.getMessage()
 
 
 def test_none_without_a_wish(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
