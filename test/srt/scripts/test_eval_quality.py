@@ -62,7 +62,6 @@ def test_gsm8k(
     assert found["accuracy_off"] == found["accuracy_on"]
 
 
-@pytest.mark.release
 def test_colours(servers: tuple[Server, Server], capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(servers, capsys, "--sets", "colours")["colours"]
     assert isinstance(found, dict)

@@ -131,10 +131,16 @@ def test_a_module_that_moved(tmp_path: Path) -> None:
     """A future SGLang without one of the modules that the patch imports."""
     code = """
         import sys
-        sys.modules["sglang.srt.model_executor.forward_context"] = None
+        import sglang.srt.model_executor as package
+        name = "sglang.srt.model_executor.forward_context"
+        was_there = sys.modules.get(name)
+        vars(package).pop("forward_context", None)
+        sys.modules[name] = None
         import sglang_gemma4_yoco.plugin as ours
         ours.load()
-        del sys.modules["sglang.srt.model_executor.forward_context"]
+        sys.modules.pop(name)
+        if was_there is not None:
+            sys.modules[name] = package.forward_context = was_there
         ours.load = lambda: None
     """
     path = python_path(plugin(tmp_path / "path", "a_move", code))

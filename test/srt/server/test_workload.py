@@ -94,7 +94,6 @@ def test_random_traffic(on_server: Server, off_server: Server, stock: list[Answe
     assert_same(off_server, stock, answers)
 
 
-@pytest.mark.release  # test_defaults has other requests
 def test_random_traffic_with_default_settings(
     default_server: Server, off_server: Server, stock: list[Answer]
 ) -> None:
@@ -135,11 +134,7 @@ def hybrid_server(
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        pytest.param(
-            "recorded_server",
-            "WindowedTorchNativeBackend, planned ahead, ",
-            marks=pytest.mark.release,
-        ),
+        ("recorded_server", "WindowedTorchNativeBackend, planned ahead, "),
         ("hybrid_server", "HybridAttnBackend, planned ahead on WindowedTorchNativeBackend, "),
     ],
     ids=["one backend", "beside another attention backend"],
