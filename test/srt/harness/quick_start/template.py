@@ -61,7 +61,9 @@ class Template:
                 process.kill()
             self._process.wait()
             raise subprocess.TimeoutExpired(list(program), seconds)
-        return int(self._process.stdout.readline())
+        status = self._process.stdout.readline()
+        assert status, "the process that is forked has ended"
+        return int(status)
 
 
 def _serve() -> None:
