@@ -122,7 +122,7 @@ def servers(
 ) -> Iterator[tuple[Server, Server]]:
     """Two servers of one checkpoint: the fast path on (by default), and switched off.
 
-    Spawned, as users' are; the other files' are forked.
+    The first is spawned, as users' are; all others are forked.
     """
     with pair(tiny_checkpoint, tmp_path_factory.mktemp("servers"), spawned=True) as both:
         yield both

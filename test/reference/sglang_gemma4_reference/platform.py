@@ -56,9 +56,13 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
     device_name = "gemma4_cpu"
-    capabilities = releases.capabilities(
-        supports_triton=triton_is_interpreted(), graph_capture=decode_steps_are_recorded()
-    )
+
+    @property
+    def capabilities(self) -> Any:
+        """Read when SGLang asks: a process may be forked with another environment."""
+        return releases.capabilities(
+            supports_triton=triton_is_interpreted(), graph_capture=decode_steps_are_recorded()
+        )
 
     def get_default_attention_backend(self) -> str:
         return "triton"
@@ -118,7 +122,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.model_executor import model_runner
 
         releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
-        releases.take_graphs(of_decode_steps=decode_steps_are_recorded())
+        releases.take_graphs(decode_steps_are_recorded)
         # On a CPU heads that tensor parallelism cannot deal out evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config

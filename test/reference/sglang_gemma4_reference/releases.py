@@ -75,16 +75,16 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def take_graphs(*, of_decode_steps: bool) -> None:
+def take_graphs(of_decode_steps: Callable[[], bool]) -> None:
     """Have SGLang's machinery of CUDA graphs run on a CPU, where it asks a platform (0.5.23).
 
     Args:
-        of_decode_steps: SGLang records its own decode steps too.
+        of_decode_steps: tells, when a server starts, whether SGLang records its own decode steps.
     """
     from sglang.srt.platforms import interface
 
     if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
-        if of_decode_steps:
+        if of_decode_steps():
             raise RuntimeError("decode steps are recorded by SGLang 0.5.23 and later")
         return
     from sglang_gemma4_reference import graph_backend
@@ -94,10 +94,14 @@ def take_graphs(*, of_decode_steps: bool) -> None:
     _replace_everywhere(
         "sglang.srt.utils.common", "get_current_device_stream_fast", _current_stream
     )
-    if of_decode_steps:
-        setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
-        stock = import_module(setup).capture_decode_graph
-        _replace_everywhere(setup, "capture_decode_graph", as_if_compiled(stock))
+    setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+    stock = import_module(setup).capture_decode_graph
+    compiled = as_if_compiled(stock)
+
+    def capture_decode_graph(*, model_runner: Any) -> Any:
+        return (compiled if of_decode_steps() else stock)(model_runner=model_runner)
+
+    _replace_everywhere(setup, "capture_decode_graph", capture_decode_graph)
 
 
 def moves_cache_to_the_host() -> bool:

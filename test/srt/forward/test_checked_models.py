@@ -216,6 +216,7 @@ def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -
         assert all(map(torch.equal, now, then))
 
 
+@pytest.mark.release
 def test_a_head_whose_values_cancel() -> None:
     """It is off by the roundings of what it adds up, 1.2 times what its own size would allow."""
     (shape, _), seed = SHAPES["35 layers"], 3100

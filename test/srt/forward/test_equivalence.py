@@ -24,8 +24,11 @@ from sglang_gemma4_reference.engine import Engine
 
 MODELS = int(os.environ.get("YOCO_TEST_MODELS", "14"))
 LONGEST, REQUESTS, EXAMPLES = 300, 6, 15
-# A quick run tries two of them.
-SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1)) for seed in range(MODELS)]
+# A quick run tries two of them. The first five have all windows and all patterns of layers.
+SEEDS = [
+    pytest.param(seed, marks=[pytest.mark.slow] * (seed > 1) + [pytest.mark.release] * (seed > 4))
+    for seed in range(MODELS)
+]
 
 
 @pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"model{seed}")

@@ -14,8 +14,6 @@ A plugin of pytest, which ``test/srt/conftest.py`` names.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +23,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sglang_gemma4_reference import cuda_branches, roles
+from template import Template
 
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
 FOLDER = "triton"
@@ -89,24 +88,20 @@ class OwnProcess(pytest.Item):
         assert file is not None
         report = self.config.rootpath / ".pytest_cache" / f"{self.path.stem}-{os.getpid()}.xml"
         report.parent.mkdir(exist_ok=True)
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
-                *("-m", self.config.option.markexpr),  # what was left out here is left out there
-                *(f"--junitxml={report}", str(self.path)),
-            ],
-            env={**_without_pytest(os.environ), **file.environment},
-            cwd=self.config.rootpath,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=SECONDS,
-        )
-        if done.returncode:
-            raise FailedInOwnProcessError(done.stdout[-12000:] + done.stderr[-2000:])
+        log = report.with_suffix(".log")
+        program = [
+            *("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
+            *("-m", self.config.option.markexpr),  # what was left out here is left out there
+            *(f"--junitxml={report}", str(self.path)),
+        ]
+        status = template_of(file.environment, self.config.rootpath).run(program, log, SECONDS)
+        output = log.read_text()
+        log.unlink()
+        if status:
+            raise FailedInOwnProcessError(output[-14000:])
         counts = _counted(report)
         self.add_report_section("call", "in its own process", str(counts))
-        assert counts["tests"] > counts["skipped"], f"nothing ran: {done.stdout[-2000:]}"
+        assert counts["tests"] > counts["skipped"], f"nothing ran: {output[-2000:]}"
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
         """The other pytest's own words, without this one's frames."""
@@ -117,6 +112,17 @@ class OwnProcess(pytest.Item):
     def reportinfo(self) -> tuple[Path, int, str]:
         """Where it is, for the report."""
         return self.path, 0, f"{self.path.stem}: {self.name}"
+
+
+_templates: dict[frozenset[tuple[str, str]], Template] = {}
+
+
+def template_of(environment: Mapping[str, str], cwd: Path) -> Template:
+    """What is forked for programs whose environment differs so from this process's."""
+    key = frozenset(environment.items())
+    if key not in _templates or not _templates[key].is_alive:
+        _templates[key] = Template({**_without_pytest(os.environ), **environment}, cwd)
+    return _templates[key]
 
 
 def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:

@@ -370,6 +370,7 @@ def pair(
 
     Args:
         recorded: the fast one replays its decode steps, and the tails of its prefills.
+        spawned: so is the fast one.
     """
     with ExitStack() as stack:
         # Starting is mostly importing, so they start side by side.
@@ -381,7 +382,7 @@ def pair(
                     switch=switch,
                     arguments=[*arguments, *(RECORDED_ARGUMENTS if graphs else ())],
                     env={**(env or {}), **(RECORDED_GRAPHS if graphs else {})},
-                    spawned=spawned,
+                    spawned=spawned and name == "on",
                 )
             )
             for name, switch, graphs in (("on", None, recorded), ("off", "0", False))

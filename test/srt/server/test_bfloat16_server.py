@@ -1,7 +1,8 @@
 """A pair of servers in bf16, against each other and both against fp32 (``truth``).
 
 Rows are exact; answers are close, for stock and fast round the same sums in another order. Every
-prompt's next token is compared over the whole vocabulary. Then ``verify`` judges the same servers.
+prompt's next token is compared over the whole vocabulary. Then ``verify`` judges the same servers,
+for a release.
 
 One model is tame; rounding errors multiply in the other one, as they may in a trained one. There
 bf16 is far from fp32 either way, and what stock differs from itself is the measure.
@@ -116,6 +117,7 @@ def as_verify_sees_it(server: Server, *, fast: bool) -> asking.Server:
     return asking.Server(fast, [], port, server.log_file)
 
 
+@pytest.mark.release
 def test_verify_finds_nothing(servers: tuple[Server, Server], checkpoint: Path) -> None:
     on, off = servers
     stock, fast = as_verify_sees_it(off, fast=False), as_verify_sees_it(on, fast=True)

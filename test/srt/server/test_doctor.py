@@ -19,6 +19,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 from test_load_faults import AROUND, plugin
 from test_refused_flags import REFUSED
 
+import forked
 from server import python_path
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import seams, settings
@@ -34,24 +35,26 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
 _SECONDS = 300
 _CPU = ("--device", "cpu", "--dtype", "float32")
-_FROM_STDIN = """
+# ``calls`` comes before it, and ``found`` is where the answers go.
+_CALLS = """
 import contextlib, io, json, sys
 from sglang_gemma4_yoco.commands.main import main
-touched = []
+touched, answers = [], []
 def hook(event, args):
     if event in ("socket.bind", "os.mkdir"):
         touched.append([event, str(args)])
-for argv in json.load(sys.stdin):
+for argv in calls:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(argv)
-    print(json.dumps({"status": status, "out": out.getvalue(), "err": err.getvalue()}))
+    answers.append({"status": status, "out": out.getvalue(), "err": err.getvalue()})
     if not touched:
-        sys.addaudithook(hook)  # from the second on: SGLang is imported, and its caches are there
+        sys.addaudithook(hook)  # from the second on: SGLang's caches are there
         touched.append("watched")
 import torch
-print(json.dumps(touched))
-print(json.dumps(torch.cuda.is_initialized()))
+cuda = torch.cuda.is_initialized()
+with open(found, "w") as file:
+    json.dump({"answers": answers, "touched": touched[1:], "cuda": cuda}, file)
 """
 
 
@@ -93,6 +96,23 @@ def doctor_says(*arguments: str, **variables: str) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
+def forked_doctor_says(
+    directory: Path, *calls: Sequence[str], **variables: str
+) -> tuple[list[Answer], dict[str, Any]]:
+    """The same of several calls, in one process that has SGLang imported already.
+
+    Returns:
+        Their answers, and what else ``_CALLS`` has found.
+    """
+    found, log = directory / "answers.json", directory / "output"
+    begin = f"calls, found = {[['doctor', *call] for call in calls]!r}, {str(found)!r}\n"
+    where: Any = {"cwd": directory, "env": environment(**variables), "log": log}
+    assert forked.as_this_process(where["env"])
+    assert forked.Program(["-c", begin + _CALLS], **where).wait(_SECONDS) == 0, log.read_text()
+    document = json.loads(found.read_text())
+    return [Answer(**answer) for answer in document["answers"]], document
+
+
 class Patients:
     """Calls of ``doctor --json`` on the tiny model, by their flags; all of them in one process.
 
@@ -121,23 +141,14 @@ class Patients:
 
     def __init__(self, checkpoint: Path, directory: Path) -> None:
         dump = ("--crash-dump-folder", str(directory / "dump"))
-        calls = [["--model-path", str(checkpoint), "--", *_CPU, *flags] for flags in self.FLAGS]
-        calls.append(["--model-path", str(checkpoint), "--", *_CPU, *dump])
-        calls += [["--model-path", str(directory / "none")], ["--model-path", "nobody/nothing"], []]
-        done = subprocess.run(
-            [sys.executable, "-c", _FROM_STDIN],
-            input=json.dumps([["doctor", "--json", *call] for call in calls]),
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=True,
-        )
-        *lines, touched, cuda = done.stdout.splitlines()
-        answers = [Answer(**json.loads(line)) for line in lines]
+        begin = ("--json", "--model-path")
+        calls = [[*begin, str(checkpoint), "--", *_CPU, *flags] for flags in self.FLAGS]
+        calls.append([*begin, str(checkpoint), "--", *_CPU, *dump])
+        calls += [[*begin, str(directory / "none")], [*begin, "nobody/nothing"], ["--json"]]
+        answers, document = forked_doctor_says(directory, *calls)
         self._answers = dict(zip(self.FLAGS, answers, strict=False))
         self.without_directory, self.no_directory, self.no_name, self.nothing = answers[-4:]
-        self.touched, self.cuda = json.loads(touched)[1:], json.loads(cuda)
+        self.touched, self.cuda = document["touched"], document["cuda"]
 
     def with_flags(self, *flags: str) -> Answer:
         """What was said of a server with these flags besides."""
@@ -397,9 +408,10 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path) -> None:
 
 def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """With another package's hook on a method of ours, and a setting that nobody reads."""
-    answer = doctor_says(
-        *("--model-path", str(tiny_checkpoint), "--", *_CPU),
-        PYTHONPATH=python_path(plugin(tmp_path, "a_hook", AROUND)),
+    [answer], _ = forked_doctor_says(
+        tmp_path,
+        ("--model-path", str(tiny_checkpoint), "--", *_CPU),
+        PYTHONPATH=python_path(plugin(tmp_path / "path", "a_hook", AROUND)),
         SGLANG_GEMMA4_YOCO_GRAPHS="0",
     )
     assert (answer.status, answer.err) == (0, "")

@@ -238,6 +238,7 @@ def test_audio(servers: tuple[Server, Server]) -> None:
 
 
 # -- a second pair of servers: large chunks, a small pool, no overlap of scheduling and compute --
+# (In every run ``test_pages`` has such a pair, but for the chunks and the recorded tail.)
 
 LARGE_CHUNK = 512
 # A CPU's graphs need a release that asks the platform for them.
@@ -261,10 +262,12 @@ def small_servers(
         yield both
 
 
+@pytest.mark.release
 def test_scheduling_does_not_overlap(small_servers: tuple[Server, Server]) -> None:
     assert [server.resolved("disable_overlap_schedule") for server in small_servers] == [True] * 2
 
 
+@pytest.mark.release
 def test_long_prompt_runs_the_tail_once(small_servers: tuple[Server, Server]) -> None:
     """4096 tokens in chunks of 512: eight forwards, one row through the tail."""
     both = compare(small_servers, lambda server: generate(server, tokens(4096, seed=40)))
@@ -272,6 +275,7 @@ def test_long_prompt_runs_the_tail_once(small_servers: tuple[Server, Server]) ->
     assert_same_answers(both)
 
 
+@pytest.mark.release
 def test_retraction(small_servers: tuple[Server, Server]) -> None:
     """Requests that lose their place in a full pool are computed again, and answer the same."""
     # For requests that ignore the end token SGLang knows their length, and keeps room for it.

@@ -1,8 +1,8 @@
 """Servers whose cache is dealt out in pages of 16 and of 64 tokens.
 
 What is cached ends at a page's border, so the tail's rows begin anywhere in a page. The pages of 64
-come with a small pool, which runs full, and with an attention backend that the tail does not run
-on: it asks for such pages.
+come with a small pool, which runs full, without overlap of scheduling and compute, and with an
+attention backend that the tail does not run on: it asks for such pages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from ask import (
 from layer_rows import UNREAD, assert_all_fast, cut
 from server import CHUNK, Server, pair
 
-# Admit requests as if they ended soon, so that the pool runs full.
-_SMALL_POOL = ("--max-total-tokens", "4800", "--schedule-conservativeness", "0.1")
+_SMALL_POOL = (
+    *("--max-total-tokens", "4800"),
+    # Admit requests as if they ended soon, so that the pool runs full.
+    *("--schedule-conservativeness", "0.1"),
+    "--disable-overlap-schedule",
+)
 _ANOTHER_BACKEND = ("--attention-backend", "intel_xpu")
 
 
@@ -60,6 +64,12 @@ def paged(
 def test_page_size(paged: Paged) -> None:
     """SGLang has not chosen another one by itself."""
     assert [server.resolved("page_size") for server in paged.both] == [paged.size] * 2
+
+
+@pytest.mark.parametrize("paged", [64], indirect=True)
+def test_scheduling_does_not_overlap(paged: Paged) -> None:
+    """Unlike elsewhere: ``test_server``."""
+    assert [server.resolved("disable_overlap_schedule") for server in paged.both] == [True] * 2
 
 
 def test_attention_backends(paged: Paged) -> None:

@@ -41,7 +41,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
+@pytest.mark.parametrize(
+    "refused",
+    [REFUSED[0], *(pytest.param(refused, marks=pytest.mark.release) for refused in REFUSED[1:])],
+    ids=lambda refused: refused.name,
+)
 def test_refused_argument(
     refused: Refused, off_server: Server, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

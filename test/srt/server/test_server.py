@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from ask import (
-    NEW_TOKENS,
     TOLERANCE,
     Answer,
     assert_same_answers,
@@ -27,8 +25,8 @@ from ask import (
     picture,
     tokens,
 )
-from layer_rows import UNREAD, assert_all_fast, assert_all_stock, cut, whole
-from server import CHUNK, SWITCH, Server, running
+from layer_rows import UNREAD, assert_all_fast, cut, whole
+from server import CHUNK, Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_yoco import __version__
 
@@ -211,17 +209,3 @@ def test_log_of_switched_off_server(servers: tuple[Server, Server]) -> None:
     assert off.log_lines("is on: ") == []
     [line] = off.log_lines("Gemma 4 fast prefill")
     assert line.endswith(f"Gemma 4 fast prefill {__version__} is off: SGLANG_GEMMA4_YOCO=0")
-
-
-def test_misspelt_switch(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A switch that is neither 0 nor 1 is an error that says what to write; the server serves."""
-    with running(tiny_checkpoint, tmp_path, switch="yes") as server:
-        [answer] = generate(server, tokens(50, seed=11))
-    assert len(answer.tokens) == NEW_TOKENS
-    assert server.prefills()
-    assert_all_stock(server.prefills())
-    # One line from each process that loads plugins, the same but for the time in front of it.
-    [line] = {line[line.index("Gemma 4") :] for line in server.log_lines(SWITCH)}
-    assert "NOT installed" in line
-    assert f"{SWITCH}='yes'" in line
-    assert re.search(r"\buse 1\b.*\b0\b", line), line

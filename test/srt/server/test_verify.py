@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import queue
@@ -12,14 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
+import forked
 import sglang_gemma4_yoco
 from environment import REPO
 from mutations import MUTATIONS, PACKAGE, broken
@@ -35,6 +39,7 @@ CONTRACT = {
     "ttft_off_s", "ttft_on_s", "ratio", "repeats",
 }  # fmt: skip
 VERIFY = [sys.executable, "-m", "sglang_gemma4_yoco", "verify", "--device", "cpu"]
+Done = subprocess.CompletedProcess[str]
 QUICK = ["--prompt-tokens", "64", "--repeats", "1"]
 CHUNKED = ["--chunked-prefill-size", "128"]
 
@@ -48,9 +53,7 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     return found | {"HF_HUB_OFFLINE": "1", **(variables or {})}
 
 
-def run(
-    command: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None) -> Done:
     return subprocess.run(
         command,
         cwd=cwd,
@@ -62,7 +65,7 @@ def run(
     )
 
 
-def document_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def document_of(done: Done) -> dict[str, Any]:
     assert done.stdout, done.stderr[-4000:]
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return document
@@ -71,22 +74,55 @@ def document_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 # ---------------------------------------------------------------- the whole
 
 
-@pytest.fixture(scope="module")
-def demonstrated(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """The demo on the smallest checkpoint, which runs ``verify`` on it."""
-    directory = tmp_path_factory.mktemp("demo")
+ASKED = ["--prompt-tokens", "256", "--repeats", "2", "--servers", "together"]
+LABEL = "E2B_TINY"
+
+
+def by_the_demo(_: Path, directory: Path) -> Done:
+    """As a user runs it: all is spawned, and the checkpoint is its own."""
     command = [sys.executable, str(REPO / "scripts" / "demo.py"), "--no-venv", "--device", "cpu"]
-    command += ["--preset", "E2B_TINY", "--prompt-tokens", "256", "--repeats", "2"]
-    command += ["--work-dir", str(directory), "--servers", "together"]
-    command += [f"--server-args={' '.join(CHUNKED)}"]
-    return run(command, directory)
+    command += ["--preset", LABEL, "--work-dir", str(directory), *ASKED]
+    return run([*command, f"--server-args={' '.join(CHUNKED)}"], directory)
 
 
-def test_the_demo_keeps_its_contract(demonstrated: subprocess.CompletedProcess[str]) -> None:
+def in_this_process(checkpoint: Path, directory: Path) -> Done:
+    """What the demo ends in, with servers that are forked."""
+
+    def popen(command: Sequence[str], *, cwd: Path, stdout: Any, **how: Any) -> forked.Program:
+        assert forked.as_this_process(how["env"])
+        where: Any = {"cwd": cwd, "env": how["env"], "log": Path(stdout.name)}
+        return forked.Program(command[1:], **where)
+
+    command = ["verify", "--model-path", str(checkpoint), "--label", LABEL, "--device", "cpu"]
+    command += [*ASKED, "--output", str(directory / "logs"), "--", *CHUNKED]
+    found = {**vars(subprocess), "Popen": popen}
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment(), clear=True),
+        mock.patch.object(servers, "subprocess", SimpleNamespace(**found)),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        status = main(command)
+    return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(
+    scope="module", params=[in_this_process, pytest.param(by_the_demo, marks=pytest.mark.release)]
+)
+def demonstrated(
+    request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Done:
+    """``verify`` on the smallest checkpoint, and the demo."""
+    done: Done = request.param(tiny_checkpoint, tmp_path_factory.mktemp("demo"))
+    return done
+
+
+def test_the_demo_keeps_its_contract(demonstrated: Done) -> None:
     assert demonstrated.returncode == 0, demonstrated.stdout[-4000:] + demonstrated.stderr[-4000:]
     document = document_of(demonstrated)
     assert document.keys() >= CONTRACT
-    assert (document["model"], document["device"]) == ("E2B_TINY", "cpu")
+    assert (document["model"], document["device"]) == (LABEL, "cpu")
     assert (document["prompt_tokens"], document["repeats"]) == (256, 2)
     assert document["active"] is document["answers_equal"] is document["agrees"] is True
     assert 0 < document["max_logprob_diff"] < 1e-4
@@ -95,9 +131,7 @@ def test_the_demo_keeps_its_contract(demonstrated: subprocess.CompletedProcess[s
     assert document["ratio"] == pytest.approx(ratio, abs=1e-3)
 
 
-def test_every_kind_of_prompt_is_asked_and_compared(
-    demonstrated: subprocess.CompletedProcess[str],
-) -> None:
+def test_every_kind_of_prompt_is_asked_and_compared(demonstrated: Done) -> None:
     document = document_of(demonstrated)
     assert document["left_out"] == {}
     assert document["agreement"].keys() == {*prompts.KINDS, verdict.TIMED}
@@ -114,7 +148,7 @@ def test_every_kind_of_prompt_is_asked_and_compared(
     assert document["forwards"]["active, tail skipped"] > 0 < document["forwards"]["active"]
 
 
-def test_what_people_see(demonstrated: subprocess.CompletedProcess[str]) -> None:
+def test_what_people_see(demonstrated: Done) -> None:
     document = document_of(demonstrated)
     told = demonstrated.stdout
     for words in ("Fast prefill was active", "the answers agree", "256", "requests; fast: "):

@@ -221,6 +221,7 @@ BATCHES = {
         *batch_of((W - 1, 1), (2 * W, 1), decodes=True),
     ],
 }
+USUAL = ("around the window", "prefill beside decode rows")
 
 
 def assert_right(bench: Bench, prompts: list[Prompt], stock: Observed, fast: Observed) -> None:
@@ -230,7 +231,10 @@ def assert_right(bench: Bench, prompts: list[Prompt], stock: Observed, fast: Obs
 
 
 @models("wide", "narrow")
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.release] * (name not in USUAL)) for name in BATCHES],
+)
 def test_one_row_per_request(bench: Bench, name: str) -> None:
     prompts = BATCHES[name]
     assert_right(bench, prompts, *both_ways(bench, prompts, len(prompts)))
@@ -243,6 +247,7 @@ def test_a_cut_before_the_first_shared_layer(bench: Bench) -> None:
     assert_right(bench, prompts, *both)
 
 
+@pytest.mark.release
 @models("narrow")
 def test_a_prompt_whose_norm_kernel_walks_the_heads(bench: Bench) -> None:
     """Above 256 rows the fused norm is launched once per row, not once per row and head."""

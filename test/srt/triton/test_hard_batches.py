@@ -194,7 +194,7 @@ MOST_RECORDED = 4
 
 
 def cases() -> Iterator[Any]:
-    """(shape, backend, donor cut, batch), of each combination one that is not marked slow."""
+    """(shape, backend, donor cut, batch); see ``case`` for what is left out where."""
     usual = OWN, DonorCut.KEYS_AND_VALUES
     for name in EVERY_BATCH:
         yield case("two pools", *usual, name, slow=name not in HARDEST)
@@ -202,18 +202,20 @@ def cases() -> Iterator[Any]:
         yield case("two pools", OWN, DonorCut.NONE, name, slow=i > 0)
     for name in REPLAYED_OR_NOT:
         yield case("two pools", RECORDED, usual[1], name, slow=name != HARDEST[0])
-    yield case("two pools", RECORDED, DonorCut.NONE, HARDEST[0], slow=False)
-    yield case("one pool", RECORDED, usual[1], HARDEST[0], slow=False)  # its donor has no window
+    yield case("two pools", RECORDED, DonorCut.NONE, HARDEST[0], long=True)
+    yield case("one pool", RECORDED, usual[1], HARDEST[0], long=True)  # its donor has no window
     yield case("pages of four", RECORDED, usual[1], HARDEST[0], slow=True)
-    yield case("one pool", *usual, HARDEST[0], slow=False)
+    yield case("one pool", *usual, HARDEST[0])
     for i, name in enumerate(HARDEST[:2]):
-        yield case("pages of four", *usual, name, slow=i > 0)
-    yield case("E4B's pattern", *usual, HARDEST[0], slow=False)
+        yield case("pages of four", *usual, name, slow=i > 0, long=True)
+    yield case("E4B's pattern", *usual, HARDEST[0], long=True)
 
 
-def case(shape: str, backend: str, donor: DonorCut, name: str, *, slow: bool) -> Any:
-    """One set of parameters; slow ones are left to a release, and out of the matrix."""
-    marks = [pytest.mark.slow, pytest.mark.release] if slow else []
+def case(
+    shape: str, backend: str, donor: DonorCut, name: str, *, slow: bool = False, long: bool = False
+) -> Any:
+    """One set of parameters; long ones are left to a release, slow ones out of the matrix too."""
+    marks = [pytest.mark.slow] * slow + [pytest.mark.release] * (slow or long)
     return pytest.param(shape, backend, donor, name, marks=marks)
 
 
@@ -401,6 +403,7 @@ def test_hard_batch(
         compare(engine, prompts, donor, backend, stock, fast)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("engine", ["one pool"], indirect=True)
 def test_what_was_planned_for_a_graph_can_be_launched(
     engine: Engine, monkeypatch: pytest.MonkeyPatch

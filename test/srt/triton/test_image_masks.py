@@ -63,6 +63,9 @@ CASES = {
     "beside a video": [MediaPrompt("<|video|> or <|image|> or?")],
     "beside a sound": [MediaPrompt("<|audio|> or <|image|> or?")],
 }
+RELEASE = pytest.mark.release
+USUAL = ("in the middle", "its own row last", "longer than the window", "beside another image",
+         "behind a prefix beyond the window", "beside text")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +122,9 @@ def flat(pattern: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([rows.flatten() for rows in pattern])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[RELEASE] * (name not in USUAL)) for name in CASES]
+)
 def test_image(engine: Engine, name: str) -> None:
     prompts = CASES[name]
     batch = media_batch(engine, *prompts)
@@ -129,7 +134,7 @@ def test_image(engine: Engine, name: str) -> None:
     assert hangs_on_the_mask(engine, batch, stock) == has_image
 
 
-@pytest.mark.parametrize("kind", ["video", "audio"])
+@pytest.mark.parametrize("kind", ["video", pytest.param("audio", marks=RELEASE)])
 def test_what_attends_causally(engine: Engine, kind: str) -> None:
     """Nobody masks frames of videos and sounds, in Hugging Face's Gemma 4 neither."""
     batch = media_batch(engine, MediaPrompt(f"see <|{kind}|> or?"))
@@ -144,9 +149,9 @@ IMAGE = slice(5, 11)  # the image's own rows in it
 @pytest.mark.parametrize(
     ("end", "masked"),
     [
-        pytest.param(IMAGE.start, (False, True), id="before the image"),
+        pytest.param(IMAGE.start, (False, True), id="before the image", marks=RELEASE),
         pytest.param(IMAGE.start + 1, (False, False), id="behind its first row"),
-        pytest.param(IMAGE.stop - 1, (False, False), id="before its last row"),
+        pytest.param(IMAGE.stop - 1, (False, False), id="before its last row", marks=RELEASE),
         pytest.param(IMAGE.stop, (True, False), id="behind the image"),
     ],
 )
@@ -218,7 +223,9 @@ def assert_stock(engine: Engine, batch: Any, reason: str) -> None:
     "prompts",
     [
         pytest.param([MediaPrompt(CHUNKED.text, logprob_start=7)], id="of its own rows"),
-        pytest.param([MediaPrompt(CHUNKED.text, logprob_start=13)], id="of rows behind it"),
+        pytest.param(
+            [MediaPrompt(CHUNKED.text, logprob_start=13)], id="of rows behind it", marks=RELEASE
+        ),
         pytest.param(
             [MediaPrompt(CHUNKED.text), MediaPrompt(TEXT.text, logprob_start=3)], id="of text"
         ),
