@@ -45,6 +45,7 @@ from sglang_gemma4_yoco.commands.servers import (
     WrongPathError,
     check_switch,
     choose_ports,
+    running,
 )
 
 COLOURS = {
@@ -214,13 +215,10 @@ def compare(off: Answers, on: Answers) -> dict[str, Any]:
 @contextmanager
 def served(args: argparse.Namespace, directory: Path, *, fast: bool) -> Iterator[Server]:
     """A server of ``--model``, alone on the machine."""
-    port = choose_ports(None)[0]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
-    command += ["--port", str(port), *shlex.split(args.server_args)]
-    server = Server(fast, command, port, directory / f"server-{'on' if fast else 'off'}.log")
-    say(f"Starting {server.name}")
-    with server.started(dict(os.environ)):
-        server.wait_until_ready(args.start_timeout)
+    arguments = ["--model-path", args.model, *shlex.split(args.server_args)]
+    log = directory / f"server-{'on' if fast else 'off'}.log"
+    server = Server(fast, arguments, choose_ports(None)[0], log)
+    with running([server], args.start_timeout):
         yield server
         check_switch(server)
 
@@ -233,7 +231,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             found[way] = ask(args, url.rstrip("/"), directory / way)
             continue
         with served(args, directory, fast=way == "on") as server:
-            found[way] = ask(args, f"http://127.0.0.1:{server.port}", directory / way)
+            found[way] = ask(args, server.url, directory / way)
     document: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
