@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test" / "srt" /
 
 import torch
 
+import generated
 from breakages import BREAKAGES
 from decode_graphs import recorded_decode_steps
 from generated import inserted
@@ -359,19 +360,15 @@ def table(document: Mapping[str, Any]) -> str:
         f"unbroken package, in multiples of their bounds: {largest['check']}, {largest['audits']}, "
         f"{largest['proofs']}.",
         "",
-        "| broken | models | found: at least so many times its bound | on |",
-        "|---|---|---|---|",
+        generated.table(
+            ("broken", "models", "found: at least so many times its bound", "on"),
+            ((name, *found.values()) for name, found in document["breakages"].items()),
+        ),
     ]
-    for name, found in document["breakages"].items():
-        lines.append(f"| {name} | {found['models']} | {found['smallest']} | {found['on']} |")
     if document["cost"]:
-        lines += [
-            "",
-            "| model | stock, ms | fast, ms | audited, ms | the check, in prefills of 7 tokens |",
-            "|---|---|---|---|---|",
-        ]
-    for name, cost in document["cost"].items():
-        lines.append(f"| {name} | {' | '.join(map(str, cost.values()))} |")
+        head = ("model", "stock, ms", "fast, ms", "audited, ms")
+        rows = ((name, *cost.values()) for name, cost in document["cost"].items())
+        lines += ["", generated.table((*head, "the check, in prefills of 7 tokens"), rows)]
     return "\n".join(lines)
 
 

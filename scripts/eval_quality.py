@@ -39,7 +39,7 @@ from typing import Any
 
 from environment import SetupError, heading, say, tail
 from provenance import commit
-from sglang_gemma4_yoco.commands.prompts import two_colours
+from sglang_gemma4_yoco.commands.prompts import COLOURS, picture_conversations
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,
@@ -48,16 +48,7 @@ from sglang_gemma4_yoco.commands.servers import (
     running,
 )
 
-COLOURS = {
-    "red": (220, 20, 20),
-    "green": (20, 160, 20),
-    "blue": (20, 40, 220),
-    "yellow": (250, 220, 20),
-    "black": (0, 0, 0),
-    "white": (255, 255, 255),
-}
 PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
-QUESTION = "The left half and the right half of this picture have one colour each. Name both."
 
 
 @dataclass
@@ -81,17 +72,10 @@ def ask_colours(url: str, max_tokens: int) -> Answers:
     http.trust_env = False  # the servers may stand behind no proxy
     answers = Answers()
     right = 0
-    for pair in PICTURES:
-        content = [
-            {
-                "type": "image_url",
-                "image_url": {"url": two_colours(*(COLOURS[name] for name in pair))},
-            },
-            {"type": "text", "text": QUESTION},
-        ]
+    for pair, messages in zip(PICTURES, picture_conversations(PICTURES), strict=True):
         body = {
             "model": "default",
-            "messages": [{"role": "user", "content": content}],
+            "messages": messages,
             "temperature": 0,
             "max_tokens": max_tokens,
         }

@@ -1,6 +1,8 @@
-"""The parts of a document that a script writes, each between two marker lines."""
+"""The parts of a document that a script writes, each between two marker lines, and their tables."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 
 def begin(name: str) -> str:
@@ -24,3 +26,16 @@ def inserted(document: str, name: str, content: str) -> str:
     if not first or not last:
         raise ValueError(f"there are no lines {begin(name)} and {end(name)}")
     return f"{before}{first}\n{content.rstrip()}\n{last}{after}"
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[object]], *, numbers: int = 0) -> str:
+    """A table in Markdown, without a line's end behind it.
+
+    Args:
+        numbers: how many of the last columns hold numbers.
+    """
+    words = len(head) - numbers
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * words}{'---:|' * numbers}"]
+    for row in rows:
+        lines.append(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |")
+    return "\n".join(lines)

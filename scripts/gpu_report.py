@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import generated
 from generated import inserted
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmark" / "results"
@@ -122,18 +123,17 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
     lines = [row for document in documents for row in rows(document)]
     if not lines:
         return NOT_MEASURED
-    out = ["| GPU | model | | off | on | off / on | ceiling |", "|---|---|---|---:|---:|---:|---:|"]
-    for line in lines:
-        gain, ceiling = (
-            "" if ratio is None else f"{ratio:.2f}" for ratio in (line.gain, line.ceiling)
-        )
-        cells = (line.machine, line.model, line.what, line.off, line.on, gain, ceiling)
-        out.append(f"| {' | '.join(cells)} |")
+    cells = [
+        [line.machine, line.model, line.what, line.off, line.on]
+        + ["" if ratio is None else f"{ratio:.2f}" for ratio in (line.gain, line.ceiling)]
+        for line in lines
+    ]
+    head = ("GPU", "model", "", "off", "on", "off / on", "ceiling")
     commits = sorted(
         {part["commit"] for document in documents for part in document["parts"].values()}
     )
-    out += ["", f"bf16, random weights, commit {', '.join(commits)}; `scripts/bench_gpu.py`."]
-    return "\n".join(out)
+    source = f"bf16, random weights, commit {', '.join(commits)}; `scripts/bench_gpu.py`."
+    return f"{generated.table(head, cells, numbers=4)}\n\n{source}"
 
 
 def draw(documents: Sequence[dict[str, Any]], path: Path) -> bool:

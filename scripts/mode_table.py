@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from generated import inserted
+from generated import inserted, table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -84,14 +84,6 @@ def load(path: Path = DATA) -> tuple[list[Mode], list[Unserved], str]:
     return modes, [Unserved(**entry) for entry in data["unserved"]], data["release"]
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _table(head: Sequence[str], rows: Iterator[str]) -> str:
-    return "\n".join([_row(*head), _row(*("---" for _ in head)), *rows])
-
-
 def _names(tests: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in tests)
 
@@ -99,7 +91,7 @@ def _names(tests: Sequence[str]) -> str:
 def modes_table(modes: Sequence[Mode]) -> str:
     """The table of all situations."""
     rows = (
-        _row(
+        (
             mode.situation,
             mode.what,
             ", ".join(mode.levels),
@@ -107,13 +99,13 @@ def modes_table(modes: Sequence[Mode]) -> str:
         )
         for mode in modes
     )
-    return _table(("situation", "what happens", "shown on", "by"), rows)
+    return table(("situation", "what happens", "shown on", "by"), rows)
 
 
 def unserved_table(unserved: Sequence[Unserved], release: str) -> str:
     """The table of what SGLang does not serve."""
-    rows = (_row(u.situation, u.why, f"`{u.file}:{u.line}`") for u in unserved)
-    return _table(("what", "why", f"where, in {release}"), rows)
+    rows = ((u.situation, u.why, f"`{u.file}:{u.line}`") for u in unserved)
+    return table(("what", "why", f"where, in {release}"), rows)
 
 
 def written(page: str) -> str:

@@ -57,6 +57,7 @@ from typing import Any
 
 import psutil
 
+import generated
 from environment import REPO, SetupError, say
 from generated import inserted
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
@@ -530,15 +531,16 @@ def table(every: dict[str, Any], behavioural: dict[str, Any]) -> str:
         f"{_names(behavioural['survivors'])} of the behavioural ones; not judged: "
         f"{_names(behavioural['not judged'])}.",
         "",
-        "| file | mutation | all tests: caught by | behavioural tests: caught by |",
-        "|---|---|---|---|",
     ]
     others = {verdict["name"]: verdict for verdict in behavioural["verdicts"]}
+    rows = []
     for verdict in every["verdicts"]:
         by = [v["caught_by"] for v in (verdict, others[verdict["name"]])]
-        cells = [f"`{verdict['file']}`", verdict["name"], *(f"`{b}`" if b else "-" for b in by)]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
+        rows.append(
+            [f"`{verdict['file']}`", verdict["name"], *(f"`{b}`" if b else "-" for b in by)]
+        )
+    head = ("file", "mutation", "all tests: caught by", "behavioural tests: caught by")
+    return "\n".join([*lines, generated.table(head, rows)])
 
 
 def _names(names: Sequence[str]) -> str:

@@ -257,13 +257,8 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
 
 def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
     """Print the tables."""
-    from rich.console import Console
-    from rich.table import Table
+    from sglang_gemma4_yoco.commands import table
 
-    table = Table(title="Random workload")
-    table.add_column("")
-    for one in passes:
-        table.add_column(one.name, justify="right")
     compared = [None, *comparisons]
     rows: list[tuple[str, list[str]]] = [
         ("seconds", [f"{p.seconds:.0f}" for p in passes]),
@@ -292,15 +287,15 @@ def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
             [f"{p.memory_half / 1e6:.0f} {p.memory_end / 1e6:.0f}" for p in passes],
         ),
     ]
-    for label, cells in rows:
-        table.add_row(label, *cells)
-    console = Console(width=120)
-    console.print(table)
+    console = table.console_of(120)
+    headings = ["", *(one.name for one in passes)]
+    lines = [[label, *cells] for label, cells in rows]
+    console.print(table.drawn("Random workload", headings, lines, words=("",)))
     for one in passes:
         for reason in one.reasons:
-            console.print(f"{one.name}: stepped aside: {reason}", highlight=False, markup=False)
+            console.print(f"{one.name}: stepped aside: {reason}")
         for problem in one.problems[:20]:
-            console.print(f"{one.name}: {problem}", style="red", highlight=False, markup=False)
+            console.print(f"{one.name}: {problem}", style="red")
 
 
 def parse_arguments() -> argparse.Namespace:

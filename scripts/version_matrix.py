@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import generated
 from environment import (
     REPO,
     SetupError,
@@ -412,21 +413,17 @@ def _count(part: Part) -> str:
 
 def table(releases: Sequence[Release]) -> str:
     """A Markdown table of the releases, and the files that ran."""
-    lines = [
-        f"| SGLang | torch | transformers | {' | '.join(PARTS)} | minutes | result |",
-        "|---|---|---|" + "---|" * (len(PARTS) + 2),
-    ]
+    rows = []
     for release in releases:
         cells = [release.sglang]
         cells += [release.packages.get(name, "") for name in ("torch", "transformers")]
         cells += [_count(release.parts[p]) if p in release.parts else "" for p in PARTS]
         cells.append(f"{sum(part.seconds for part in release.parts.values()) / 60:.0f}")
         cells.append(release.status + (f": {release.reason}" if release.reason else ""))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return (
-        "\n".join([*lines, "", *_made_at(releases), *legend(releases), *_not_tried(releases)])
-        + "\n"
-    )
+        rows.append(cells)
+    drawn = generated.table(("SGLang", "torch", "transformers", *PARTS, "minutes", "result"), rows)
+    below = [*_made_at(releases), *legend(releases), *_not_tried(releases)]
+    return "\n".join([drawn, "", *below]) + "\n"
 
 
 def _made_at(releases: Sequence[Release]) -> list[str]:

@@ -46,7 +46,7 @@ SETTINGS: dict[str, tuple[Callable[[], object] | None, str]] = {
 FACTS = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
     *("model", "layers", "first_shared", "quantisation", "ceiling"),
-    *("attention", "cut", "tail"),
+    "attention",
 )
 
 
