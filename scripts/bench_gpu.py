@@ -53,10 +53,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
 import bench_prefill
 from bench_prefill import SWITCH, NotActiveError
-from environment import REPO, SetupError, heading, say, tail
-from provenance import commit
+from environment import REPO, SetupError, commit, heading, say, tail
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,

@@ -54,12 +54,13 @@ from environment import (
     SetupError,
     gpu_name,
     heading,
+    make_checkpoint,
+    make_work_dir,
     prepare_environment,
     probe,
     say,
     tail,
 )
-from random_checkpoint import make_checkpoint, make_work_dir
 from sglang_gemma4_yoco.commands import verify
 
 

@@ -28,14 +28,16 @@ def inserted(document: str, name: str, content: str) -> str:
     return f"{before}{first}\n{content.rstrip()}\n{last}{after}"
 
 
-def table(head: Sequence[str], rows: Iterable[Iterable[object]], *, numbers: int = 0) -> str:
-    """A table in Markdown, without a line's end behind it.
+def markdown(head: Sequence[str], rows: Iterable[Iterable[object]], *, numbers: int = 0) -> str:
+    """A table.
 
     Args:
         numbers: how many of the last columns hold numbers.
     """
-    words = len(head) - numbers
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * words}{'---:|' * numbers}"]
-    for row in rows:
-        lines.append(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |")
-    return "\n".join(lines)
+    rule = f"|{'---|' * (len(head) - numbers)}{'---:|' * numbers}"
+    return "\n".join([_line(head), rule, *map(_line, rows)])
+
+
+def _line(cells: Iterable[object]) -> str:
+    escaped = (str(cell).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"

@@ -12,8 +12,9 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
-from environment import REPO
+REPO = Path(__file__).resolve().parents[2]
 
 PACKAGE = "sglang_gemma4_yoco"
 

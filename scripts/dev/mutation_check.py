@@ -8,10 +8,10 @@ that passes on the unbroken copy, and *survives* when all pass. There are two ve
 behavioural  ``forward/``, ``triton/`` and ``server/``: what the model computes, what clients see
 all          these, and ``unit/`` and ``models/``, which restate the code
 
-    python scripts/mutation_check.py --results benchmark/results --write benchmark/README.md
-    python scripts/mutation_check.py --only gate.py         # those of one file; or part of a name
-    python scripts/mutation_check.py --first                # with the tests named in the list alone
-    python scripts/mutation_check.py --results benchmark/results --say benchmark/README.md
+    python scripts/dev/mutation_check.py --results benchmark/results --write benchmark/README.md
+    python scripts/dev/mutation_check.py --only gate.py    # those of one file; or part of a name
+    python scripts/dev/mutation_check.py --first           # with the tests named in the list alone
+    python scripts/dev/mutation_check.py --results benchmark/results --say benchmark/README.md
 
 With ``--first`` a mutation that those do not notice stays without a verdict. The last one judges
 nothing: it has the document say whether the results in it are of the package as it is now, which a
@@ -57,11 +57,11 @@ from typing import Any
 
 import psutil
 
-import generated
-from environment import REPO, SetupError, say
-from generated import inserted
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import REPO, SetupError, commit_of, say
+from generated import inserted, markdown
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
-from provenance import commit_of
 
 TESTS = Path("test") / "srt"
 TESTED_PATHS = (PACKAGE, "test", ":(exclude)test/srt/scripts", "pyproject.toml")
@@ -540,7 +540,7 @@ def table(every: dict[str, Any], behavioural: dict[str, Any]) -> str:
             [f"`{verdict['file']}`", verdict["name"], *(f"`{b}`" if b else "-" for b in by)]
         )
     head = ("file", "mutation", "all tests: caught by", "behavioural tests: caught by")
-    return "\n".join([*lines, generated.table(head, rows)])
+    return "\n".join([*lines, markdown(head, rows)])
 
 
 def _names(names: Sequence[str]) -> str:

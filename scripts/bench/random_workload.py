@@ -21,8 +21,8 @@ A run passes if
 Output contract: tables for people on stdout; the last line is one JSON document. Exit status: 0 if
 the run passed, 1 if not, 2 if it could not be made.
 
-    python scripts/random_workload.py --requests 200
-    python scripts/random_workload.py --requests 2000 --failures-every 100
+    python scripts/bench/random_workload.py --requests 200
+    python scripts/bench/random_workload.py --requests 2000 --failures-every 100
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
 one.
@@ -44,9 +44,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from environment import REPO, SetupError, say
-from provenance import commit
-from random_checkpoint import make_checkpoint, make_work_dir
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import REPO, SetupError, commit, make_checkpoint, make_work_dir, say
 from sglang_gemma4_yoco.commands.servers import Server, pair, running
 
 FLAT_BYTES = 32e6

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from generated import inserted, table
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from generated import inserted, markdown
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # type: ignore[import-not-found]  # pytest brings it along there
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 DATA = REPO / "docs" / "modes.toml"
 PAGE = REPO / "docs" / "modes.md"
 
@@ -99,13 +101,13 @@ def modes_table(modes: Sequence[Mode]) -> str:
         )
         for mode in modes
     )
-    return table(("situation", "what happens", "shown on", "by"), rows)
+    return markdown(("situation", "what happens", "shown on", "by"), rows)
 
 
 def unserved_table(unserved: Sequence[Unserved], release: str) -> str:
     """The table of what SGLang does not serve."""
     rows = ((u.situation, u.why, f"`{u.file}:{u.line}`") for u in unserved)
-    return table(("what", "why", f"where, in {release}"), rows)
+    return markdown(("what", "why", f"where, in {release}"), rows)
 
 
 def written(page: str) -> str:
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PAGE.write_text(wanted)
         return 0
     if page != wanted:
-        print("docs/modes.md is out of date: python3 scripts/mode_table.py --write")
+        print("docs/modes.md is out of date: python3 scripts/docs/mode_table.py --write")
         return 1
     return 0
 

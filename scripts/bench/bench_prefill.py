@@ -19,9 +19,9 @@ it leaves alone; and, in passes of their own behind the timed ones, what the hos
 
 Output contract: tables for people on stdout; the last line is one JSON document.
 
-    python scripts/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
-    python scripts/bench_prefill.py --lengths 4 64 --batch-sizes 1 --decoding 0 31 --read 0 0.9
-    python scripts/bench_prefill.py --preset E2B --weights dummy --dtype bfloat16    # a GPU
+    python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
+    python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --read 0 0.9
+    python scripts/bench/bench_prefill.py --preset E2B --weights dummy --dtype bfloat16    # a GPU
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
 one.
@@ -48,7 +48,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from provenance import commit
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import commit
 from sglang_gemma4_yoco.commands.timing import Times
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ so a few answers differ; accuracy should not.
 Output contract: for people on stdout; the last line is one JSON document. Exit status 0 when both
 were asked, whatever they answered; 2 when something went wrong.
 
-    python scripts/eval_quality.py --model google/gemma-4-E2B-it        # starts one after the other
-    python scripts/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
+    python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
+    python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
 
 Needs ``pip install 'sglang-gemma4-yoco[eval]'``; lm-eval can also live in an environment of its
 own, named with ``--lm-eval``. GSM8K is downloaded by lm-eval, unless ``--questions`` names a file
@@ -37,8 +37,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from environment import SetupError, heading, say, tail
-from provenance import commit
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import SetupError, commit, heading, say, tail
 from sglang_gemma4_yoco.commands.prompts import COLOURS, picture_conversations
 from sglang_gemma4_yoco.commands.servers import (
     Server,

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Which releases of SGLang does this package work with?
 
-``python3 scripts/version_matrix.py`` needs Python 3.10 or later and 25 GB of disk, nothing else.
-For each release it makes a virtual environment with that SGLang, this package, the CPU platform and
+``python3 scripts/dev/version_matrix.py`` needs Python 3.10 or later and 25 GB of disk, no more. For
+each release it makes a virtual environment with that SGLang, this package, the CPU platform and
 the test tools, sees whether the plugin accepts it, runs tests in four parts, and deletes it again
 (``--keep`` keeps it). No GPU is needed. A release that cannot be installed, or that fails, does not
 stop the others.
@@ -44,10 +44,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import generated
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from environment import (
     REPO,
     SetupError,
+    commit_of,
     create_venv,
     find_uv,
     heading,
@@ -55,8 +57,7 @@ from environment import (
     say,
     tail,
 )
-from generated import inserted
-from provenance import commit_of
+from generated import inserted, markdown
 
 VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
 PART_OF_DOCUMENT = "compatibility"
@@ -67,7 +68,7 @@ TESTED_PATHS = (
     "test",
     "pyproject.toml",
     "scripts/environment.py",
-    "scripts/version_matrix.py",
+    "scripts/dev/version_matrix.py",
 )
 TESTS = "test/srt"
 
@@ -421,7 +422,7 @@ def table(releases: Sequence[Release]) -> str:
         cells.append(f"{sum(part.seconds for part in release.parts.values()) / 60:.0f}")
         cells.append(release.status + (f": {release.reason}" if release.reason else ""))
         rows.append(cells)
-    drawn = generated.table(("SGLang", "torch", "transformers", *PARTS, "minutes", "result"), rows)
+    drawn = markdown(("SGLang", "torch", "transformers", *PARTS, "minutes", "result"), rows)
     below = [*_made_at(releases), *legend(releases), *_not_tried(releases)]
     return "\n".join([drawn, "", *below]) + "\n"
 
