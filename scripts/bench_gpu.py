@@ -52,15 +52,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
+
 import bench_prefill
 from bench_prefill import NotActiveError
-from environment import REPO, SetupError, heading, say, tail
-from provenance import commit
+from environment import REPO, SetupError, commit, heading, say, tail
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,
     check_switch,
-    choose_ports,
+    pair,
+    running,
 )
 
 WAYS = ("off", "on")
@@ -229,35 +231,17 @@ class Machine:
 
     def servers(self) -> dict[str, Server]:
         """Both servers, ready: ``off`` and ``on``."""
-        if self._servers:
-            return self._servers
-        ports = choose_ports(None)
-        env = dict(os.environ)
-        # Side by side on a GPU, each takes its share of what is free when it starts: half of the
-        # memory first, and then nearly all of the rest. So they start one after the other there.
-        for way, port, share in zip(WAYS, ports, ("0.45", "0.85"), strict=True):
-            server = Server(way == "on", self._command(port, share), port, self._log(way))
-            self._stack.enter_context(server.started(env))
-            self._servers[way] = server
-            if self.device == "cuda":
-                server.wait_until_ready(self._args.start_timeout)
-        for server in self._servers.values():
-            server.wait_until_ready(self._args.start_timeout)
+        if not self._servers:
+            arguments = ["--model-path", str(self.checkpoint), "--load-format", "dummy"]
+            arguments += ["--disable-radix-cache", "--attention-backend", "triton"]
+            arguments += ["--max-total-tokens", str(self.workload.pool)]
+            arguments += ["--dtype", "bfloat16"] if self.device == "cuda" else []
+            arguments += shlex.split(self._args.server_args)
+            both = pair(arguments, self._directory, device=self.device)
+            started = running(both, self._args.start_timeout, one_by_one=self.device == "cuda")
+            self._stack.enter_context(started)
+            self._servers = dict(zip(WAYS, both, strict=True))
         return self._servers
-
-    def _log(self, way: str) -> Path:
-        return self._directory / f"server-{way}.log"
-
-    def _command(self, port: int, memory_share: str) -> list[str]:
-        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
-        command += ["--model-path", str(self.checkpoint), "--load-format", "dummy"]
-        command += ["--disable-radix-cache", "--attention-backend", "triton"]
-        command += ["--max-total-tokens", str(self.workload.pool)]
-        if self.device == "cuda":
-            command += ["--dtype", "bfloat16", "--mem-fraction-static", memory_share]
-        else:
-            command += ["--device", "cpu", "--sleep-on-idle"]
-        return command + shlex.split(self._args.server_args)
 
     def engine(self) -> Any:
         """The model on SGLang's ModelRunner in this process."""
@@ -376,7 +360,9 @@ def send(server: Server, load: Requests, details: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(details.read_text().splitlines()[-1])
     errors = [error for error in result["errors"] if error]
     if errors or result["completed"] != load.prompts:
-        raise SetupError(f"{server.name}: {result['completed']} answers, {errors[:1]}", server.log)
+        raise SetupError(
+            f"{server.name}: {result['completed']} answers, {errors[:1]}", server.log_file
+        )
     check_switch(server)
     return result
 
@@ -402,7 +388,7 @@ def loads(
         def step(way: str, load: Requests) -> Step:
             def run(machine: Machine) -> dict[str, Any]:
                 server = machine.servers()[way]
-                result = send(server, load, server.log.with_suffix(".jsonl"))
+                result = send(server, load, server.log_file.with_suffix(".jsonl"))
                 return {"way": way, "load": asdict(load)} | {key: result[key] for key in _KEPT}
 
             return run
@@ -538,7 +524,7 @@ def latency_steps(work: Workload) -> dict[str, Step]:
 
             server = machine.servers()[way]
             with arrivals(server, work) if arriving else ExitStack() as sent:
-                result = send(server, work.running, server.log.with_suffix(".jsonl"))
+                result = send(server, work.running, server.log_file.with_suffix(".jsonl"))
             itls = [seconds for request in result["itls"] for seconds in request]
             p50, p95, p99 = (float(x) * 1e3 for x in numpy.percentile(itls, [50, 95, 99]))
             return {
@@ -563,25 +549,17 @@ def latency_steps(work: Workload) -> dict[str, Step]:
 @contextmanager
 def arrivals(server: Server, work: Workload) -> Iterator[list[int]]:
     """Long prompts of one new token each, sent at fixed times whatever became of the others."""
-    import requests
-
     over = threading.Event()
     sent: list[int] = []
-    failures: list[str] = []
+    failures: list[SetupError] = []
     clients: list[threading.Thread] = []
     draw = random.Random(0)
-    http = requests.Session()
-    http.trust_env = False  # no proxy stands between a machine and itself
 
     def ask(ids: list[int]) -> None:
-        body = {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
         try:
-            answer = http.post(f"http://127.0.0.1:{server.port}/generate", json=body, timeout=600)
-        except requests.RequestException as failure:
-            failures.append(repr(failure))
-        else:
-            if not answer.ok:
-                failures.append(answer.text)
+            server.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 1})
+        except SetupError as failure:
+            failures.append(failure)
 
     def keep_sending() -> None:
         while True:
@@ -602,7 +580,7 @@ def arrivals(server: Server, work: Workload) -> Iterator[list[int]]:
         for client in clients:
             client.join()
     if failures:
-        raise SetupError(f"{server.name} refused a long prompt: {failures[0]}", server.log)
+        raise failures[0]
 
 
 def summarise_latency(steps: dict[str, Any]) -> list[dict[str, Any]]:

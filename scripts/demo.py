@@ -31,7 +31,8 @@ Exit status: 0 if it was active and the answers agree; 1 if not; 2 if the demo c
 message on stderr, no JSON). Answers agree if all tokens are equal and all log-probabilities within
 1e-3. That is asked of float32, which is what runs on a CPU; on a GPU, in bfloat16, other kernels
 round differently, so there the difference is judged by what stock differs from itself
-(``sglang-gemma4-yoco verify --help`` has the rule).
+(``sglang-gemma4-yoco verify --help`` has the rule). All of verify's other options are taken too, as
+``--prompt-tokens`` (2048 here, if it is not given), ``--repeats``, ``--servers`` and ``--port``.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ from environment import (
     SetupError,
     gpu_name,
     heading,
+    make_checkpoint,
+    make_work_dir,
     prepare_environment,
     probe,
     say,
     tail,
 )
-from random_checkpoint import make_checkpoint, make_work_dir
+from sglang_gemma4_yoco.commands import verify
 
 
 def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
@@ -70,8 +73,15 @@ def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
         args.venv, log, sglang_version=args.sglang_version, device=args.device
     )
     say(f"Complete: {python.parent.parent}")
-    command = [str(python), str(Path(__file__).resolve()), *argv, "--no-venv", "--device", device]
-    os.execv(command[0], command)
+    own, flags = split(argv)
+    command = [str(python), str(Path(__file__).resolve()), *own, "--no-venv", "--device", device]
+    os.execv(command[0], [*command, *flags])
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is before ``--``, and the rest."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:end]), list(argv[end:])
 
 
 def check_environment(args: argparse.Namespace) -> str:
@@ -107,12 +117,8 @@ def demo(args: argparse.Namespace) -> NoReturn:
         say("Its weights are random, so its words mean nothing; that they are equal is the point.")
     command = [sys.executable, "-m", "sglang_gemma4_yoco", "verify"]
     command += ["--model-path", model, "--label", label, "--device", device]
-    command += ["--prompt-tokens", str(args.prompt_tokens), "--repeats", str(args.repeats)]
-    command += ["--servers", args.servers, "--start-timeout", str(args.start_timeout)]
-    command += ["--output", str(logs)]
-    if args.port is not None:
-        command += ["--port", str(args.port)]
-    command += ["--", *shlex.split(args.server_args)]
+    command += ["--prompt-tokens", "2048", "--output", str(logs), *args.of_verify]
+    command += ["--", *shlex.split(args.server_args), *args.flags]
     if device == "cpu":
         os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"
     sys.stdout.flush()
@@ -120,104 +126,75 @@ def demo(args: argparse.Namespace) -> NoReturn:
     os.execv(command[0], command)
 
 
-def positive(text: str) -> int:
-    """An argparse type: an integer above zero."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not above zero")
-    return number
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Read the command line; what is not the demo's own is verify's."""
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options] [options of verify] [-- SERVER_FLAG ...]",
+        allow_abbrev=False,
     )
-    what = parser.add_argument_group("what is served and measured")
-    what.add_argument(
+    add = parser.add_argument
+    add(
         "--model",
         help="a checkpoint's directory or a model on the Hugging Face hub, such as "
         "google/gemma-4-E2B-it on a GPU (default: a small random one)",
     )
-    what.add_argument(
-        "--preset", default="E2B_MINI", help="which random checkpoint (default: %(default)s)"
-    )
-    what.add_argument(
-        "--prompt-tokens",
-        type=positive,
-        default=2048,
-        metavar="N",
-        help="length of the timed prompts (default: %(default)s)",
-    )
-    what.add_argument(
-        "--repeats",
-        type=positive,
-        default=5,
-        metavar="N",
-        help="timed prompts per server (default: %(default)s)",
-    )
-    how = parser.add_argument_group("how it is served")
-    how.add_argument(
+    add("--preset", default="E2B_MINI", help="which random checkpoint (default: %(default)s)")
+    add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="default: the GPU if PyTorch sees one",
     )
-    how.add_argument(
-        "--servers",
-        choices=("auto", "together", "in-turn"),
-        default="auto",
-        help="side by side or one after the other (default: together on a CPU with the memory)",
-    )
-    how.add_argument(
+    add(
         "--server-args",
         default="",
         metavar="'...'",
         help="more arguments for both servers, such as --server-args='--mem-fraction-static 0.6'",
     )
-    how.add_argument(
-        "--port",
-        type=positive,
-        help="serve on this port and the next (default: any two free ones)",
-    )
-    how.add_argument(
-        "--start-timeout",
-        type=positive,
-        default=1800,
-        metavar="SECONDS",
-        help="how long a server may take to start, downloads included (default: %(default)s)",
-    )
-    where = parser.add_argument_group("where it runs")
-    where.add_argument(
+    add(
         "--venv",
         type=Path,
         default=REPO / ".venv",
         metavar="PATH",
         help="the virtual environment to make or reuse (default: %(default)s)",
     )
-    where.add_argument(
+    add(
         "--no-venv",
         action="store_true",
         help="use this interpreter's environment as it is; it must have everything",
     )
-    where.add_argument(
+    add(
         "--sglang-version",
         default=SGLANG_VERSION,
         metavar="VERSION",
         help="what to install (default: %(default)s)",
     )
-    where.add_argument(
+    add(
         "--work-dir",
         type=Path,
         default=REPO / ".demo",
         metavar="PATH",
         help="where logs and the random checkpoint go (default: %(default)s)",
     )
-    args = parser.parse_args(argv)
+    own, flags = split(argv)
+    args, of_verify = parser.parse_known_args(own)
+    _refuse_what_verify_does_not_take(of_verify)
+    args.of_verify = of_verify
+    args.flags = flags[1:]
     args.venv = args.venv.expanduser().absolute()
     args.work_dir = args.work_dir.expanduser().absolute()
     return args
+
+
+def _refuse_what_verify_does_not_take(options: Sequence[str]) -> None:
+    """Before anything is installed for it."""
+    parser = argparse.ArgumentParser()
+    verify.add_to(parser.add_subparsers())
+    parser.parse_args(["verify", "--model-path", "any", *options])
 
 
 def main(argv: Sequence[str]) -> int:

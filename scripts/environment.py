@@ -1,11 +1,13 @@
-"""The virtual environment of the scripts: made once, completed when it lacks something.
+"""What the scripts stand on: a virtual environment, random checkpoints, the checkout's commit.
 
 Standard library only: this runs before anything is installed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -25,11 +27,15 @@ __all__ = [
     "REPO",
     "SGLANG_VERSION",
     "SetupError",
+    "commit",
+    "commit_of",
     "create_venv",
     "find_uv",
     "gpu_name",
     "heading",
     "install",
+    "make_checkpoint",
+    "make_work_dir",
     "prepare_environment",
     "probe",
     "run_logged",
@@ -234,3 +240,66 @@ def prepare_environment(
 def _is_from_here(found: dict[str, str | None]) -> bool:
     path = found["plugin_path"]
     return bool(found["plugin"] and path and Path(path).resolve().parent.parent == REPO)
+
+
+# ---------------------------------------------------------------- random checkpoints
+
+
+def make_checkpoint(preset: str, work_dir: Path, log: Path) -> Path:
+    """Write a random checkpoint, or find the one that an earlier run wrote."""
+    maker = REFERENCE / "sglang_gemma4_reference" / "checkpoint.py"
+    digest = hashlib.sha256(maker.read_bytes()).hexdigest()[:8]
+    path = work_dir / f"{preset}-{digest}"
+    if path.exists():
+        say(f"Random checkpoint of an earlier run: {path}")
+        return path
+    say(f"Making a random checkpoint, {preset}: {path}")
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    # By path: on a GPU machine the reference distribution is not installed, as it is a platform.
+    env = os.environ | {"PYTHONPATH": str(REFERENCE)}
+    command = [sys.executable, "-m", "sglang_gemma4_reference.checkpoint", preset]
+    try:
+        if not run_logged([*command, partial], log, env):
+            raise SetupError("the checkpoint could not be made; its log says why.", log)
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return path
+
+
+def make_work_dir(path: Path) -> None:
+    """Make the directory for logs and checkpoint, and keep it out of version control."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".gitignore").write_text("*\n")
+    except OSError as failure:
+        raise SetupError(f"{path} cannot be written ({failure}): choose --work-dir.") from failure
+
+
+# ---------------------------------------------------------------- what results are of
+
+
+def commit() -> str:
+    """The checkout's commit, with a mark if it has changes."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def commit_of(paths: Sequence[str]) -> str:
+    """The last commit that changed one of these; ``-dirty`` if there are changes since."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=REPO, capture_output=True, text=True)
+        if done.returncode:
+            raise SetupError(f"git {command[0]} failed in {REPO}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *paths)
+    changed = git("status", "--porcelain", "--", *paths)
+    return f"{commit}-dirty" if changed else commit

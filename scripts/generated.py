@@ -1,6 +1,8 @@
-"""The parts of a document that a script writes, each between two marker lines."""
+"""The parts of a document that a script writes, each between two marker lines, and their tables."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 
 def begin(name: str) -> str:
@@ -24,3 +26,18 @@ def inserted(document: str, name: str, content: str) -> str:
     if not first or not last:
         raise ValueError(f"there are no lines {begin(name)} and {end(name)}")
     return f"{before}{first}\n{content.rstrip()}\n{last}{after}"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Iterable[object]], *, numbers: int = 0) -> str:
+    """A table.
+
+    Args:
+        numbers: how many of the last columns hold numbers.
+    """
+    rule = f"|{'---|' * (len(head) - numbers)}{'---:|' * numbers}"
+    return "\n".join([_line(head), rule, *map(_line, rows)])
+
+
+def _line(cells: Iterable[object]) -> str:
+    escaped = (str(cell).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"

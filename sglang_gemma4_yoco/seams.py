@@ -70,6 +70,8 @@ POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 # Why recording prefills ends a server; docs/upstream has both.
 SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
 IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
+#: The tail's attention backend, as SGLang's registry calls it.
+TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 # Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see. Those that it
@@ -316,11 +318,6 @@ def holds_all_layers(model: Any) -> bool:
     )
 
 
-def attention_backend(name: str) -> Any | None:
-    """What builds the attention backend of this name; None where nothing does."""
-    return ATTENTION_BACKENDS.get(name)
-
-
 def tensor_parallel_group() -> Any | None:
     """SGLang's coordinator of the ranks that share this rank's layers; None for a rank alone."""
     argument = server_arguments()
@@ -416,7 +413,7 @@ def attn_backend_switched(backend: Any) -> AbstractContextManager[None]:
 
 def build_attn_backend(runner: Any) -> Any:
     """A second attention backend over the runner's memory pools: what is registered as Triton's."""
-    backend = ATTENTION_BACKENDS["triton"](runner)
+    backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
     for name in ("prefill_attention_backend_str", "decode_attention_backend_str"):
         if name in vars(runner.attn_backend):
             setattr(backend, name, "triton")
@@ -899,6 +896,7 @@ def kv_cache_dtype(backend: Any) -> torch.dtype | None:
 __all__ = [
     "HAS_RESIDUAL_STREAM",
     "LAST_TESTED",
+    "TAIL_BACKEND",
     "CaptureHiddenMode",
     "ForwardMode",
     "GraphBackend",
@@ -908,7 +906,6 @@ __all__ = [
     "SchedulerMetricsCollector",
     "SeamError",
     "argument_defaults",
-    "attention_backend",
     "attn_backend_switched",
     "await_loads",
     "build_attn_backend",

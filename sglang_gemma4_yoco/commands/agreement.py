@@ -21,18 +21,22 @@ MEAN_LOGPROB, MEAN_KL = 0.05, 0.01
 _LEAST = 1e-12  # a probability below it counts as this
 
 
+Token = int | str
+"""Its id; or its text, where SGLang's API names no ids."""
+
+
 @dataclass(frozen=True)
 class Position:
     """One token and what the model thought of its place.
 
     Attributes:
         logprob: of ``token``; NaN where the server gave none.
-        likeliest: log-probabilities of the likeliest tokens, by token id.
+        likeliest: log-probabilities of the likeliest tokens, by token.
     """
 
-    token: int
+    token: Token
     logprob: float
-    likeliest: Mapping[int, float]
+    likeliest: Mapping[Token, float]
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ class Answer:
     cached_tokens: int = 0
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        """Ids of the generated tokens."""
+    def tokens(self) -> tuple[Token, ...]:
+        """The generated tokens."""
         return tuple(position.token for position in self.generated)
 
     @property
@@ -88,7 +92,7 @@ def _positions(tokens: Sequence[Any], likeliest: Sequence[Any]) -> tuple[Positio
     )
 
 
-def divergence(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+def divergence(one: Mapping[Any, float], other: Mapping[Any, float]) -> float:
     """KL divergence of two next-token distributions, in nats, from their likeliest tokens.
 
     Computed over the tokens that both lists name, and over all other tokens taken together as one:
@@ -97,7 +101,7 @@ def divergence(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     is a lower bound. Probabilities have about seven digits, so it is known to about 1e-7.
 
     Args:
-        one, other: log-probabilities by token id.
+        one, other: log-probabilities by token.
     """
     shared = one.keys() & other.keys()
     p = [math.exp(one[token]) for token in shared]

@@ -30,7 +30,7 @@ RESTRICTION = "SGLANG_PLUGINS"
 FACTS = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
     *("model", "layers", "first_shared", "quantisation", "ceiling"),
-    *("attention", "cut", "tail"),
+    "attention",
 )
 
 

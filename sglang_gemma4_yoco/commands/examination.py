@@ -122,7 +122,7 @@ def at_once(server: Server, prompts: Sequence[Prompt], advance: Advance) -> list
     pool = ThreadPoolExecutor(AT_ONCE)
     try:
         answers = []
-        for reply in pool.map(lambda prompt: server.generate(prompt.request()), prompts):
+        for reply in pool.map(lambda prompt: server.generate(**prompt.request()), prompts):
             answers.append(Answer.of(reply))
             advance(f"{_which(server)}: several at once")
         return answers
@@ -136,10 +136,10 @@ def ask(server: Server, prompts: Sequence[Prompt], advance: Advance) -> Found:
     server.forget_prefixes()
     found = Found()
     for prompt in prompts:
-        found.alone.append(Answer.of(server.generate(prompt.request())))
+        found.alone.append(Answer.of(server.generate(**prompt.request())))
         advance(f"{_which(server)}: one at a time")
         if not server.fast:
-            found.again.append(Answer.of(server.generate(prompt.request())))
+            found.again.append(Answer.of(server.generate(**prompt.request())))
             advance(f"{_which(server)}: and again")
     server.forget_prefixes()
     found.at_once = at_once(server, prompts, advance)

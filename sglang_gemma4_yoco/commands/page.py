@@ -63,6 +63,8 @@ $forwards
 def render(outcome: Outcome) -> str:
     """The whole page."""
     document = outcome.document
+    distances = ("mean |Δlogp|", "max |Δlogp|", "mean KL", "max KL")
+    headings = [heading for distance in distances for heading in (distance, "stock")]
     return _PAGE.substitute(
         title=escape(f"Gemma 4 fast prefill: {document['model']}"),
         colour=FAST if document["agrees"] else "#b91c1c",
@@ -71,20 +73,13 @@ def render(outcome: Outcome) -> str:
         times_figure=svg(times_figure(document["times"])),
         times=_html_table(
             ("prompt tokens", "stock, s", "fast, s", "stock / fast"),
-            (
-                (
-                    str(point["tokens"]),
-                    *(
-                        "{median:.3f} ({p20:.3f}-{p80:.3f})".format(**point[way])
-                        for way in ("off", "on")
-                    ),
-                    f"{point['ratio']:.2f}",
-                )
-                for point in document["times"]
-            ),
+            table.time_rows(document),
         ),
         agreement_figure=svg(agreement_figure(outcome.fast, outcome.noise)),
-        agreement=_agreement(document["agreement"]),
+        agreement=_html_table(
+            ("prompts", "same tokens", *headings),
+            table.agreement_rows(document, (*table.DISTANCES, "max_kl")),
+        ),
         facts=_html_table(
             ("", ""),
             (
@@ -98,21 +93,6 @@ def render(outcome: Outcome) -> str:
             ((outcome, str(count)) for outcome, count in document["forwards"].items()),
         ),
     )
-
-
-def _agreement(found: dict[str, Any]) -> str:
-    keys = ("mean_logprob_diff", "max_logprob_diff", "mean_kl", "max_kl")
-    headings = ["prompts", "same tokens"]
-    for name in ("mean |Δlogp|", "max |Δlogp|", "mean KL", "max KL"):
-        headings += [name, "stock"]
-    rows = []
-    for kind, one in found.items():
-        fast, stock = one["fast"], one["stock"]
-        cells = [kind, f"{fast['equal_answers']}/{fast['answers']}"]
-        for key in keys:
-            cells += [table.small(fast[key]), table.small(stock[key]) if stock else ""]
-        rows.append(cells)
-    return _html_table(headings, rows)
 
 
 def _html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """What ``doctor`` asks of SGLang: its seams, other plugins, the model, and a server's flags.
 
-Imported once SGLang has loaded its plugins. What only a server can tell (its weights, its memory)
-is not guessed at: where a yes would hang on it, nothing is said.
+Imported once SGLang has loaded its plugins. Flags are judged by the gate itself. What a server
+finds out on objects that it builds when it starts is not guessed at here: ``AT_START``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,19 +16,25 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from sglang_gemma4_yoco import plugin, seams, settings
+from sglang_gemma4_yoco import plugin, seams
 from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
 from sglang_gemma4_yoco.cutting import gate
-from sglang_gemma4_yoco.deciding import arguments, backends
+from sglang_gemma4_yoco.deciding import arguments
 from sglang_gemma4_yoco.loading import metrics, patch
-from sglang_gemma4_yoco.tail import donor, graphs
-from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.tail import donor
 
 _MODEL_FLAGS = ("--model-path", "--model")
 _MAKES_A_DIRECTORY = "--crash-dump-folder"
 _OVERRIDES = "--json-model-override-args"
+#: What a server finds out when it starts, and says in its first line.
+AT_START = (
+    "whether K and V can be read",
+    "where the model is cut",
+    "whether the tail is recorded",
+    "whether it gives what stock gives",
+)
 # Arguments with which linear layers may be of another kind than the checkpoint's.
 _QUANTISING = (
     *("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
@@ -221,7 +226,6 @@ def _server(
     assert argument is not None, "they have been published"
     _prefill_graphs(findings, config, argument)
     _judge(findings, config, argument)
-    _tail(findings, argument)
 
 
 def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
@@ -267,79 +271,26 @@ def _without_directories(flags: Sequence[str]) -> list[str]:
 
 
 def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
-    """As ``starting.start`` does in a server, in its order."""
-    text = config.get("text_config", config)
+    """What a start asks of the flags, by the same gate; all else is settled at start."""
     if argument("model_impl") == "transformers":
         findings.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
         findings.refusals.append(gate.EMBEDDINGS)
-    for reason in (gate.unseen_reason(), arguments.server_reason()):
-        if reason is not None:
-            findings.refusals.append(reason)
+    findings.refusals += filter(None, (gate.unseen_reason(), arguments.server_reason()))
     quantised = next(filter(None, map(argument, _QUANTISING)), None) or _quantised(config)
     if quantised is not None:
         findings.unknowns.append(
             f"quantisation {quantised}: the kinds of layers are settled when weights are loaded "
             "(docs/quantised.md lists those that are admitted)"
         )
-    _attention(findings, argument)
-    first = donor.first_shared_layer(SimpleNamespace(**text))
-    cut = _cut(first, argument)
-    if cut is not None and not findings.refusals:
-        where = cut.value.format(donor=(first or 0) - 1, first=first)
-        findings.facts["cut"] = f"{where} (of {text['num_hidden_layers']})"
-        findings.tell("cut", findings.facts["cut"])
-
-
-def _attention(findings: Findings, argument: Any) -> None:
-    """As far as a name tells: the classes are known once a server has built them."""
     common = argument("attention_backend")
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     findings.facts["attention"] = sorted(map(str, names))
     findings.tell("attention backend", ", ".join(findings.facts["attention"]))
-    stored = argument("kv_cache_dtype")
-    for name in sorted(names, key=str):
-        can = None if name is None else backends.can_by_name(name)
-        if can is None:
-            findings.unknowns.append(f"the attention backend {name!r} is not known by its name")
-        elif backends.FRONT not in can:
-            kind = backends.NAMES.get(name, name)
-            findings.refusals.append(f"the attention backend {kind} is not proven")
-        elif stored not in (None, "auto") and backends.TAIL not in can:
-            findings.unknowns.append(
-                f"--kv-cache-dtype {stored} beside attention by {name}: refused if it is not the "
-                "type of the model's weights"
-            )
-    if stored not in (None, "auto") and not str(stored).startswith(("fp8_", "bf", "float")):
-        findings.unknowns.append(f"--kv-cache-dtype {stored}: a layout that is not known")
-
-
-def _cut(first: int | None, argument: Any) -> DonorCut | None:
-    """Where a model would be cut; None where that cannot be told."""
-    if first is None:
-        return None
-    if first < 2:
-        return DonorCut.NONE
-    stored = argument("kv_cache_dtype")
-    if stored in (None, "auto"):
-        return DonorCut.KEYS_AND_VALUES
-    return DonorCut.NONE if stored.startswith("fp8_") else None
-
-
-def _tail(findings: Findings, argument: Any) -> None:
-    """How the tail would run: recorded beside SGLang's decode steps, or launched."""
-    decode = getattr(argument("cuda_graph_config"), "decode", None)
-    most = settings.current.graph_rows
-    reason = graphs.OFF if most == 0 else None
-    if str(argument("device")) == "cpu" or getattr(decode, "backend", None) != "full":
-        reason = reason or graphs.NO_GRAPHS
-    reason = reason or graphs.refused_by_arguments()
-    if reason is None:
-        requests = argument("max_running_requests") or sys.maxsize
-        rows = graphs.row_counts(most, requests)[-1]
-        told = f"replayed for up to {rows} rows, if memory and a comparison at start allow it"
-    else:
-        told = f"launched ({reason})"
-    if not findings.refusals:
-        findings.facts["tail"] = told
-        findings.tell("tail", told)
+    others = [name for name in findings.facts["attention"] if name != seams.TAIL_BACKEND]
+    if others:
+        findings.unknowns.append(
+            f"attention by {', '.join(others)}: settled when a server has built it "
+            "(docs/modes.md lists those that are admitted)"
+        )
+    findings.tell("settled at start", ", ".join(AT_START))

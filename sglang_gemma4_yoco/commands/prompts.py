@@ -31,7 +31,14 @@ ANSWER_TOKENS = 12
 TOP_LOGPROBS = 20
 PREFIX_TOKENS = 320
 WITH_LOGPROBS = 4
-_COLOURS = ((220, 20, 20), (20, 160, 20), (20, 40, 220), (250, 220, 20))
+COLOURS = {
+    "red": (220, 20, 20),
+    "green": (20, 160, 20),
+    "blue": (20, 40, 220),
+    "yellow": (250, 220, 20),
+    "black": (0, 0, 0),
+    "white": (255, 255, 255),
+}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = Mapping[str, Any]
@@ -255,21 +262,28 @@ def with_logprobs(prompts: Iterable[Prompt]) -> list[Prompt]:
     ]
 
 
-def picture_conversations() -> list[list[Message]]:
-    """Questions about pictures of two colours, which are made here."""
+def picture_conversations(
+    pairs: Iterable[tuple[str, str]] = (("red", "green"), ("blue", "yellow")),
+) -> list[list[Message]]:
+    """Questions about pictures of these colours, which are made here."""
     question = "The left half and the right half of this picture have one colour each. Name both."
     return [
         [
             {
                 "role": "user",
                 "content": [
-                    {"type": "image_url", "image_url": {"url": two_colours(left, right)}},
+                    {"type": "image_url", "image_url": {"url": _picture(pair)}},
                     {"type": "text", "text": question},
                 ],
             }
         ]
-        for left, right in (_COLOURS[:2], _COLOURS[2:])
+        for pair in pairs
     ]
+
+
+def _picture(pair: tuple[str, str]) -> str:
+    left, right = (COLOURS[name] for name in pair)
+    return two_colours(left, right)
 
 
 def two_colours(left: tuple[int, int, int], right: tuple[int, int, int]) -> str:

@@ -1,32 +1,33 @@
 """Unchanged SGLang servers, stock and fast: started, asked, seen to do what their switch says.
 
 Every server leads a process group of its own, which is ended as a whole on every way out.
-Standard library only, so that a script can import it wherever Python runs.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import random
 import signal
 import socket
 import subprocess
+import sys
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.settings import SWITCH
 
+if TYPE_CHECKING:
+    import requests
+
+PROGRAM = "sglang.launch_server"
 LOG_MARK = "Gemma 4 fast prefill"
 ACTIVE_MARK = f"{LOG_MARK} is active: "
 _WHY_NOT = ("steps aside", "is NOT installed")
@@ -34,7 +35,6 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command; while servers are being stopped they are waited out."""
 # What loading/metrics.py adds to a scheduler's state; that module imports all of SGLang.
 _STATE = "gemma4_yoco"
-_REQUEST_TIMEOUT = 1800.0  # seconds
 _BY_CHANCE = 2  # first tokens that a random prompt may share with one that was asked before it
 
 
@@ -42,23 +42,36 @@ class WrongPathError(Exception):
     """A server did not do what its switch says."""
 
 
-@dataclass
 class Server:
-    """One ``sglang.launch_server`` with the switch on or off.
+    """One ``sglang.launch_server`` on this machine, with the switch on or off.
 
     Attributes:
         fast: what ``SGLANG_GEMMA4_YOCO`` is for it.
-        command: starts it.
-        port: on 127.0.0.1, the one that ``command`` names.
-        log: everything that its processes print.
+        arguments: for its command line, without host and port.
+        port: on 127.0.0.1.
+        log_file: what all of its processes print into; it runs in that folder.
+        env: its environment.
+        process: its first process, a ``Popen``, from the latest start on.
     """
 
-    fast: bool
-    command: list[str]
-    port: int
-    log: Path
-    _process: subprocess.Popen[bytes] | None = None
-    _before: Counter[str] = field(default_factory=Counter)
+    PATIENCE = 15.0  # seconds that its processes have to end by themselves
+    TIMEOUT = 1800.0  # seconds that an answer may take
+    process: Any
+
+    def __init__(
+        self,
+        fast: bool,
+        arguments: Sequence[str],
+        port: int,
+        log_file: Path,
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.fast = fast
+        self.arguments = list(arguments)
+        self.port = port
+        self.log_file = log_file
+        self.env = {**env, SWITCH: str(int(fast)), "PYTHONUNBUFFERED": "1"}
+        self._before: Counter[str] = Counter()
 
     @property
     def name(self) -> str:
@@ -66,44 +79,58 @@ class Server:
         return f"{SWITCH}=1 (fast prefill)" if self.fast else f"{SWITCH}=0 (stock)"
 
     @property
-    def pid(self) -> int:
-        """Of its first process, while it runs."""
-        assert self._process is not None, "it was not started"
-        return self._process.pid
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://127.0.0.1:{self.port}"
 
     # -- its life ----------------------------------------------------------------------------
 
     @contextmanager
-    def started(self, env: Mapping[str, str]) -> Iterator[None]:
+    def started(self) -> Iterator[None]:
         """Start the server; end all of its processes on every way out."""
-        env = {**env, SWITCH: str(int(self.fast)), "PYTHONUNBUFFERED": "1"}
-        with self.log.open("w") as output:
-            self._process = subprocess.Popen(
-                self.command,
-                env=env,
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def command(self) -> list[str]:
+        """What Python runs."""
+        return ["-m", PROGRAM, *self.arguments, "--host", "127.0.0.1", "--port", str(self.port)]
+
+    def start(self) -> None:
+        """Start it; ``started`` sees to its end as well."""
+        with self.log_file.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *self.command()],
+                env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # Away from a checkout, which would hide the installed package.
-                cwd=self.log.parent,
+                cwd=self.log_file.parent,
                 start_new_session=True,
             )
-        try:
-            yield
-        finally:
-            self._stop(self._process)
 
-    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+    def stop(self) -> None:
+        """End all of its processes."""
         before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
         try:
-            _signal_group(process.pid, signal.SIGTERM)
+            _signal_group(self.process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=15)
-            _signal_group(process.pid, signal.SIGKILL)
-            process.wait()
+                self.process.wait(timeout=self.PATIENCE)
+            _signal_group(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def is_healthy(self) -> bool:
+        """Whether it answers; not while it still loads."""
+        try:
+            return self._http.get(f"{self.url}/health", timeout=30).ok
+        except OSError:  # requests' own errors are of this kind; not listening yet
+            return False
 
     def wait_until_ready(self, timeout: float) -> None:
         """Return when the server answers requests.
@@ -112,76 +139,84 @@ class Server:
             CommandError: it has ended, or is not ready after ``timeout`` seconds.
         """
         began = told = time.monotonic()
-        while True:
+        while not self.is_healthy():
             self._check_alive()
-            try:
-                with self._open("/health", None, timeout=30):
-                    break
-            except (OSError, http.client.HTTPException):  # not listening yet, or still loading
-                time.sleep(0.5)
             now = time.monotonic()
             if now - began > timeout:
                 raise CommandError(
                     f"{self.name} was not ready after {timeout:.0f} s: give it longer with "
                     "--start-timeout.",
-                    self.log,
+                    self.log_file,
                 )
             if now - told > 30:
                 told = now
                 say(f"   still starting after {now - began:.0f} s")
+            time.sleep(0.5)
         # SGLang's own request at start is a prefill too, and proves nothing of those that follow.
         self._before = self._counted()
 
     def _check_alive(self) -> None:
-        if self._process is not None and self._process.poll() is not None:
+        if self.process.poll() is not None:
             raise CommandError(
-                f"{self.name} ended with status {self._process.returncode}. Its log says why: out "
+                f"{self.name} ended with status {self.process.returncode}. Its log says why: out "
                 "of memory asks for a smaller model or --servers in-turn, an unknown model for "
                 "another one, a gated one for `hf auth login`.",
-                self.log,
+                self.log_file,
             )
 
     # -- asking it ---------------------------------------------------------------------------
 
-    def _open(self, path: str, body: Any, timeout: float) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+    @cached_property
+    def _http(self) -> requests.Session:
+        import requests  # comes with SGLang, which other commands can do without
+
+        session = requests.Session()
+        session.trust_env = False  # no proxy stands between a machine and itself
+        session.headers["Connection"] = "close"  # one that waits may be closed as it is used again
+        return session
+
+    def _ask(self, method: str, path: str, body: Any = None, **how: Any) -> requests.Response:
+        how = {"timeout": self.TIMEOUT, **how}
+        try:
+            return self._http.request(method, self.url + path, json=body, **how)
+        except OSError as failure:
+            raise self._broke_off(failure) from failure
+
+    def _broke_off(self, failure: Exception) -> CommandError:
+        return CommandError(
+            f"{self.name} broke off a request ({failure!r}); its log says why.", self.log_file
         )
-        # No proxy, whatever the environment says: the server is on this machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        return opener.open(request, timeout=timeout)
 
     def get(self, path: str) -> Any:
         """GET a JSON document; None where this release of SGLang has none there."""
-        try:
-            with self._open(path, None, timeout=60) as response:
-                return json.load(response)
-        except urllib.error.HTTPError:
-            return None
-        except (OSError, http.client.HTTPException) as failure:
-            raise self._broke_off(failure) from failure
+        reply = self._ask("GET", path, timeout=60)
+        return reply.json() if reply.ok else None
+
+    def post(self, path: str, body: Mapping[str, Any], **how: Any) -> requests.Response:
+        """POST ``body`` as JSON.
+
+        Raises:
+            CommandError: the server refused it, in its own words, or is gone.
+        """
+        reply = self._ask("POST", path, body, **how)
+        if not reply.ok:
+            raise CommandError(
+                f"{self.name} refused {_told(path, body)}: {' '.join(reply.text.split())}"
+                + " (if it is too long, ask for fewer with --prompt-tokens)" * (path == "/generate")
+            )
+        return reply
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache. SGLang refuses that while requests run."""
         for _ in range(100):
-            try:
-                with self._open("/flush_cache", {}, timeout=60):
-                    return
-            except urllib.error.HTTPError:  # the last request is still being put away
-                time.sleep(0.1)
-            except (OSError, http.client.HTTPException) as failure:
-                raise self._broke_off(failure) from failure
-        raise CommandError(f"{self.name} does not empty its prefix cache.", self.log)
+            if self._ask("POST", "/flush_cache", {}, timeout=60).ok:
+                return
+            time.sleep(0.1)  # the last request is still being put away
+        raise CommandError(f"{self.name} does not empty its prefix cache.", self.log_file)
 
-    def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """SGLang's answer to one request to /generate.
-
-        Raises:
-            CommandError: the server refused it, or is gone.
-        """
-        (reply,) = self._parts({**body, "stream": False})
-        return reply
+    def generate(self, **body: Any) -> Any:
+        """SGLang's answer to one request to /generate, or to a batch of them."""
+        return self.post("/generate", body).json()
 
     def first_token(self, ids: list[int]) -> tuple[float, dict[str, Any]]:
         """Stream one greedy token; the seconds from the request to its arrival, and the reply.
@@ -193,11 +228,17 @@ class Server:
         sampling = {"temperature": 0, "max_new_tokens": 1}
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
         began = time.perf_counter()
-        parts = self._parts({**body, "stream": True})
-        reply = next(parts)
-        seconds = time.perf_counter() - began
-        for _ in parts:  # one request at a time: the next waits for the end of this one
-            pass
+        try:
+            with self.post("/generate", {**body, "stream": True}, stream=True) as response:
+                parts = filter(None, response.iter_lines())
+                reply = json.loads(next(parts).removeprefix(b"data: "))
+                seconds = time.perf_counter() - began
+                for _ in parts:  # one request at a time: the next waits for the end of this one
+                    pass
+        except OSError as failure:
+            raise self._broke_off(failure) from failure
+        if "error" in reply:
+            raise CommandError(f"{self.name} refused a request: {reply['error']}")
         cached = reply["meta_info"]["cached_tokens"]
         if cached > max(_BY_CHANCE, len(ids) // 32):
             raise CommandError(
@@ -206,38 +247,15 @@ class Server:
             )
         return seconds, reply
 
-    def _parts(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The reply's parts as they arrive: one, or one per token."""
-        try:
-            with self._open("/generate", body, timeout=_REQUEST_TIMEOUT) as response:
-                for line in response:
-                    text = line.decode().removeprefix("data: ").strip()
-                    if text and text != "[DONE]":
-                        reply = json.loads(text)
-                        if "error" in reply:
-                            raise CommandError(f"{self.name} refused a request: {reply['error']}")
-                        yield reply
-        except urllib.error.HTTPError as refusal:
-            said = " ".join(refusal.read().decode(errors="replace").split())
-            raise CommandError(
-                f"{self.name} refused a prompt of {_length(body)}: {said} "
-                "(if it is too long, ask for fewer with --prompt-tokens)"
-            ) from refusal
-        except (OSError, http.client.HTTPException) as failure:
-            raise self._broke_off(failure) from failure
+    # -- what it has said and done -----------------------------------------------------------
 
-    def _broke_off(self, failure: Exception) -> CommandError:
-        return CommandError(
-            f"{self.name} broke off a request ({failure!r}); its log says why.", self.log
-        )
+    def log(self) -> str:
+        """Everything that all of its processes have printed so far."""
+        return self.log_file.read_text("utf-8", errors="replace")
 
-    # -- what it has done --------------------------------------------------------------------
-
-    @property
-    def log_lines(self) -> list[str]:
-        """What the plugin said in this server's log."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return [line for line in lines if LOG_MARK in line]
+    def log_lines(self, text: str = LOG_MARK) -> list[str]:
+        """The log's lines that contain ``text``: those of the plugin, if nothing else is asked."""
+        return [line for line in self.log().splitlines() if text in line]
 
     def states(self) -> list[dict[str, Any]]:
         """What each scheduler says of itself, its resolved arguments among it."""
@@ -263,10 +281,64 @@ class Server:
         said = [(state.get(_STATE) or {}).get("reason") for state in self.states()]
         lines = [
             line[line.index(LOG_MARK) :]
-            for line in self.log_lines
+            for line in self.log_lines()
             if any(words in line for words in _WHY_NOT)
         ]
         return list(dict.fromkeys([reason for reason in said if reason] + lines))
+
+
+def pair(
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    device: str,
+    port: int | None = None,
+    together: bool = True,
+) -> tuple[Server, Server]:
+    """The stock server and the fast one, not started.
+
+    Args:
+        arguments: for both; they count more than what is said here.
+        folder: for their logs.
+        device: ``cpu``, or whatever a GPU is called.
+        port: of the first one, the next for the other; None for any two that are free.
+        together: whether one GPU's memory is for both.
+    """
+    if device == "cpu":
+        # An idle scheduler spins, and would take a core from the server that is measured.
+        own = [["--device", "cpu", "--sleep-on-idle"]] * 2
+    else:
+        # Each takes its share of what is free when it starts: half, and then nearly all the rest.
+        shares = [["--mem-fraction-static", share] for share in ("0.45", "0.85")]
+        own = [["--device", "cuda", *(share if together else ())] for share in shares]
+    stock, fast = (
+        Server(on, [*mine, *arguments], port, folder / f"server-{'on' if on else 'off'}.log")
+        for on, port, mine in zip((False, True), choose_ports(port), own, strict=True)
+    )
+    return stock, fast
+
+
+@contextmanager
+def running(
+    servers: Sequence[Server], timeout: float, *, one_by_one: bool = False
+) -> Iterator[None]:
+    """These servers, ready; all of their processes are ended on every way out.
+
+    Args:
+        timeout: seconds that each may take to start.
+        one_by_one: on a GPU the next one takes its share of what this one leaves.
+    """
+    with ExitStack() as stack:
+        began = time.monotonic()
+        for server in servers:
+            say(f"Starting {server.name} on port {server.port}")
+            stack.enter_context(server.started())
+            if one_by_one:
+                server.wait_until_ready(timeout)
+        for server in servers:
+            server.wait_until_ready(timeout)
+        say(f"   ready after {time.monotonic() - began:.0f} s")
+        yield
 
 
 def check_switch(server: Server) -> Counter[str]:
@@ -279,23 +351,23 @@ def check_switch(server: Server) -> Counter[str]:
     forwards = server.forwards()
     active = not report.CUT.isdisjoint(forwards)
     if not server.fast:
-        active = active or any(ACTIVE_MARK in line for line in server.log_lines)
+        active = active or bool(server.log_lines(ACTIVE_MARK))
     if active == server.fast:
         return forwards
     reasons = "; ".join(server.reasons() or forwards) or "it gives no reason"
-    said = "\n".join(f"  | {line}" for line in server.log_lines) or "  | (nothing)"
+    said = "\n".join(f"  | {line}" for line in server.log_lines()) or "  | (nothing)"
     raise WrongPathError(
         f"{server.name}: the fast path was {'NOT ' if server.fast else ''}active"
         f"{f' ({reasons})' if server.fast else ''}.\n"
         f"Its prefills: {dict(forwards)}\n"
-        f"The plugin's lines in {server.log}:\n{said}"
+        f"The plugin's lines in {server.log_file}:\n{said}"
     )
 
 
-def _length(body: Mapping[str, Any]) -> str:
+def _told(path: str, body: Mapping[str, Any]) -> str:
     if "input_ids" in body:
-        return f"{len(body['input_ids'])} tokens"
-    return f"{len(body.get('text', ''))} characters"
+        return f"a prompt of {len(body['input_ids'])} tokens"
+    return f"a prompt of {len(body['text'])} characters" if "text" in body else path
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
@@ -333,29 +405,17 @@ def choose_ports(first: int | None) -> tuple[int, int]:
     raise CommandError("this machine has no two free ports between 20,000 and 55,000")
 
 
-def available_memory() -> int:
-    """Bytes of memory that processes could still take."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def fit_together(model: str) -> bool:
     """Whether two servers of ``model`` fit into this machine's memory (a CPU's, in float32)."""
+    import psutil  # comes with SGLang, as requests do
+
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     # 4 GiB: three processes with PyTorch in each, and the KV cache.
-    return weights > 0 and 2 * (4 * 2**30 + 2 * weights) < available_memory()
+    return weights > 0 and 2 * (4 * 2**30 + 2 * weights) < psutil.virtual_memory().available
 
 
 def busy_share(seconds: float = 2.0) -> float:
     """How much of this machine's CPU time is in use, from 0 to 1."""
+    import psutil
 
-    def idle_and_all() -> tuple[int, int]:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        return ticks[3] + ticks[4], sum(ticks)
-
-    idle, total = idle_and_all()
-    time.sleep(seconds)
-    idle_then, total_then = idle_and_all()
-    return 1 - (idle_then - idle) / max(1, total_then - total)
+    return float(psutil.cpu_percent(interval=seconds)) / 100

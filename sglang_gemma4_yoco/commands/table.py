@@ -1,8 +1,8 @@
-"""What ``verify`` shows in a terminal: progress while it runs, and tables in the end."""
+"""What is shown in a terminal: the tables of commands and scripts, and verify's progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sglang_gemma4_yoco.commands.console import say
+from sglang_gemma4_yoco.commands.timing import Times
 
 WIDTH = 110  # where there is no terminal
+DISTANCES = ("mean_logprob_diff", "max_logprob_diff", "mean_kl")
 
 
-def _console() -> Console:
+def console_of(width: int) -> Console:
+    """Where tables are printed; of so many columns where there is no terminal."""
     console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(width=WIDTH, highlight=False, markup=False)
+    return console if console.is_terminal else Console(width=width, highlight=False, markup=False)
 
 
 @contextmanager
@@ -26,7 +29,7 @@ def steps(total: int) -> Iterator[Callable[[str], None]]:
 
     In a terminal that is a bar, elsewhere a line for each tenth.
     """
-    console = _console()
+    console = console_of(WIDTH)
     if not console.is_terminal:
         yield _tenths(total)
         return
@@ -58,40 +61,61 @@ def small(number: float | None) -> str:
     return "-" if number is None else f"{number:.1e}"
 
 
-def agreement(document: dict[str, Any]) -> Table:
-    """How far answers are apart, by kind of prompt."""
-    table = Table(title="Answers: fast against stock, and stock against itself in other batches")
-    table.add_column("prompts")
-    for heading in ("same tokens", "mean |dlogp|", "stock", "max |dlogp|", "stock", "KL", "stock"):
-        table.add_column(heading, justify="right")
+def drawn(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: Container[str]
+) -> Table:
+    """A table.
+
+    Args:
+        words: headings of the columns that hold words; the others hold numbers.
+    """
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in words else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def agreement_rows(
+    document: dict[str, Any], distances: Sequence[str] = DISTANCES
+) -> Iterator[list[str]]:
+    """By kind of prompt: answers with the same tokens, and how far apart fast is, and stock."""
     for kind, found in document["agreement"].items():
-        fast, stock = found["fast"], found["stock"] or {}
-        cells = [f"{fast['equal_answers']}/{fast['answers']}"]
-        for key in ("mean_logprob_diff", "max_logprob_diff", "mean_kl"):
-            cells += [small(fast[key]), small(stock[key]) if stock else ""]
-        table.add_row(kind, *cells)
-    return table
+        fast, stock = found["fast"], found["stock"]
+        row = [kind, f"{fast['equal_answers']}/{fast['answers']}"]
+        for key in distances:
+            row += [small(fast[key]), small(stock[key]) if stock else ""]
+        yield row
 
 
-def times(document: dict[str, Any]) -> Table:
-    """Times to first token, by length."""
-    table = Table(title="Time to first token in seconds: median (20th to 80th percentile)")
-    for heading in ("prompt tokens", "stock", "fast", "stock / fast"):
-        table.add_column(heading, justify="right")
+def time_rows(document: dict[str, Any]) -> Iterator[list[str]]:
+    """By length: times to first token, stock and fast, and their ratio."""
     for point in document["times"]:
-        table.add_row(
-            str(point["tokens"]),
-            *("{median:.3f} ({p20:.3f}-{p80:.3f})".format(**point[way]) for way in ("off", "on")),
-            f"{point['ratio']:.2f}",
-        )
-    return table
+        times = (str(Times(**point[way])) for way in ("off", "on"))
+        yield [str(point["tokens"]), *times, f"{point['ratio']:.2f}"]
 
 
 def show(document: dict[str, Any]) -> None:
     """Print both tables and the verdict."""
-    console = _console()
-    console.print(agreement(document))
-    console.print(times(document))
+    console = console_of(WIDTH)
+    headings = ("mean |dlogp|", "stock", "max |dlogp|", "stock", "KL", "stock")
+    console.print(
+        drawn(
+            "Answers: fast against stock, and stock against itself in other batches",
+            ("prompts", "same tokens", *headings),
+            agreement_rows(document),
+            words=("prompts",),
+        )
+    )
+    console.print(
+        drawn(
+            "Time to first token in seconds: median (20th to 80th percentile)",
+            ("prompt tokens", "stock", "fast", "stock / fast"),
+            time_rows(document),
+            words=(),
+        )
+    )
     for kind, reason in document["left_out"].items():
         console.print(f"Not tried: {kind}: {reason}")
     console.print(verdict(document), style="green" if document["agrees"] else "bold red")

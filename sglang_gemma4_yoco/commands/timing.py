@@ -1,4 +1,4 @@
-"""Times to first token of prompts that no server has seen before, one request at a time."""
+"""Times: summed up, and measured to the first token of prompts that no server has seen before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ONCE_MORE = 1  # prompts of each length that warm up: a first time is always sl
 
 @dataclass(frozen=True)
 class Times:
-    """Some times in seconds, summed up."""
+    """Some times in seconds, summed up: of commands and scripts."""
 
     median: float
     p20: float
@@ -30,7 +30,14 @@ class Times:
         return cls(statistics.median(seconds), p20, p80, min(seconds))
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.p20:.3f}-{self.p80:.3f})"
+        return self.told()
+
+    def told(self, per_second: float = 1.0, digits: int = 3) -> str:
+        """The median, and the 20th to 80th percentile, in seconds or in so many per second."""
+        median, p20, p80 = (
+            f"{per_second * seconds:.{digits}f}" for seconds in (self.median, self.p20, self.p80)
+        )
+        return f"{median} ({p20}-{p80})"
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,8 +45,9 @@ from sglang_gemma4_yoco.commands.prompts import Maker, Message
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,
-    choose_ports,
     fit_together,
+    pair,
+    running,
 )
 from sglang_gemma4_yoco.commands.verdict import conclude, empty_document
 
@@ -203,25 +202,6 @@ def make_output(wanted: Path | None) -> Path:
     return path
 
 
-def build_servers(args: argparse.Namespace, model: str, device: str, logs: Path) -> list[Server]:
-    """The stock server and the fast one, not started."""
-    servers = []
-    # Side by side on a GPU, each takes its share of what is free when it starts: half of the
-    # memory first, and then nearly all of the rest.
-    for fast, port, share in zip((False, True), choose_ports(args.port), (0.45, 0.85), strict=True):
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
-        if device == "cpu":
-            # An idle scheduler spins, and would take a core from the server that is measured.
-            command += ["--device", "cpu", "--sleep-on-idle"]
-        else:
-            command += ["--device", "cuda"]
-            if args.servers == "together" and "--mem-fraction-static" not in args.server_args:
-                command += ["--mem-fraction-static", str(share)]
-        command += [*args.server_args, "--host", "127.0.0.1", "--port", str(port)]
-        servers.append(Server(fast, command, port, logs / f"server-{'on' if fast else 'off'}.log"))
-    return servers
-
-
 def serve(
     args: argparse.Namespace,
     model: str,
@@ -237,26 +217,14 @@ def serve(
     say("Both servers at once." if together else "One server after the other.")
     stock, fast = servers
     plan: Plan | None = None
-    maker: Maker | None = None
+    maker = Maker.of(model)
     found: dict[bool, Found] = {}
     # Alone, the fast one goes first: if it is not active there is nothing to measure.
     for group in [[stock, fast]] if together else [[fast], [stock]]:
-        with ExitStack() as stack:
-            began = time.monotonic()
-            for server in group:
-                say(f"Starting {server.name} on port {server.port}")
-                stack.enter_context(server.started(os.environ))
-                if device != "cpu":  # the next one takes its share of what this one leaves
-                    server.wait_until_ready(args.start_timeout)
-            maker = maker or Maker.of(model)
-            for server in group:
-                server.wait_until_ready(args.start_timeout)
-            say(f"   ready after {time.monotonic() - began:.0f} s")
+        with running(group, args.start_timeout, one_by_one=device != "cpu"):
             plan = plan or make_plan(conversations, maker, group[0], model, device)
-            for server, one in zip(
-                group, examine(group, plan, args.prompt_tokens, args.repeats, steps), strict=True
-            ):
-                found[server.fast] = one
+            examined = examine(group, plan, args.prompt_tokens, args.repeats, steps)
+        found |= {server.fast: one for server, one in zip(group, examined, strict=True)}
     assert plan is not None
     return plan, found[False], found[True]
 
@@ -290,7 +258,13 @@ def run(args: argparse.Namespace) -> int:
     heading("Servers")
     say(f"SGLang {version('sglang')} on {device}; {model}; logs in {output}")
     document = empty_document(args, device, output)
-    servers = build_servers(args, model, device, output)
+    servers = pair(
+        ["--model-path", model, *args.server_args],
+        output,
+        device=device,
+        port=args.port,
+        together=args.servers == "together",
+    )
     try:
         plan, stock, fast = serve(args, model, device, servers, table.steps, conversations)
     except WrongPathError as wrong:
@@ -302,8 +276,8 @@ def run(args: argparse.Namespace) -> int:
     outcome = conclude(document, plan, stock, fast)
     heading("What the plugin said")
     for server in servers:
-        say(f"{server.name}, {server.log}:")
-        for line in server.log_lines or ["(nothing)"]:
+        say(f"{server.name}, {server.log_file}:")
+        for line in server.log_lines() or ["(nothing)"]:
             say(f"  | {line}")
     heading("Answers")
     show_examples(plan, stock, fast)

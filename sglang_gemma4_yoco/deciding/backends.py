@@ -41,18 +41,6 @@ SGLANGS = {
     "FlashAttentionBackend": frozenset({FRONT}),
     "XPUAttentionBackend": frozenset({FRONT}),
 }
-#: The classes of those that SGLang accepts for Gemma 4, or takes on a CPU, by the name that a
-#: server is given.
-NAMES = {
-    "triton": "TritonAttnBackend",
-    "trtllm_mha": "TRTLLMHAAttnBackend",
-    "fa4": "FlashAttentionBackend",
-    "intel_xpu": "XPUAttentionBackend",
-    "aiter": "AiterAttnBackend",
-    "ascend": "AscendAttnBackend",
-    "intel_amx": "IntelAMXAttnBackend",
-    "torch_native": "TorchNativeAttnBackend",
-}
 NO_TAIL = "no attention backend could be built for the tail"
 _FLASH_ATTENTION = 4  # the version of FlashAttention that SGLang lets Gemma 4 use
 
@@ -62,20 +50,6 @@ def can(kind: type) -> frozenset[str]:
     if kind.__module__.startswith("sglang.srt."):
         return SGLANGS.get(kind.__name__, frozenset())
     return frozenset(vars(kind).get(ATTRIBUTE, ()))
-
-
-def can_by_name(name: str) -> frozenset[str] | None:
-    """What the attention backend of this name will be able to do; None where nobody can tell yet.
-
-    What another package has registered is asked like a class, whether it is one or builds one.
-    """
-    registered = seams.attention_backend(name)
-    if registered is None:
-        return None
-    if getattr(registered, "__module__", "").startswith("sglang.srt."):
-        return SGLANGS.get(NAMES[name], frozenset()) if name in NAMES else None
-    said = getattr(registered, "__dict__", {}).get(ATTRIBUTE)
-    return None if said is None else frozenset(said)
 
 
 def why_not_main(backend: Any) -> str | None:

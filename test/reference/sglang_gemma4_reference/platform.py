@@ -166,11 +166,6 @@ def create_front_backend(runner: ModelRunner) -> AttentionBackend:
     return FrontBackend(runner)
 
 
-# What will be built, for those who ask before it is: the same as the classes say.
-create_attention_backend.gemma4_yoco = {"front", "tail"}  # type: ignore[attr-defined]
-create_front_backend.gemma4_yoco = {"front"}  # type: ignore[attr-defined]
-
-
 def softcap_inplace_logits(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """Write ``cap * tanh(logits / cap)`` into ``logits`` (any shape) and return it."""
     return logits.div_(cap).tanh_().mul_(cap)

@@ -2,7 +2,7 @@
 
 On all of them they tell right from wrong, and so do proofs of recorded tails.
 
-Here are three models; ``scripts/bench_checks.py`` has hundreds.
+Here are three models; ``scripts/bench/bench_checks.py`` has hundreds.
 """
 
 from __future__ import annotations

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import pytest
 from PIL import Image
 
 from layer_rows import assert_all_stock
@@ -25,6 +23,8 @@ from sglang_gemma4_reference.workload import (
     is_close_call,
     tokens_before_parting,
 )
+from sglang_gemma4_yoco.commands import agreement
+from sglang_gemma4_yoco.commands.agreement import Comparison, Position
 
 TOLERANCE = LOGPROB_TOLERANCE  # of fp32 log-probabilities
 NEW_TOKENS = 12
@@ -39,28 +39,28 @@ NOT_ASCII = [
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one request got back.
+class Answer(agreement.Answer):
+    """What one request got back; in the chat API tokens are known by their text.
 
     Attributes:
-        tokens: the generated ones, by id or, in the chat API, by text.
-        logprobs: of ``tokens``.
-        input_logprobs: of the prompt's tokens, where the request asked for them.
-        cached_tokens: how many of the prompt's tokens were in the prefix cache.
-        likeliest: log-probabilities of the two likeliest tokens in the place of each of ``tokens``.
         loaded_tokens: of the cached ones, those that came back from the host.
         retractions: how often the request lost its place, and was computed again.
         asked: how many tokens were asked for.
     """
 
-    tokens: tuple[int | str, ...]
-    logprobs: tuple[float, ...]
-    input_logprobs: tuple[float, ...] = ()
-    cached_tokens: int = 0
-    likeliest: tuple[tuple[float, float], ...] = ()
     loaded_tokens: int = 0
     retractions: int = 0
     asked: int = NEW_TOKENS
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Of the generated tokens."""
+        return [position.logprob for position in self.generated]
+
+    @property
+    def input_logprobs(self) -> list[float]:
+        """Of the prompt's tokens, where the request asked for them."""
+        return [position.logprob for position in self.read]
 
 
 A = TypeVar("A")
@@ -117,21 +117,15 @@ def assert_same_answers(both: Compared[Answer], *, close_calls: int = 0) -> None
 
     Args:
         close_calls: how many answers may part where stock's two likeliest tokens are as good as
-            tied; up to there they are compared. For requests whose company in a forward, and so
-            the last bits of every sum, differs from run to run.
+            tied: both servers' log-probabilities of both are compared there, too. For requests
+            whose company in a forward, and so the last bits of every sum, differs from run to run.
     """
     assert len(both.on) == len(both.off) > 0
-    parted = 0
     for on, off in zip(both.on, both.off, strict=True):
-        assert len(on.tokens) == len(on.logprobs) == len(off.tokens) == off.asked
-        same = tokens_before_parting(on.tokens, off.tokens)
-        if same < len(off.tokens):
-            assert is_close_call(off.likeliest[same]), f"token {same} of {off} and {on}"
-            parted += 1
-        assert on.logprobs[:same] == pytest.approx(off.logprobs[:same], abs=TOLERANCE, rel=0)
-        assert on.input_logprobs == pytest.approx(off.input_logprobs, abs=TOLERANCE, rel=0)
-        assert all(map(math.isfinite, on.logprobs + on.input_logprobs))
+        assert len(on.tokens) == len(off.tokens) == off.asked
+        assert Comparison.of([(on, off)]).max_logprob <= TOLERANCE, f"{on} and {off}"
         assert on.cached_tokens == off.cached_tokens
+    parted = sum(on.tokens != off.tokens for on, off in zip(both.on, both.off, strict=True))
     assert parted <= close_calls, f"{parted} answers part"
 
 
@@ -203,16 +197,8 @@ def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[l
 
 def _answer(reply: dict[str, Any], asked: int) -> Answer:
     meta = reply["meta_info"]
-    output = meta["output_token_logprobs"]
     return Answer(
-        tokens=tuple(token for _, token, _ in output),
-        logprobs=tuple(logprob for logprob, _, _ in output),
-        # Nothing precedes the first token of a prompt, so it has none.
-        input_logprobs=tuple(
-            logprob for logprob, _, _ in meta.get("input_token_logprobs", ()) if logprob is not None
-        ),
-        cached_tokens=meta["cached_tokens"],
-        likeliest=tuple((best[0], second[0]) for best, second in meta["output_top_logprobs"]),
+        **vars(agreement.Answer.of(reply)),
         loaded_tokens=(meta.get("cached_tokens_details") or {}).get("host", 0),
         retractions=meta.get("num_retractions", 0),
         asked=asked,
@@ -239,11 +225,14 @@ def chat(server: Server, content: Any, *, stream: bool = False, **body: Any) -> 
         for entry in (choice["logprobs"] or {"content": []})["content"]
     ]
     return Answer(
-        tokens=tuple(entry["token"] for entry in entries),
-        logprobs=tuple(entry["logprob"] for entry in entries),
-        likeliest=tuple(
-            (best["logprob"], second["logprob"])
-            for best, second in (entry["top_logprobs"] for entry in entries)
+        "",
+        tuple(
+            Position(
+                entry["token"],
+                entry["logprob"],
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]},
+            )
+            for entry in entries
         ),
     )
 

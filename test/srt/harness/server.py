@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +12,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-import requests
-
 import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco.commands import servers
 from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.servers import choose_ports
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward
@@ -46,9 +41,7 @@ _ARGUMENTS = (
     "--enable-mixed-chunk",  # decode steps and prefill in one forward
     "--sleep-on-idle",  # an idle scheduler would otherwise keep a core busy
 )
-_PROGRAM = "sglang.launch_server"
 _START_TIMEOUT = 540.0  # below the limit of a test, so that the log is seen
-_REQUEST_TIMEOUT = 300.0
 _STARTS = 3  # a port that was free may be taken when the server comes to it
 _PORT_TAKEN = ("address already in use", "port is already in use", " is not available in ")
 _TAIL = 40  # log lines worth showing
@@ -87,18 +80,16 @@ class ServerDiedError(Exception):
     """The server's first process has ended; the message has the end of its log."""
 
 
-class Server:
-    """One server: its HTTP API, its log, and what its layers computed.
+class Server(servers.Server):
+    """One server as the commands start it, and besides what its layers computed.
 
     Attributes:
         checkpoint: what it serves.
         failures: the file that says how often its tail is to fail (``tail_failures``).
-        process: its first process, of the latest start.
-        url: where it serves.
     """
 
-    process: subprocess.Popen[bytes] | forked.Program
-    url: str
+    PATIENCE = 0.0  # nothing that it would put in order is kept
+    TIMEOUT = 300.0
 
     def __init__(
         self,
@@ -109,84 +100,59 @@ class Server:
         *,
         spawned: bool = False,
     ) -> None:
-        self.checkpoint = checkpoint
         directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            environment.get(SWITCH) != "0",
+            ["--model-path", str(checkpoint), *_ARGUMENTS, *arguments],
+            _free_port(),
+            directory / "server.log",
+        )
+        self.checkpoint = checkpoint
         self.failures = directory / "failures"
-        self._directory = directory
-        self._log = directory / "server.log"
         self._trace = row_trace.Trace(directory / "rows.jsonl")
-        self._arguments = arguments
-        self._environment = {
+        self.env = {
             **environment,
             row_trace.VARIABLE: str(self._trace.path),
             tail_failures.VARIABLE: str(self.failures),
         }
-        self._is_forked = not spawned and forked.as_this_process(self._environment)
+        self._is_forked = not spawned and forked.as_this_process(self.env)
         self._starts = 0
-        self._http = requests.Session()
-        self._http.trust_env = False  # no proxy stands between a machine and itself
         self._start_up = 0  # length of the log when the server was ready
 
     # -- its life ----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start it, on a port that is free now."""
+        """Start it, on another port than before."""
         if self._starts:  # what became of the start before may be asked for
-            self._log.rename(self._log.with_suffix(f".{self._starts}.log"))
+            self.log_file.rename(self.log_file.with_suffix(f".{self._starts}.log"))
+            self.port = _free_port()
         self._starts += 1
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        arguments = ["--port", str(port), "--model-path", str(self.checkpoint)]
-        arguments += [*_ARGUMENTS, *self._arguments]
-        if self._is_forked:
-            where: Any = {"cwd": self._directory, "env": self._environment, "log": self._log}
-            self.process = forked.Program(["-m", _PROGRAM, *arguments], **where)
+        if not self._is_forked:
+            super().start()
             return
-        with self._log.open("wb") as output:
-            # A session of its own: Ctrl-C reaches pytest alone, which then kills the server.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", _PROGRAM, *arguments],
-                cwd=self._directory,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        where: Any = {"cwd": self.log_file.parent, "env": self.env, "log": self.log_file}
+        self.process = forked.Program(self.command(), **where)
 
-    def stop(self) -> None:
-        """Kill it with all its children."""
-        _kill_tree(self.process.pid)
-        self.process.wait(timeout=60)
-
-    def wait_until_ready(self, seconds: float = _START_TIMEOUT) -> None:
+    def wait_until_ready(self, timeout: float = _START_TIMEOUT) -> None:
         """Return when /health answers 200.
 
         Raises:
             ServerDiedError: it has ended, and not for a port that somebody else had taken.
             TimeoutError: it takes too long.
         """
-        self.wait_until(self._is_healthy, "a healthy server", seconds)
+        self.wait_until(self.is_healthy, "a healthy server", timeout)
         self._start_up = len(self.log())
 
-    def _is_healthy(self) -> bool:
-        try:
-            return self._http.get(f"{self.url}/health", timeout=30).ok
-        except (requests.ConnectionError, requests.Timeout):  # not listening, or busy starting
-            return False
-
-    def wait_until(
-        self, condition: Callable[[], T], what: str, seconds: float = _REQUEST_TIMEOUT
-    ) -> T:
+    def wait_until(self, condition: Callable[[], T], what: str, seconds: float = TIMEOUT) -> T:
         """``wait_until``, as long as the server lives; the log's end explains what goes wrong."""
 
         def alive() -> T:
-            self._see_it_alive()
+            self._check_alive()
             return condition()
 
         return wait_until(alive, what, seconds, self._log_tail)
 
-    def _see_it_alive(self) -> None:
+    def _check_alive(self) -> None:
         if self.process.poll() is None:
             return
         log = self.log().lower()
@@ -198,22 +164,9 @@ class Server:
 
     # -- what it has said and done -----------------------------------------------------------
 
-    @property
-    def log_file(self) -> Path:
-        """Where its processes print."""
-        return self._log
-
-    def log(self) -> str:
-        """Everything that all processes of the server have printed so far."""
-        return self._log.read_text("utf-8", errors="replace")
-
     def log_since_ready(self) -> str:
         """The log without the start: some releases show there what they failed to import."""
         return self.log()[self._start_up :]
-
-    def log_lines(self, text: str) -> list[str]:
-        """The log's lines that contain ``text``."""
-        return [line for line in self.log().splitlines() if text in line]
 
     def _log_tail(self) -> str:
         return "\n".join(self.log().splitlines()[-_TAIL:])
@@ -236,19 +189,9 @@ class Server:
 
     # -- asking it ---------------------------------------------------------------------------
 
-    def post(self, path: str, body: dict[str, Any]) -> requests.Response:
-        """POST ``body`` as JSON; fail with the server's own words unless it answers 200."""
-        response = self._http.post(self.url + path, json=body, timeout=_REQUEST_TIMEOUT)
-        assert response.ok, f"{path}: {response.status_code} {response.text}"
-        return response
-
-    def get(self, path: str) -> Any:
-        """GET a JSON document."""
-        return json.loads(self.get_text(path))
-
     def get_text(self, path: str) -> str:
         """GET a document."""
-        response = self._http.get(self.url + path, timeout=_REQUEST_TIMEOUT)
+        response = self._ask("GET", path)
         assert response.ok, f"{path}: {response.status_code} {response.text}"
         return response.text
 
@@ -268,10 +211,6 @@ class Server:
             name: sum(load[f"num_{name}_reqs"] for load in loads) for name in ("running", "waiting")
         }
 
-    def generate(self, **body: Any) -> Any:
-        """/generate's JSON answer."""
-        return self.post("/generate", body).json()
-
     def chat(self, **body: Any) -> Any:
         """/v1/chat/completions' JSON answer, or with ``stream=True`` the list of its chunks."""
         response = self.post("/v1/chat/completions", {"model": "default", **body})
@@ -281,34 +220,15 @@ class Server:
         assert events[-1] == "[DONE]", f"the stream breaks off: {events[-1]}"
         return [json.loads(event) for event in events[:-1]]
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
-        self.post("/flush_cache", {})
-
 
 def _free_port() -> int:
     """A port that is free now, of those that no outgoing connection is given."""
     for _ in range(1000):
         try:
-            return choose_ports(random.randrange(20_000, 32_000))[0]
+            return servers.choose_ports(random.randrange(20_000, 32_000))[0]
         except CommandError:  # taken
             continue
     raise RuntimeError("no free port between 20,000 and 32,000")
-
-
-def _kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants, and see them gone."""
-    try:
-        root = psutil.Process(pid)
-        processes = [*root.children(recursive=True), root]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(processes, timeout=30)
 
 
 @contextmanager
@@ -342,11 +262,8 @@ def started(
     environment = {name: value for name, value in os.environ.items() if name not in changed}
     environment |= {name: value for name, value in changed.items() if value is not None}
     server = Server(checkpoint, directory, arguments, environment, spawned=spawned)
-    server.start()
-    try:
+    with server.started():
         yield server
-    finally:
-        server.stop()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``scripts/bench_gpu.py`` and ``scripts/gpu_report.py``, on the CPU and the smallest model."""
+"""``bench_gpu.py`` and ``docs/gpu_report.py``, on the CPU and the smallest model."""
 
 from __future__ import annotations
 

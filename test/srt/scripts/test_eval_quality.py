@@ -1,4 +1,4 @@
-"""``scripts/eval_quality.py`` with two servers of a random checkpoint: plumbing, no accuracy."""
+"""``bench/eval_quality.py`` with two servers of a random checkpoint: plumbing, no accuracy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``scripts/mutation_check.py`` and its list: every mutation fits the source of today."""
+"""``scripts/dev/mutation_check.py`` and its list: every mutation fits the source of today."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_document_has_a_line_for_each_verdict(tmp_path: Path, sources: Sources
 
 
 def test_the_document_says_whether_its_results_are_of_this_package(tmp_path: Path) -> None:
-    """If this fails: ``scripts/mutation_check.py --results benchmark/results --say
+    """If this fails: ``scripts/dev/mutation_check.py --results benchmark/results --say
     benchmark/README.md``."""
     document, folder = REPO / "benchmark" / "README.md", REPO / "benchmark" / "results"
     copied = tmp_path / "README.md"

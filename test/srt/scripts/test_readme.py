@@ -9,10 +9,10 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-import mode_table
 import pytest
 
 import gpu_report
+import mode_table
 import mutation_check
 import plot_prefill
 import version_matrix

@@ -267,6 +267,16 @@ def test_what_cannot_be_verified(
     assert said in told.err
 
 
+def test_the_demo_refuses_what_verify_does_not_take(tmp_path: Path) -> None:
+    """By Python alone, and before anything is installed."""
+    command = [sys.executable, "-S", str(REPO / "scripts" / "demo.py")]
+    command += ["--venv", str(tmp_path / "venv"), "--work-dir", str(tmp_path / "work")]
+    done = run([*command, "--repeats", "0"], tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "argument --repeats: 0 is not above zero" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_its_libraries(tiny_checkpoint: Path, tmp_path: Path) -> None:
     for name in ("rich", "matplotlib"):
         (tmp_path / name).mkdir()

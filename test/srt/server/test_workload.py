@@ -1,6 +1,6 @@
 """Random traffic of all kinds at once, on equals off; also while the fast path fails now and then.
 
-A short form of ``scripts/random_workload.py``, on the servers that other tests use as well.
+A short form of ``scripts/bench/random_workload.py``, on the servers that other tests use as well.
 """
 
 from __future__ import annotations

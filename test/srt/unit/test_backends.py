@@ -5,14 +5,11 @@ That the admitted ones give stock's answers is shown by forwards and servers.
 
 from __future__ import annotations
 
-import inspect
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.torch_flex_backend import TorchFlexAttnBackend
@@ -191,37 +188,3 @@ def test_a_cache_of_another_type_is_read_beside_its_own_kind_alone(
 def test_recordable_is_said_apart() -> None:
     assert backends.RECORDED in backends.can(TritonAttnBackend)
     assert backends.RECORDED not in backends.can(Claiming)
-
-
-@pytest.mark.parametrize(("name", "kind"), backends.NAMES.items())
-def test_names_are_those_of_the_classes(name: str, kind: str) -> None:
-    """As SGLang's own registry has them, whatever this platform has put in their place."""
-    source = Path(inspect.getfile(attention_registry)).read_text()
-    _, _, registered = source.partition(f'@register_attention_backend("{name}")\n')
-    body, _, _ = registered.partition("@register_attention_backend")
-    assert f"return {kind}(" in body
-
-
-@pytest.mark.parametrize(
-    ("registered", "can"),
-    [
-        (TritonAttnBackend, None),  # nobody knows what it is called here
-        (Claiming, {"front", "tail"}),
-        (SilentHeir, None),
-        (lambda _: None, None),
-        (None, None),
-    ],
-)
-def test_what_others_have_registered_says_so_itself(
-    monkeypatch: pytest.MonkeyPatch, registered: Any, can: set[str] | None
-) -> None:
-    monkeypatch.setattr(seams, "attention_backend", {"theirs": registered}.get)
-    assert backends.can_by_name("theirs") == (None if can is None else frozenset(can))
-
-
-def test_sglangs_own_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "attention_backend", lambda _: TritonAttnBackend)
-    assert backends.can_by_name("triton") == backends.SGLANGS["TritonAttnBackend"]
-    assert backends.can_by_name("trtllm_mha") == frozenset({backends.FRONT})
-    assert backends.can_by_name("aiter") == frozenset()
-    assert backends.can_by_name("flashinfer") is None

@@ -23,7 +23,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import connection, forkserver, spawn
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,9 @@ class Program:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        with suppress(ProcessLookupError):  # it has ended
+            while os.getpgid(self.pid) != self.pid:  # it is ended by its group
+                time.sleep(0.001)
 
     def poll(self) -> int | None:
         """The exit status, or the negative signal that ended it; None while it runs."""

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Which releases of SGLang does this package work with?
 
-``python3 scripts/version_matrix.py`` needs Python 3.10 or later and 25 GB of disk, nothing else.
-For each release it makes a virtual environment with that SGLang, this package, the CPU platform and
+``python3 scripts/dev/version_matrix.py`` needs Python 3.10 or later and 25 GB of disk, no more. For
+each release it makes a virtual environment with that SGLang, this package, the CPU platform and
 the test tools, sees whether the plugin accepts it, runs tests in four parts, and deletes it again
 (``--keep`` keeps it). No GPU is needed. A release that cannot be installed, or that fails, does not
 stop the others.
@@ -44,9 +44,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from environment import (
     REPO,
     SetupError,
+    commit_of,
     create_venv,
     find_uv,
     heading,
@@ -54,8 +57,7 @@ from environment import (
     say,
     tail,
 )
-from generated import inserted
-from provenance import commit_of
+from generated import inserted, markdown
 
 VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
 PART_OF_DOCUMENT = "compatibility"
@@ -66,7 +68,7 @@ TESTED_PATHS = (
     "test",
     "pyproject.toml",
     "scripts/environment.py",
-    "scripts/version_matrix.py",
+    "scripts/dev/version_matrix.py",
 )
 TESTS = "test/srt"
 
@@ -413,21 +415,17 @@ def _count(part: Part) -> str:
 
 def table(releases: Sequence[Release]) -> str:
     """A Markdown table of the releases, and the files that ran."""
-    lines = [
-        f"| SGLang | torch | transformers | {' | '.join(PARTS)} | minutes | result |",
-        "|---|---|---|" + "---|" * (len(PARTS) + 2),
-    ]
+    rows = []
     for release in releases:
         cells = [release.sglang]
         cells += [release.packages.get(name, "") for name in ("torch", "transformers")]
         cells += [_count(release.parts[p]) if p in release.parts else "" for p in PARTS]
         cells.append(f"{sum(part.seconds for part in release.parts.values()) / 60:.0f}")
         cells.append(release.status + (f": {release.reason}" if release.reason else ""))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return (
-        "\n".join([*lines, "", *_made_at(releases), *legend(releases), *_not_tried(releases)])
-        + "\n"
-    )
+        rows.append(cells)
+    drawn = markdown(("SGLang", "torch", "transformers", *PARTS, "minutes", "result"), rows)
+    below = [*_made_at(releases), *legend(releases), *_not_tried(releases)]
+    return "\n".join([drawn, "", *below]) + "\n"
 
 
 def _made_at(releases: Sequence[Release]) -> list[str]:

@@ -12,8 +12,9 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
-from environment import REPO
+REPO = Path(__file__).resolve().parents[2]
 
 PACKAGE = "sglang_gemma4_yoco"
 
@@ -639,7 +640,7 @@ _WRITTEN = [
          "return stream.residual is None or stream.residual is hidden_states", "return True",
          DONOR),
         ("the second backend is the first",
-         '    backend = ATTENTION_BACKENDS["triton"](runner)\n',
+         "    backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)\n",
          "    backend = runner.attn_backend\n", WINDOWS),
         ("a quantised projection counts as plain",
          "        type(getattr(projection, \"quant_method\", None)) is UnquantizedLinearMethod\n"
@@ -715,9 +716,6 @@ _WRITTEN = [
     ),
     *of(
         "deciding/backends.py",
-        ("another package's backend is taken for SGLang's by its name",
-         '    if getattr(registered, "__module__", "").startswith("sglang.srt."):\n',
-         "    if False:\n", f"{DOCTOR}::test_settings_and_other_plugins"),
         ("any backend may be main", "    if FRONT not in can(type(backend)):\n", "    if False:\n",
          f"{HOST_WORK}::test_no_backend_is_built_where_the_gate_will_refuse"),
         ("hybrids are none", "    if parts is not None:\n", "    if False:\n",
@@ -1496,23 +1494,13 @@ _WRITTEN = [
         ("overridden configs are not", "            config[name].update(value)\n",
          "            pass\n", f"{DOCTOR}::test_other_reasons"),
         ("attention of decode steps is not looked at", 'for part in ("prefill", "decode")}',
-         'for part in ("prefill",)}', f"{DOCTOR}::test_attention_backends_by_their_names"),
+         'for part in ("prefill",)}', f"{DOCTOR}::test_what_is_settled_at_start"),
         ("attention of prefills is not looked at", 'for part in ("prefill", "decode")}',
-         'for part in ("decode",)}', f"{DOCTOR}::test_attention_backends_by_their_names"),
+         'for part in ("decode",)}', f"{DOCTOR}::test_what_is_settled_at_start"),
         ("the one backend of a server is not looked at", " or common for part", " for part",
-         f"{DOCTOR}::test_attention_backends_by_their_names"),
-        ("a backend that is not proven is told to be active",
-         "        elif backends.FRONT not in can:\n", "        elif False:\n",
-         f"{DOCTOR}::test_attention_backends_by_their_names"),
-        ("a backend that nobody knows is told to be active",
-         "        if can is None:\n            findings.unknowns.append(",
-         "        if can is None:\n            (", f"{DOCTOR}::test_what_a_name_does_not_tell"),
-        ("a rounded cache beside any backend is told to be active",
-         "        elif stored not in (None, \"auto\") and backends.TAIL not in can:\n",
-         "        elif False:\n", f"{DOCTOR}::test_what_a_name_does_not_tell"),
-        ("a cache of any layout is told to be active",
-         '    if stored not in (None, "auto") and not str', "    if False and not str",
-         f"{DOCTOR}::test_what_a_name_does_not_tell"),
+         f"{DOCTOR}::test_a_server_that_would_be_active"),
+        ("a backend that is not Triton's is told to be active", "    if others:\n",
+         "    if False:\n", f"{DOCTOR}::test_what_is_settled_at_start"),
     ),
     *of(
         "commands/status.py",
@@ -1703,7 +1691,6 @@ _TABLES: dict[str, dict[str, str]] = {
     },
     "deciding/backends.py": {
         "SGLANGS": f"{OTHER_MAINS}::test_sglangs_own_backends",
-        "NAMES": f"{DOCTOR}::test_attention_backends_by_their_names",
     },
     "deciding/quantised.py": {"_APART": KINDS, "_SCHEMES_APART": KINDS},
     "tail/graphs.py": {

@@ -19,9 +19,9 @@ it leaves alone; and, in passes of their own behind the timed ones, what the hos
 
 Output contract: tables for people on stdout; the last line is one JSON document.
 
-    python scripts/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
-    python scripts/bench_prefill.py --lengths 4 64 --batch-sizes 1 --decoding 0 31 --read 0 0.9
-    python scripts/bench_prefill.py --preset E2B --weights dummy --dtype bfloat16    # a GPU
+    python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
+    python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --read 0 0.9
+    python scripts/bench/bench_prefill.py --preset E2B --weights dummy --dtype bfloat16    # a GPU
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
 one.
@@ -48,11 +48,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from provenance import commit
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import commit
+from sglang_gemma4_yoco.commands.timing import Times
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
 
 WAYS = ("off", "on", "front")
 # A first time is slower; of a larger batch's many seconds it is no visible part.
@@ -62,26 +64,6 @@ HOST_REPEATS = 3
 # their way through the layers: then on and off agree whatever they compute.
 LEAST_SPREAD = 0.01
 CONTEXT = 64  # cached tokens of a request that decodes along
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Times of one thing, in seconds."""
-
-    median: float
-    p20: float
-    p80: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        """Sum up at least one time."""
-        import numpy
-
-        p20, median, p80 = (float(x) for x in numpy.percentile(seconds, [20, 50, 80]))
-        return cls(median, p20, p80)
-
-    def __str__(self) -> str:
-        return f"{self.median * 1e3:.1f} ({self.p20 * 1e3:.1f}-{self.p80 * 1e3:.1f})"
 
 
 @dataclass(frozen=True)
@@ -135,8 +117,8 @@ class HostWork:
     device_reads: int
     seconds: dict[str, float]
     operations_by_region: dict[str, int]
-    outside_of_layers: Spread
-    added_outside: Spread
+    outside_of_layers: Times
+    added_outside: Times
 
 
 @dataclass(frozen=True)
@@ -159,9 +141,9 @@ class Point:
     rows: tuple[int, int]
     max_logit_difference: float
     same_tokens: bool
-    off: Spread
-    on: Spread
-    front: Spread
+    off: Times
+    on: Times
+    front: Times
     ratio: float
     ceiling: float
     realised: float
@@ -412,8 +394,8 @@ def measure_host(engine: Any, batch: Any, repeats: int) -> dict[str, HostWork]:
             operations_by_region={
                 region: counts[way].operations[region] for region in host_work.REGIONS
             },
-            outside_of_layers=Spread.of(outside[way]),
-            added_outside=Spread.of(
+            outside_of_layers=Times.of(outside[way]),
+            added_outside=Times.of(
                 [one - off for one, off in zip(outside[way], outside["off"], strict=True)]
             ),
         )
@@ -445,7 +427,7 @@ def measure(
             seconds[way].append(spent)
             progress.update()
     must_have_spread(logits["off"])
-    off, on, front = (Spread.of(seconds[way]) for way in WAYS)
+    off, on, front = (Times.of(seconds[way]) for way in WAYS)
     possible = off.median - front.median
     return Point(
         load=load,
@@ -529,50 +511,55 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
 def show(points: Sequence[Point], gate: dict[str, float]) -> None:
     """Print the tables."""
-    from rich.console import Console
-    from rich.table import Table
+    from sglang_gemma4_yoco.commands import table
 
-    table = Table(title="Prefill, milliseconds: median (20th-80th percentile)")
-    for heading in (
-        "tokens", "batch", "decoding", "read", "off", "on", "front only", "off/on", "ceiling",
-        "realised", "rows", "max |dlogit|", "path",
-    ):  # fmt: skip
-        table.add_column(heading, justify="left" if heading == "path" else "right")
-    for p in points:
-        table.add_row(
-            f"{p.load.length}", f"{p.load.batch_size}", f"{p.load.decoding}", f"{p.load.read:g}",
-            str(p.off), str(p.on), str(p.front),
-            f"{p.ratio:.2f}", f"{p.ceiling:.2f}", f"{p.realised:.0%}", f"{p.rows[0]}->{p.rows[1]}",
-            f"{p.max_logit_difference:.1e}", p.path,
-        )  # fmt: skip
-    console = Console(width=150)
-    console.print(table)
-    console.print(host_table(points))
+    console = table.console_of(150)
+    of_load = ("tokens", "batch", "decoding")
+    console.print(
+        table.drawn(
+            "Prefill, milliseconds: median (20th-80th percentile)",
+            (
+                *of_load, "read", "off", "on", "front only", "off/on", "ceiling", "realised",
+                "rows", "max |dlogit|", "path",
+            ),
+            [
+                (
+                    *_load(p), f"{p.load.read:g}",
+                    *(times.told(1e3, 1) for times in (p.off, p.on, p.front)),
+                    f"{p.ratio:.2f}", f"{p.ceiling:.2f}", f"{p.realised:.0%}",
+                    f"{p.rows[0]}->{p.rows[1]}", f"{p.max_logit_difference:.1e}", p.path,
+                )
+                for p in points
+            ],
+            words=("path",),
+        )
+    )  # fmt: skip
+    regions = list(points[0].host["off"].seconds)
+    console.print(
+        table.drawn(
+            "The host in one forward; milliseconds by region",
+            (*of_load, "way", "operations", "Triton launches", "device reads", *regions),
+            [
+                (
+                    *_load(p), way, f"{host.operations}", f"{host.triton_launches}",
+                    f"{host.device_reads}",
+                    *(f"{host.seconds[region] * 1e3:.2f}" for region in regions),
+                )
+                for p in points
+                for way, host in p.host.items()
+            ],
+            words=(),
+        )
+    )  # fmt: skip
     console.print(
         f"Added to an ineligible prefill: {gate['ineligible_prefill_us']:.1f} us; "
         f"to a decode step: {gate['decode_us']:.2f} us"
     )
 
 
-def host_table(points: Sequence[Point]) -> Table:
-    """What the host does in each batch, off and on."""
-    from rich.table import Table
-
-    regions = list(points[0].host["off"].seconds)
-    table = Table(title="The host in one forward; milliseconds by region")
-    for heading in (
-        "tokens", "batch", "decoding", "way", "operations", "Triton launches", "device reads",
-        *regions,
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for p in points:
-        for way, host in p.host.items():
-            table.add_row(
-                f"{p.load.length}", f"{p.load.batch_size}", f"{p.load.decoding}", way,
-                f"{host.operations}", f"{host.triton_launches}", f"{host.device_reads}",
-                *(f"{host.seconds[region] * 1e3:.2f}" for region in regions),
-            )  # fmt: skip
-    return table
+def _load(point: Point) -> tuple[str, str, str]:
+    load = point.load
+    return f"{load.length}", f"{load.batch_size}", f"{load.decoding}"
 
 
 def describe(args: argparse.Namespace, engine: Any) -> dict[str, Any]:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from generated import inserted
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from generated import inserted, markdown
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # type: ignore[import-not-found]  # pytest brings it along there
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 DATA = REPO / "docs" / "modes.toml"
 PAGE = REPO / "docs" / "modes.md"
 
@@ -84,14 +86,6 @@ def load(path: Path = DATA) -> tuple[list[Mode], list[Unserved], str]:
     return modes, [Unserved(**entry) for entry in data["unserved"]], data["release"]
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _table(head: Sequence[str], rows: Iterator[str]) -> str:
-    return "\n".join([_row(*head), _row(*("---" for _ in head)), *rows])
-
-
 def _names(tests: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in tests)
 
@@ -99,7 +93,7 @@ def _names(tests: Sequence[str]) -> str:
 def modes_table(modes: Sequence[Mode]) -> str:
     """The table of all situations."""
     rows = (
-        _row(
+        (
             mode.situation,
             mode.what,
             ", ".join(mode.levels),
@@ -107,13 +101,13 @@ def modes_table(modes: Sequence[Mode]) -> str:
         )
         for mode in modes
     )
-    return _table(("situation", "what happens", "shown on", "by"), rows)
+    return markdown(("situation", "what happens", "shown on", "by"), rows)
 
 
 def unserved_table(unserved: Sequence[Unserved], release: str) -> str:
     """The table of what SGLang does not serve."""
-    rows = (_row(u.situation, u.why, f"`{u.file}:{u.line}`") for u in unserved)
-    return _table(("what", "why", f"where, in {release}"), rows)
+    rows = ((u.situation, u.why, f"`{u.file}:{u.line}`") for u in unserved)
+    return markdown(("what", "why", f"where, in {release}"), rows)
 
 
 def written(page: str) -> str:
@@ -134,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PAGE.write_text(wanted)
         return 0
     if page != wanted:
-        print("docs/modes.md is out of date: python3 scripts/mode_table.py --write")
+        print("docs/modes.md is out of date: python3 scripts/docs/mode_table.py --write")
         return 1
     return 0
 

@@ -6,10 +6,10 @@ channels) run on SGLang's ModelRunner, nothing broken: no check, audit or proof 
 the package is broken in every way of ``breakages.py``, and each must be found by the check at start
 on every one of them, by its own bound and several times over::
 
-    python scripts/bench_checks.py --results benchmark/results/checks_cpu.json \\
+    python scripts/bench/bench_checks.py --results benchmark/results/checks_cpu.json \\
         --write benchmark/README.md                                # an hour on two idle cores
-    python scripts/bench_checks.py --models 12 --only tiny        # a few minutes
-    TRITON_INTERPRET=1 python scripts/bench_checks.py --triton    # on SGLang's Triton backend
+    python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
+    TRITON_INTERPRET=1 python scripts/bench/bench_checks.py --triton    # on SGLang's Triton backend
 
 The weights are drawn into the loaded model, so that hundreds of models need no checkpoint of their
 own; recorded tails are replayed by the reference platform, in place of CUDA graphs.
@@ -42,14 +42,15 @@ from typing import Any
 
 os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test" / "srt" / "harness"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt" / "harness"))
 
 import torch
 
 from breakages import BREAKAGES
 from decode_graphs import recorded_decode_steps
-from generated import inserted
-from provenance import commit_of
+from environment import commit_of
+from generated import inserted, markdown
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import (
     E2B,
@@ -98,8 +99,8 @@ _AUDITED_ON_TRITON, _BROKEN_ON_TRITON = 3, 4
 MEASURED = (
     "sglang_gemma4_yoco",
     "test/reference",
-    "scripts/bench_checks.py",
-    "scripts/breakages.py",
+    "scripts/bench/bench_checks.py",
+    "scripts/bench/breakages.py",
 )
 PART, PART_ON_TRITON = "checks", "checks, on Triton"  # of the document
 TIMED = ("E2B_MINI", "E4B_MINI")  # models whose time is not all the host's
@@ -371,19 +372,15 @@ def table(document: Mapping[str, Any]) -> str:
         f"unbroken package, in multiples of their bounds: {largest['check']}, {largest['audits']}, "
         f"{largest['proofs']}.",
         "",
-        "| broken | models | found: at least so many times its bound | on |",
-        "|---|---|---|---|",
+        markdown(
+            ("broken", "models", "found: at least so many times its bound", "on"),
+            ((name, *found.values()) for name, found in document["breakages"].items()),
+        ),
     ]
-    for name, found in document["breakages"].items():
-        lines.append(f"| {name} | {found['models']} | {found['smallest']} | {found['on']} |")
     if document["cost"]:
-        lines += [
-            "",
-            "| model | stock, ms | fast, ms | audited, ms | the check, in prefills of 7 tokens |",
-            "|---|---|---|---|---|",
-        ]
-    for name, cost in document["cost"].items():
-        lines.append(f"| {name} | {' | '.join(map(str, cost.values()))} |")
+        head = ("model", "stock, ms", "fast, ms", "audited, ms")
+        rows = ((name, *cost.values()) for name, cost in document["cost"].items())
+        lines += ["", markdown((*head, "the check, in prefills of 7 tokens"), rows)]
     return "\n".join(lines)
 
 

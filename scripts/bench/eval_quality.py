@@ -13,8 +13,8 @@ so a few answers differ; accuracy should not.
 Output contract: for people on stdout; the last line is one JSON document. Exit status 0 when both
 were asked, whatever they answered; 2 when something went wrong.
 
-    python scripts/eval_quality.py --model google/gemma-4-E2B-it        # starts one after the other
-    python scripts/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
+    python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
+    python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
 
 Needs ``pip install 'sglang-gemma4-yoco[eval]'``; lm-eval can also live in an environment of its
 own, named with ``--lm-eval``. GSM8K is downloaded by lm-eval, unless ``--questions`` names a file
@@ -37,26 +37,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from environment import SetupError, heading, say, tail
-from provenance import commit
-from sglang_gemma4_yoco.commands.prompts import two_colours
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import SetupError, commit, heading, say, tail
+from sglang_gemma4_yoco.commands.prompts import COLOURS, picture_conversations
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,
     check_switch,
     choose_ports,
+    running,
 )
 
-COLOURS = {
-    "red": (220, 20, 20),
-    "green": (20, 160, 20),
-    "blue": (20, 40, 220),
-    "yellow": (250, 220, 20),
-    "black": (0, 0, 0),
-    "white": (255, 255, 255),
-}
 PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
-QUESTION = "The left half and the right half of this picture have one colour each. Name both."
 
 
 @dataclass
@@ -80,17 +73,10 @@ def ask_colours(url: str, max_tokens: int) -> Answers:
     http.trust_env = False  # the servers may stand behind no proxy
     answers = Answers()
     right = 0
-    for pair in PICTURES:
-        content = [
-            {
-                "type": "image_url",
-                "image_url": {"url": two_colours(*(COLOURS[name] for name in pair))},
-            },
-            {"type": "text", "text": QUESTION},
-        ]
+    for pair, messages in zip(PICTURES, picture_conversations(PICTURES), strict=True):
         body = {
             "model": "default",
-            "messages": [{"role": "user", "content": content}],
+            "messages": messages,
             "temperature": 0,
             "max_tokens": max_tokens,
         }
@@ -214,13 +200,10 @@ def compare(off: Answers, on: Answers) -> dict[str, Any]:
 @contextmanager
 def served(args: argparse.Namespace, directory: Path, *, fast: bool) -> Iterator[Server]:
     """A server of ``--model``, alone on the machine."""
-    port = choose_ports(None)[0]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.model]
-    command += ["--port", str(port), *shlex.split(args.server_args)]
-    server = Server(fast, command, port, directory / f"server-{'on' if fast else 'off'}.log")
-    say(f"Starting {server.name}")
-    with server.started(dict(os.environ)):
-        server.wait_until_ready(args.start_timeout)
+    arguments = ["--model-path", args.model, *shlex.split(args.server_args)]
+    log = directory / f"server-{'on' if fast else 'off'}.log"
+    server = Server(fast, arguments, choose_ports(None)[0], log)
+    with running([server], args.start_timeout):
         yield server
         check_switch(server)
 
@@ -233,7 +216,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             found[way] = ask(args, url.rstrip("/"), directory / way)
             continue
         with served(args, directory, fast=way == "on") as server:
-            found[way] = ask(args, f"http://127.0.0.1:{server.port}", directory / way)
+            found[way] = ask(args, server.url, directory / way)
     document: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),

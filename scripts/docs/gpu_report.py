@@ -8,8 +8,8 @@ on a CPU are no GPU figures and are left out.
 ``--write README.md`` puts the table between the two marker lines of that file, ``--check
 README.md`` tells by its exit status whether it stands there already.
 
-    python scripts/gpu_report.py
-    python scripts/gpu_report.py --write README.md --picture benchmark/gpu.png
+    python scripts/docs/gpu_report.py
+    python scripts/docs/gpu_report.py --write README.md --picture benchmark/gpu.png
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generated import inserted
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmark" / "results"
+from generated import inserted, markdown
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
 PART = "gpu figures"
 NOT_MEASURED = "GPU figures are not measured yet: `scripts/bench_gpu.py` has not run on a GPU."
 
@@ -122,18 +124,17 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
     lines = [row for document in documents for row in rows(document)]
     if not lines:
         return NOT_MEASURED
-    out = ["| GPU | model | | off | on | off / on | ceiling |", "|---|---|---|---:|---:|---:|---:|"]
-    for line in lines:
-        gain, ceiling = (
-            "" if ratio is None else f"{ratio:.2f}" for ratio in (line.gain, line.ceiling)
-        )
-        cells = (line.machine, line.model, line.what, line.off, line.on, gain, ceiling)
-        out.append(f"| {' | '.join(cells)} |")
+    cells = [
+        [line.machine, line.model, line.what, line.off, line.on]
+        + ["" if ratio is None else f"{ratio:.2f}" for ratio in (line.gain, line.ceiling)]
+        for line in lines
+    ]
+    head = ("GPU", "model", "", "off", "on", "off / on", "ceiling")
     commits = sorted(
         {part["commit"] for document in documents for part in document["parts"].values()}
     )
-    out += ["", f"bf16, random weights, commit {', '.join(commits)}; `scripts/bench_gpu.py`."]
-    return "\n".join(out)
+    source = f"bf16, random weights, commit {', '.join(commits)}; `scripts/bench_gpu.py`."
+    return f"{markdown(head, cells, numbers=4)}\n\n{source}"
 
 
 def draw(documents: Sequence[dict[str, Any]], path: Path) -> bool:

@@ -8,10 +8,10 @@ that passes on the unbroken copy, and *survives* when all pass. There are two ve
 behavioural  ``forward/``, ``triton/`` and ``server/``: what the model computes, what clients see
 all          these, and ``unit/`` and ``models/``, which restate the code
 
-    python scripts/mutation_check.py --results benchmark/results --write benchmark/README.md
-    python scripts/mutation_check.py --only gate.py         # those of one file; or part of a name
-    python scripts/mutation_check.py --first                # with the tests named in the list alone
-    python scripts/mutation_check.py --results benchmark/results --say benchmark/README.md
+    python scripts/dev/mutation_check.py --results benchmark/results --write benchmark/README.md
+    python scripts/dev/mutation_check.py --only gate.py    # those of one file; or part of a name
+    python scripts/dev/mutation_check.py --first           # with the tests named in the list alone
+    python scripts/dev/mutation_check.py --results benchmark/results --say benchmark/README.md
 
 With ``--first`` a mutation that those do not notice stays without a verdict. The last one judges
 nothing: it has the document say whether the results in it are of the package as it is now, which a
@@ -58,10 +58,11 @@ from typing import Any
 
 import psutil
 
-from environment import REPO, SetupError, say
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import REPO, SetupError, commit_of, say
 from generated import inserted
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
-from provenance import commit_of
 
 TESTS = Path("test") / "srt"
 TESTED_PATHS = (PACKAGE, "test", ":(exclude)test/srt/scripts", "pyproject.toml")

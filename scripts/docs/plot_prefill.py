@@ -7,8 +7,8 @@ Markdown, one per file, each below the command that made it; ``--write`` puts ea
 marker lines that bear its file's name.
 
     cd benchmark
-    python ../scripts/plot_prefill.py results/{prefill,threshold,host}_*.json --write README.md
-    python ../scripts/plot_prefill.py results/prefill_*.json --output prefill.svg
+    python ../scripts/docs/plot_prefill.py results/{prefill,threshold,host}_*.json --write README.md
+    python ../scripts/docs/plot_prefill.py results/prefill_*.json --output prefill.svg
 
 Only batches of prompts that want no logprobs are drawn; the tables have all batches.
 """
@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from generated import begin, end, inserted
 

@@ -21,8 +21,8 @@ A run passes if
 Output contract: tables for people on stdout; the last line is one JSON document. Exit status: 0 if
 the run passed, 1 if not, 2 if it could not be made.
 
-    python scripts/random_workload.py --requests 200
-    python scripts/random_workload.py --requests 2000 --failures-every 100
+    python scripts/bench/random_workload.py --requests 200
+    python scripts/bench/random_workload.py --requests 2000 --failures-every 100
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
 one.
@@ -39,26 +39,24 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from environment import REPO, SetupError, say
-from provenance import commit
-from random_checkpoint import make_checkpoint, make_work_dir
-from sglang_gemma4_yoco.commands.servers import Server, choose_ports
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import REPO, SetupError, commit, make_checkpoint, make_work_dir, say
+from sglang_gemma4_yoco.commands.servers import Server, pair, running
 
 FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""
 ASIDE = "steps aside: "
 _ARGUMENTS = (
-    *("--device", "cpu", "--dtype", "float32"),
+    *("--dtype", "float32"),
     *("--max-total-tokens", "32768"),
     *("--chunked-prefill-size", "1024"),
     "--enable-mixed-chunk",
-    "--sleep-on-idle",
 )
 
 
@@ -142,11 +140,7 @@ def run_pass(
     )
     from sglang_gemma4_yoco.deciding import threshold
 
-    result, client, memory = (
-        Pass(name),
-        Client(f"http://127.0.0.1:{server.port}"),
-        Memory(server.pid),
-    )
+    result, client, memory = Pass(name), Client(server.url), Memory(server.process.pid)
     trace = trace_of(server)
     mark, injected = len(row_trace.read(trace)), len(tail_failures.told(failures))
     client.post("/flush_cache", {}).raise_for_status()
@@ -175,7 +169,7 @@ def run_pass(
     prefills = row_trace.read(trace)[mark:]
     forwards = outcomes(prefills)
     result.forwards = dict(forwards.most_common())
-    result.reasons = [line.split(ASIDE)[1] for line in server.log_lines if ASIDE in line]
+    result.reasons = [line.split(ASIDE)[1] for line in server.log_lines(ASIDE)]
     result.injected = len(tail_failures.told(failures)) - injected
     shortened = forwards[ACTIVE] + forwards[SKIPPED] + forwards[SERVED_BY_STOCK]
     result.eligible_share = shortened / max(forwards.total() - forwards[NOTHING_TO_SKIP], 1)
@@ -191,53 +185,37 @@ def run_pass(
         result.problems.append(
             f"{result.injected} failures, {forwards[SERVED_BY_STOCK]} forwards served by stock"
         )
-    if "leak detected" in server.log.read_text(errors="replace").lower():
+    if "leak detected" in server.log().lower():
         result.problems.append("SGLang has found a leak; see its log")
     return result, answers
 
 
 def trace_of(server: Server) -> Path:
     """The row trace beside a server's log."""
-    return server.log.with_suffix(".rows.jsonl")
+    return server.log_file.with_suffix(".rows.jsonl")
 
 
 def failures_of(server: Server) -> Path:
     """The file that says how often this server's tail is to fail."""
-    return server.log.with_suffix(".failures")
-
-
-def environment_of(server: Server) -> dict[str, str]:
-    """The environment of one server."""
-    from sglang_gemma4_reference import row_trace, tail_failures
-    from sglang_gemma4_yoco import settings
-
-    threshold = settings.name_of("min_skipped_rows")
-    inherited = {k: v for k, v in os.environ.items() if k != threshold}
-    return inherited | {
-        "SGLANG_PLATFORM": "gemma4_cpu",
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # its requests would be in the trace
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        row_trace.VARIABLE: str(trace_of(server)),
-        tail_failures.VARIABLE: str(failures_of(server)),
-    }
+    return server.log_file.with_suffix(".failures")
 
 
 def build_servers(checkpoint: Path, logs: Path) -> tuple[Server, Server]:
     """The stock server and the fast one, not started."""
-    off, on = (
-        Server(
-            fast=fast,
-            command=[
-                *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)),
-                *_ARGUMENTS,
-                *("--host", "127.0.0.1", "--port", str(port)),
-            ],
-            port=port,
-            log=logs / f"server-{'on' if fast else 'off'}.log",
-        )
-        for fast, port in zip((False, True), choose_ports(None), strict=True)
-    )
-    return off, on
+    from sglang_gemma4_reference import row_trace, tail_failures
+    from sglang_gemma4_yoco import settings
+
+    both = pair(["--model-path", str(checkpoint), *_ARGUMENTS], logs, device="cpu")
+    for server in both:
+        server.env.pop(settings.name_of("min_skipped_rows"), None)
+        server.env |= {
+            "SGLANG_PLATFORM": "gemma4_cpu",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # its requests would be in the trace
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            row_trace.VARIABLE: str(trace_of(server)),
+            tail_failures.VARIABLE: str(failures_of(server)),
+        }
+    return both
 
 
 def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
@@ -257,12 +235,8 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
     if args.failures_every:
         turns.append(("on, with failures", on, args.failures_every))
     passes, comparisons, reference = [], [], None
-    with ExitStack() as stack:
-        for server in (off, on):
-            stack.enter_context(server.started(environment_of(server)))
-        for server in (off, on):
-            server.wait_until_ready(args.start_timeout)
-        stock = Client(f"http://127.0.0.1:{off.port}")
+    with running((off, on), args.start_timeout):
+        stock = Client(off.url)
         for name, server, interval in turns:
             failures_of(server).write_text(str(interval))
             result, answers = run_pass(
@@ -283,13 +257,8 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
 
 def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
     """Print the tables."""
-    from rich.console import Console
-    from rich.table import Table
+    from sglang_gemma4_yoco.commands import table
 
-    table = Table(title="Random workload")
-    table.add_column("")
-    for one in passes:
-        table.add_column(one.name, justify="right")
     compared = [None, *comparisons]
     rows: list[tuple[str, list[str]]] = [
         ("seconds", [f"{p.seconds:.0f}" for p in passes]),
@@ -318,15 +287,15 @@ def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
             [f"{p.memory_half / 1e6:.0f} {p.memory_end / 1e6:.0f}" for p in passes],
         ),
     ]
-    for label, cells in rows:
-        table.add_row(label, *cells)
-    console = Console(width=120)
-    console.print(table)
+    console = table.console_of(120)
+    headings = ["", *(one.name for one in passes)]
+    lines = [[label, *cells] for label, cells in rows]
+    console.print(table.drawn("Random workload", headings, lines, words=("",)))
     for one in passes:
         for reason in one.reasons:
-            console.print(f"{one.name}: stepped aside: {reason}", highlight=False, markup=False)
+            console.print(f"{one.name}: stepped aside: {reason}")
         for problem in one.problems[:20]:
-            console.print(f"{one.name}: {problem}", style="red", highlight=False, markup=False)
+            console.print(f"{one.name}: {problem}", style="red")
 
 
 def parse_arguments() -> argparse.Namespace:
