@@ -208,7 +208,7 @@ def cases() -> Iterator[Any]:
     yield case("one pool", *usual, HARDEST[0])
     for i, name in enumerate(HARDEST[:2]):
         yield case("pages of four", *usual, name, slow=i > 0, long=True)
-    yield case("E4B's pattern", *usual, HARDEST[0], long=True)
+    yield case("E4B's pattern", *usual, HARDEST[0])
 
 
 def case(
