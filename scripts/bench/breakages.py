@@ -94,7 +94,10 @@ def _other_pool(known: ServedModel) -> Iterator[bool]:
     def planned(backend: Any, batch: Any) -> None:
         plan(backend, batch)
         metadata = backend.forward_metadata
-        metadata.window_kv_indices = metadata.window_kv_indices.roll(1)
+        # Behind the last request's the buffer holds no slots, but whatever was there.
+        slots, count = metadata.window_kv_indices.clone(), int(metadata.window_kv_indptr[-1])
+        slots[:count] = slots[:count].roll(1)
+        metadata.window_kv_indices = slots
 
     with ExitStack() as stack:
         if seams._triton_class(tail) is not None:
