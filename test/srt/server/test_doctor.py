@@ -349,7 +349,7 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path) -> None:
         SGLANG_PLATFORM="",
     )
     assert answer.verdict[:2] == (1, False)
-    few, plugins, rows, check, audit, strict = answer.document["refusals"]
+    few, rows, check, audit, strict, plugins = answer.document["refusals"]
     [attention] = answer.document["unknowns"]
     assert attention.startswith("attention by torch_native: settled when a server has built it")
     assert few.startswith("SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS='few' is not a valid value: use ")

@@ -51,11 +51,15 @@ def plugin(directory: Path, name: str, code: str) -> Path:
 _NOWHERE = Path("/")
 
 
+# As it is before an engine of another file's tests has set some of it.
+_ENVIRONMENT = dict(os.environ)
+
+
 def output_of(code: str, **environment: str) -> str:
     """What a fresh process prints."""
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **environment},
+        env={**_ENVIRONMENT, **environment},
         cwd=_NOWHERE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
