@@ -23,7 +23,6 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import settings
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 
@@ -62,6 +61,8 @@ def _poison_of(dtype: torch.dtype) -> float:
 
 def switched(value: str) -> AbstractContextManager[object]:
     """The fast path on (``1``) or off (``0``) for the span."""
+    from sglang_gemma4_yoco import settings  # whichever copy of the package is under test
+
     return settings.changed(enabled=value == "1")
 
 
