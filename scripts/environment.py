@@ -36,6 +36,7 @@ __all__ = [
     "install",
     "make_checkpoint",
     "make_work_dir",
+    "package_of",
     "prepare_environment",
     "probe",
     "run_logged",
@@ -303,3 +304,12 @@ def commit_of(paths: Sequence[str]) -> str:
     commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *paths)
     changed = git("status", "--porcelain", "--", *paths)
     return f"{commit}-dirty" if changed else commit
+
+
+def package_of(folder: Path = REPO / "sglang_gemma4_yoco") -> str:
+    """What the package in ``folder`` is, in twelve digits, committed or not."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:12]

@@ -49,7 +49,7 @@ import torch
 
 from breakages import BREAKAGES
 from decode_graphs import recorded_decode_steps
-from environment import commit_of
+from environment import commit_of, package_of
 from generated import inserted, markdown
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import (
@@ -422,6 +422,7 @@ def main() -> int:
         document = finite(
             {
                 "commit": commit,
+                "package": package_of(),
                 "seconds": round(time.monotonic() - began),
                 **told,
                 "results": [dataclasses.asdict(result) for result in results],

@@ -50,7 +50,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import commit
+from environment import commit, package_of
 from sglang_gemma4_yoco.commands.timing import Times
 
 if TYPE_CHECKING:
@@ -570,6 +570,7 @@ def describe(args: argparse.Namespace, engine: Any) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
+        "package": package_of(),
         "model": str(args.model or args.preset),
         "device": torch.cuda.get_device_name() if cuda else f"cpu ({os.cpu_count()} cores)",
         "machine": platform.machine(),

@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import SetupError, commit, heading, say, tail
+from environment import SetupError, commit, heading, package_of, say, tail
 from sglang_gemma4_yoco.commands.prompts import COLOURS, picture_conversations
 from sglang_gemma4_yoco.commands.servers import (
     Server,
@@ -220,6 +220,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     document: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
+        "package": package_of(),
         "model": args.model,
         # Of servers that were started elsewhere only their own logs can tell.
         "active": True if args.off is None else None,

@@ -46,7 +46,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import REPO, SetupError, commit, make_checkpoint, make_work_dir, say
+from environment import REPO, SetupError, commit, make_checkpoint, make_work_dir, package_of, say
 from sglang_gemma4_yoco.commands.servers import Server, pair, running
 
 FLAT_BYTES = 32e6
@@ -340,6 +340,7 @@ def main() -> int:
     document = {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit(),
+        "package": package_of(),
         "model": args.preset,
         "device": f"cpu ({os.cpu_count()})",
         "machine": platform.machine(),

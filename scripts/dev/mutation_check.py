@@ -11,11 +11,8 @@ all          these, and ``unit/`` and ``models/``, which restate the code
     python scripts/dev/mutation_check.py --results benchmark/results --write benchmark/README.md
     python scripts/dev/mutation_check.py --only gate.py    # those of one file; or part of a name
     python scripts/dev/mutation_check.py --first           # with the tests named in the list alone
-    python scripts/dev/mutation_check.py --results benchmark/results --say benchmark/README.md
 
-With ``--first`` a mutation that those do not notice stays without a verdict. The last one judges
-nothing: it has the document say whether the results in it are of the package as it is now, which a
-test asks of it.
+With ``--first`` a mutation that those do not notice stays without a verdict.
 
 Where each mutation is noticed is guessed in the list (``first``) and tried first, so that all of
 them take less than an hour on two cores (``--jobs``). Before any test counts, the same tests must
@@ -60,7 +57,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import REPO, SetupError, commit_of, say
+from environment import REPO, SetupError, commit_of, package_of, say
 from generated import inserted
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
 
@@ -75,7 +72,6 @@ SHARED_PATHS = (
     "pyproject.toml",
 )
 PART_OF_DOCUMENT = "mutations"
-AGE_IN_DOCUMENT = "mutations, of which package"
 WITHOUT_BEHAVIOUR = ("unit", "models")
 BEHAVIOUR = ("forward", "triton", "server")
 CONTROL_LIMIT = 2400.0  # seconds
@@ -476,7 +472,7 @@ class Results:
         ordered = [known[m.name] for m in MUTATIONS if m.name in known]
         return {
             "commit": self._commit,
-            "package": package_of(REPO / PACKAGE),
+            "package": package_of(),
             "sglang": version("sglang"),
             "torch": version("torch"),
             "folders": list(BEHAVIOUR if file == BEHAVIOURAL else BEHAVIOUR + WITHOUT_BEHAVIOUR),
@@ -488,15 +484,6 @@ class Results:
         }
 
 
-def package_of(folder: Path) -> str:
-    """What the package in ``folder`` is, in twelve digits, committed or not."""
-    found = sha256()
-    for path in sorted(folder.rglob("*.py")):
-        content = path.read_bytes()
-        found.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:12]
-
-
 def written(document: dict[str, Any]) -> str:
     """JSON with a line for each entry, and for each verdict and control in it."""
     entries = []
@@ -506,22 +493,6 @@ def written(document: dict[str, Any]) -> str:
             text = "[\n" + ",\n".join(f"  {json.dumps(record)}" for record in value) + "\n ]"
         entries.append(f" {json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(entries) + "\n}\n"
-
-
-def age(document: dict[str, Any]) -> str:
-    """Whether the verdicts of a document are of the package as it is now, in a sentence."""
-    if document.get("package") == package_of(REPO / PACKAGE):
-        return "The table is of the package as it is."
-    return (
-        f"The package has changed since: the table is of commit `{document['commit']}`, with the "
-        f"{document['mutations']} mutations that the list had then."
-    )
-
-
-def say_age(results: Path, document: Path) -> None:
-    """Have a document say whether its results are of the package as it is now."""
-    of = age(json.loads((results / ALL).read_text()))
-    document.write_text(inserted(document.read_text(), AGE_IN_DOCUMENT, of))
 
 
 def table(every: dict[str, Any], behavioural: dict[str, Any]) -> str:
@@ -566,13 +537,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="at a time; default: %(default)s")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="keep both documents there")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there")
-    parser.add_argument(
-        "--say", type=Path, metavar="FILE", help="judge nothing; say there how old --results are"
-    )
-    args = parser.parse_args()
-    if args.say is not None and args.results is None:
-        parser.error("--say needs --results")
-    return args
+    return parser.parse_args()
 
 
 def preload() -> None:
@@ -615,9 +580,6 @@ def judge_all(wanted: Sequence[Mutation], results: Results, jobs: int, *, only_f
 def main() -> int:
     """Judge every mutation, and show the verdicts."""
     args = parse_arguments()
-    if args.say is not None:
-        say_age(args.results, args.say)
-        return 0
     try:
         for mutation in MUTATIONS:  # all of them before the first test runs
             broken(mutation, (REPO / PACKAGE / mutation.file).read_text())
@@ -634,7 +596,7 @@ def main() -> int:
     say(table(*documents))
     if args.write is not None:
         content = inserted(args.write.read_text(), PART_OF_DOCUMENT, table(*documents))
-        args.write.write_text(inserted(content, AGE_IN_DOCUMENT, age(documents[0])))
+        args.write.write_text(content)
     left = {name: document[name] for document in documents for name in ("survivors", "not judged")}
     print(json.dumps({"commit": commit, "mutations": len(MUTATIONS), **left}))
     known = all(results.has(mutation) for mutation in named)

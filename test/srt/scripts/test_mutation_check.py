@@ -217,29 +217,6 @@ def test_a_document_has_a_line_for_each_verdict(tmp_path: Path, sources: Sources
     assert max(map(len, text.splitlines())) < 60 * len(MUTATIONS)
 
 
-def test_the_document_says_whether_its_results_are_of_this_package(tmp_path: Path) -> None:
-    """If this fails: ``scripts/dev/mutation_check.py --results benchmark/results --say
-    benchmark/README.md``."""
-    document, folder = REPO / "benchmark" / "README.md", REPO / "benchmark" / "results"
-    copied = tmp_path / "README.md"
-    copied.write_text(document.read_text())
-    mutation_check.say_age(folder, copied)
-    assert copied.read_text() == document.read_text()
-    of_today = Results(None, "0123456789ab").document(ALL)
-    assert mutation_check.age(of_today) == "The table is of the package as it is."
-    other = mutation_check.age(of_today | {"package": "of another day"})
-    assert other.startswith("The package has changed since: the table is of commit `0123456789ab`")
-
-
-def test_a_package_is_its_sources(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("1")
-    before = mutation_check.package_of(tmp_path)
-    (tmp_path / "a.pyc").write_text("of a run")
-    assert mutation_check.package_of(tmp_path) == before
-    (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert mutation_check.package_of(tmp_path) != before
-
-
 BROKEN = {
     "a test that fails": ("def test_a(): assert False", ["unit/test_a.py::test_a"], None),
     "a name with spaces": (

@@ -15,6 +15,7 @@ import gpu_report
 import mode_table
 import mutation_check
 import plot_prefill
+import result_ages
 import version_matrix
 from generated import inserted
 
@@ -59,6 +60,13 @@ def test_a_mode_that_nothing_shows_is_no_mode() -> None:
 def test_the_table_of_modes_is_up_to_date() -> None:
     assert len(MODES) > 40
     assert mode_table.main([]) == 0
+
+
+def test_the_ages_of_the_results_are_up_to_date() -> None:
+    """If this fails: ``python3 scripts/docs/result_ages.py --write``."""
+    assert result_ages.main([]) == 0
+    of_two = {"a.json": {"commit": "c", "package": "p"}, "b.json": [{"commit": "d"}]}
+    assert "| `a.json` | `c` | yes |\n| `b.json` | `d` | no, " in result_ages.ages(of_two, "p")
 
 
 @pytest.mark.parametrize("unserved", UNSERVED, ids=lambda unserved: unserved.situation[:40])
