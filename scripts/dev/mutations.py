@@ -80,10 +80,7 @@ KINDS = f"{DECIDING}::test_a_kind_of_linear_layer"
 FIELDS = f"{DECIDING}::test_a_field_of_the_batch"
 ARGUMENTS = f"{DECIDING}::test_an_argument_of_the_server"
 # What the gate returns for a batch that may be cut.
-ADMITTED = (
-    "gate.Admission(gate.kept_rows(forward_batch), gate.is_unread(forward_batch), "
-    "gate.judged(forward_batch))"
-)
+ADMITTED = "Admission(kept_rows(forward_batch), is_unread(forward_batch), judged(forward_batch))"
 RECORDED = "forward/test_recorded.py"
 RANKS = "forward/test_ranks.py"
 SELF_CHECK = "forward/test_self_check.py"
@@ -363,7 +360,7 @@ _WRITTEN = [
          "", DECIDING),
         ("the gate is asked again though the plan holds",
          "(isinstance(planned, Refusal) or planned.still_holds())",
-         "(isinstance(planned, Refusal) or (gate.ineligible_reason(known, forward_batch) is None "
+         "(isinstance(planned, Refusal) or (ineligible_reason(known, forward_batch) is None "
          "and planned.still_holds()))", HOST_WORK),
         ("a refusal is not remembered",
          "(isinstance(planned, Refusal) or planned.still_holds())",

@@ -32,6 +32,10 @@ class Pool:
     def replay(self, graph: RecordedGraph) -> None:
         """Run one of them. What the later ones left is gone."""
         graph.replay()
+        self.spoil_later(graph)
+
+    def spoil_later(self, graph: RecordedGraph) -> None:
+        """Overwrite what the graphs that were recorded after this one have left."""
         for later in self.graphs[self.graphs.index(graph) + 1 :]:
             later.spoil()
 

@@ -30,16 +30,26 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def _recorded() -> set[str]:
+    value = os.environ.get(RECORDED, "")
+    found = set(filter(None, value.split(",")))
+    if not found <= {"decode", "prefill"}:
+        raise ValueError(f"{RECORDED}={value!r}: only 'decode' and 'prefill' are known")
+    return found
+
+
 def decode_steps_are_recorded() -> bool:
     """Whether SGLang records its decode steps, as it does on a GPU, and replays them.
 
     Raises:
         ValueError: something else was asked for.
     """
-    value = os.environ.get(RECORDED, "")
-    if value not in ("", "decode"):
-        raise ValueError(f"{RECORDED}={value!r}: only 'decode' is known")
-    return value == "decode"
+    return "decode" in _recorded()
+
+
+def prefills_are_recorded() -> bool:
+    """Whether SGLang can record prefills, where a server is told to. Raises as the other one."""
+    return "prefill" in _recorded()
 
 
 class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -51,7 +61,8 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     Under the names ``FRONT_NAMES`` there is ``FrontBackend``, always.
 
     Graphs are recorded and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
-    does so with its own decode steps.
+    does so with its own decode steps. With ``decode,prefill`` it can do so with prefills too, where
+    ``--cuda-graph-backend-prefill=breakable`` asks for it: ``prefill_graphs``.
     """
 
     _enum = PlatformEnum.OOT
@@ -123,6 +134,10 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
         releases.take_graphs(decode_steps_are_recorded)
+        if prefills_are_recorded():
+            from sglang_gemma4_reference import prefill_graphs
+
+            prefill_graphs.install()
         # On a CPU heads that tensor parallelism cannot deal out evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config

@@ -239,13 +239,27 @@ class RecordedGraph:
         Raises:
             FreedMemoryError: nothing was run.
         """
+        self.begin()
+        self.run()
+        with unseen():
+            self.spoil(keep=tensors_in(self.outputs))
+
+    def begin(self) -> None:
+        """Before the first node of a replay: nothing lasts from the one before.
+
+        Raises:
+            FreedMemoryError: nothing may be run.
+        """
         self._must_be_held()
         replays.append(self)
-        with unseen(), torch.inference_mode():
+        with unseen():
             self.spoil()
-            for call in self._calls:
+
+    def run(self, first: int = 0, end: int | None = None) -> None:
+        """Run these nodes on what their tensors hold now."""
+        with unseen(), torch.inference_mode():
+            for call in self._calls[first:end]:
                 call.again()
-            self.spoil(keep=tensors_in(self.outputs))
 
     def spoil(self, keep: Iterable[torch.Tensor] = ()) -> None:
         """Overwrite all memory of its own but that of the tensors in ``keep``."""

@@ -104,6 +104,11 @@ def take_graphs(of_decode_steps: Callable[[], bool]) -> None:
     _replace_everywhere(setup, "capture_decode_graph", capture_decode_graph)
 
 
+def records_prefills() -> bool:
+    """Whether ``prefill_graphs`` knows how prefills are recorded: tried with 0.5.23."""
+    return Version(version("sglang")) >= Version("0.5.23")
+
+
 def moves_cache_to_the_host() -> bool:
     """Whether ``host_cache`` knows how K and V go to the host and back: tried with 0.5.23."""
     return Version(version("sglang")) >= Version("0.5.23")
@@ -335,6 +340,7 @@ __all__ = [
     "placeholders",
     "published",
     "record_decode_steps",
+    "records_prefills",
     "row",
     "serving",
     "take_graphs",

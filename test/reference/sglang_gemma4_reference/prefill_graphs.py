@@ -1,0 +1,108 @@
+"""SGLang's breakable prefill graphs on a CPU: its runner, backend and breaks, over ``recorder``.
+
+SGLang records a prefill as one CUDA graph for each stretch between two attentions, and the
+attentions run eagerly between them. ``Segment`` stands for ``torch.cuda.CUDAGraph``. All segments
+of a prefill are parts of one recording, so what holds for a recorded graph holds for all of them
+together: memory that they allocated lasts from the first one to the last and no longer, and what
+they read of other memory must still be held when they are replayed.
+
+What it cannot show, beside what ``recorder`` cannot: the order of an eager break and the device's
+own work, and memory that a later segment is given while an earlier one still needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+    breakable_cuda_graph as breakable,
+)
+
+from sglang_gemma4_reference.graph_backend import Pool
+from sglang_gemma4_reference.recorder import RecordedGraph, Recording
+
+
+class RecordedPrefill(RecordedGraph):
+    """What all segments of one prefill do, one after another.
+
+    Attributes:
+        pool: the memory pool that it was recorded in; None for one of its own.
+        segments: its parts, in the order of their recording.
+    """
+
+    def __init__(self, pool: Pool | None) -> None:
+        super().__init__()
+        self.pool = pool
+        self.segments: list[Segment] = []
+        if pool is not None:
+            pool.graphs.append(self)
+
+
+class Segment:
+    """``torch.cuda.CUDAGraph``, as far as SGLang's breakable graphs use it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._recording: RecordedPrefill | None = None
+        self._mode: Recording | None = None
+        self._first = self._end = 0
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:  # noqa: ARG002 - CUDA's
+        """Record what follows, behind the segments that this capture has by now."""
+        capture = breakable._current_capture_var.get()
+        if capture is None:
+            raise RuntimeError("a segment is recorded outside of SGLang's breakable graphs")
+        of_capture = capture.cuda_graph.__dict__
+        if "recording" not in of_capture:
+            of_capture["recording"] = RecordedPrefill(pool if isinstance(pool, Pool) else None)
+        recording: RecordedPrefill = of_capture["recording"]
+        self._recording, self._first = recording, len(recording)
+        self._mode = Recording(recording)
+        self._mode.__enter__()
+
+    def capture_end(self) -> None:
+        """Record no more."""
+        assert self._mode is not None
+        assert self._recording is not None
+        self._mode.__exit__(None, None, None)
+        self._mode, self._end = None, len(self._recording)
+        self._recording.segments.append(self)
+
+    def instantiate(self) -> None:
+        """Nothing is to be made ready."""
+
+    def replay(self) -> None:
+        """Run it on what its tensors hold now.
+
+        Raises:
+            FreedMemoryError: the first one of a prefill; nothing was run.
+        """
+        recording = self._recording
+        assert recording is not None
+        if self is recording.segments[0]:
+            recording.begin()
+        recording.run(self._first, self._end)
+        if self is recording.segments[-1]:
+            recording.spoil()
+            if recording.pool is not None:
+                recording.pool.spoil_later(recording)
+
+
+@contextmanager
+def recordable() -> Iterator[None]:
+    """SGLang can record prefills in the span; it names CUDA's class and asks no platform for it."""
+    with mock.patch.object(torch.cuda, "CUDAGraph", Segment):
+        yield
+
+
+def install() -> None:
+    """The same for good, in a server's process."""
+    torch.cuda.CUDAGraph = Segment  # type: ignore[misc, assignment] # what it stands for
+
+
+def segments_of(graph: Any) -> int:
+    """How many segments a breakable graph of SGLang's has."""
+    return len(graph.__dict__["recording"].segments)

@@ -1,0 +1,257 @@
+"""SGLang's own prefills, recorded in segments and replayed on a CPU, beside eager ones.
+
+SGLang 0.5.23 cannot record these models. Here the fixes of ``docs/upstream`` are applied to its own
+functions, as they stand there. The fast path is off: what is shown is that the reference records
+and replays as a GPU does, on which a fast path inside such recordings will have to stand.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+from batches import batch_of
+from forwards import ENGINE
+from layer_rows import LAYERS
+from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, batches
+from sglang_gemma4_reference import prefill_graphs, recorder, releases
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_reference.recorder import CaptureError, FreedMemoryError
+
+REPORTS = Path(__file__).resolve().parents[3] / "docs" / "upstream"
+BUCKETS = [16, 32, 64, 128]
+TOLERANCE = 2e-5  # sums of other lengths, in fp32
+
+pytestmark = pytest.mark.skipif(
+    not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
+)
+
+
+# ---------------------------------------------------------------- SGLang, with the reports' fixes
+
+
+def fixed(function: Callable[..., Any], report: Path) -> Any:
+    """``function`` with the changes of the report's diff made in its source."""
+    [diff] = re.findall(r"```diff\n(.*?)```", report.read_text(), re.DOTALL)
+    lines = diff.splitlines(keepends=True)
+    old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
+    source = inspect.getsource(function)
+    assert source.count(old) == 1, f"{report.name} is of another release"
+    made: dict[str, Any] = {}
+    exec(textwrap.dedent(source.replace(old, new)), function.__globals__, made)
+    return made[function.__name__]
+
+
+def without_media(stock: Callable[..., bool]) -> Callable[..., bool]:
+    """The other part of the second fix, which stands there in words."""
+
+    @functools.wraps(stock)
+    def can_run_graph(self: Any, forward_batch: Any) -> bool:
+        parameters = inspect.signature(self.layer_model.forward).parameters
+        if "per_layer_inputs" in parameters and forward_batch.contains_mm_inputs():
+            return False
+        return stock(self, forward_batch)
+
+    return can_run_graph
+
+
+@contextmanager
+def repaired() -> Iterator[None]:
+    """SGLang can record these models in the span."""
+    runner = prefill_cuda_graph_runner
+    fixes = (
+        (cuda_graph_setup, "index_attention_layers_by_global_id", "shared_layer_ids.md"),
+        (runner, "_build_layer_model_forward_kwargs", "ids_and_embeddings.md"),
+    )
+    with ExitStack() as stack:
+        for module, name, report in fixes:
+            changed = fixed(getattr(module, name), REPORTS / report)
+            stack.enter_context(mock.patch.object(module, name, changed))
+        of_text = without_media(PrefillCudaGraphRunner.can_run_graph)
+        stack.enter_context(mock.patch.object(PrefillCudaGraphRunner, "can_run_graph", of_text))
+        yield
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    """It has recorded its prefills, in all buckets."""
+    with prefill_graphs.recordable(), repaired():
+        arguments: dict[str, Any] = {
+            "cuda_graph_backend_prefill": "breakable",
+            "cuda_graph_bs_prefill": BUCKETS,
+        }
+        engine = Engine(tiny_checkpoint, **(ENGINE | arguments))
+        assert type(engine.runner.prefill_cuda_graph_runner) is PrefillCudaGraphRunner
+        yield engine
+
+
+# ---------------------------------------------------------------- replayed, and eagerly
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one forward gave.
+
+    Attributes:
+        replays: prefills that were replayed in it.
+        logits: [requests, vocabulary].
+        logprobs: of input tokens, if some were asked for.
+        cache: K and V of each layer with some, at all slots but the one of padding.
+    """
+
+    replays: int
+    logits: torch.Tensor
+    logprobs: torch.Tensor | None
+    cache: list[torch.Tensor]
+
+
+def run(engine: Engine, batch: Any, *, eagerly: bool = False, unread: bool = False) -> Run:
+    """One stock forward."""
+    graphs = engine.runner.prefill_cuda_graph_runner
+    refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
+    engine.poison(batch)
+    recorder.replays.clear()
+    with refused if eagerly else nullcontext(), switched("0"):
+        output = engine.forward(batch, unread=unread)
+    logprobs = output.input_token_logprobs
+    return Run(
+        len(recorder.replays),
+        output.next_token_logits.clone(),
+        None if logprobs is None else torch.as_tensor(logprobs).clone(),
+        [part[1:] for pair in engine.kv() for part in pair],
+    )
+
+
+def is_replayed(rows: int) -> bool:
+    """Whether SGLang replays a batch of so many rows: more than half of a bucket must be used."""
+    bucket = min((b for b in BUCKETS if b >= rows), default=None)
+    return bucket is not None and bucket <= 2 * rows
+
+
+def assert_replays_are_eager(engine: Engine, prompts: list[Prompt]) -> bool:
+    """The same answers, and the same K and V; tells whether it was replayed, as it must be."""
+    batch, unread = engine.schedule(prompts), any(prompt.to_come for prompt in prompts)
+    eager, replayed = (run(engine, batch, eagerly=e, unread=unread) for e in (True, False))
+    rows = sum(len(prompt.new) for prompt in prompts)
+    assert (eager.replays, replayed.replays) == (0, int(is_replayed(rows)))
+    close = functools.partial(torch.testing.assert_close, atol=TOLERANCE, rtol=TOLERANCE)
+    close(replayed.cache, eager.cache)
+    assert replayed.logits.isfinite().all()
+    if not unread:
+        close(replayed.logits, eager.logits)
+        assert (replayed.logprobs is None) == (eager.logprobs is None)
+        if eager.logprobs is not None:
+            close(replayed.logprobs, eager.logprobs)
+    return bool(replayed.replays)
+
+
+def test_each_stretch_between_two_attentions_is_a_segment(engine: Engine) -> None:
+    graphs = engine.runner.prefill_cuda_graph_runner.backend._graphs
+    assert sorted(key.size for key in graphs) == BUCKETS
+    for graph in graphs.values():
+        assert prefill_graphs.segments_of(graph) == len(graph._break_fns) + 1 == LAYERS + 1
+
+
+HARD = (*HARD_LAST_ROWS, *HARD_LOGPROBS, *HARD_UNREAD)
+
+
+def test_replays_are_eager_forwards(engine: Engine) -> None:
+    window = engine.text_model.config.sliding_window
+    replayed: list[bool] = []
+
+    @settings(
+        max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    @given(batches(24, 8, logprobs=True))
+    def property_(batch: Batch) -> None:
+        replayed.append(assert_replays_are_eager(engine, batch.prompts(window)))
+
+    for batch in HARD:
+        property_ = example(batch)(property_)
+    property_()
+    assert sum(replayed) > 20
+
+
+@pytest.mark.parametrize("rows", [8, 9, 16, 33, 63, 64, 65, 127, 128, 7, 129])
+def test_padded_rows(engine: Engine, rows: int) -> None:
+    """A bucket that is full, one row short of it, or half empty; none for the last two lengths."""
+    assert assert_replays_are_eager(engine, batch_of((0, rows))) == (rows not in (7, 129))
+
+
+def test_decoding_requests_beside_a_prompt(engine: Engine) -> None:
+    decoding = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((40, 1))]
+    assert assert_replays_are_eager(engine, [*batch_of((0, 20), (5, 9)), *decoding])
+
+
+# ---------------------------------------------------------------- what fails as on CUDA
+
+
+@contextmanager
+def changed_rows(engine: Engine, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """In the span ``change`` is made to what the FFN of layer 1 gives."""
+    ffn = engine.text_model.layers[1].mlp
+    handle = ffn.register_forward_hook(lambda _, __, rows: change(rows))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def recorded_anew(engine: Engine) -> Iterator[None]:
+    """Other recordings for the span."""
+    runner = engine.runner
+    before = runner.prefill_cuda_graph_runner
+    try:
+        with torch.no_grad():
+            runner.init_prefill_cuda_graph()
+        yield
+    finally:
+        runner.prefill_cuda_graph_runner = before
+
+
+def test_an_input_without_a_slot(engine: Engine) -> None:
+    """A replay would read where it lay when it was recorded."""
+    held = [torch.full((1,), 2.0)]
+    with changed_rows(engine, lambda rows: rows * held[0]), recorded_anew(engine):
+        batch = engine.schedule(batch_of((0, 16)))
+        run(engine, batch)
+        held.clear()
+        with pytest.raises(FreedMemoryError, match="nobody holds any more"):
+            run(engine, batch)
+
+
+def test_a_weight_that_lies_elsewhere_now(engine: Engine) -> None:
+    batch = engine.schedule(batch_of((0, 16)))
+    weight = engine.text_model.layers[LAYERS - 1].mlp.down_proj.weight
+    before, weight.data = weight.data.clone(), torch.zeros_like(weight)
+    with pytest.raises(FreedMemoryError, match="nobody holds any more"):
+        run(engine, batch)
+    weight.data = before
+    with torch.no_grad():
+        engine.runner.init_prefill_cuda_graph()
+    assert run(engine, batch).replays == 1
+
+
+def test_the_host_reads_while_it_is_recorded(engine: Engine) -> None:
+    def reading(rows: torch.Tensor) -> torch.Tensor:
+        return rows * float(rows.isfinite().all())
+
+    with changed_rows(engine, reading), pytest.raises(CaptureError), recorded_anew(engine):
+        pass
+    assert assert_replays_are_eager(engine, batch_of((0, 20)))
