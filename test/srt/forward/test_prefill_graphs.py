@@ -97,6 +97,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
         }
         engine = Engine(tiny_checkpoint, **(ENGINE | arguments))
         assert type(engine.runner.prefill_cuda_graph_runner) is PrefillCudaGraphRunner
+        assert engine.runner.model_config.is_multimodal
         yield engine
 
 
