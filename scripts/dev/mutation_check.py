@@ -51,6 +51,7 @@ from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -147,6 +148,8 @@ def run_pytest(tree: Path, arguments: Sequence[str], notes: Path) -> None:
     # environment.py has imported this checkout's package; the tests are to find that of their tree.
     for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         del sys.modules[name]
+    # Processes that the tests fork would import this script first, and with it the package again.
+    sys.modules["__main__"] = ModuleType("__main__")
     import pytest
 
     recorder = Recorder()

@@ -193,8 +193,8 @@ def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
     with settings.changed(self_check=True):
         engine.runner.init_attention_backends()
         assert starting.of(engine.text_model).constant_reason is None
-    with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of the package
-        engine.runner.init_attention_backends()
+        with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
+            engine.runner.init_attention_backends()
     assert_stock(engine, ranks.NOT_ALIKE)
 
 

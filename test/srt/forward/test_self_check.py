@@ -338,7 +338,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
         with BREAKAGES[way](known), self_check.comparing(engine.runner, known) as both:
             found = both.findings()
         means = [one.excess for one in found if one.what.startswith("mean of the values")]
-        assert max(means) > 4
+        assert max(means) > 50  # without marks it would be 6
 
 
 def test_keys_of_the_pool_are_as_large_as_the_models(engine: Engine) -> None:
