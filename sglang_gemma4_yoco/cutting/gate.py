@@ -153,9 +153,12 @@ class Plan:
         attention = known.attention
         assert attention is not None
         tail = Tail.of(forward_batch, admission.kept, admission.unread, attention.tail)
-        replay = None if known.graphs is None else known.graphs.planned(forward_batch, tail)
-        if replay is None and not tail.unread:
-            attention.plan(forward_batch, tail.fields)
+        replay = None
+        if not tail.unread:  # else there is nothing to run
+            if known.graphs is not None:
+                replay = known.graphs.planned(forward_batch, tail)
+            if replay is None:
+                attention.plan(forward_batch, tail.fields)
         return cls(forward_batch, admission.judged, tail, attention, replay)
 
     def still_holds(self) -> bool:

@@ -71,13 +71,7 @@ class ServedModel:
         model: Any,
         constant_reason: str | None,
         attention: OwnBackend | None = None,
-        backend: Any | None = None,
     ) -> None:
-        """Know of ``model`` what is given.
-
-        Args:
-            backend: the runner's attention backend, where ``attention`` does not tell it.
-        """
         self.model = model
         self.constant_reason = constant_reason
         self.attention = attention
@@ -86,7 +80,7 @@ class ServedModel:
         self.graphs: TailGraphs | None = None
         self.launched_because = graphs.NOT_YET
         self.planned: Any = None
-        self.backend = backend if attention is None else attention.main
+        self.backend = None if attention is None else attention.main
         self._shadows = Shadows()
 
     @cached_property
@@ -108,8 +102,8 @@ class ServedModel:
 
     @property
     def _over_the_pools(self) -> Any | None:
-        """The backend that says for sure where pools and device are: the tail's own, if any."""
-        return self.backend if self.attention is None else self.attention.tail
+        """The backend that says for sure where pools and device are; None without one."""
+        return None if self.attention is None else self.attention.tail
 
     @cached_property
     def donor_cut(self) -> DonorCut:

@@ -36,8 +36,8 @@ def start(runner: Any, model: Any) -> None:
     attention = _own_backend(runner) if reason is None else None
     if reason is None and attention is None:
         reason = backends.NO_TAIL
-    reason = ranks.disagreement(_findings(reason, attention)) or reason
-    known = ServedModel(model, reason, attention if reason is None else None, runner.attn_backend)
+    reason = ranks.disagreement(_findings(reason)) or reason
+    known = ServedModel(model, reason, attention if reason is None else None)
     known.attach(gate.plan_ahead)
     _foretell(runner)
     if reason is not None:
@@ -183,10 +183,9 @@ def _constant_reason(runner: Any, model: Any) -> str | None:
     )
 
 
-def _findings(reason: str | None, attention: OwnBackend | None) -> str:
+def _findings(reason: str | None) -> str:
     """What must be the same on all ranks for a batch to be cut on all of them."""
-    found = f"planned ahead: {attention is not None}, stepping aside: {reason}"
-    return f"{__version__}, {found}, {settings.current}"
+    return f"{__version__}, stepping aside: {reason}, {settings.current}"
 
 
 def _compile_kernels(known: ServedModel) -> None:

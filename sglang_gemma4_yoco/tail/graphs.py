@@ -310,12 +310,9 @@ class TailGraphs:
         return min((rows for rows in self._graphs if rows >= len(kept.lens)), default=None)
 
     def planned(self, forward_batch: Any, tail: Tail) -> Replay | None:
-        """Plan the tail of this batch for a graph; None if there is none for it.
-
-        Of an unread chunk there is no tail to run.
-        """
+        """Plan the tail of this batch for a graph; None if there is none for it."""
         rows, size = len(tail.kept.lens), self.size_for(tail.kept)
-        if size is None or tail.unread:
+        if size is None:
             return None
         self._plan(size, rows, forward_batch)
         # Nothing in it is the batch's own, so each is made once.

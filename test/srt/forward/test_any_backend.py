@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.platforms.interface import SRTPlatform
 
 from batches import BATCHES, batch_of, kept_rows
@@ -223,6 +224,30 @@ def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, n
             assert starting.of(engine.text_model).constant_reason == backends.NO_TAIL
     engine.runner.init_attention_backends()
     assert starting.of(engine.text_model).constant_reason is None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FrontBackend,
+        *(
+            type(name, (FrontBackend,), {"__module__": "sglang.srt.layers.attention.a"})
+            for name in ("TRTLLMHAAttnBackend", "FlashAttentionBackend", "XPUAttentionBackend")
+        ),
+    ],
+)
+def test_the_published_helper_asks_for_the_current_backend(engine: Engine, kind: type) -> None:
+    """What it cuts is planned on that one, where the package has planned nothing ahead."""
+    known = starting.of(engine.text_model)
+    assert known.attention is not None
+    batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
+    for backend, eligible in (
+        (known.attention.main, True),
+        (known.attention.tail, True),
+        (object.__new__(kind), False),
+    ):
+        with forward_context(ForwardContext(attn_backend=backend)):
+            assert engine.text_model._yoco_eligibility(batch) is eligible
 
 
 class PoolOfAnotherKind(MHATokenToKVPool):

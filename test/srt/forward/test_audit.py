@@ -46,6 +46,7 @@ def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     total = sum(len(prompt.new) for prompt in prompts)
     tail = unaudited.rows[FIRST_CUT:]
     assert both.rows == [*unaudited.rows, *[total] * LAYERS, *tail]
+    assert_same_cache(unaudited, both)
     assert torch.equal(both.output.next_token_logits, unaudited.output.next_token_logits)
     assert counts() == (1, 0)
     assert 0 < report.audits.worst < 0.5  # of what is rounding

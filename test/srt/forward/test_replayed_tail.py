@@ -186,6 +186,21 @@ def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Pr
     assert_replayed(engine, TWO_PROMPTS)
 
 
+def test_no_tail_is_planned_for_an_unread_chunk(engine: Engine, tail: TailGraphs) -> None:
+    """Neither for a graph, which there is for its rows, nor to be launched."""
+    known = starting.of(engine.text_model)
+    assert known.attention is not None
+    chunks = batch_of((0, 9), (3, 5), to_come=(7, 8))
+    with (
+        mock.patch.object(known.attention, "plan", wraps=known.attention.plan) as launched,
+        mock.patch.object(tail, "planned", wraps=tail.planned) as replayed,
+    ):
+        assert_replayed(engine, chunks, launched=True)
+        assert (launched.call_count, replayed.call_count) == (0, 0)
+        assert_replayed(engine, TWO_PROMPTS)
+        assert (launched.call_count, replayed.call_count) == (0, 1)
+
+
 @pytest.mark.parametrize("name", ["one prompt", "three, two of them cached"])
 def test_a_cut_before_the_first_shared_layer(engine: Engine, name: str) -> None:
     known = starting.of(engine.text_model)
