@@ -899,6 +899,10 @@ _WRITTEN = [
          f"{SELF_CHECK}::test_what_is_broken_is_named"),
         ("attention goes on as it is", "        return forced\n", "        return None\n",
          f"{FORCED}::test_attention"),
+        ("keys are not compared",
+         "        self._compared += keys_and_values_compared("
+         "f\"layer {layer} in the pool\", stock, written)\n",
+         "", f"{AUDIT}::test_what_differs_is_answered_by_stock"),
         ("queries of zeros are not tried", "torch.zeros_like(call[\"q\"])", "call[\"q\"]",
          f"{SELF_CHECK}::test_one_key_of_many"),
         ("what has not run is not missed", "            if layer not in self._seen:\n",

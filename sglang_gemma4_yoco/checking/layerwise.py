@@ -426,7 +426,10 @@ class Forced:
         assert trace.values is not None
         assert trace.slots is not None
         buffers, slots = seams.cache_of(seams.current_attn_backend(), layer, trace.slots)
-        for buffer, values in zip(buffers, (trace.keys, trace.values), strict=True):
+        stock = trace.keys, trace.values
+        written = [buffer[slots] for buffer in buffers]
+        self._compared += keys_and_values_compared(f"layer {layer} in the pool", stock, written)
+        for buffer, values in zip(buffers, stock, strict=True):
             buffer[slots] = values
 
     def after_attention(

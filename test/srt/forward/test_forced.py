@@ -90,7 +90,8 @@ def test_attention(sharp: Engine) -> None:
 
     def other(output: torch.Tensor) -> torch.Tensor:
         """Larger and smaller in turns: what is larger as a whole is as it was behind a norm."""
-        return output * (1 + 0.05 * (-1.0) ** torch.arange(output.shape[-1]))
+        share = 1 + 0.05 * (-1.0) ** torch.arange(output.shape[-1])
+        return output * share.to(output.dtype)
 
     with on_the_fast_path(sharp, attention, "forward", other):
         found = named(sharp)
