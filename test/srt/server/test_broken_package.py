@@ -38,7 +38,7 @@ BREAKS: dict[str, tuple[str, dict[str, str]]] = {
         {"kept.extend(range(end - m, end))": "kept.extend(range(end - m - 1, end - 1))"},
     ),
     "the tail's window is one key short": (
-        "starting.py",
+        "loading/starting.py",
         {
             "import logging\n": "import logging\nfrom copy import copy\n",
             "tail = seams.build_attn_backend(runner)\n": (
@@ -48,7 +48,7 @@ BREAKS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "K and V of the donor are never written": (
-        "cutting/donor.py",
+        "tail/donor.py",
         {"save_kv_cache=k is not None": "save_kv_cache=False"},
     ),
     "the tail gives no numbers": (
