@@ -46,7 +46,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -55,7 +55,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import bench_prefill
-from bench_prefill import NotActiveError
+from bench_prefill import NotActiveError, switched
 from environment import REPO, SetupError, commit, heading, say, tail
 from sglang_gemma4_yoco.commands.servers import (
     Server,
@@ -273,13 +273,6 @@ class Machine:
             import torch
 
             torch.cuda.synchronize()
-
-
-def switched(way: str) -> AbstractContextManager[object]:
-    """The switch of this process set for the span."""
-    from sglang_gemma4_yoco import settings
-
-    return settings.changed(enabled=way == "on")
 
 
 def one_prompt(length: int) -> bench_prefill.Load:

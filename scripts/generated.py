@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
 
 
 def begin(name: str) -> str:
@@ -26,6 +30,42 @@ def inserted(document: str, name: str, content: str) -> str:
     if not first or not last:
         raise ValueError(f"there are no lines {begin(name)} and {end(name)}")
     return f"{before}{first}\n{content.rstrip()}\n{last}{after}"
+
+
+def kept_up_to_date(
+    page: Path,
+    written: Callable[[str], str],
+    script: Path,
+    about: str | None,
+    arguments: Sequence[str] | None,
+) -> int:
+    """The command of a script that writes a part of ``page``: check it, or with --write write it.
+
+    Args:
+        written: the page as it should be, from the page as it is.
+        script: the script, for the line that says what to run.
+        about: what its ``--help`` says.
+        arguments: of its command line; None for this process's.
+
+    Returns:
+        The exit status: 1 if the page is out of date.
+    """
+    name = page.relative_to(REPO)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help=f"write {name}")
+    write = parser.parse_args(arguments).write
+    before = page.read_text()
+    wanted = written(before)
+    if write:
+        page.write_text(wanted)
+        return 0
+    if before != wanted:
+        command = script.resolve().relative_to(REPO)
+        print(f"{name} is out of date: python3 {command} --write")
+        return 1
+    return 0
 
 
 def markdown(head: Sequence[str], rows: Iterable[Iterable[object]], *, numbers: int = 0) -> str:

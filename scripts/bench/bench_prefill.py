@@ -40,7 +40,7 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
@@ -290,16 +290,21 @@ def synchronizer(engine: Any) -> Callable[[], None]:
     return torch.cuda.synchronize if engine.runner.device == "cuda" else lambda: None
 
 
+def switched(way: str) -> AbstractContextManager[None]:
+    """The fast path of this process on or off for the span, as the way says."""
+    from sglang_gemma4_yoco import settings
+
+    return settings.changed(enabled=way != "off")
+
+
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    from sglang_gemma4_yoco import settings
     from sglang_gemma4_yoco.cutting import gate
 
     synchronize = synchronizer(engine)
     # Front-only answers nothing, so no gate would ever admit it.
     pretended = mock.patch.object(gate, "is_unread", return_value=True)
-    switched = settings.changed(enabled=way != "off")
-    with switched, pretended if way == "front" else nullcontext():
+    with switched(way), pretended if way == "front" else nullcontext():
         synchronize()
         began = time.perf_counter()
         output = engine.forward(batch)
@@ -363,10 +368,6 @@ def measure_host(engine: Any, batch: Any, repeats: int) -> dict[str, HostWork]:
     from statistics import median
 
     import host_work
-    from sglang_gemma4_yoco import settings
-
-    def switched(way: str) -> Any:
-        return settings.changed(enabled=way != "off")
 
     forward = partial(engine.forward, batch)
     ways = WAYS[:2]
@@ -377,7 +378,6 @@ def measure_host(engine: Any, batch: Any, repeats: int) -> dict[str, HostWork]:
     seconds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for repeat in range(repeats):
         for way in ways if repeat % 2 else reversed(ways):
-            # Outside of the clock: all variables are written anew when the switch is put back.
             with switched(way):
                 synchronizer(engine)()
                 seconds[way].append(host_work.clock(engine, forward))

@@ -5,7 +5,6 @@ How far a proof goes is not written down but taken from the folders of the tests
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from generated import inserted, markdown
+from generated import inserted, kept_up_to_date, markdown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -119,18 +118,7 @@ def written(page: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the page, or write it; 1 if it is not as the data has it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write docs/modes.md")
-    args = parser.parse_args(arguments)
-    page = PAGE.read_text()
-    wanted = written(page)
-    if args.write:
-        PAGE.write_text(wanted)
-        return 0
-    if page != wanted:
-        print("docs/modes.md is out of date: python3 scripts/docs/mode_table.py --write")
-        return 1
-    return 0
+    return kept_up_to_date(PAGE, written, Path(__file__), __doc__, arguments)
 
 
 if __name__ == "__main__":

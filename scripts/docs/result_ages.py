@@ -7,7 +7,6 @@ a commit alone. Checks benchmark/README.md, or writes it; the exit status is 1 i
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from environment import REPO, package_of
-from generated import inserted, markdown
+from generated import inserted, kept_up_to_date, markdown
 
 PAGE = REPO / "benchmark" / "README.md"
 RESULTS = REPO / "benchmark" / "results"
@@ -44,20 +43,7 @@ def written(page: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the page, or write it; 1 if it is not as the files have it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="write benchmark/README.md")
-    args = parser.parse_args(arguments)
-    page = PAGE.read_text()
-    wanted = written(page)
-    if args.write:
-        PAGE.write_text(wanted)
-        return 0
-    if page != wanted:
-        print("benchmark/README.md is out of date: python3 scripts/docs/result_ages.py --write")
-        return 1
-    return 0
+    return kept_up_to_date(PAGE, written, Path(__file__), __doc__, arguments)
 
 
 if __name__ == "__main__":

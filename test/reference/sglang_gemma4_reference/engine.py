@@ -24,8 +24,6 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
 
-SWITCH = "SGLANG_GEMMA4_YOCO"
-
 
 @dataclass(frozen=True)
 class Prompt:

@@ -106,12 +106,16 @@ def take_graphs(of_decode_steps: Callable[[], bool]) -> None:
 
 def records_prefills() -> bool:
     """Whether ``prefill_graphs`` knows how prefills are recorded: tried with 0.5.23."""
-    return Version(version("sglang")) >= Version("0.5.23")
+    return _is_at_least("0.5.23")
 
 
 def moves_cache_to_the_host() -> bool:
     """Whether ``host_cache`` knows how K and V go to the host and back: tried with 0.5.23."""
-    return Version(version("sglang")) >= Version("0.5.23")
+    return _is_at_least("0.5.23")
+
+
+def _is_at_least(release: str) -> bool:
+    return Version(version("sglang")) >= Version(release)
 
 
 def take_host_cache() -> None:

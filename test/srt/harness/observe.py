@@ -16,11 +16,10 @@ from sglang.srt.model_executor import forward_context
 
 from batches import kept_rows
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCH, Engine, Prompt, switched
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco.tail.donor import DonorCut
 
 __all__ = [
-    "SWITCH",
     "TOLERANCE",
     "Attended",
     "Expected",

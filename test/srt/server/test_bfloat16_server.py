@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from layer_rows import assert_all_fast, cut
 from server import Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco.commands import examination, prompts, verdict
-from sglang_gemma4_yoco.commands import servers as asking
 
 WINDOW = E2B_TINY.sliding_window
 LENGTHS = (300, 12, 50, WINDOW - 1, WINDOW, WINDOW + 1, 5, 2, 100, 20, 40, 70, 90, 15)
@@ -111,16 +109,9 @@ def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -
     )
 
 
-def as_verify_sees_it(server: Server, *, fast: bool) -> asking.Server:
-    port = urlsplit(server.url).port
-    assert port is not None
-    return asking.Server(fast, [], port, server.log_file)
-
-
 @pytest.mark.release
 def test_verify_finds_nothing(servers: tuple[Server, Server], checkpoint: Path) -> None:
-    on, off = servers
-    stock, fast = as_verify_sees_it(off, fast=False), as_verify_sees_it(on, fast=True)
+    fast, stock = servers
     maker = prompts.Maker.of(str(checkpoint))
     plan = examination.make_plan(prompts.bundled()[:8], maker, stock, str(checkpoint), "cpu")
     assert not plan.exact

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -222,17 +221,14 @@ def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_
     assert not (tmp_path / "here" / "server-off.log").exists()
 
 
-def test_a_time_from_the_prefix_cache_is_refused(on_server: Server, tmp_path: Path) -> None:
+def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
     """But not for a first token that two random prompts share by chance."""
-    port = urlsplit(on_server.url).port
-    assert port is not None
-    timed = servers.Server(True, [], port, tmp_path / "log")
     asked = [5, *range(10, 137)]
-    timed.first_token(asked)
-    _, reply = timed.first_token([5, *reversed(range(10, 137))])
+    on_server.first_token(asked)
+    _, reply = on_server.first_token([5, *reversed(range(10, 137))])
     assert reply["meta_info"]["cached_tokens"] == 1
     with pytest.raises(CommandError, match="--disable-radix-cache"):
-        timed.first_token(asked)
+        on_server.first_token(asked)
 
 
 # ---------------------------------------------------------------- what cannot be verified
