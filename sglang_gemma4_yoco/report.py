@@ -19,10 +19,13 @@ logger = logging.getLogger("sglang_gemma4_yoco")
 ACTIVE = "active"
 TAIL_REPLAYED = "active, tail replayed"
 TAIL_SKIPPED = "active, tail skipped"
+ALL_REPLAYED = "active, front and tail replayed"
+FRONT_REPLAYED = "active, front replayed, tail skipped"
 FAILED = "failed, served by stock"
-CUT = frozenset({ACTIVE, TAIL_REPLAYED, TAIL_SKIPPED})
+CUT = frozenset({ACTIVE, TAIL_REPLAYED, TAIL_SKIPPED, ALL_REPLAYED, FRONT_REPLAYED})
 
 #: Forwards by outcome: ``ACTIVE`` (the tail was launched), ``TAIL_REPLAYED``, ``TAIL_SKIPPED``,
+#: the same two behind a front that SGLang had recorded (``ALL_REPLAYED``, ``FRONT_REPLAYED``),
 #: ``FAILED`` or the reason for stepping aside.
 forwards: Counter[str] = Counter()
 

@@ -9,6 +9,7 @@ their names; what differs is told apart here and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -119,7 +120,12 @@ _SINCE = {
     "ForwardBatch.kv_loc_cols": Version("0.5.22"),
 }
 _REQUIRED_MODES = ("EXTEND", "DECODE", "MIXED")
-_REQUIRED_OF_RUNNERS = ("init_attention_backends", "init_cuda_graphs", "init_decode_cuda_graph")
+_REQUIRED_OF_RUNNERS = (
+    "init_attention_backends",
+    "init_cuda_graphs",
+    "init_decode_cuda_graph",
+    "init_prefill_cuda_graph",
+)
 _REQUIRED_OF_CONTEXTS = ("forward_context", "get_forward_context", "has_forward_context")
 _REQUIRED_OF_RESIDUALS = ("set_written", "start")
 
@@ -372,6 +378,57 @@ def _indexes_shared_layers() -> bool:
     return False
 
 
+def prefill_graphs_are_asked_for() -> bool:
+    """Whether the operator has named breakable prefill graphs; SGLang may choose them unasked."""
+    named = getattr(_published(), "cuda_graph_backend_prefill", None)
+    return named == "breakable" and prefill_graph() == "breakable"
+
+
+@contextmanager
+def indexing_shared_layers() -> Iterator[None]:
+    """In the span SGLang leaves attention layers as they come where two have one id.
+
+    What it makes of them is looked up by nobody since 0.5.23; before, a break looks its layer up
+    by its id, and finds its donor's, which is alike in heads, window and scale.
+    """
+    setup = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
+    name = "index_attention_layers_by_global_id"
+    stock = getattr(setup, name, None)
+    if stock is None:  # up to 0.5.18
+        yield
+        return
+
+    def tolerant(attention_layers: Any, companions: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(attention_layers, companions, *args, **kwargs)
+        except ValueError:
+            return attention_layers, companions
+
+    setattr(setup, name, tolerant)
+    try:
+        yield
+    finally:
+        setattr(setup, name, stock)
+
+
+def without_embeddings_beside_ids(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``Gemma4TextModel.forward`` that takes the ids where it is given embeddings as well."""
+
+    @functools.wraps(forward)  # SGLang reads its parameters
+    def of_ids(
+        input_ids: Any,
+        positions: Any,
+        forward_batch: Any,
+        input_embeds: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        embeds = input_embeds if input_ids is None else None
+        return forward(input_ids, positions, forward_batch, embeds, *args, **kwargs)
+
+    return of_ids
+
+
 def copies_positions() -> bool:
     """Whether positions stay as they are where a recorded prefill reads them, one too low."""
     variable = getattr(envs, POSITIONS_VARIABLE, None)
@@ -539,6 +596,103 @@ def _room_for_windows(backend: Any, planner: ModuleType, requests: int) -> Itera
         yield
     finally:
         setattr(planner, _WINDOW_PLANNER, stock)
+
+
+# -- recorded prefills -----------------------------------------------------------------------
+
+_BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
+
+
+def _breaks() -> ModuleType | None:
+    """SGLang's module of breakable graphs; None where it is not what this package knows."""
+    try:
+        module = import_module(f"{_BREAKABLE}.breakable_cuda_graph")
+    except ImportError:
+        return None
+    names = ("BreakableCUDAGraph", "_current_capture_var", "_weak_ref_if_tensor")
+    return module if all(hasattr(module, name) for name in names) else None
+
+
+def segmented_recording() -> Any | None:
+    """The graph whose segments are being recorded right now; None in warm-ups and forwards."""
+    module = _breaks()
+    capture = None if module is None else module._current_capture_var.get()
+    return None if capture is None else capture.cuda_graph
+
+
+def segments_so_far(graph: Any) -> int:
+    """How many segments a graph that is being recorded has before the break that comes next."""
+    return len(graph._break_fns) + 1
+
+
+def held_by_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which the graph that is being recorded keeps and nobody else need hold."""
+    module = _breaks()
+    assert module is not None
+    held: torch.Tensor = module._weak_ref_if_tensor(tensor)
+    return held
+
+
+class RecordedPrefills:
+    """SGLang's prefills, recorded in segments between one attention and the next, by bucket.
+
+    Attributes:
+        runner: SGLang's runner of them.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.backend = runner.backend
+
+    @staticmethod
+    def why_not(runner: Any) -> str | None:
+        """Why the prefills that this ``ModelRunner`` has recorded have no breaks, or None."""
+        prefills = runner.prefill_cuda_graph_runner
+        backend: Any = getattr(prefills, "backend", None)
+        if type(backend).__name__ != "BreakableCudaGraphBackend":
+            return f"recorded by {type(backend).__name__}, without breaks"
+        missing = [] if hasattr(prefills, "execute") else ["runner.execute"]
+        owned = ("replay", "_graphs", "_outputs")
+        missing += [f"backend.{name}" for name in owned if not hasattr(backend, name)]
+        module = _breaks()
+        if module is None or not all(
+            type(graph) is module.BreakableCUDAGraph
+            and len(getattr(graph, "_segments", ())) == len(getattr(graph, "_break_fns", ())) + 1
+            for graph in getattr(backend, "_graphs", {}).values()
+        ):
+            missing.append("graphs of segments and breaks")
+        if missing:
+            return f"SGLang {_installed()} lacks {', '.join(missing)}"
+        if not backend._graphs:
+            return "there are none"
+        tensors = all(isinstance(output, torch.Tensor) for output in backend._outputs.values())
+        return None if tensors else "what they return is no tensor"
+
+    @property
+    def graphs(self) -> dict[Any, Any]:
+        """By bucket."""
+        return dict(self.backend._graphs)
+
+    @property
+    def outputs(self) -> dict[Any, torch.Tensor]:
+        """By bucket: [bucket, hidden], which the next replay of any bucket overwrites."""
+        return dict(self.backend._outputs)
+
+    def first_segments(self, graph: Any, segments: int) -> Any:
+        """The same graph up to the break behind so many segments, which it leaves out."""
+        first = type(graph)()
+        first._segments = graph._segments[:segments]
+        first._break_fns = graph._break_fns[: segments - 1]
+        return first
+
+    def replay(self, graph: Any) -> None:
+        """Run a graph, or the first segments of one, as SGLang runs it."""
+        pool = import_module("sglang.srt.model_executor.runner_utils.pool")
+        scope = getattr(pool, "graph_pool_replay_scope", None)  # 0.5.21 and later
+        with ExitStack() as span:
+            if scope is not None:
+                span.enter_context(scope())
+            graph.replay()
 
 
 # -- CUDA graphs -----------------------------------------------------------------------------

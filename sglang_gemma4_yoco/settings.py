@@ -30,6 +30,8 @@ class Settings:
         self_check: prefills are compared with stock's when the server starts.
         audit: one of so many shortened prefills is run again as stock; 0 for none.
         audit_strict: an audit that finds a defect turns the fast path off.
+        prefill_graphs: prefills that SGLang replays are shortened as well, and its recording of
+            them is repaired where the operator has asked for them by name.
     """
 
     enabled: bool = True
@@ -38,6 +40,7 @@ class Settings:
     self_check: bool = True
     audit: int = 0
     audit_strict: bool = False
+    prefill_graphs: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,12 @@ VARIABLES: Mapping[str, Variable] = {
         f"{SWITCH}_AUDIT_STRICT",
         "an audit that differs is logged",
         "use 1 to turn the fast path off where an audit differs, 0 (or leave it unset) not to",
+    ),
+    "prefill_graphs": Variable(
+        f"{SWITCH}_PREFILL_GRAPHS",
+        "prefills that SGLang replays are shortened as well",
+        "use 1 (or leave it unset) to shorten prefills that SGLang replays from CUDA graphs, and "
+        "to repair their recording where --cuda-graph-backend-prefill asks for it; 0 for neither",
     ),
 }
 

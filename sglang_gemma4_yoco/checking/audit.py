@@ -7,6 +7,9 @@ layers launched on the same rows, padding and all. Compared are all rows that ar
 layer K-1, and the logits and input log-probabilities that SGLang's own logits processor makes of
 the rows that the model hands on. (The layers before K-1 are stock's in any case.)
 
+A prefill that has left SGLang's recording by the door is compared there (``replayed``), with the
+same recording run to its end.
+
 The stock forward finds all as the first one did, for the same reasons as in ``fallback``; K and V
 go to the same slots once more, and stock's are what lies there in the end.
 
@@ -25,11 +28,11 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import report, seams, settings
-from sglang_gemma4_yoco.checking import layerwise, proof, rounding
+from sglang_gemma4_yoco.checking import layerwise, proof, replayed, rounding
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.cutting.forward import Forwards
+from sglang_gemma4_yoco.cutting.forward import Forwards, ReplayedFront
 from sglang_gemma4_yoco.cutting.gate import Plan
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import ranks
@@ -97,14 +100,47 @@ class Auditor:
         except Exception as failure:
             if not fallback.is_alone():
                 raise
-            self._known.auditor = None
-            report.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
+            self._failed(failure)
             return _with_rows(output, fast)
         if plan.tail.unread:
             self._judge(plan, found, 0)
             return stock
         self._compare_logits(plan, fast, forced, found)
         return stock
+
+    def audit_replayed(
+        self, plan: Plan, output: torch.Tensor, front: ReplayedFront
+    ) -> torch.Tensor:
+        """Run a forward that left SGLang's recording by the door to its end as well.
+
+        Args:
+            plan: of the batch, whose forward is over.
+            output: [bucket, hidden], what the fast path has given.
+            front: the forward.
+
+        Returns:
+            [bucket, hidden], what the model goes on with, in the same memory.
+        """
+        self._shadows.close()
+        index = plan.tail.index
+        fast = output.index_select(0, index)
+        try:
+            found = replayed.findings(self._known, plan, fast, front)
+        except Exception as failure:
+            if not fallback.is_alone():
+                raise
+            self._failed(failure)
+            return output.index_copy_(0, index, fast)
+        if plan.tail.unread:
+            self._judge(plan, found, 0)
+        else:
+            self._compare_answers(plan, fast, found)
+        return output
+
+    def _failed(self, failure: Exception) -> None:
+        """An audit could not be made: the others are not made either."""
+        self._known.auditor = None
+        report.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
 
     # -- layer by layer ------------------------------------------------------------------------
 
@@ -202,6 +238,25 @@ class Auditor:
 
         self._shadows.add(self._processor, "forward", all_of)
 
+    def _compare_answers(self, plan: Plan, fast: torch.Tensor, found: list[Finding]) -> None:
+        """Where SGLang asks for the logits of stock's rows, give those of the fast ones as well."""
+
+        def both(processor: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+                self._shadows.close()
+                expected = processor(input_ids, hidden_states, *args, **kwargs)
+                logits = expected.next_token_logits.clone()
+                rows = hidden_states.index_copy(0, plan.tail.index, fast)
+                answer = processor(input_ids, rows, *args, **kwargs)
+                if self._judge(plan, found, _changes(logits, answer.next_token_logits)):
+                    return answer
+                expected.next_token_logits = logits
+                return expected
+
+            return forward
+
+        self._shadows.add(self._processor, "forward", both)
+
     # -- verdict -------------------------------------------------------------------------------
 
     def _judge(self, plan: Plan, found: list[Finding], changes: int) -> bool:
@@ -223,6 +278,8 @@ class Auditor:
         batch = plan.batch
         starts = batch.extend_logprob_start_lens_cpu if batch.return_logprob else None
         run = "skipped" if plan.tail.unread else "launched" if plan.replay is None else "replayed"
+        if plan.front_replayed:
+            run += ", front replayed"
         report.error(
             f"Gemma 4 fast prefill: an audited prefill differs from stock's: {worst}; new tokens "
             f"{batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, logprobs from "

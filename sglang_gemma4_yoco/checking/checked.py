@@ -19,6 +19,8 @@ class Checked:
         noise: that of stock from itself, where every step of its tail is rounded once more.
         seconds: how long it took.
         unchecked: why nothing was compared.
+        doors: as ``worst``, of prefills that left SGLang's recordings by their doors; None where
+            these are closed.
     """
 
     worst: Finding | None = None
@@ -26,6 +28,7 @@ class Checked:
     noise: float | None = None
     seconds: float = 0.0
     unchecked: str | None = None
+    doors: Finding | None = None
 
     @property
     def agrees(self) -> bool:

@@ -32,6 +32,7 @@ from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
+from sglang_gemma4_yoco.checking.replayed import Witness
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding.rows import KeptRows
@@ -47,6 +48,7 @@ RAISED = "the fast path raised an error"
 NO_NUMBERS = "logits that are no numbers"
 OTHERS_ROW = "logits nearer to another request's than to its own"
 OTHERS_SLOTS = "slots that are not the requests' were written to"
+NO_DOOR_TAKEN = "no prefill of the check has left by a door"
 _BEING_CHECKED = "it is being compared with stock"
 _NEW = 7  # tokens of a request
 _BEHIND = 2  # tokens of one, behind the window of its first one
@@ -80,12 +82,15 @@ def check(runner: Any, known: ServedModel) -> Checked:
     began = time.monotonic()
     try:
         with comparing(runner, known) as both:
-            found = both.findings()
+            with known.eagerly():
+                found = both.findings()
+            doors = both.through_doors()
     except NotComparableError as why:
         return Checked(unchecked=str(why))
     except FastPathError:  # it is logged, with its traceback
         return Checked(rounding.defect(RAISED), seconds=time.monotonic() - began)
-    return Checked(rounding.worst(found), both.apart, both.noise, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Checked(rounding.worst(found), both.apart, both.noise, seconds, doors=doors)
 
 
 @contextmanager
@@ -101,7 +106,9 @@ def comparing(runner: Any, known: ServedModel) -> Iterator[BothWays]:
         raise NotComparableError(NO_ROOM)
     placed = _placed(runner, known, requests, window)
     with torch.no_grad(), placed as places, settings.changed(min_skipped_rows=1):
-        yield BothWays(runner, known, requests, places)
+        with known.eagerly():
+            both = BothWays(runner, known, requests, places)
+        yield both
 
 
 # ---------------------------------------------------------------- requests
@@ -302,6 +309,30 @@ class BothWays:
             found.append(rounding.defect(OTHERS_SLOTS))
         return found
 
+    def through_doors(self) -> Finding | None:
+        """Prefills that leave SGLang's recording by its open doors; None where they are closed.
+
+        Returns:
+            What is farthest beyond its bound, or nearest to it.
+        """
+        if self._known.doors.closed is not None:
+            return None
+        kinds = (True, False) if self._graph_size is not None else (False,)
+        witness = Witness(self._known)
+        before, self._known.auditor = self._known.auditor, witness
+        try:
+            for finishes in kinds:
+                self._fast(None, finishes=finishes)
+        except NotComparableError as why:
+            return rounding.defect(f"{NO_DOOR_TAKEN}: {why}")
+        finally:
+            self._known.auditor = before
+        if witness.seen < len(kinds):  # recordings have no room for these, or too much
+            return rounding.defect(NO_DOOR_TAKEN)
+        if not all(map(torch.equal, self._before, self._others())):
+            witness.found.append(rounding.defect(OTHERS_SLOTS))
+        return rounding.worst(witness.found)
+
     # -- what is compared ----------------------------------------------------------------------
 
     def _launched(self, trace: Trace, starts: list[int] | None) -> list[Finding]:
@@ -320,8 +351,7 @@ class BothWays:
 
     def _replayed(self, trace: Trace) -> list[Finding]:
         """The recorded tail, given stock's rows, and its layers launched on the same rows."""
-        tail = self._known.graphs
-        size = None if tail is None else tail.size_for(KeptRows.suffixes(self._lens, self._lens))
+        tail, size = self._known.graphs, self._graph_size
         if tail is None or size is None:
             return []
         with Forced(self._known.model, trace, 0, tail.first - 1) as forced:
@@ -337,6 +367,12 @@ class BothWays:
         inputs = tail.inputs_for(size, len(self._requests), fill)
         launched = tail.launched(inputs)[: len(self._requests)]
         return [*forced.findings(), *self._written(run), proof.difference(launched, replayed)]
+
+    @property
+    def _graph_size(self) -> int | None:
+        """Rows of the graph that replays the requests' last rows; None if none does."""
+        tail = self._known.graphs
+        return None if tail is None else tail.size_for(KeptRows.suffixes(self._lens, self._lens))
 
     def _as_served(self) -> list[Finding]:
         """End to end, with nothing forced: what no rounding does."""

@@ -159,13 +159,9 @@ class Cut:
 
     def write_keys_and_values(self, front: torch.Tensor) -> None:
         """K and V of layer K-1 for all rows, from its input [T, hidden]."""
-        layer, attention = self._model.layers[self._first], self.plan.attention
-        where = layer.self_attn.attn
+        layer, plan = self._model.layers[self._first], self.plan
         k, v = donor.keys_and_values(layer.self_attn, layer.input_layernorm(front), self.positions)
-        # As its attention would, which an unread chunk does without: who asks for K and V waits
-        # until a cache has loaded those of the prefix, and the next batch waits no more.
-        seams.await_loads(attention.tail.token_to_kv_pool, [where.layer_id])
-        seams.write_keys_and_values(attention.main, attention.tail, where, self.plan.batch, k, v)
+        plan.attention.write_keys_and_values(layer.self_attn.attn, plan.batch, k, v)
 
     def scatter(self, front: torch.Tensor, rows: torch.Tensor) -> None:
         """Overwrite the kept rows; the others stay as they are: finite, and read by nobody."""

@@ -1,20 +1,40 @@
-"""One prefill forward: cut if its plan says so, served by stock if not, or if the cut fails."""
+"""One prefill forward: cut if its plan says so, served by stock if not, or if the cut fails.
+
+There are two kinds: those that the model runs layer by layer (``prefill``), and those that SGLang
+replays from its own recording (``replayed_prefill``), which leave it by a door (``doors``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.cutting import fallback, gate
 from sglang_gemma4_yoco.cutting.cut import Cut, LateRefusalError
+from sglang_gemma4_yoco.cutting.doors import Door
 from sglang_gemma4_yoco.cutting.gate import Plan, at_the_forward
-from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.tail.graphs import ReplayError
+from sglang_gemma4_yoco.cutting.served import Auditor, ServedModel
+from sglang_gemma4_yoco.tail.graphs import Inputs, ReplayError
+
+
+class _Kind(Protocol):
+    """A forward that can be run on either path, again and again."""
+
+    def fast(self, plan: Plan) -> Any:
+        """Run it on the fast path; what the model goes on with."""
+        ...
+
+    def stock(self) -> Any:
+        """Run it as stock, all as it was before it ran."""
+        ...
+
+    def audited(self, auditor: Auditor, plan: Plan, output: Any) -> Any:
+        """Have it compared with stock; what the model goes on with."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,20 +65,36 @@ def prefill(
         embeds: [T, hidden], the input embeddings that the model was called with, or None.
         run: the stock forward, which the cut makes fast.
     """
+    return _served(known, forward_batch, _Launched(known, positions, embeds, run))
+
+
+def replayed_prefill(
+    known: ServedModel, bucket: Any, static_batch: Any, run: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Run one forward of which SGLang has a recording.
+
+    Args:
+        bucket: which recording.
+        static_batch: the batch that it reads, padded to the bucket.
+        run: runs the recording to its end.
+
+    Returns:
+        [bucket, hidden], SGLang's output, which the next replay overwrites.
+    """
+    rows: torch.Tensor = _served(
+        known, known.replaying, ReplayedFront(known, bucket, static_batch, run)
+    )
+    return rows
+
+
+def _served(known: ServedModel, forward_batch: Any, kind: _Kind) -> Any:
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
-    copy = None
     try:
         decided = at_the_forward(known, forward_batch)
         if isinstance(decided, Plan):
-            plan = decided
-            copy = fallback.copy_of(embeds)
-            output = _cut(known, plan, positions, run)
+            output = _cut(known, decided, kind)
             if known.auditor is not None and known.auditor.is_due():
-                forwards = Forwards(
-                    stock=partial(_again, embeds, copy, run),
-                    cut=partial(_cut_again, known, positions, embeds, copy, run),
-                )
-                return known.auditor.audit(plan, output, forwards)
+                return kind.audited(known.auditor, decided, output)
             return output
         known.release()
         reason = decided.reason
@@ -68,52 +104,24 @@ def prefill(
         if not fallback.is_alone():
             raise
         fallback.failed(failure, rows)
-        fallback.put_back(embeds, copy)
         if isinstance(failure, ReplayError):
             known.drop_graphs(f"a replay failed: {type(failure.__cause__).__name__}")
-        return run()
+        return kind.stock()
     report.stepped_aside(reason, rows, tell=gate.is_news(reason))
-    fallback.put_back(embeds, copy)
-    return run()
+    return kind.stock()
 
 
-def _again(embeds: torch.Tensor | None, copy: torch.Tensor | None, run: Callable[[], Any]) -> Any:
-    fallback.put_back(embeds, copy)
-    return run()
-
-
-def _cut_again(
-    known: ServedModel,
-    positions: torch.Tensor,
-    embeds: torch.Tensor | None,
-    copy: torch.Tensor | None,
-    run: Callable[[], Any],
-    plan: Plan,
-) -> torch.Tensor:
-    """The rows [T, hidden] of a forward that is cut once more, which nobody counts."""
-    fallback.put_back(embeds, copy)
-    try:
-        with Cut(known, plan, positions):
-            # The embeddings are the residual, and with it the output, where a layer behind the
-            # first one is the first to run.
-            return seams.layer_rows(run()).clone()
-    finally:
-        known.release()
-        fallback.put_back(embeds, copy)
-
-
-def _cut(known: ServedModel, plan: Plan, positions: torch.Tensor, run: Callable[[], Any]) -> Any:
+def _cut(known: ServedModel, plan: Plan, kind: _Kind) -> Any:
     """The output of one forward that is cut."""
     try:
-        with Cut(known, plan, positions):
-            output = run()
+        output = kind.fast(plan)
     finally:
         known.release()
     kept = plan.tail.kept
     computed = 0 if plan.tail.unread else kept.count
     report.active(
         known.model,
-        lambda: _description(known),
+        lambda: _description(known, plan),
         _outcome(plan),
         computed=computed,
         skipped=kept.total - computed,
@@ -124,13 +132,126 @@ def _cut(known: ServedModel, plan: Plan, positions: torch.Tensor, run: Callable[
 
 def _outcome(plan: Plan) -> str:
     if plan.tail.unread:
-        return report.TAIL_SKIPPED
+        return report.FRONT_REPLAYED if plan.front_replayed else report.TAIL_SKIPPED
+    if plan.front_replayed:
+        return report.ALL_REPLAYED
     return report.ACTIVE if plan.replay is None else report.TAIL_REPLAYED
 
 
-def _description(known: ServedModel) -> str:
+def _description(known: ServedModel, plan: Plan) -> str:
     model = known.model
+    front = ", front replayed from SGLang's recording" if plan.front_replayed else ""
     return (
         f"{type(model).__name__} with hidden size {model.config.hidden_size}, "
-        f"{known.attends()}, tail {known.runs_its_tail()}"
+        f"{known.attends()}{front}, tail {known.runs_its_tail()}"
     )
+
+
+# -- launched layer by layer -----------------------------------------------------------------------
+
+
+class _Launched:
+    """A forward that the model's own code runs."""
+
+    def __init__(
+        self,
+        known: ServedModel,
+        positions: torch.Tensor,
+        embeds: torch.Tensor | None,
+        run: Callable[[], Any],
+    ) -> None:
+        self._known = known
+        self._positions = positions
+        self._embeds = embeds
+        self._run = run
+        self._copy: torch.Tensor | None = None  # of the embeddings, before the first try
+
+    def fast(self, plan: Plan) -> Any:
+        """Run it on the fast path."""
+        if self._copy is None:
+            self._copy = fallback.copy_of(self._embeds)
+        with Cut(self._known, plan, self._positions):
+            return self._run()
+
+    def stock(self) -> Any:
+        """Run it as stock, given the embeddings that it was given."""
+        fallback.put_back(self._embeds, self._copy)
+        return self._run()
+
+    def audited(self, auditor: Auditor, plan: Plan, output: Any) -> Any:
+        """Have it run again in both ways."""
+        return auditor.audit(plan, output, Forwards(stock=self.stock, cut=self._again))
+
+    def _again(self, plan: Plan) -> torch.Tensor:
+        """The rows [T, hidden] of a forward that is cut once more, which nobody counts."""
+        fallback.put_back(self._embeds, self._copy)
+        try:
+            # The embeddings are the residual, and with it the output, where a layer behind the
+            # first one is the first to run.
+            return seams.layer_rows(self.fast(plan)).clone()
+        finally:
+            self._known.release()
+            fallback.put_back(self._embeds, self._copy)
+
+
+# -- replayed --------------------------------------------------------------------------------------
+
+
+class ReplayedFront:
+    """A forward whose front SGLang has recorded; a batch that is cut leaves it by the door.
+
+    Attributes:
+        positions: [bucket], those of the batch first.
+        door: what was alive at the door, until the next replay; None before the fast path has run.
+    """
+
+    def __init__(
+        self,
+        known: ServedModel,
+        bucket: Any,
+        static_batch: Any,
+        run: Callable[[], torch.Tensor],
+    ) -> None:
+        self._known = known
+        self._bucket = bucket
+        self._static = static_batch
+        self._run = run
+        self.positions: torch.Tensor = static_batch.positions
+        self.door: Door | None = None
+
+    def fast(self, plan: Plan) -> torch.Tensor:
+        """Run it up to the door, write K and V, and replay the tail: [bucket, hidden]."""
+        known, rows = self._known, plan.tail.kept.total
+        self.door, output = known.doors.reach(self._bucket)
+        if self.door.keys is not None and self.door.values is not None:
+            # Rows behind those of the batch are padding, of which nothing may be written.
+            attention = known.model.layers[known.first_cut].self_attn.attn
+            keys, values = self.door.keys[:rows], self.door.values[:rows]
+            plan.attention.write_keys_and_values(attention, plan.batch, keys, values)
+        if plan.replay is not None:
+            self._fill(plan, plan.replay.inputs, self.door)
+            output.index_copy_(0, plan.tail.index, plan.replay.run())
+        return output
+
+    def _fill(self, plan: Plan, inputs: Inputs, door: Door) -> None:
+        model, index = self._known.model, plan.tail.index
+        torch.index_select(door.rows, 0, index, out=inputs.rows)
+        # Gemma 4 has added 1 to these by now, in place.
+        torch.index_select(self.positions, 0, index, out=inputs.positions)
+        if inputs.embeds is None:
+            return
+        # The recording's own have been overwritten at the door.
+        ids = self._static.input_ids.index_select(0, index)
+        inputs.embeds.copy_(model.embed_tokens(ids))
+        if inputs.embedded is not None:
+            behind = model.get_per_layer_inputs(ids)[:, self._known.first_cut :]
+            inputs.embedded.copy_(behind)
+
+    def stock(self) -> torch.Tensor:
+        """Run the recording to its end; its inputs are as they were."""
+        return self._run()
+
+    def audited(self, auditor: Auditor, plan: Plan, output: torch.Tensor) -> torch.Tensor:
+        """Have it run to its end as well."""
+        rows: torch.Tensor = auditor.audit_replayed(plan, output, self)
+        return rows

@@ -43,12 +43,15 @@ TOO_LITTLE = "too few rows could be skipped"
 IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
 EMBEDDINGS = "embeddings"
 NO_MODE = "the batch has no forward mode"
+REPLAYED = "SGLang replays it from a recorded prefill to its end"
+NOT_RECORDED = "SGLang replays its front, and its tail is not recorded"
+REPLAYED_MEDIA = "SGLang replays the front of a multimodal prompt"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 _OTHER_MODE = "forward mode "
 
 # What an operator need not hear of: such a batch is no prefill, or has nothing worth skipping; and
 # embeddings of these models end SGLang's own server, whose error should be the last line.
-_NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
+_NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS, REPLAYED})
 
 # A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
 _REFUSING_FIELDS = {
@@ -139,6 +142,7 @@ class Plan:
         tail: its kept rows, and the batch as the tail sees it.
         attention: what the tail attends on.
         replay: its recorded tail, planned; None if its layers are launched.
+        front_replayed: SGLang replays its front.
     """
 
     batch: Any
@@ -146,6 +150,7 @@ class Plan:
     tail: Tail
     attention: OwnBackend
     replay: Replay | None = None
+    front_replayed: bool = False
 
     @classmethod
     def of(cls, known: ServedModel, forward_batch: Any, admission: Admission) -> Plan:
@@ -159,7 +164,8 @@ class Plan:
                 replay = known.graphs.planned(forward_batch, tail)
             if replay is None:
                 attention.plan(forward_batch, tail.fields)
-        return cls(forward_batch, admission.judged, tail, attention, replay)
+        front = known.replaying is forward_batch
+        return cls(forward_batch, admission.judged, tail, attention, replay, front)
 
     def still_holds(self) -> bool:
         """Whether nothing has come about since that this plan does not know of.
@@ -179,7 +185,7 @@ class Plan:
         return (
             all(map(operator.is_, self.judged, now))
             and (self.tail.kept.one_per_request or not is_multimodal(self.batch))
-            and not seams.is_capturing()
+            and (self.front_replayed or not seams.is_capturing())
             and seams.current_attn_backend() is self.attention.main
         )
 
@@ -265,7 +271,10 @@ def judge(known: ServedModel, forward_batch: Any) -> str | Admission:
         metric's label.
     """
     # The mode first: it is what refuses an ineligible forward most often.
-    reason = _mode(forward_batch) or standing_reason(known) or _graph()
+    replayed = known.replaying is forward_batch
+    reason = _mode(forward_batch) or standing_reason(known)
+    if reason is None and not replayed:
+        reason = _graph()
     if reason is not None:
         return reason
     seen = judged(forward_batch)
@@ -273,8 +282,11 @@ def judge(known: ServedModel, forward_batch: Any) -> str | Admission:
     if reason is not None:
         return reason
     kept, unread = kept_rows(forward_batch), is_unread(forward_batch)
+    if replayed:
+        reason = _replayed(known, kept, unread) or _media(forward_batch)
     return (
-        _rows(known, forward_batch, kept, unread)
+        reason
+        or _rows(known, forward_batch, kept, unread)
         or _backend(known)
         or Admission(kept, unread, seen)
     )
@@ -320,6 +332,14 @@ def _captures(known: ServedModel) -> str | None:
 
 def _graph() -> str | None:
     return CAPTURING if seams.is_capturing() else None
+
+
+def _replayed(known: ServedModel, kept: KeptRows, unread: bool) -> str | None:
+    """Why a prefill that SGLang replays cannot leave its recording by the door, or None."""
+    if known.doors.closed is not None:
+        return REPLAYED
+    recorded = known.graphs is not None and known.graphs.size_for(kept) is not None
+    return None if unread or recorded else NOT_RECORDED
 
 
 def _fields(forward_batch: Any, values: tuple[object, ...]) -> str | None:
@@ -420,8 +440,11 @@ def tail_cost(known: ServedModel, kept: KeptRows, read: int) -> TailCost:
         kept: the rows that it would run on.
         read: how many of them somebody reads.
     """
-    if read == 0 or (known.graphs is not None and known.graphs.size_for(kept) is not None):
+    if read == 0:
         return TailCost.NOTHING
+    if known.graphs is not None and known.graphs.size_for(kept) is not None:
+        beside_replays = known.on_gpu and known.replaying is not None
+        return TailCost.PLANNED if beside_replays else TailCost.NOTHING
     return TailCost.LAUNCHES if known.on_gpu else TailCost.ARITHMETIC
 
 
@@ -433,6 +456,11 @@ def is_multimodal(forward_batch: Any) -> bool:
     return getattr(forward_batch, "mm_input_embeds", None) is not None or any(
         inputs is not None for inputs in getattr(forward_batch, "mm_inputs", None) or ()
     )
+
+
+def _media(forward_batch: Any) -> str | None:
+    # The tail's per-layer inputs are made anew there, from ids.
+    return REPLAYED_MEDIA if is_multimodal(forward_batch) else None
 
 
 def _backend(known: ServedModel) -> str | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 
 from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.cutting import doors
 from sglang_gemma4_yoco.tail import donor, graphs
 from sglang_gemma4_yoco.tail.attention import OwnBackend
 from sglang_gemma4_yoco.tail.donor import DonorCut
@@ -50,6 +51,8 @@ class Auditor(Protocol):
 
     def audit(self, plan: Any, output: Any, forwards: Any) -> Any: ...
 
+    def audit_replayed(self, plan: Any, output: Any, replayed: Any) -> Any: ...
+
 
 class ServedModel:
     """What is known of one model.
@@ -64,6 +67,8 @@ class ServedModel:
         launched_because: why it is not, if it is not.
         planned: what was decided of the batch that the runner planned last, until it has run: a
             ``Plan`` or a ``Refusal``. One forward at a time.
+        doors: of SGLang's recorded prefills.
+        replaying: the batch that SGLang serves by a recorded prefill right now, or None.
     """
 
     def __init__(
@@ -80,8 +85,13 @@ class ServedModel:
         self.graphs: TailGraphs | None = None
         self.launched_because = graphs.NOT_YET
         self.planned: Any = None
+        self.doors = doors.Doors()
+        self.replaying: Any = None
         self.backend = None if attention is None else attention.main
         self._shadows = Shadows()
+        self._replays = Shadows()
+        self._prefills: Any = None
+        self._of_text: Any = None
 
     @cached_property
     def first_shared(self) -> int:
@@ -172,6 +182,9 @@ class ServedModel:
         self.model.__dict__.pop(_ENTRY, None)
         _attached.discard(self)
         self.release()
+        self.forget_replays()
+        if self._of_text is not None:
+            self._of_text.prefill_cuda_graph_runner = None  # SGLang runs prefills eagerly then
         self.drop_graphs(graphs.NOT_YET)
 
     def release(self) -> None:
@@ -179,6 +192,70 @@ class ServedModel:
         self.planned = None
         if self.attention is not None:
             self.attention.release()
+
+    def noting_doors(self) -> AbstractContextManager[None]:
+        """Where this forward is being recorded in segments, note where it can be left."""
+        graph = seams.segmented_recording()
+        if graph is None or self.constant_reason is not None:
+            return nullcontext()
+        return self.doors.noting(graph, self.model.layers[self.first_cut])
+
+    def follow_replays(self, prefills: Any, served: Callable[..., Any]) -> None:
+        """Know which batch SGLang's recorded prefills serve, and serve it.
+
+        Args:
+            prefills: SGLang's runner of them.
+            served: called with this, a bucket, SGLang's static batch and what runs the recording to
+                its end; returns the rows that the model goes on with.
+        """
+        self._prefills = prefills
+
+        def following(execute: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(forward_batch: Any, **kwargs: Any) -> Any:
+                self.replaying = forward_batch
+                try:
+                    return execute(forward_batch, **kwargs)
+                finally:
+                    self.replaying = None
+                    self.release()
+
+            return wrapped
+
+        def leaving(replay: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(bucket: Any, static_batch: Any, **kwargs: Any) -> Any:
+                to_its_end = partial(replay, bucket, static_batch, **kwargs)
+                return served(self, bucket, static_batch, to_its_end)
+
+            return wrapped
+
+        self._replays.add(prefills, "execute", following)
+        self._replays.add(prefills.backend, "replay", leaving)
+
+    def forget_replays(self) -> None:
+        """Know of no recorded prefills any more."""
+        self._replays.close()
+        self.doors.close(doors.NOT_YET)
+        self._prefills = None
+
+    def recorded_from_ids(self, runner: Any) -> None:
+        """What this ``ModelRunner`` has recorded is text: it replays no prompt with media.
+
+        When this closes nobody keeps those apart any more, and the recordings go.
+        """
+        self._of_text = runner
+
+        def text_alone(can_run_graph: Callable[..., bool]) -> Callable[..., bool]:
+            return lambda batch: not batch.contains_mm_inputs() and can_run_graph(batch)
+
+        self._replays.add(runner.prefill_cuda_graph_runner, "can_run_graph", text_alone)
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """SGLang replays no prefill in the span."""
+        with Shadows() as shadows:
+            if self._prefills is not None:
+                shadows.add(self._prefills, "can_run_graph", lambda _: lambda _: False)
+            yield
 
     # -- what turns the path, or its graphs, off ----------------------------------------------
 

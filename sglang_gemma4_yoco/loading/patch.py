@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.cutting import fallback, forward, served
-from sglang_gemma4_yoco.loading import metrics, published, starting
+from sglang_gemma4_yoco.loading import metrics, published, repair, starting
 from sglang_gemma4_yoco.tail.donor import first_shared_layer
 
 _Model = seams.gemma4_causal.Gemma4TextModel
@@ -46,7 +47,9 @@ def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         run = functools.partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
         embeds = kwargs.get("input_embeds", args[0] if args else None)
-        return forward.prefill(starting.of(self), forward_batch, positions, embeds, run)
+        known = starting.of(self)
+        with known.noting_doors():
+            return forward.prefill(known, forward_batch, positions, embeds, run)
 
     return text_model_forward
 
@@ -68,10 +71,13 @@ def _with_recording(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def record_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
-        if not getattr(self, "is_draft_worker", False):
-            for model in _text_models(self.model):
-                starting.record(self, model)
+        draft = getattr(self, "is_draft_worker", False)
+        models = [] if draft else _text_models(self.model)
+        with ExitStack() as span:
+            repaired = [span.enter_context(repair.repaired(self, model)) for model in models]
+            result = stock(self, *args, **kwargs)
+        for model, from_ids in zip(models, repaired, strict=True):
+            starting.record(self, model, from_ids=from_ids)
         return result
 
     return record_graphs
@@ -111,6 +117,7 @@ WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any
     (_Runner, "init_attention_backends"): _with_start,
     (_Runner, "init_cuda_graphs"): _with_recording,
     (_Runner, "init_decode_cuda_graph"): _with_recording,
+    (_Runner, "init_prefill_cuda_graph"): _with_recording,
     (_Scheduler, "get_internal_state"): _with_state,
     (_Collector, "__init__"): _with_metrics,
 }

@@ -9,9 +9,11 @@ from typing import Any
 from sglang_gemma4_yoco import __version__, report, seams, settings
 from sglang_gemma4_yoco.checking import audit, proof, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
-from sglang_gemma4_yoco.cutting import fallback, gate, served
+from sglang_gemma4_yoco.cutting import fallback, forward, gate, served
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import arguments, backends, ranks
+from sglang_gemma4_yoco.loading import repair
+from sglang_gemma4_yoco.loading.repair import OFF
 from sglang_gemma4_yoco.tail import donor, graphs
 from sglang_gemma4_yoco.tail.attention import OwnBackend
 from sglang_gemma4_yoco.tail.donor import DonorCut
@@ -48,26 +50,29 @@ def start(runner: Any, model: Any) -> None:
     _compile_kernels(known)
 
 
-def record(runner: Any, model: Any) -> None:
+def record(runner: Any, model: Any, *, from_ids: bool = False) -> None:
     """The runner has recorded its own graphs: record the tail, where batches may be cut.
 
     The first time, nobody is served yet: then the model is compared with stock.
+
+    Args:
+        from_ids: its prefills are recorded from ids alone (``repair``).
     """
     known = served.find(model)
-    if known is None or known.constant_reason is not None:
+    if known is None:
         return
-    if seams.replays_prefills(runner):
-        # A replay runs no Python, so nothing could be said when it happens.
-        report.once(
-            f"Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
-            f"(backend {seams.prefill_graph()!r}); --cuda-graph-backend-prefill=disabled runs "
-            "them through it",
-            logging.WARNING,
-        )
+    known.forget_replays()
+    if from_ids and seams.replays_prefills(runner):
+        known.recorded_from_ids(runner)
+    if known.constant_reason is not None:
+        return
     record_tail(known, runner)
+    _open_doors(known, runner)
     if known.checked is not None:
         return
     checked = _check(known, runner)
+    if checked.doors is not None and not checked.doors.is_rounding:
+        _do_not_reach(known, f"the check at start found {checked.doors}", logging.ERROR)
     if known.constant_reason is None:
         known.auditor = audit.auditor(runner, known)
         told = f"{known.attends()}, {checked.describe()}"
@@ -77,12 +82,44 @@ def record(runner: Any, model: Any) -> None:
 def _foretell(runner: Any) -> None:
     """Say that SGLang cannot record what it is about to: its own error names no remedy."""
     why = seams.prefill_graph_error(multimodal=runner.model_config.is_multimodal)
-    if why is not None:
+    if why is not None and repair.needed(runner) is None:
         report.once(
             f"Gemma 4 fast prefill: SGLang cannot record prefill CUDA graphs of this model, and "
             f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",
             logging.WARNING,
         )
+
+
+# -- prefills that SGLang replays ----------------------------------------------------------------
+
+
+def _open_doors(known: ServedModel, runner: Any) -> None:
+    """Have batches leave SGLang's recorded prefills. With several ranks those of all, or of none.
+
+    Raises:
+        Exception: it failed, and other ranks wait for this one.
+    """
+    if not seams.replays_prefills(runner):
+        return
+    found = OFF if not settings.current.prefill_graphs else known.doors.find(runner)
+    reason = ranks.disagreement(f"{found} {known.doors.describe()}") or found
+    if found is None:
+        known.follow_replays(runner.prefill_cuda_graph_runner, forward.replayed_prefill)
+    if reason is not None:
+        _do_not_reach(known, reason)
+        return
+    known.doors.open()
+    report.once(f"Gemma 4 fast prefill: prefills that SGLang replays {known.doors.summary()}")
+
+
+def _do_not_reach(known: ServedModel, reason: str, level: int = logging.WARNING) -> None:
+    known.doors.close(reason)
+    report.once(
+        "Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
+        f"(backend {seams.prefill_graph()!r}: {reason}); --cuda-graph-backend-prefill=disabled "
+        "runs them through it",
+        level,
+    )
 
 
 # -- the recorded tail --------------------------------------------------------------------------

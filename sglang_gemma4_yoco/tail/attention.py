@@ -85,6 +85,20 @@ class OwnBackend:
         finally:
             self.release()
 
+    def write_keys_and_values(
+        self, attention: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write K and V of all rows of a batch, for the layers that read them.
+
+        Args:
+            attention: the ``RadixAttention`` of their layer.
+            k, v: [T, kv_heads, head_dim].
+        """
+        # As its attention would, which an unread chunk does without: who asks for K and V waits
+        # until a cache has loaded those of the prefix, and the next batch waits no more.
+        seams.await_loads(self.tail.token_to_kv_pool, [attention.layer_id])
+        seams.write_keys_and_values(self.main, self.tail, attention, forward_batch, k, v)
+
     def release(self) -> None:
         """Let go of the tail's metadata."""
         self.tail.forward_metadata = None
