@@ -67,7 +67,8 @@ class ServedModel:
         launched_because: why it is not, if it is not.
         planned: what was decided of the batch that the runner planned last, until it has run: a
             ``Plan`` or a ``Refusal``. One forward at a time.
-        doors: of SGLang's recorded prefills.
+        prefills: SGLang's runner of recorded prefills; None where it has recorded none.
+        doors: of these.
         replaying: the batch that SGLang serves by a recorded prefill right now, or None.
     """
 
@@ -85,12 +86,12 @@ class ServedModel:
         self.graphs: TailGraphs | None = None
         self.launched_because = graphs.NOT_YET
         self.planned: Any = None
+        self.prefills: Any = None
         self.doors = doors.Doors()
         self.replaying: Any = None
         self.backend = None if attention is None else attention.main
         self._shadows = Shadows()
         self._replays = Shadows()
-        self._prefills: Any = None
         self._of_text: Any = None
 
     @cached_property
@@ -200,15 +201,13 @@ class ServedModel:
             return nullcontext()
         return self.doors.noting(graph, self.model.layers[self.first_cut])
 
-    def follow_replays(self, prefills: Any, served: Callable[..., Any]) -> None:
+    def follow_replays(self, served: Callable[..., Any]) -> None:
         """Know which batch SGLang's recorded prefills serve, and serve it.
 
         Args:
-            prefills: SGLang's runner of them.
             served: called with this, a bucket, SGLang's static batch and what runs the recording to
                 its end; returns the rows that the model goes on with.
         """
-        self._prefills = prefills
 
         def following(execute: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(forward_batch: Any, **kwargs: Any) -> Any:
@@ -228,14 +227,14 @@ class ServedModel:
 
             return wrapped
 
-        self._replays.add(prefills, "execute", following)
-        self._replays.add(prefills.backend, "replay", leaving)
+        self._replays.add(self.prefills, "execute", following)
+        self._replays.add(self.prefills.backend, "replay", leaving)
 
     def forget_replays(self) -> None:
         """Know of no recorded prefills any more."""
         self._replays.close()
         self.doors.close(doors.NOT_YET)
-        self._prefills = None
+        self.prefills = None
 
     def recorded_from_ids(self, runner: Any) -> None:
         """What this ``ModelRunner`` has recorded is text: it replays no prompt with media.
@@ -253,8 +252,8 @@ class ServedModel:
     def eagerly(self) -> Iterator[None]:
         """SGLang replays no prefill in the span."""
         with Shadows() as shadows:
-            if self._prefills is not None:
-                shadows.add(self._prefills, "can_run_graph", lambda _: lambda _: False)
+            if self.prefills is not None:
+                shadows.add(self.prefills, "can_run_graph", lambda _: lambda _: False)
             yield
 
     # -- what turns the path, or its graphs, off ----------------------------------------------

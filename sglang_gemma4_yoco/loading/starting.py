@@ -101,10 +101,11 @@ def _open_doors(known: ServedModel, runner: Any) -> None:
     """
     if not seams.replays_prefills(runner):
         return
-    found = OFF if not settings.current.prefill_graphs else known.doors.find(runner)
-    reason = ranks.disagreement(f"{found} {known.doors.describe()}") or found
-    if found is None:
-        known.follow_replays(runner.prefill_cuda_graph_runner, forward.replayed_prefill)
+    known.prefills = runner.prefill_cuda_graph_runner
+    if seams.RecordedPrefills.why_not(runner) is None:
+        known.follow_replays(forward.replayed_prefill)
+    reason = known.doors.find(runner) if settings.current.prefill_graphs else OFF
+    reason = ranks.disagreement(f"{reason}, {known.doors.describe()}") or reason
     if reason is not None:
         _do_not_reach(known, reason)
         return

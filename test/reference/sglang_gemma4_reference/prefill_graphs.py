@@ -32,12 +32,14 @@ class RecordedPrefill(RecordedGraph):
     Attributes:
         pool: the memory pool that it was recorded in; None for one of its own.
         segments: its parts, in the order of their recording.
+        ran: how many of them have run in the latest replay.
     """
 
     def __init__(self, pool: Pool | None) -> None:
         super().__init__()
         self.pool = pool
         self.segments: list[Segment] = []
+        self.ran = 0
         if pool is not None:
             pool.graphs.append(self)
 
@@ -84,7 +86,9 @@ class Segment:
         assert recording is not None
         if self is recording.segments[0]:
             recording.begin()
+            recording.ran = 0
         recording.run(self._first, self._end)
+        recording.ran += 1
         if self is recording.segments[-1]:
             recording.spoil()
             if recording.pool is not None:

@@ -1,0 +1,156 @@
+"""Forwards of an engine whose prefills, and whose tail, are recorded: three ways beside each other.
+
+*Eagerly* as stock; *replayed* as stock, to the end of SGLang's recording; and on the fast path,
+which leaves the recording by the door of layer K-1 where the batch allows it. A replay runs no
+Python of a layer: what was computed shows in which segments of which recording have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from sglang_gemma4_reference import recorder
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting.doors import Doors
+from sglang_gemma4_yoco.cutting.gate import NOT_RECORDED, NOTHING_TO_SKIP, OFF
+from sglang_gemma4_yoco.loading import starting
+
+BUCKETS = [16, 32, 64, 128]
+ROWS = 4  # prompts of a batch whose tail is recorded
+#: Server arguments of an engine whose prefills can be recorded, and then its tail.
+RECORDED: dict[str, Any] = {
+    "cuda_graph_bs_decode": [ROWS],
+    "cuda_graph_backend_prefill": "breakable",
+    "cuda_graph_bs_prefill": BUCKETS,
+}
+TOLERANCE = 2e-5  # sums of other lengths, in fp32
+close = partial(torch.testing.assert_close, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one forward gave.
+
+    Attributes:
+        segments: how many of its recording's have run; 0 of a forward that was no replay.
+        outcomes: as the package counts them.
+        logits: [requests, vocabulary].
+        logprobs: of input tokens, if some were asked for.
+        cache: K and V of each layer with some, at all slots but the one of padding.
+    """
+
+    segments: int
+    outcomes: dict[str, int]
+    logits: torch.Tensor
+    logprobs: torch.Tensor | None
+    cache: list[torch.Tensor]
+
+
+def run(
+    engine: Engine, batch: Any, *, fast: bool = False, eagerly: bool = False, unread: bool = False
+) -> Run:
+    """One forward, over slots whose K and V are poisoned."""
+    graphs = engine.runner.prefill_cuda_graph_runner
+    refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
+    engine.poison(batch)
+    recorder.replays.clear()
+    before = report.forwards.copy()
+    with refused if eagerly else nullcontext(), switched("1" if fast else "0"):
+        output = engine.forward(batch, unread=unread)
+    replays = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
+    logprobs = output.input_token_logprobs
+    return Run(
+        sum(graph.ran for graph in replays),
+        dict(report.forwards - before),
+        output.next_token_logits.clone(),
+        None if logprobs is None else torch.as_tensor(logprobs).clone(),
+        [part[1:] for pair in engine.kv() for part in pair],
+    )
+
+
+def is_replayed(rows: int) -> bool:
+    """Whether SGLang replays a batch of so many rows: more than half of a bucket must be used."""
+    bucket = min((b for b in BUCKETS if b >= rows), default=None)
+    return bucket is not None and bucket <= 2 * rows
+
+
+@contextmanager
+def strict_doors() -> Iterator[None]:
+    """Whatever lies in a recording's memory is spoiled at its door, but for what may be read."""
+    stock = Doors.reach
+
+    def reach(self: Doors, bucket: Any) -> Any:
+        reached = stock(self, bucket)
+        door, _ = reached
+        recording = recorder.replays[-1]
+        assert isinstance(recording, RecordedPrefill)
+        assert len(recording.segments) > recording.ran == door.segments
+        kept = (door.rows, door.keys, door.values)
+        recording.spoil(keep=[tensor for tensor in kept if tensor is not None])
+        return reached
+
+    with mock.patch.object(Doors, "reach", reach):
+        yield
+
+
+EAGERLY = frozenset({report.ACTIVE, report.TAIL_REPLAYED, report.TAIL_SKIPPED, NOTHING_TO_SKIP})
+TO_THE_END = frozenset({NOT_RECORDED, NOTHING_TO_SKIP})
+
+
+def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[str]]:
+    """Segments that the fast path must run, and how it may be counted."""
+    known = starting.of(engine.text_model)
+    if not is_replayed(sum(len(prompt.new) for prompt in prompts)):
+        return 0, EAGERLY
+    logprobs = [p for p in prompts if 0 <= p.logprob_start < len(p.cached) + len(p.new)]
+    if is_unread(prompts) and not logprobs:
+        return known.first_cut + 1, frozenset({report.FRONT_REPLAYED})
+    one_each = all(p.logprob_start == len(p.cached) + len(p.new) - 1 for p in logprobs)
+    if one_each and known.graphs is not None and len(prompts) <= known.graphs.rows[-1]:
+        return known.first_cut + 1, frozenset({report.ALL_REPLAYED})
+    return len(engine.text_model.layers) + 1, TO_THE_END
+
+
+def is_unread(prompts: Sequence[Prompt]) -> bool:
+    """Whether no prompt of the batch ends in it."""
+    return all(prompt.to_come for prompt in prompts)
+
+
+def assert_served_alike(engine: Engine, prompts: Sequence[Prompt]) -> str:
+    """All three ways give the same answers and leave the same cache; the fast one's outcome."""
+    known = starting.of(engine.text_model)
+    batch, unread = engine.schedule(prompts), is_unread(prompts)
+    layers = len(engine.text_model.layers)
+    eager = run(engine, batch, eagerly=True, unread=unread)
+    stock = run(engine, batch, unread=unread)
+    with strict_doors():
+        fast = run(engine, batch, fast=True, unread=unread)
+    rows = sum(len(prompt.new) for prompt in prompts)
+    assert (eager.segments, stock.segments) == (0, (layers + 1) * is_replayed(rows))
+    assert eager.outcomes == stock.outcomes == {OFF: 1}
+    segments, outcomes = wanted(engine, prompts)
+    [found] = fast.outcomes
+    assert (fast.segments, found in outcomes) == (segments, True), found
+    for one in (stock, fast):
+        close(one.cache, eager.cache)
+        assert one.logits.isfinite().all()
+        if not unread:
+            close(one.logits, eager.logits)
+            assert (one.logprobs is None) == (eager.logprobs is None)
+            if eager.logprobs is not None:
+                close(one.logprobs, eager.logprobs)
+    if segments:  # the very same recording of the very same rows
+        assert all(map(torch.equal, stock.cache, fast.cache))
+    assert known.planned is None
+    assert known.replaying is None
+    return found
+

@@ -1,0 +1,84 @@
+"""Recorded prefills that are left by the door, on SGLang's own Triton backend.
+
+What only that backend has: its plan of the live batch is what the breaks before the door read, and
+K and V of layer K-1 go to the window's slots that it has planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from batches import batch_of
+from decode_graphs import record_tail
+from prefill_replays import RECORDED, ROWS, assert_served_alike
+from sglang_gemma4_reference import interpreter, prefill_graphs, releases
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.loading import starting
+
+interpreter.make_quick()
+
+pytestmark = pytest.mark.skipif(
+    not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
+)
+
+WINDOW = 5
+SHAPE = replace(  # sfs fsf: s for a layer with a window, f for one without
+    E2B_TINY,
+    layers=6,
+    kv_shared_layers=3,
+    sliding_per_full=1,
+    heads=2,
+    sliding_window=WINDOW,
+    seed=1,
+)
+DECODING = [
+    Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((WINDOW - 1, 1))
+]
+BATCHES: dict[str, tuple[list[Prompt], str]] = {
+    "a full bucket": (batch_of((0, 16)), report.ALL_REPLAYED),
+    "prefixes at the window": (
+        batch_of((WINDOW - 1, 2), (WINDOW, 3), (WINDOW + 1, 2), (40, 5)),
+        report.ALL_REPLAYED,
+    ),
+    "beside a decode row": (
+        [*batch_of((WINDOW, 3), (0, WINDOW + 2)), *DECODING],
+        report.ALL_REPLAYED,
+    ),
+    "nobody reads a row": (
+        batch_of((WINDOW + 1, 4), (0, WINDOW + 1), to_come=(3, 2)),
+        report.FRONT_REPLAYED,
+    ),
+    "input logprobs": (batch_of((WINDOW, 9), logprob_start=WINDOW + 3), gate.NOT_RECORDED),
+    "no bucket": (batch_of((0, 7)), report.TAIL_REPLAYED),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """It has recorded its prefills and its tail."""
+    with prefill_graphs.recordable():
+        engine = Engine(
+            write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE),
+            device="cpu",
+            dtype="float32",
+            max_total_tokens=512,
+            max_running_requests=8,
+            triton_attention_num_kv_splits=2,
+            **(RECORDED | {"cuda_graph_bs_prefill": [16, 32]}),
+        )
+        record_tail(engine, ROWS)
+        yield engine
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_doors(engine: Engine, name: str) -> None:
+    known = starting.of(engine.text_model)
+    assert type(known.backend).__name__ == "TritonAttnBackend"
+    prompts, outcome = BATCHES[name]
+    assert assert_served_alike(engine, prompts) == outcome
