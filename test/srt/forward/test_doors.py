@@ -32,7 +32,7 @@ from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, ba
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams, settings
-from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import doors, fallback, gate
 from sglang_gemma4_yoco.cutting.doors import Door, Doors
 from sglang_gemma4_yoco.cutting.forward import ReplayedFront
@@ -74,7 +74,7 @@ def engine(recorded_engine: Engine) -> Iterator[Engine]:
     fallback.reset()
     known = starting.of(recorded_engine.text_model)
     known.constant_reason = None
-    known.checked = self_check.Checked(unchecked="of an earlier test")
+    known.checked = Checked(unchecked="of an earlier test")
     if known.graphs is None:
         record_tail(recorded_engine, ROWS)
     elif known.doors.closed is not None:
@@ -278,7 +278,7 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
     assert "leave its recording behind segment 4" in log
     assert "Gemma 4 fast prefill 0.1.0 is on" in log
     assert "does not reach" not in log
-    assert known.checked is not None
+    assert isinstance(known.checked, Checked)
     assert known.checked.doors is not None
     assert known.checked.doors.error <= 0.2 * known.checked.doors.allowed
 

@@ -153,4 +153,3 @@ def assert_served_alike(engine: Engine, prompts: Sequence[Prompt]) -> str:
     assert known.planned is None
     assert known.replaying is None
     return found
-

@@ -37,9 +37,7 @@ SHAPE = replace(  # sfs fsf: s for a layer with a window, f for one without
     sliding_window=WINDOW,
     seed=1,
 )
-DECODING = [
-    Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((WINDOW - 1, 1))
-]
+DECODING = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((WINDOW - 1, 1))]
 BATCHES: dict[str, tuple[list[Prompt], str]] = {
     "a full bucket": (batch_of((0, 16)), report.ALL_REPLAYED),
     "prefixes at the window": (
