@@ -102,10 +102,7 @@ class Auditor:
                 raise
             self._failed(failure)
             return _with_rows(output, fast)
-        if plan.tail.unread:
-            self._judge(plan, found, 0)
-            return stock
-        self._compare_logits(plan, fast, forced, found)
+        self._conclude(plan, fast, forced, found)
         return stock
 
     def audit_replayed(
@@ -131,11 +128,16 @@ class Auditor:
                 raise
             self._failed(failure)
             return output.index_copy_(0, index, fast)
+        self._conclude(plan, output.index_copy(0, index, fast), None, found)
+        return output
+
+    def _conclude(
+        self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor | None, found: list[Finding]
+    ) -> None:
         if plan.tail.unread:
             self._judge(plan, found, 0)
         else:
-            self._compare_answers(plan, fast, found)
-        return output
+            self._compare_logits(plan, fast, forced, found)
 
     def _failed(self, failure: Exception) -> None:
         """An audit could not be made: the others are not made either."""
@@ -217,7 +219,7 @@ class Auditor:
     # -- logits --------------------------------------------------------------------------------
 
     def _compare_logits(
-        self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor, found: list[Finding]
+        self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor | None, found: list[Finding]
     ) -> None:
         """Where SGLang asks for the logits of stock's rows, make those of the fast ones as well."""
 
@@ -226,8 +228,10 @@ class Auditor:
                 self._shadows.close()
                 expected = processor(input_ids, hidden_states, *args, **kwargs)
                 logits = expected.next_token_logits.clone()  # it may lie in a buffer of all calls
-                again = processor(input_ids, forced, *args, **kwargs)
-                compared = [*found, *_logits_compared(forced, logits, expected, again)]
+                compared = list(found)
+                if forced is not None:
+                    again = processor(input_ids, forced, *args, **kwargs)
+                    compared += _logits_compared(forced, logits, expected, again)
                 fast_answer = processor(input_ids, fast, *args, **kwargs)
                 if self._judge(plan, compared, _changes(logits, fast_answer.next_token_logits)):
                     return fast_answer
@@ -237,25 +241,6 @@ class Auditor:
             return forward
 
         self._shadows.add(self._processor, "forward", all_of)
-
-    def _compare_answers(self, plan: Plan, fast: torch.Tensor, found: list[Finding]) -> None:
-        """Where SGLang asks for the logits of stock's rows, give those of the fast ones as well."""
-
-        def both(processor: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-                self._shadows.close()
-                expected = processor(input_ids, hidden_states, *args, **kwargs)
-                logits = expected.next_token_logits.clone()
-                rows = hidden_states.index_copy(0, plan.tail.index, fast)
-                answer = processor(input_ids, rows, *args, **kwargs)
-                if self._judge(plan, found, _changes(logits, answer.next_token_logits)):
-                    return answer
-                expected.next_token_logits = logits
-                return expected
-
-            return forward
-
-        self._shadows.add(self._processor, "forward", both)
 
     # -- verdict -------------------------------------------------------------------------------
 
