@@ -20,13 +20,21 @@ from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
 OFF = f"{settings.name_of('prefill_graphs')}=0"
+NO_BREAKS = "it is recorded without breaks"
 
 
-def needed(runner: Any) -> str | None:
-    """What keeps this ``ModelRunner`` from recording prefills and is to be repaired, or None."""
+def needed(*, multimodal: bool) -> str | None:
+    """What keeps this server from recording prefills and is to be repaired, or None."""
     if not settings.current.prefill_graphs or not seams.prefill_graphs_are_asked_for():
         return None
-    return seams.prefill_graph_error(multimodal=runner.model_config.is_multimodal)
+    return seams.prefill_graph_error(multimodal=multimodal)
+
+
+def doors_refused() -> str | None:
+    """Why no prefill may leave SGLang's recording, whatever is recorded; None if some may."""
+    if not settings.current.prefill_graphs:
+        return OFF
+    return None if seams.prefill_graph_has_breaks() else NO_BREAKS
 
 
 @contextmanager
@@ -36,7 +44,7 @@ def repaired(runner: Any, model: Any) -> Iterator[bool]:
     Yields:
         Whether anything had to be repaired.
     """
-    why = needed(runner)
+    why = needed(multimodal=runner.model_config.is_multimodal)
     if why is None:
         yield False
         return

@@ -13,7 +13,6 @@ from sglang_gemma4_yoco.cutting import fallback, forward, gate, served
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import arguments, backends, ranks
 from sglang_gemma4_yoco.loading import repair
-from sglang_gemma4_yoco.loading.repair import OFF
 from sglang_gemma4_yoco.tail import donor, graphs
 from sglang_gemma4_yoco.tail.attention import OwnBackend
 from sglang_gemma4_yoco.tail.donor import DonorCut
@@ -81,8 +80,9 @@ def record(runner: Any, model: Any, *, from_ids: bool = False) -> None:
 
 def _foretell(runner: Any) -> None:
     """Say that SGLang cannot record what it is about to: its own error names no remedy."""
-    why = seams.prefill_graph_error(multimodal=runner.model_config.is_multimodal)
-    if why is not None and repair.needed(runner) is None:
+    multimodal = runner.model_config.is_multimodal
+    why = seams.prefill_graph_error(multimodal=multimodal)
+    if why is not None and repair.needed(multimodal=multimodal) is None:
         report.once(
             f"Gemma 4 fast prefill: SGLang cannot record prefill CUDA graphs of this model, and "
             f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",
@@ -101,7 +101,7 @@ def _open_doors(known: ServedModel, runner: Any) -> None:
     """
     if not seams.replays_prefills(runner):
         return
-    found = OFF if not settings.current.prefill_graphs else known.doors.find(runner)
+    found = repair.doors_refused() or known.doors.find(runner)
     reason = ranks.disagreement(f"{found} {known.doors.describe()}") or found
     if found is None:
         known.follow_replays(runner.prefill_cuda_graph_runner, forward.replayed_prefill)
