@@ -92,7 +92,12 @@ FIELDS = (
 NAMES = {
     "ForwardBatch": FIELDS,
     "ForwardMode": ("EXTEND", "DECODE", "MIXED"),
-    "ModelRunner": ("init_attention_backends", "init_cuda_graphs", "init_decode_cuda_graph"),
+    "ModelRunner": (
+        "init_attention_backends",
+        "init_cuda_graphs",
+        "init_decode_cuda_graph",
+        "init_prefill_cuda_graph",
+    ),
     "forward_context": ("forward_context", "get_forward_context", "has_forward_context"),
     "layer_boundary.residual.batch": ("set_written", "start"),
 }
