@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.loading import repair
+from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.deciding import ranks
+from sglang_gemma4_yoco.loading import repair, starting
 from stand_ins import prefill_graphs
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
@@ -95,3 +98,33 @@ def test_whether_replays_may_be_shortened(
     setting(prefill_graphs=switch)
     with prefill_graphs(backend):
         assert repair.doors_refused() == refused
+
+
+@pytest.mark.parametrize(
+    ("found", "others", "closed"),
+    [
+        (None, None, None),
+        (Finding("keys", 0.5, 0.5), None, None),
+        (Finding("keys", 0.6, 0.5), None, "the check at start found keys"),
+        (Finding("keys", 0.6, 0.5), ranks.NOT_ALIKE, "the check at start found keys"),
+        (Finding("keys", 0.5, 0.5), ranks.NOT_ALIKE, ranks.NOT_ALIKE),
+    ],
+)
+def test_a_defect_of_one_rank_closes_the_doors_of_all(
+    monkeypatch: pytest.MonkeyPatch, found: Finding | None, others: str | None, closed: str | None
+) -> None:
+    """Each rank is told what the others found; doors that are closed are not compared."""
+    compared: list[str] = []
+
+    def disagreement(findings: str) -> str | None:
+        compared.append(findings)
+        return others
+
+    monkeypatch.setattr(ranks, "disagreement", disagreement)
+    known: Any = SimpleNamespace(doors=SimpleNamespace(closed="some reason"))
+    assert starting._defect_of_doors(known, found) is None
+    assert compared == []
+    known.doors.closed = None
+    assert str(starting._defect_of_doors(known, found)).startswith(str(closed))
+    agrees = found is None or found.is_rounding
+    assert compared == [f"doors agree with stock: {agrees}"]
