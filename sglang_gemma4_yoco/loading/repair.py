@@ -23,8 +23,13 @@ OFF = f"{settings.name_of('prefill_graphs')}=0"
 NO_BREAKS = "it is recorded without breaks"
 
 
-def needed(*, multimodal: bool) -> str | None:
-    """What keeps this server from recording prefills and is to be repaired, or None."""
+def needed(runner: Any) -> str | None:
+    """What keeps this ``ModelRunner`` from recording prefills and is to be repaired, or None."""
+    return needed_for(multimodal=runner.model_config.is_multimodal)
+
+
+def needed_for(*, multimodal: bool) -> str | None:
+    """The same, of the server whose arguments are published."""
     if not settings.current.prefill_graphs or not seams.prefill_graphs_are_asked_for():
         return None
     return seams.prefill_graph_error(multimodal=multimodal)
@@ -44,7 +49,7 @@ def repaired(runner: Any, model: Any) -> Iterator[bool]:
     Yields:
         Whether anything had to be repaired.
     """
-    why = needed(multimodal=runner.model_config.is_multimodal)
+    why = needed(runner)
     if why is None:
         yield False
         return

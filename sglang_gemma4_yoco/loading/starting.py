@@ -82,9 +82,8 @@ def record(runner: Any, model: Any, *, from_ids: bool = False) -> None:
 
 def _foretell(runner: Any) -> None:
     """Say that SGLang cannot record what it is about to: its own error names no remedy."""
-    multimodal = runner.model_config.is_multimodal
-    why = seams.prefill_graph_error(multimodal=multimodal)
-    if why is not None and repair.needed(multimodal=multimodal) is None:
+    why = seams.prefill_graph_error(multimodal=runner.model_config.is_multimodal)
+    if why is not None and repair.needed(runner) is None:
         report.once(
             f"Gemma 4 fast prefill: SGLang cannot record prefill CUDA graphs of this model, and "
             f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",

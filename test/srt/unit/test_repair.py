@@ -49,7 +49,7 @@ def test_what_is_repaired(
     """Only where the operator has named breakable graphs, and has not switched that off."""
     setting(prefill_graphs=switch)
     with prefill_graphs(*published):
-        assert repair.needed(multimodal=True) == repair.needed(multimodal=False) == needed
+        assert repair.needed_for(multimodal=True) == repair.needed_for(multimodal=False) == needed
 
 
 @pytest.mark.parametrize("multimodal", [True, False])
@@ -58,7 +58,7 @@ def test_what_needs_no_repair(monkeypatch: pytest.MonkeyPatch, multimodal: bool)
     monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: True)
     with prefill_graphs(*ASKED):
         expected = seams.IDS_AND_EMBEDDINGS if multimodal else None
-        assert repair.needed(multimodal=multimodal) == expected
+        assert repair.needed_for(multimodal=multimodal) == expected
 
 
 @pytest.mark.usefixtures("unrepaired")
