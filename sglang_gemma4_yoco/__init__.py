@@ -28,12 +28,14 @@ From the top down, each file knowing only those below it::
     loading/      into SGLang's classes, once for each process and each runner
         patch.py      SGLang's methods wrapped, and put back
         starting.py   when a runner starts: facts found out, tail recorded, compared with stock
+        repair.py     SGLang's recording of prefills, repaired where it is asked for by name
         metrics.py    the counters in SGLang's metrics and in /server_info
         published.py  two helpers for those who cut a batch themselves
 
     checking/     does it give what stock gives, here and with these weights?
         audit.py      every N-th prefill both ways, while the server serves
         self_check.py a few prefills both ways, before it serves
+        replayed.py   a prefill that left SGLang's recording, and the recording run to its end
         proof.py      a graph must give what the launched layers give
         layerwise.py  each layer given what stock's was given, and compared
         rounding.py   how far two computations of the same numbers are apart, in roundings
@@ -45,6 +47,7 @@ From the top down, each file knowing only those below it::
         gate.py       may it be cut, and how? In the order of time: planned ahead, asked again
         fallback.py   when the fast path fails, stock serves the batch
         served.py     what is known of the served model and of its current batch
+        doors.py      where SGLang's recorded prefills can be left
 
     tail/         what runs on the kept rows
         batch.py      the batch as the tail sees it, rewritten and restored

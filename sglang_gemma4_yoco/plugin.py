@@ -78,7 +78,7 @@ def _say_so_in_server_info(reason: str) -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     stock = Scheduler.get_internal_state
-    nothing = dict.fromkeys(("cut", "tail", "check", "audits"))
+    nothing = dict.fromkeys(("cut", "tail", "doors", "check", "audits"))
     state = {"version": __version__, "active": False, "reason": reason, **nothing}
 
     @functools.wraps(stock)

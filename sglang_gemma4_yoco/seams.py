@@ -345,6 +345,21 @@ def prefill_graph() -> str | None:
     return None if name == "disabled" else name
 
 
+def prefill_graph_has_breaks() -> bool:
+    """Whether that backend records a prefill in segments, with the attentions between them."""
+    return prefill_graph() == "breakable"
+
+
+def longest_recorded_prefill() -> int | None:
+    """For how many tokens this server records prefills at most; None where it does not say."""
+    argument = server_arguments()
+    config = None if argument is None else argument("cuda_graph_config")
+    prefill = getattr(config, "prefill", None)
+    buckets: list[int] = getattr(prefill, "bs", None) or []
+    longest: int | None = max(buckets, default=getattr(prefill, "max_bs", None))
+    return longest
+
+
 def replays_prefills(runner: Any) -> bool:
     """Whether ``runner`` has recorded prefills: SGLang may have left out what was asked for."""
     recorded = getattr(runner, "prefill_cuda_graph_runner", None)
@@ -381,7 +396,7 @@ def _indexes_shared_layers() -> bool:
 def prefill_graphs_are_asked_for() -> bool:
     """Whether the operator has named breakable prefill graphs; SGLang may choose them unasked."""
     named = getattr(_published(), "cuda_graph_backend_prefill", None)
-    return named == "breakable" and prefill_graph() == "breakable"
+    return named == "breakable" and prefill_graph_has_breaks()
 
 
 @contextmanager

@@ -48,13 +48,20 @@ class Checked:
 
     def state(self) -> dict[str, Any]:
         """For /server_info."""
-        worst = self.worst
+        nothing = dict.fromkeys(("compared", "largest_difference", "allowed"))
         return {
-            "compared": None if worst is None else worst.what,
-            "largest_difference": None if worst is None else worst.error,
-            "allowed": None if worst is None else worst.allowed,
+            **(nothing if self.worst is None else _state_of(self.worst)),
             "logits_apart": self.apart,
             "logits_apart_by_rounding": self.noise,
             "seconds": round(self.seconds, 3),
             "unchecked": self.unchecked,
+            "doors": None if self.doors is None else _state_of(self.doors),
         }
+
+
+def _state_of(finding: Finding) -> dict[str, Any]:
+    return {
+        "compared": finding.what,
+        "largest_difference": finding.error,
+        "allowed": finding.allowed,
+    }

@@ -16,13 +16,13 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from sglang_gemma4_yoco import plugin, seams
+from sglang_gemma4_yoco import plugin, seams, settings
 from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
 from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.deciding import arguments
-from sglang_gemma4_yoco.loading import metrics, patch
+from sglang_gemma4_yoco.loading import metrics, patch, repair
 from sglang_gemma4_yoco.tail import donor
 
 _MODEL_FLAGS = ("--model-path", "--model")
@@ -35,6 +35,8 @@ AT_START = (
     "whether the tail is recorded",
     "whether it gives what stock gives",
 )
+#: Tokens. Longer prefills keep a GPU busy by themselves, and a replay pads them (a model).
+_WORTH_RECORDING = 1024
 # Arguments with which linear layers may be of another kind than the checkpoint's.
 _QUANTISING = (
     *("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
@@ -229,25 +231,46 @@ def _server(
 
 
 def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
+    """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
     graph = seams.prefill_graph()
     if graph is None:
         return
-    multimodal = argument("enable_multimodal") is not False
-    why = seams.prefill_graph_error(
-        multimodal=multimodal and not config.get("language_model_only", False)
-    )
-    if why is None:
-        findings.tell(
-            "prefill graphs",
-            f"backend {graph!r}: prefills that are replayed are not reached; "
-            "--cuda-graph-backend-prefill=disabled runs them through the fast path",
-        )
+    sees = argument("enable_multimodal") is not False
+    multimodal = sees and not config.get("language_model_only", False)
+    why = seams.prefill_graph_error(multimodal=multimodal)
+    repaired = patch.is_installed() and repair.needed_for(multimodal=multimodal) is not None
+    if why is None or repaired:
+        how = f"SGLang's recording is repaired ({why})" if repaired else "SGLang records them"
+        findings.tell("prefill graphs", f"backend {graph!r}: {how}")
+        _replays(findings)
         return
     findings.tell("prefill graphs", f"backend {graph!r}: SGLang cannot record this model")
+    if not settings.current.prefill_graphs:
+        findings.tell("", f"{repair.OFF}: it is not repaired")
     findings.refusals.append(
         f"SGLang does not start with prefill CUDA graphs of this model ({why}); "
         "--cuda-graph-backend-prefill=disabled starts it"
     )
+
+
+def _replays(findings: Findings) -> None:
+    """What becomes of prefills that SGLang replays."""
+    closed = repair.doors_refused()
+    if closed is not None:
+        findings.tell(
+            "",
+            f"prefills that are replayed are not shortened ({closed}); "
+            "--cuda-graph-backend-prefill=disabled shortens them",
+        )
+        return
+    findings.tell("", "prefills that are replayed are shortened, where the check at start agrees")
+    longest = seams.longest_recorded_prefill()
+    if longest is not None and longest > _WORTH_RECORDING:
+        findings.tell(
+            "",
+            f"recorded are up to {longest} tokens: try "
+            f"--cuda-graph-max-bs-prefill={_WORTH_RECORDING} (docs/operating.md)",
+        )
 
 
 def _last_error(lines: Sequence[str], code: object) -> str:

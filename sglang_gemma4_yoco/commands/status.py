@@ -88,16 +88,20 @@ def lines_of(state: Mapping[str, Any]) -> list[str]:
 
 
 def _told(value: Any) -> str:
-    """A value in words: a table's entries beside each other if they are numbers of words."""
+    """A value in words: a table's entries beside each other, those of one inside it in brackets."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return "; ".join(f"{name}: {_told(part)}" for name, part in value.items()) or "none yet"
+        return "; ".join(f"{name}: {_inside(part)}" for name, part in value.items()) or "none yet"
     if isinstance(value, list):
         return "\n".join(map(_told, value)) or "none"
     return str(value)
+
+
+def _inside(part: Any) -> str:
+    return f"({_told(part)})" if isinstance(part, Mapping) else _told(part)
 
 
 # -- asking ----------------------------------------------------------------------------------

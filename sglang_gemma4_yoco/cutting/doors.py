@@ -134,12 +134,20 @@ class Doors:
 
     def summary(self) -> str:
         """For the log: where they are, and of which recordings."""
-        before = max(door.segments for _, door, _ in self._ways.values())
+        return f"leave its recording {self._place()}, where they can be cut ({self._which()})"
+
+    def state(self) -> str:
+        """The same for /server_info; why they are closed, if they are."""
+        if self.closed is not None:
+            return f"closed: {self.closed}"
+        return f"open {self._place()} ({self._which()})"
+
+    def _place(self) -> str:
+        return f"behind segment {max(door.segments for _, door, _ in self._ways.values())}"
+
+    def _which(self) -> str:
         buckets = [getattr(key, "size", key) for key in self._ways]
-        return (
-            f"leave its recording behind segment {before}, where they can be cut "
-            f"({len(buckets)} recordings of up to {max(buckets)} tokens)"
-        )
+        return f"{len(buckets)} recordings of up to {max(buckets)} tokens"
 
     def open(self) -> None:
         """Batches may leave by them from now on."""

@@ -143,6 +143,10 @@ class ServedModel:
             return f"launched ({self.launched_because})"
         return f"replayed for up to {self.graphs.rows[-1]} rows"
 
+    def leaves_recordings(self) -> str:
+        """Whether prefills that SGLang replays leave its recordings, and where."""
+        return self.doors.state()
+
     def _place_of(self, cut: DonorCut) -> str:
         where = cut.value.format(donor=self.first_shared - 1, first=self.first_shared)
         return f"{where} (of {self.model.config.num_hidden_layers})"

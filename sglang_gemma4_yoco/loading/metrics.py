@@ -30,9 +30,9 @@ def state() -> dict[str, Any]:
     """What this process would say of itself, as JSON has it.
 
     ``active``: batches may be cut, None where that cannot be told; ``reason``: why not; ``cut``,
-    ``tail``: where, and how the tail runs; ``check``: what came of the check at start; ``forwards``
-    by outcome; ``rows``, of prefills at the last layer, by what became of them; ``audits``, None
-    where nothing is audited.
+    ``tail``: where, and how the tail runs; ``doors``: whether prefills that SGLang replays may be
+    cut; ``check``: what came of the check at start; ``forwards`` by outcome; ``rows``, of prefills
+    at the last layer, by what became of them; ``audits``, None where nothing is audited.
 
     A number that is not finite is a word, as JSON has no such numbers. An entry that cannot be told
     is None, and ``untold`` has why, by its name; it is there in that case alone.
@@ -50,9 +50,9 @@ def state() -> dict[str, Any]:
 def _entries(known: ServedModel | None) -> dict[str, Callable[[], Any]]:
     """What tells each entry of ``state``."""
     active, reason = _activity(known)
-    cut = tail = check = _nothing
+    cut = tail = doors = check = _nothing
     if known is not None and active:
-        cut, tail = known.attends, known.runs_its_tail
+        cut, tail, doors = known.attends, known.runs_its_tail, known.leaves_recordings
     if known is not None and known.checked is not None:
         check = known.checked.state
     is_audited = known is not None and known.auditor is not None
@@ -62,6 +62,7 @@ def _entries(known: ServedModel | None) -> dict[str, Callable[[], Any]]:
         "reason": lambda: reason,
         "cut": cut,
         "tail": tail,
+        "doors": doors,
         "check": check,
         "forwards": lambda: report.forwards,
         "rows": lambda: report.rows,

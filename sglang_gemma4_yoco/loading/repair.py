@@ -20,13 +20,26 @@ from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
 OFF = f"{settings.name_of('prefill_graphs')}=0"
+NO_BREAKS = "it is recorded without breaks"
 
 
 def needed(runner: Any) -> str | None:
     """What keeps this ``ModelRunner`` from recording prefills and is to be repaired, or None."""
+    return needed_for(multimodal=runner.model_config.is_multimodal)
+
+
+def needed_for(*, multimodal: bool) -> str | None:
+    """The same, of the server whose arguments are published."""
     if not settings.current.prefill_graphs or not seams.prefill_graphs_are_asked_for():
         return None
-    return seams.prefill_graph_error(multimodal=runner.model_config.is_multimodal)
+    return seams.prefill_graph_error(multimodal=multimodal)
+
+
+def doors_refused() -> str | None:
+    """Why no prefill may leave SGLang's recording, whatever is recorded; None if some may."""
+    if not settings.current.prefill_graphs:
+        return OFF
+    return None if seams.prefill_graph_has_breaks() else NO_BREAKS
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from typing import Any
 from sglang_gemma4_yoco import __version__, report, seams, settings
 from sglang_gemma4_yoco.checking import audit, proof, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
+from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.cutting import fallback, forward, gate, served
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import arguments, backends, ranks
 from sglang_gemma4_yoco.loading import repair
-from sglang_gemma4_yoco.loading.repair import OFF
 from sglang_gemma4_yoco.tail import donor, graphs
 from sglang_gemma4_yoco.tail.attention import OwnBackend
 from sglang_gemma4_yoco.tail.donor import DonorCut
@@ -71,8 +71,9 @@ def record(runner: Any, model: Any, *, from_ids: bool = False) -> None:
     if known.checked is not None:
         return
     checked = _check(known, runner)
-    if checked.doors is not None and not checked.doors.is_rounding:
-        _do_not_reach(known, f"the check at start found {checked.doors}", logging.ERROR)
+    defect = _defect_of_doors(known, checked.doors)
+    if defect is not None:
+        _do_not_reach(known, defect, logging.ERROR)
     if known.constant_reason is None:
         known.auditor = audit.auditor(runner, known)
         told = f"{known.attends()}, {checked.describe()}"
@@ -104,13 +105,27 @@ def _open_doors(known: ServedModel, runner: Any) -> None:
     known.prefills = runner.prefill_cuda_graph_runner
     if seams.RecordedPrefills.why_not(runner) is None:
         known.follow_replays(forward.replayed_prefill)
-    reason = known.doors.find(runner) if settings.current.prefill_graphs else OFF
+    reason = repair.doors_refused() or known.doors.find(runner)
     reason = ranks.disagreement(f"{reason}, {known.doors.describe()}") or reason
     if reason is not None:
         _do_not_reach(known, reason)
         return
     known.doors.open()
     report.once(f"Gemma 4 fast prefill: prefills that SGLang replays {known.doors.summary()}")
+
+
+def _defect_of_doors(known: ServedModel, found: Finding | None) -> str | None:
+    """Why doors that are open are closed again, on all ranks alike, or None.
+
+    Args:
+        found: what the check at start found there.
+    """
+    if known.doors.closed is not None:
+        return None
+    wrong = found is not None and not found.is_rounding
+    # A rank that leaves a recording would wait for one that runs it to its end.
+    others = ranks.disagreement(f"doors agree with stock: {not wrong}")
+    return f"the check at start found {found}" if wrong else others
 
 
 def _do_not_reach(known: ServedModel, reason: str, level: int = logging.WARNING) -> None:

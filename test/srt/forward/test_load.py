@@ -47,6 +47,7 @@ SETTINGS = {
     "SGLANG_GEMMA4_YOCO_SELF_CHECK": (NO_ANSWER, "use 1 (or leave it unset) to compare with stock"),
     "SGLANG_GEMMA4_YOCO_AUDIT": (NOT_A_NUMBER, "use a whole number from 0 up"),
     "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 to turn the fast path off where"),
+    "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "use 1 (or leave it unset) to shorten"),
 }
 
 
@@ -91,7 +92,12 @@ FIELDS = (
 NAMES = {
     "ForwardBatch": FIELDS,
     "ForwardMode": ("EXTEND", "DECODE", "MIXED"),
-    "ModelRunner": ("init_attention_backends", "init_cuda_graphs", "init_decode_cuda_graph"),
+    "ModelRunner": (
+        "init_attention_backends",
+        "init_cuda_graphs",
+        "init_decode_cuda_graph",
+        "init_prefill_cuda_graph",
+    ),
     "forward_context": ("forward_context", "get_forward_context", "has_forward_context"),
     "layer_boundary.residual.batch": ("set_written", "start"),
 }

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from packaging.version import Version
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -44,6 +46,23 @@ def server_args(**arguments: Any) -> ServerArgs:
         if Version(version("sglang")) >= seams.LAST_TESTED:
             raise
         pytest.skip(f"this SGLang refuses {', '.join(arguments)}: {refusal}")
+
+
+@contextmanager
+def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iterator[None]:
+    """A server with prefill graphs of this backend in the span.
+
+    Args:
+        named: what the operator has given by name; None where SGLang has chosen.
+        sizes: of its ``PhaseConfig``.
+    """
+    config = CudaGraphConfig(prefill=PhaseConfig(backend=backend, **sizes))
+    arguments = SimpleNamespace(cuda_graph_config=config, cuda_graph_backend_prefill=named)
+    with (
+        mock.patch.object(seams, "get_server_args", return_value=arguments),
+        mock.patch.object(seams, "resolution_result", None),
+    ):
+        yield
 
 
 def eligible_batch(**changes: Any) -> ForwardBatch:

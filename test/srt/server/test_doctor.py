@@ -26,8 +26,8 @@ from sglang_gemma4_yoco.commands import doctor, preflight
 from sglang_gemma4_yoco.commands.findings import Findings
 from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.deciding.arguments import PIPELINE, server_reason
-from sglang_gemma4_yoco.loading import metrics
-from stand_ins import server_args
+from sglang_gemma4_yoco.loading import metrics, patch, repair
+from stand_ins import prefill_graphs, server_args
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -57,6 +57,7 @@ with open(found, "w") as file:
 
 
 _PREFILL, _DECODE = "--prefill-attention-backend", "--decode-attention-backend"
+BACKENDS = ("breakable", "disabled", "full")
 OTHER_PREFILL = (_PREFILL, "intel_xpu", _DECODE, "triton")
 OTHER_DECODE = (_PREFILL, "triton", _DECODE, "intel_xpu")
 
@@ -129,7 +130,7 @@ class Patients:
         ("--enable-single-batch-overlap",),
         ("--cpu-offload-gb", "1"),
         ("--pp-size", "2"),
-        *((f"--cuda-graph-backend-prefill={backend}",) for backend in ("breakable", "disabled")),
+        *((f"--cuda-graph-backend-prefill={backend}",) for backend in BACKENDS),
         ("--is-embedding",),
         ("--quantization", "fp8"),
         ("--kv-cache-dtype", "fp8_e5m2"),
@@ -229,12 +230,14 @@ def test_other_reasons(patients: Patients, flags: Sequence[str], status: int, re
 
 
 def test_prefill_graphs(patients: Patients) -> None:
+    """Asked for by name, SGLang's recording is repaired; not so another backend's."""
     named = "--cuda-graph-backend-prefill"
-    assert patients.with_flags(f"{named}=disabled").verdict == (0, True, None)
-    breakable = patients.with_flags(f"{named}=breakable")
-    assert breakable.status == 1
-    assert breakable.document["reason"].startswith("SGLang does not start with prefill CUDA graphs")
-    assert breakable.document["reason"].endswith(f"{named}=disabled starts it")
+    for backend in ("disabled", "breakable"):
+        assert patients.with_flags(f"{named}={backend}").verdict == (0, True, None)
+    full = patients.with_flags(f"{named}=full")
+    assert full.status == 1
+    assert full.document["reason"].startswith("SGLang does not start with prefill CUDA graphs")
+    assert full.document["reason"].endswith(f"{named}=disabled starts it")
 
 
 @pytest.mark.parametrize(
@@ -258,6 +261,74 @@ def test_prefill_graphs_where_shared_layers_are_recorded(
     assert [seams.IDS_AND_EMBEDDINGS in refusal for refusal in findings.refusals] == [
         True
     ] * refused
+
+
+REPAIRED = f"backend 'breakable': SGLang's recording is repaired ({seams.SHARED_LAYER_IDS})"
+UNREPAIRED = "backend 'breakable': SGLang cannot record this model"
+SHORTENED = "prefills that are replayed are shortened, where the check at start agrees"
+SWITCH = settings.name_of("prefill_graphs")
+ADVICE = "recorded are up to 2048 tokens: try --cuda-graph-max-bs-prefill=1024 (docs/operating.md)"
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "switch", "longest", "said"),
+    [
+        (True, True, True, 1024, [REPAIRED, SHORTENED]),
+        (True, True, True, 2048, [REPAIRED, SHORTENED, ADVICE]),
+        (False, True, True, 1024, [UNREPAIRED]),
+        (True, False, True, 1024, [UNREPAIRED]),
+        (True, True, False, 1024, [UNREPAIRED, f"{SWITCH}=0: it is not repaired"]),
+    ],
+    ids=["asked for", "long ones", "not by name", "no plugin", "switched off"],
+)
+def test_prefill_graphs_that_are_repaired(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: bool,
+    installed: bool,
+    switch: bool,
+    longest: int,
+    said: list[str],
+) -> None:
+    """As at start: asked for by name, by a plugin that is there, and not switched off."""
+    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: False)
+    monkeypatch.setattr(patch, "is_installed", lambda: installed)
+    named = "breakable" if asked else None
+    with prefill_graphs(Backend.BREAKABLE, named, max_bs=longest):
+        assert told_of(switch) == (said, REPAIRED not in said)
+
+
+@pytest.mark.parametrize(
+    ("backend", "switch", "because"),
+    [
+        (Backend.BREAKABLE, True, None),
+        (Backend.BREAKABLE, False, f"{SWITCH}=0"),
+        (Backend.FULL, True, repair.NO_BREAKS),
+    ],
+)
+def test_prefill_graphs_that_need_no_repair(
+    monkeypatch: pytest.MonkeyPatch, backend: str, switch: bool, because: str | None
+) -> None:
+    """As a text model of 0.5.18; replays of breakable graphs alone are shortened."""
+    monkeypatch.setattr(seams, "prefill_graph_error", lambda **_: None)
+    with prefill_graphs(backend):
+        (records, replays), refused = told_of(switch)
+    assert records == f"backend {backend!r}: SGLang records them"
+    assert not refused
+    if because is None:
+        assert replays == SHORTENED
+    else:
+        assert replays.startswith(f"prefills that are replayed are not shortened ({because});")
+        assert "--cuda-graph-backend-prefill=disabled" in replays
+
+
+def told_of(switch: bool) -> tuple[list[str], bool]:
+    """What is said of prefill graphs, and whether such a server is refused."""
+    findings = Findings(doctor.FACTS)
+    findings.section("A server")
+    with settings.changed(prefill_graphs=switch):
+        preflight._prefill_graphs(findings, {}, {}.get)
+    ((_, lines),) = findings._sections
+    return [line for _, line in lines], bool(findings.refusals)
 
 
 @pytest.mark.parametrize(

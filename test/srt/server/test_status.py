@@ -210,7 +210,7 @@ def test_entries_that_are_not_known_are_shown() -> None:
     }
     assert status.lines_of(state) == [
         "version  9",
-        "audits   done: 3; differing: layer 4: 1",
+        "audits   done: 3; differing: (layer 4: 1)",
         "rows     none yet",
         "log      a",
         "         b",

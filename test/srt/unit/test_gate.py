@@ -50,6 +50,7 @@ from sglang_gemma4_yoco.cutting import cut, fallback, gate
 from sglang_gemma4_yoco.cutting.gate import Refusal
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import arguments, backends, harmless, quantised, ranks
+from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.loading import starting
 from sglang_gemma4_yoco.tail.attention import OwnBackend
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
@@ -361,6 +362,52 @@ def test_graph_capture(capturing: Any) -> None:
     assert reason_of(model(), eligible_batch()) is None
 
 
+SUFFIXES = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 3, 2]}
+UNREAD = {"contains_last_prefill_chunk": False}
+FRONTS: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
+    ("the last rows", {}, {}, None),
+    ("no row", {}, UNREAD, None),
+    ("no row, the tail is launched", {"rows": 0}, UNREAD, None),
+    ("the tail is launched", {"rows": 0}, {}, gate.NOT_RECORDED),
+    ("more prompts than the tail has rows", {"rows": 2}, {}, gate.NOT_RECORDED),
+    ("suffixes", {}, SUFFIXES, gate.NOT_RECORDED),
+    ("media", {}, {"mm_inputs": [None, SimpleNamespace(), None]}, gate.REPLAYED_MEDIA),
+    ("an unread image", {}, {"mm_input_embeds": torch.zeros(9, 4)} | UNREAD, gate.REPLAYED_MEDIA),
+    ("closed doors", {"closed": "some reason"}, {}, gate.REPLAYED),
+    ("closed doors, no row", {"closed": "some reason"}, UNREAD, gate.REPLAYED),
+    ("another reason first", {"closed": "some reason"}, {"lora_ids": ["a", None, None]}, "LoRA"),
+]
+
+
+@pytest.mark.parametrize(
+    ("server", "changes", "reason"), [row[1:] for row in FRONTS], ids=[row[0] for row in FRONTS]
+)
+def test_a_front_that_is_replayed(
+    server: dict[str, Any], changes: dict[str, Any], reason: str | None
+) -> None:
+    """Such a batch leaves SGLang's recording by an open door, and needs a recorded tail there."""
+    known, batch = starting.of(model()), eligible_batch(**changes)
+    rows = server.get("rows", 32)
+
+    def size_for(kept: KeptRows) -> int | None:
+        return rows if kept.one_per_request and kept.count <= rows else None
+
+    known.doors.closed = server.get("closed")
+    known.graphs = SimpleNamespace(size_for=size_for) if rows else None  # type: ignore[assignment]
+    with enable_breakable_cuda_graph():  # as SGLang has it while it replays
+        known.replaying = batch
+        assert gate.ineligible_reason(known, batch) == reason
+        known.replaying = eligible_batch()
+        reason = gate.ineligible_reason(known, batch)
+        assert reason == gate.CAPTURING, "SGLang replays another one"
+
+
+def test_what_an_operator_hears_of_replayed_fronts() -> None:
+    """Closed doors are said once, at start; of the rest a batch says more."""
+    told = [reason for *_, reason in FRONTS if reason is not None and gate.is_news(reason)]
+    assert {*told} == {gate.NOT_RECORDED, gate.REPLAYED_MEDIA, "LoRA"}
+
+
 BACKENDS: list[tuple[type | None, str | None]] = [
     (TritonAttnBackend, None),
     (
@@ -633,6 +680,10 @@ SHOWN_BY = {
         "unit/test_gate.py::test_copied_positions_are_refused_beside_prefill_graphs"
     ),
     gate.TOO_LITTLE: "unit/test_gate.py::test_too_few_rows_to_skip",
+    **dict.fromkeys(
+        (gate.REPLAYED, gate.NOT_RECORDED, gate.REPLAYED_MEDIA),
+        "unit/test_gate.py::test_a_front_that_is_replayed",
+    ),
     gate.IMAGE_LOGPROBS: "unit/test_gate.py::test_images_are_known_before_they_are_embedded",
     gate.EMBEDDINGS: "forward/test_other_models.py::test_an_embedding_server_is_refused",
     "SGLang 9 lacks a, which may go by another name now": (
@@ -640,6 +691,10 @@ SHOWN_BY = {
     ),
     "a KV cache of A beside B": (
         "unit/test_backends.py::test_a_cache_of_another_type_is_read_beside_its_own_kind_alone"
+    ),
+    **dict.fromkeys(
+        ("recorded by A, without breaks", "there are none", "what they return is no tensor"),
+        "unit/test_seams.py::test_recordings_that_cannot_be_left",
     ),
     fallback.GIVEN_UP: "unit/test_gate.py::test_failures_in_a_row",
     backends.NO_TAIL: (

@@ -18,7 +18,7 @@ from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.commands import status
-from sglang_gemma4_yoco.cutting import fallback, gate, served
+from sglang_gemma4_yoco.cutting import doors, fallback, gate, served
 from sglang_gemma4_yoco.loading import metrics
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
@@ -70,6 +70,9 @@ class Serving:
     def runs_its_tail(self) -> Any:
         return "launched"
 
+    def leaves_recordings(self) -> Any:
+        return "closed: some reason"
+
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
@@ -100,8 +103,10 @@ def test_whatever_turns_the_path_off_is_told(serving: Serving) -> None:
         state = told()
         assert (state["active"], state["reason"]) == (reason is None, reason)
         # Where nothing is cut, nobody asks where.
-        assert (state["cut"], state["tail"]) == (
-            ("cut inside layer 14", "launched") if reason is None else (None, None)
+        assert (state["cut"], state["tail"], state["doors"]) == (
+            ("cut inside layer 14", "launched", "closed: some reason")
+            if reason is None
+            else (None, None, None)
         )
         return status.verdict([state])[0] is (reason is None)
 
@@ -137,6 +142,35 @@ def test_a_number_that_is_not_finite_is_a_word(
     assert f"largest_difference: {word}; allowed: 0.5" in " ".join(status.lines_of(state))
     assert "untold" not in state
     assert caplog.records == []
+
+
+def test_what_the_check_found_at_the_doors(serving: Serving) -> None:
+    """Nothing where they are closed; as of the comparison layer by layer where they are open."""
+    layers, doors = Finding("keys", 0.25, 0.5), Finding("the tail", math.inf, 0.5)
+    serving.checked = Checked(layers)
+    assert told()["check"]["doors"] is None
+    assert "doors: -" in " ".join(status.lines_of(told()))
+    serving.checked = Checked(layers, doors=doors)
+    check = told()["check"]
+    assert (check["compared"], check["largest_difference"]) == ("keys", 0.25)
+    assert check["doors"] == {
+        "compared": "the tail",
+        "largest_difference": "infinite",
+        "allowed": 0.5,
+    }
+    line = "doors: (compared: the tail; largest_difference: infinite; allowed: 0.5)"
+    assert line in " ".join(status.lines_of(told()))
+
+
+def test_whether_recordings_are_left() -> None:
+    found = doors.Doors()
+    assert found.state() == f"closed: {doors.NOT_YET}"
+    ways = {bucket: (None, SimpleNamespace(segments=15), torch.zeros(bucket)) for bucket in (4, 8)}
+    found._ways, found.closed = ways, None  # type: ignore[assignment]
+    assert found.state() == "open behind segment 15 (2 recordings of up to 8 tokens)"
+    assert found.summary().startswith("leave its recording behind segment 15, where")
+    found.close("some reason")
+    assert found.state() == "closed: some reason"
 
 
 class Unwritable:

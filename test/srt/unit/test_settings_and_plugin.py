@@ -42,6 +42,12 @@ def test_what_is_switched_off_needs_no_other_setting() -> None:
     assert settings.read(found) == settings.Settings(enabled=False)
 
 
+@pytest.mark.parametrize(("value", "expected"), [(None, True), ("1", True), ("0", False)])
+def test_prefill_graphs(value: str | None, expected: bool) -> None:
+    found = {} if value is None else {"SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": value}
+    assert settings.read(found).prefill_graphs is expected
+
+
 def test_entry_point_is_registered_once() -> None:
     ours = [ep for ep in entry_points(group="sglang.srt.plugins") if ep.name == "gemma4_yoco"]
     assert [ep.value for ep in ours] == ["sglang_gemma4_yoco.plugin:load"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.deciding import threshold
+from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.deciding.threshold import TailCost
 from stand_ins import eligible_batch, model, reason_of
 
@@ -45,6 +47,9 @@ def test_the_rule(total: int, kept: int, expected: bool) -> None:
         (TailCost.NOTHING, 2, 1, True),
         (TailCost.NOTHING, 33, 32, True),
         (TailCost.NOTHING, 8, 8, False),
+        (TailCost.PLANNED, 128, 1, False),
+        (TailCost.PLANNED, 129, 1, True),
+        (TailCost.PLANNED, 20000, 19872, True),  # no sixteenth is asked for
         (TailCost.LAUNCHES, 1024, 1, False),
         (TailCost.LAUNCHES, 1025, 1, True),
         (TailCost.LAUNCHES, 20000, 18751, False),  # less than a sixteenth
@@ -109,3 +114,20 @@ def test_an_unread_chunk_skips_all_its_rows(setting: Callable[..., None]) -> Non
     assert reason_of(model(), eligible_batch()) == gate.TOO_LITTLE
     unread = eligible_batch(contains_last_prefill_chunk=False)
     assert reason_of(model(), unread) is None
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("replaying", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_a_tail_costs(on_gpu: bool, replaying: bool, recorded: bool) -> None:
+    """Planning it takes time where SGLang replays the front on a GPU, and nowhere else."""
+    kept = KeptRows.suffixes([49], [0], None)
+    known: Any = SimpleNamespace(
+        on_gpu=on_gpu,
+        replaying=eligible_batch() if replaying else None,
+        graphs=SimpleNamespace(size_for=lambda _: 1) if recorded else None,
+    )
+    launched = TailCost.LAUNCHES if on_gpu else TailCost.ARITHMETIC
+    replayed = TailCost.PLANNED if on_gpu and replaying else TailCost.NOTHING
+    assert gate.tail_cost(known, kept, read=1) is (replayed if recorded else launched)
+    assert gate.tail_cost(known, kept, read=0) is TailCost.NOTHING
