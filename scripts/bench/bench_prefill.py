@@ -66,6 +66,8 @@ OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
 # Prefills of more rows are launched by SGLang: the host has less to do for them than the device,
 # and a CPU's recording holds all that was ever computed in it.
 MOST_RECORDED = 1024
+# A prefill of so many rows is always recorded: the package's check at start fits into it.
+CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
 HOST_REPEATS = 3
@@ -306,7 +308,7 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
 
     if not args.graphs or not (device == "cuda" or releases.records_prefills()):
         return []
-    totals = {load.total for load in loads(args)}
+    totals = {CHECKED, *(load.total for load in loads(args))}
     return sorted(total for total in totals if total <= MOST_RECORDED)
 
 
@@ -379,7 +381,7 @@ def served(engine: Any, way: str) -> Iterator[None]:
         span.enter_context(switched(way))
         if way not in REPLAYED and seams.replays_prefills(engine.runner):
             recorded = engine.runner.prefill_cuda_graph_runner
-            span.enter_context(mock.patch.object(recorded, "can_run_graph", lambda *_: False))
+            span.enter_context(mock.patch.object(recorded, "can_run_graph", return_value=False))
         yield
 
 
