@@ -183,10 +183,8 @@ class Point:
     @property
     def differs(self) -> bool:
         """Whether an answer is another one than stock's."""
-        return any(
-            not seen.same_tokens or seen.max_logit_difference > 1e-3
-            for seen in (self, *self.replayed.values())
-        )
+        answers: list[Point | Replayed] = [self, *self.replayed.values()]
+        return any(not a.same_tokens or a.max_logit_difference > 1e-3 for a in answers)
 
 
 class NotActiveError(Exception):
