@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCu
 
 import bench_prefill
 import host_work
+import plot_prefill
 from batches import batch_of
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
 from decode_graphs import record_tail
@@ -94,6 +96,17 @@ def test_breaks_belong_to_the_layer_whose_attention_they_are(point: Point) -> No
     assert min(fast.seconds["front"], stock.seconds["tail"]) > 0
     for work in (stock, fast):
         assert work.operations == sum(work.operations_by_region.values())
+
+
+def test_the_table_of_it(point: Point) -> None:
+    document = {"points": [json.loads(json.dumps(asdict(point)))]}
+    head, _, *lines = plot_prefill.host_markdown(document).splitlines()
+    titles = [cell.strip() for cell in head.strip("|").split("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [line[titles.index("way")] for line in cells] == list(WAYS)
+    assert [line[titles.index("replays")] for line in cells] == [
+        str(work.replays) for work in point.host.values()
+    ]
 
 
 def test_a_length_that_is_not_recorded(engine: Engine) -> None:
