@@ -3,7 +3,7 @@
 
 Gemma 4 E2B or E4B at its real dimensions with random weights, so neither a network nor a checkpoint
 is needed; bf16, Triton attention, no prefix cache, decode graphs on, the unchanged SGLang server.
-Seven parts, each of which can run alone:
+Eight parts, each of which can run alone:
 
     a  30 prompts of 7000 tokens in and 10 out: duration, time to first token, tokens per second
     b  8192 in and 150 out, 8 and 32 at a time: the same
@@ -14,6 +14,10 @@ Seven parts, each of which can run alone:
     f  a profile of one prefill of 16 to 8192 tokens: host, device, waiting, how many kernels were
        launched, and the ten largest
     g  greedy tokens, and how far logits are apart
+    h  prefills of 16 to 8192 tokens that SGLang replays from CUDA graphs: do they give the answers
+       of those that it launches, at all; then stock and the package, each launched and replayed,
+       in turns, beside what was predicted. The package repairs SGLang's recording; without it
+       SGLang does not start
 
 "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns. Loads come from SGLang's own
 ``sglang.benchmark.serving``. That "on" was on and "off" was off is read from the servers' logs and
@@ -35,6 +39,7 @@ Needs an environment with SGLang, this package and ``test/reference``.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -45,6 +50,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -55,7 +61,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import bench_prefill
-from bench_prefill import NotActiveError, switched
+from bench_prefill import OFF_REPLAYED, ON_REPLAYED, NotActiveError, switched
 from environment import REPO, SetupError, commit, heading, say, tail
 from sglang_gemma4_yoco.commands.servers import (
     Server,
@@ -64,6 +70,7 @@ from sglang_gemma4_yoco.commands.servers import (
     pair,
     running,
 )
+from sglang_gemma4_yoco.commands.timing import Times
 
 WAYS = ("off", "on")
 PRESETS = {"tiny": "E2B_TINY", "mini": "E2B_MINI", "e2b": "E2B", "e4b": "E4B"}
@@ -100,6 +107,8 @@ class Workload:
         interval: part e, seconds from one such prompt to the next.
         profiled: part f.
         answers: part g, prompts to continue greedily.
+        replayed: part h, lengths that SGLang records: no row of a replay is padding.
+        replayed_repeats: part h, forwards per length and way.
         pool: tokens that the KV pool of each server must hold.
     """
 
@@ -114,6 +123,8 @@ class Workload:
     interval: float
     profiled: tuple[int, ...]
     answers: Requests
+    replayed: tuple[int, ...]
+    replayed_repeats: int
     pool: int
 
 
@@ -129,6 +140,8 @@ FULL = Workload(
     interval=0.5,
     profiled=(16, 128, 512, 2048, 8192),
     answers=Requests(30, 2000, 10),
+    replayed=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    replayed_repeats=9,
     pool=280_000,
 )
 # For a CPU and the smallest model: every line of the script runs, and no figure means anything.
@@ -144,8 +157,46 @@ TINY = Workload(
     interval=0.1,
     profiled=(40,),
     answers=Requests(2, 30, 3),
+    replayed=(32, 40),
+    replayed_repeats=1,
     pool=2048,
 )
+
+
+#: The ways of part h, and what they are called.
+FOUR_WAYS = {
+    "off": "stock",
+    OFF_REPLAYED: "stock, replayed",
+    "on": "package",
+    ON_REPLAYED: "package, replayed",
+}
+#: Milliseconds to the logits of one prompt on an H100, by model, length and way: no measurement.
+#: Of the host 0.35 ms for each launched layer and 2.65 ms around them, 0.015 ms for each replayed
+#: segment, 0.10 ms for each attention between two of them, 0.3 ms to fill SGLang's inputs and
+#: 0.3 ms to plan the tail; of the device matrix products at 60 % of peak or at memory bandwidth.
+#: The longer of the two, and the device's work behind what the host has done before it.
+PREDICTED_MS = {
+    model: {length: dict(zip(FOUR_WAYS, ms, strict=True)) for length, *ms in rows}
+    for model, rows in {
+        "E2B": (
+            (32, 14.9, 7.0, 10.0, 6.9),
+            (128, 14.9, 7.0, 10.0, 6.9),
+            (512, 14.9, 9.7, 10.0, 7.2),
+            (2048, 25.3, 25.9, 11.8, 12.6),
+            (8192, 114.0, 114.0, 38.4, 39.5),
+        ),
+        "E4B": (
+            (32, 17.5, 8.1, 13.5, 8.3),
+            (128, 17.5, 8.6, 13.5, 8.6),
+            (512, 17.5, 14.5, 13.5, 11.9),
+            (2048, 43.7, 43.9, 27.3, 28.2),
+            (8192, 186.0, 185.0, 101.7, 102.9),
+        ),
+    }.items()
+}
+# Of bf16: a wrong row, key or weight is off by far more.
+LEAST_COSINE = 0.9999
+LARGEST_CACHE_ERROR = 0.02
 
 
 class OutOfTimeError(Exception):
@@ -216,12 +267,15 @@ class Machine:
         self.workload = TINY if args.preset == "tiny" else FULL
         self._args = args
         self._directory = directory
-        self._preset = PRESETS[args.preset]
+        self.preset = PRESETS[args.preset]
         self._stack = ExitStack()
         self._servers: dict[str, Server] = {}
         self._engine: Any = None
-        self.checkpoint = directory / self._preset
-        write_checkpoint(self.checkpoint, SHAPES[self._preset], weights=False)
+        self._recorded: tuple[int, ...] = ()
+        #: Why SGLang cannot record the prefills of part h, once that has shown.
+        self.unrecordable: str | None = None
+        self.checkpoint = directory / self.preset
+        write_checkpoint(self.checkpoint, SHAPES[self.preset], weights=False)
 
     def __enter__(self) -> Machine:
         return self
@@ -243,16 +297,22 @@ class Machine:
             self._servers = dict(zip(WAYS, both, strict=True))
         return self._servers
 
-    def engine(self) -> Any:
-        """The model on SGLang's ModelRunner in this process."""
-        if self._engine is None:
+    def engine(self, recorded: tuple[int, ...] = ()) -> Any:
+        """The model on SGLang's ModelRunner in this process.
+
+        Args:
+            recorded: how many rows the prefills have that SGLang records.
+        """
+        if self._engine is None or self._recorded != recorded:
             self._stack.close()  # the servers' memory is needed
             self._servers = {}
+            self._let_go()
             work = self.workload
             longest = max(*work.lengths, *work.memory, *work.profiled, work.answers.tokens_in)
+            longest = max(recorded, default=longest)
             options = argparse.Namespace(
                 model=None,
-                preset=self._preset,
+                preset=self.preset,
                 weights="dummy",
                 dtype=None,
                 lengths=[longest],
@@ -260,12 +320,24 @@ class Machine:
                 decoding=[0],
                 graphs=True,
             )
-            self._engine = bench_prefill.build_engine(options, self.device, self._directory)
+            self._engine = bench_prefill.build_engine(
+                options, self.device, self._directory, recorded
+            )
+            self._recorded = recorded
             try:
                 bench_prefill.record(self._engine)
             except NotActiveError as launched:  # measured all the same; each point says its path
                 say(str(launched))
         return self._engine
+
+    def _let_go(self) -> None:
+        """Of the engine and its memory."""
+        self._engine = None
+        gc.collect()
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -729,6 +801,188 @@ def summarise_answers(steps: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def recorded_engine(machine: Machine) -> Any:
+    """The engine whose prefills SGLang has recorded.
+
+    Raises:
+        NotActiveError: it cannot record them.
+    """
+    wanted = machine.workload.replayed
+    if machine.unrecordable is not None:
+        raise NotActiveError(machine.unrecordable)
+    try:
+        engine = machine.engine(wanted)
+        missing = sorted(set(wanted).difference(bench_prefill.recorded_rows(engine)))
+        if missing:
+            raise NotActiveError(f"none of {missing} tokens")
+    except Exception as failure:
+        machine.unrecordable = f"SGLang cannot record prefills: {failure!r}"
+        traceback.print_exc()
+        raise NotActiveError(machine.unrecordable) from failure
+    return engine
+
+
+def replayed_steps(work: Workload) -> dict[str, Step]:
+    """Part h: is it recorded, is it right, how long does it take."""
+
+    def of_length(length: int, measure: Callable[[Any, Any, int], dict[str, Any]]) -> Step:
+        def run(machine: Machine) -> dict[str, Any]:
+            from sglang_gemma4_yoco import settings
+
+            try:
+                engine = recorded_engine(machine)
+            except NotActiveError as failure:
+                return {"length": length, "failed": str(failure)}
+            batch = random_prompt(engine, length, seed=length)
+            # Where it pays is what shall be found out.
+            with settings.changed(min_skipped_rows=1):
+                measured = measure(engine, batch, length)
+            return {"length": length, "model": machine.preset} | measured
+
+        return run
+
+    def timing(engine: Any, batch: Any, length: int) -> dict[str, Any]:
+        return four_times(engine, batch, length, work.replayed_repeats)
+
+    return {
+        "recorded": what_is_recorded,
+        **{f"{n} tokens, answers": of_length(n, four_answers) for n in work.replayed},
+        **{f"{n} tokens, times": of_length(n, timing) for n in work.replayed},
+    }
+
+
+def what_is_recorded(machine: Machine) -> dict[str, Any]:
+    """Whether SGLang starts with recorded prefills at all, and what the package says of them."""
+    from sglang_gemma4_yoco.loading import starting
+
+    began = time.monotonic()
+    try:
+        engine = recorded_engine(machine)
+    except NotActiveError as failure:
+        return {"failed": str(failure)}
+    known = starting.of(engine.text_model)
+    return {
+        "failed": None,
+        "seconds": time.monotonic() - began,
+        "rows": bench_prefill.recorded_rows(engine),
+        "doors_closed": known.doors.closed,
+        "tail": known.runs_its_tail(),
+        "checked": None if known.checked is None else known.checked.describe(),
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one forward gave.
+
+    Attributes:
+        path: what the package says of it.
+        logits: [1, vocabulary], in double precision.
+        cache: K and V of each layer with some, at the slots that were written.
+    """
+
+    path: str
+    logits: Any
+    cache: list[Any]
+
+    @classmethod
+    def of(cls, engine: Any, batch: Any, way: str) -> Answer:
+        """Run it, over K and V that are poisoned."""
+        from sglang_gemma4_yoco import report
+
+        engine.poison(batch)
+        report.forwards.clear()
+        logits = bench_prefill.timed(engine, batch, way)[1].double()
+        return cls(", ".join(report.forwards), logits, engine.written(batch))
+
+    def beside(self, other: Answer) -> dict[str, Any]:
+        """How far it is from another one, which is taken for right."""
+        import torch
+
+        errors = [
+            float((one.double() - wanted.double()).norm() / wanted.double().norm())
+            for one, wanted in zip(self.cache, other.cache, strict=True)
+        ]
+        cosines = torch.nn.functional.cosine_similarity(self.logits, other.logits, dim=-1)
+        found = {
+            "cosine": float(cosines.min()),
+            "max_difference": float((self.logits - other.logits).abs().max()),
+            "cache_error": max(errors),
+            "same_logits": torch.equal(self.logits, other.logits),
+            "same_cache": all(map(torch.equal, self.cache, other.cache)),
+        }
+        # Comparisons with what is no number are false.
+        right = found["cosine"] > LEAST_COSINE and found["cache_error"] <= LARGEST_CACHE_ERROR
+        return found | {"right": right}
+
+
+def four_answers(engine: Any, batch: Any, _: int) -> dict[str, Any]:
+    """SGLang's replay beside what it launches; the package's beside both."""
+    seen = {way: Answer.of(engine, batch, way) for way in FOUR_WAYS}
+    bench_prefill.must_have_spread(seen["off"].logits)
+    return {
+        "paths": {way: answer.path for way, answer in seen.items()},
+        "stock replayed beside stock": seen[OFF_REPLAYED].beside(seen["off"]),
+        "package replayed beside package": seen[ON_REPLAYED].beside(seen["on"]),
+        # Up to the door it is the same recording: the same K and V, bit for bit.
+        "package replayed beside stock replayed": seen[ON_REPLAYED].beside(seen[OFF_REPLAYED]),
+    }
+
+
+def four_times(engine: Any, batch: Any, length: int, repeats: int) -> dict[str, Any]:
+    """Seconds of each way, in turns, and what the host does in it.
+
+    Raises:
+        NotActiveError: a way is not what it is said to be.
+    """
+    from sglang_gemma4_yoco import report
+
+    ways = tuple(FOUR_WAYS)
+    for way in ways:
+        logits = bench_prefill.timed(engine, batch, way)[1]
+    assert_path(engine, batch, length)
+    path = bench_prefill.replayed(engine, batch, length, logits)[ON_REPLAYED].path
+    if path != report.ALL_REPLAYED:
+        raise NotActiveError(f"{length} tokens, replayed: {path}")
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(repeats):
+        for i in range(len(ways)):
+            way = ways[(i + repeat) % len(ways)]
+            seconds[way].append(bench_prefill.timed(engine, batch, way)[0])
+    host = bench_prefill.measure_host(engine, batch, bench_prefill.HOST_REPEATS, ways)
+    return {
+        "seconds": {way: asdict(Times.of(seconds[way])) for way in ways},
+        "host": {way: asdict(work) for way, work in host.items()},
+    }
+
+
+def summarise_replayed(steps: dict[str, Any]) -> dict[str, Any]:
+    """Whether SGLang's replays hold, and one row per length beside its prediction."""
+    answers = {step["length"]: step for step in steps.values() if "paths" in step}
+    times = [step for step in steps.values() if "seconds" in step and "length" in step]
+    return {
+        "recorded": steps["recorded"],
+        "stock_right": [n for n, a in answers.items() if a["stock replayed beside stock"]["right"]],
+        "rows": [_replayed_row(step, answers[step["length"]]) for step in times],
+    }
+
+
+def _replayed_row(step: dict[str, Any], answers: dict[str, Any]) -> dict[str, Any]:
+    ms = {way: times["median"] * 1e3 for way, times in step["seconds"].items()}
+    both = ms[ON_REPLAYED]
+    return {
+        "length": step["length"],
+        "ms": ms,
+        "predicted_ms": PREDICTED_MS.get(step["model"], {}).get(step["length"]),
+        "faster_than": {way: ms[way] / both for way in ms if way != ON_REPLAYED},
+        "right": {name: found["right"] for name, found in answers.items() if "beside" in name},
+        "same_cache": answers["package replayed beside stock replayed"]["same_cache"],
+        "paths": answers["paths"],
+        # At least as fast as stock's graphs, and as the package without them but for a twentieth.
+        "as_wanted": both <= ms[OFF_REPLAYED] and both <= 1.05 * ms["on"],
+    }
+
+
 PARTS = {
     "a": Part(
         "the published run",
@@ -765,6 +1019,14 @@ PARTS = {
         ("answers",),
         answer_steps,
         summarise_answers,
+        on_servers=False,
+    ),
+    # The last one: where a recording fails, the device may be of no use any more.
+    "h": Part(
+        "prefills that SGLang replays",
+        ("replayed", "replayed_repeats"),
+        replayed_steps,
+        summarise_replayed,
         on_servers=False,
     ),
 }

@@ -17,6 +17,11 @@ active nor stepped aside with a reason. It also measures what the package adds t
 it leaves alone; and, in passes of their own behind the timed ones, what the host does in a forward
 (``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes time.
 
+With ``--graphs`` SGLang records its prefills too, of batches of up to 1024 rows, and the host is
+looked at off and on where SGLang replays them as well: **off replayed** runs SGLang's recording to
+its end, **on replayed** leaves it for the package's recorded tail. Nothing is replayed of the three
+ways that are timed.
+
 Output contract: tables for people on stdout; the last line is one JSON document.
 
     python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
@@ -39,8 +44,8 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
@@ -57,6 +62,12 @@ if TYPE_CHECKING:
     import torch
 
 WAYS = ("off", "on", "front")
+OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
+# Prefills of more rows are launched by SGLang: the host has less to do for them than the device,
+# and a CPU's recording holds all that was ever computed in it.
+MOST_RECORDED = 1024
+# A prefill of so many rows is always recorded: the package's check at start fits into it.
+CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
 HOST_REPEATS = 3
@@ -103,7 +114,8 @@ class HostWork:
     """What the host does in one forward; see ``host_work``.
 
     Attributes:
-        operations: dispatched, outside of replays.
+        operations: dispatched, outside of replays; each replay counts as one.
+        replays: of graphs.
         triton_launches: outside of replays.
         device_reads: values for which the host of a GPU would wait.
         seconds: median by region.
@@ -113,12 +125,28 @@ class HostWork:
     """
 
     operations: int
+    replays: int
     triton_launches: int
     device_reads: int
     seconds: dict[str, float]
     operations_by_region: dict[str, int]
     outside_of_layers: Times
     added_outside: Times
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of a prefill that SGLang replays.
+
+    Attributes:
+        path: what the package says of it: a way of being active, or why it stepped aside.
+        max_logit_difference: from the stock forward that is launched.
+        same_tokens: whether the greedy next tokens are the same.
+    """
+
+    path: str
+    max_logit_difference: float
+    same_tokens: bool
 
 
 @dataclass(frozen=True)
@@ -133,7 +161,9 @@ class Point:
         ratio: off / on.
         ceiling: off / front-only.
         realised: share of the possible saving.
-        host: what the host does, off and on.
+        host: what the host does, by way.
+        replayed: what came of the ways whose prefill SGLang replays; empty where it has recorded
+            none of this length.
     """
 
     load: Load
@@ -148,6 +178,13 @@ class Point:
     ceiling: float
     realised: float
     host: dict[str, HostWork]
+    replayed: dict[str, Replayed]
+
+    @property
+    def differs(self) -> bool:
+        """Whether an answer is another one than stock's."""
+        answers: list[Point | Replayed] = [self, *self.replayed.values()]
+        return any(not a.same_tokens or a.max_logit_difference > 1e-3 for a in answers)
 
 
 class NotActiveError(Exception):
@@ -190,8 +227,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--graphs",
         action="store_true",
-        help="record the tail, as a server with CUDA graphs does; on a CPU (SGLang 0.5.23) a "
-        "replay runs the recorded operations one by one: look at what the host does besides",
+        help="record the tail, as a server with CUDA graphs does, and prefills of up to "
+        f"{MOST_RECORDED} rows; on a CPU (SGLang 0.5.23) a replay runs the recorded operations one "
+        "by one: look at what the host does besides",
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
@@ -206,6 +244,12 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def loads(args: argparse.Namespace) -> list[Load]:
+    """What is measured."""
+    grid = product(args.batch_sizes, args.decoding, args.read, args.lengths)
+    return [Load(length, size, decoding, read) for size, decoding, read, length in grid]
+
+
 def choose_device(wanted: str) -> str:
     """``cpu`` or ``cuda``; selects the CPU platform, which must happen before SGLang's import."""
     import torch
@@ -216,8 +260,14 @@ def choose_device(wanted: str) -> str:
     return device
 
 
-def build_engine(args: argparse.Namespace, device: str, directory: Path) -> Any:
-    """The model on SGLang's ModelRunner, with room for the largest batch; nothing is recorded."""
+def build_engine(
+    args: argparse.Namespace, device: str, directory: Path, prefills: Sequence[int] = ()
+) -> Any:
+    """The model on SGLang's ModelRunner, with room for the largest batch.
+
+    Args:
+        prefills: how many rows the prefills have that SGLang records; nothing else is recorded.
+    """
     from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
     from sglang_gemma4_reference.engine import Engine
 
@@ -232,18 +282,41 @@ def build_engine(args: argparse.Namespace, device: str, directory: Path) -> Any:
         if dummy:
             options["load_format"] = "dummy"
     largest = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
-    engine = Engine(
-        path,
-        device=device,
-        dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
-        max_total_tokens=largest + 1024,
-        swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
-        **({"cuda_graph_bs_decode": [1]} if args.graphs else {"disable_cuda_graph": True}),
-        **options,
-    )
+    graphs: dict[str, Any] = {"cuda_graph_bs_decode": [1]} if args.graphs else {}
+    if prefills:
+        graphs |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
+    with recordable(device) if prefills else nullcontext():
+        engine = Engine(
+            path,
+            device=device,
+            dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
+            max_total_tokens=largest + 1024,
+            swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
+            **(graphs or {"disable_cuda_graph": True}),
+            **options,
+        )
     if "load_format" in options:
         randomise(engine)
     return engine
+
+
+def buckets(args: argparse.Namespace, device: str) -> list[int]:
+    """Rows of the batches whose prefills SGLang records."""
+    from sglang_gemma4_reference import releases
+
+    if not args.graphs or not (device == "cuda" or releases.records_prefills()):
+        return []
+    totals = {CHECKED, *(load.total for load in loads(args))}
+    return sorted(total for total in totals if total <= MOST_RECORDED)
+
+
+def recordable(device: str) -> AbstractContextManager[None]:
+    """SGLang can record prefills in the span."""
+    if device == "cuda":
+        return nullcontext()
+    from sglang_gemma4_reference import prefill_graphs
+
+    return prefill_graphs.recordable()
 
 
 def record(engine: Any) -> None:
@@ -294,7 +367,20 @@ def switched(way: str) -> AbstractContextManager[None]:
     """The fast path of this process on or off for the span, as the way says."""
     from sglang_gemma4_yoco import settings
 
-    return settings.changed(enabled=way != "off")
+    return settings.changed(enabled=way not in ("off", OFF_REPLAYED))
+
+
+@contextmanager
+def served(engine: Any, way: str) -> Iterator[None]:
+    """The same; and SGLang replays prefills that it has recorded, or does not, as the way says."""
+    from sglang_gemma4_yoco import seams
+
+    with ExitStack() as span:
+        span.enter_context(switched(way))
+        if way not in REPLAYED and seams.replays_prefills(engine.runner):
+            recorded = engine.runner.prefill_cuda_graph_runner
+            span.enter_context(mock.patch.object(recorded, "can_run_graph", return_value=False))
+        yield
 
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
@@ -304,7 +390,7 @@ def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     synchronize = synchronizer(engine)
     # Front-only answers nothing, so no gate would ever admit it.
     pretended = mock.patch.object(gate, "is_unread", return_value=True)
-    with switched(way), pretended if way == "front" else nullcontext():
+    with served(engine, way), pretended if way == "front" else nullcontext():
         synchronize()
         began = time.perf_counter()
         output = engine.forward(batch)
@@ -362,29 +448,70 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
     ]
 
 
-def measure_host(engine: Any, batch: Any, repeats: int) -> dict[str, HostWork]:
-    """What the host does for one batch, off and on in turns. None of it is timed as a whole."""
+def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
+    """What comes of the ways whose prefill SGLang replays, if it has recorded one of these rows.
+
+    Args:
+        stock: the logits of the stock forward that is launched.
+
+    Raises:
+        NotActiveError: nothing was reported of the fast path.
+    """
+    from sglang_gemma4_yoco import report
+
+    if rows not in recorded_rows(engine):
+        return {}
+    found = {}
+    for way in REPLAYED:
+        report.forwards.clear()
+        logits = timed(engine, batch, way)[1].clone()
+        if len(report.forwards) != 1:
+            raise NotActiveError(f"{way}: the package reports {dict(report.forwards)}")
+        found[way] = Replayed(
+            path=next(iter(report.forwards)),
+            max_logit_difference=float((logits - stock).abs().max()),
+            same_tokens=bool((logits.argmax(-1) == stock.argmax(-1)).all()),
+        )
+    return found
+
+
+def recorded_rows(engine: Any) -> list[int]:
+    """Of how many rows SGLang has recorded prefills."""
+    backend = getattr(engine.runner.prefill_cuda_graph_runner, "backend", None)
+    return sorted(key.size for key in getattr(backend, "_graphs", ()))
+
+
+def measure_host(
+    engine: Any, batch: Any, repeats: int, ways: Sequence[str] = WAYS[:2]
+) -> dict[str, HostWork]:
+    """What the host does for one batch, in turns in each way. None of it is timed as a whole.
+
+    Raises:
+        NotActiveError: SGLang replayed nothing where it is said to.
+    """
     from functools import partial
     from statistics import median
 
     import host_work
 
     forward = partial(engine.forward, batch)
-    ways = WAYS[:2]
     counts: dict[str, host_work.Counts] = {}
     for way in ways:
-        with switched(way):
+        with served(engine, way):
             counts[way] = host_work.count(engine, forward)
+        if way in REPLAYED and counts[way].replays < 2:
+            raise NotActiveError(f"{way}: SGLang has replayed no segments")
     seconds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for repeat in range(repeats):
         for way in ways if repeat % 2 else reversed(ways):
-            with switched(way):
+            with served(engine, way):
                 synchronizer(engine)()
                 seconds[way].append(host_work.clock(engine, forward))
     outside = {way: [host_work.outside_of_layers(one) for one in seconds[way]] for way in ways}
     return {
         way: HostWork(
             operations=counts[way].operations.total(),
+            replays=counts[way].replays,
             triton_launches=counts[way].triton_launches,
             device_reads=counts[way].device_reads,
             seconds={
@@ -429,6 +556,8 @@ def measure(
     must_have_spread(logits["off"])
     off, on, front = (Times.of(seconds[way]) for way in WAYS)
     possible = off.median - front.median
+    by_replay = replayed(engine, batch, load.total, logits["off"])
+    ways = (*WAYS[:2], *by_replay)
     return Point(
         load=load,
         path=path,
@@ -441,7 +570,8 @@ def measure(
         ratio=off.median / on.median,
         ceiling=off.median / front.median,
         realised=(off.median - on.median) / possible if possible > 0 else float("nan"),
-        host=measure_host(engine, batch, host_repeats),
+        host=measure_host(engine, batch, host_repeats, ways),
+        replayed=by_replay,
     )
 
 
@@ -538,17 +668,22 @@ def show(points: Sequence[Point], gate: dict[str, float]) -> None:
     console.print(
         table.drawn(
             "The host in one forward; milliseconds by region",
-            (*of_load, "way", "operations", "Triton launches", "device reads", *regions),
+            (
+                *of_load, "way", "operations", "replays", "Triton launches", "device reads",
+                *regions, "path",
+            ),
             [
                 (
-                    *_load(p), way, f"{host.operations}", f"{host.triton_launches}",
+                    *_load(p), way, f"{host.operations}", f"{host.replays}",
+                    f"{host.triton_launches}",
                     f"{host.device_reads}",
                     *(f"{host.seconds[region] * 1e3:.2f}" for region in regions),
+                    p.replayed[way].path if way in p.replayed else "",
                 )
                 for p in points
                 for way, host in p.host.items()
             ],
-            words=(),
+            words=("way", "path"),
         )
     )  # fmt: skip
     console.print(
@@ -591,15 +726,14 @@ def main() -> int:
 
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as directory:
-        engine = build_engine(args, device, Path(directory))
+        engine = build_engine(args, device, Path(directory), buckets(args, device))
         if args.graphs:
             record(engine)
         about = describe(args, engine)  # before its own file is a change of the checkout
         gate = measure_gate(engine)
-        grid = product(args.batch_sizes, args.decoding, args.read, args.lengths)
-        loads = [Load(length, size, decoding, read) for size, decoding, read, length in grid]
-        with tqdm(total=len(loads) * args.repeats * len(WAYS), unit="forward") as progress:
-            for load in loads:
+        grid = loads(args)
+        with tqdm(total=len(grid) * args.repeats * len(WAYS), unit="forward") as progress:
+            for load in grid:
                 points.append(measure(engine, load, args.repeats, progress, args.host_repeats))
                 line = json.dumps(about | {"points": points, "gate": gate}, default=asdict)
                 if args.json is not None:  # after each point, so that nothing is lost
@@ -608,7 +742,7 @@ def main() -> int:
     show(points, gate)
     print(line)
     exact = next(engine.text_model.parameters()).dtype == torch.float32
-    wrong = [p for p in points if not p.same_tokens or p.max_logit_difference > 1e-3]
+    wrong = [p for p in points if p.differs]
     if exact and wrong:
         print(f"answers differ at {[p.load for p in wrong]}", file=sys.stderr)
         return 1

@@ -8,6 +8,9 @@ While the clock runs the CPU's recorded graphs are not run at all, and hand out 
 left: a GPU's host does not do that work either, and here it would leave the caches cold for what
 follows. A CUDA graph's replay is left out of the time.
 
+Of a prefill that SGLang has recorded, each segment is such a graph. What runs between two segments
+is the host's work, and belongs to the layer whose attention it is.
+
 An attention call of the CPU platform's own backend is one operation too, for it stands for a
 kernel. All that is dispatched counts, views and allocations as well.
 
@@ -28,7 +31,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_gemma4_reference import host_reads
+from sglang_gemma4_reference import host_reads, releases
 from sglang_gemma4_reference.attention import WindowedTorchNativeBackend
 from sglang_gemma4_reference.recorder import RecordedGraph, unseen
 
@@ -41,12 +44,14 @@ class Counts:
     """How often the host did something in one forward.
 
     Attributes:
-        operations: dispatched to the device, by region.
+        operations: dispatched to the device, by region; replays are among them.
+        replays: of graphs.
         triton_launches: of Triton's kernels.
         device_reads: values that the host waited for.
     """
 
     operations: Counter[str] = field(default_factory=Counter)
+    replays: int = 0
     triton_launches: int = 0
     device_reads: int = 0
 
@@ -58,6 +63,7 @@ class _Regions:
         self._engine = engine
         self._now = "rest"
         self._since = time.perf_counter()
+        self._of_segments = _regions_of_segments(engine)
         self.seconds: dict[str, float] = defaultdict(float)
 
     @property
@@ -79,16 +85,23 @@ class _Regions:
         finally:
             self.enter(before)
 
+    def at_replay(self, graph: Any) -> None:
+        """A graph is about to be replayed, maybe a segment of a prefill."""
+        if id(graph) in self._of_segments:
+            self.enter(self._of_segments[id(graph)])
+
     @contextmanager
     def followed(self) -> Iterator[None]:
         model, backend = self._engine.text_model, self._engine.runner.attn_backend
-        config = model.config
-        first_shared = config.num_hidden_layers - config.num_kv_shared_layers
-        begins = {0: "front", first_shared - 1: "donor layer", first_shared: "tail"}
         plan = self._inside("planning", backend.init_forward_metadata)
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(backend, "init_forward_metadata", plan))
-            for layer, region in begins.items():
+            if self._of_segments:
+                recorded = _recorded_prefills(self._engine)
+                # From the first segment to the last, and what is done behind the last one.
+                replay = self._inside("rest", recorded.replay)
+                stack.enter_context(mock.patch.object(recorded, "replay", replay))
+            for layer, region in _begins(model.config).items():
                 hook = model.layers[layer].register_forward_pre_hook(self._entering(region))
                 stack.callback(hook.remove)
             # The fast path runs its tail in the place of the norm.
@@ -118,6 +131,30 @@ class _Regions:
         return inside
 
 
+def _begins(config: Any) -> dict[int, str]:
+    """The regions by the layer that each begins with."""
+    first_shared = config.num_hidden_layers - config.num_kv_shared_layers
+    return {0: "front", first_shared - 1: "donor layer", first_shared: "tail"}
+
+
+def _recorded_prefills(engine: Any) -> Any:
+    """SGLang's backend that replays prefills in segments, or None."""
+    backend = getattr(engine.runner.prefill_cuda_graph_runner, "backend", None)
+    return backend if hasattr(backend, "_graphs") else None
+
+
+def _regions_of_segments(engine: Any) -> dict[int, str]:
+    """By the identity of a segment, the region of the layer whose attention it leads to."""
+    graphs = getattr(_recorded_prefills(engine), "_graphs", {}).values()
+    begins, found = _begins(engine.text_model.config), {}
+    for graph in graphs:
+        region = ""
+        for layer, segment in enumerate(graph._segments):
+            region = begins.get(layer, region)
+            found[id(segment)] = region
+    return found
+
+
 def outside_of_layers(seconds: Mapping[str, float]) -> float:
     """Of the seconds by region, those of planning and of the rest: where no layer runs."""
     return seconds["planning"] + seconds["rest"]
@@ -128,6 +165,8 @@ def clock(engine: Any, forward: Callable[[], Any]) -> dict[str, float]:
     regions = _Regions(engine)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(RecordedGraph, "replay", _left_out))
+        for segment in _cpu_segments():
+            stack.enter_context(mock.patch.object(segment, "replay", _method(regions.at_replay)))
         replay = functools.partial(_replayed, torch.cuda.CUDAGraph.replay, regions)
         stack.enter_context(mock.patch.object(torch.cuda.CUDAGraph, "replay", _method(replay)))
         stack.enter_context(regions.followed())
@@ -140,6 +179,7 @@ def _left_out(_: RecordedGraph) -> None:
 
 
 def _replayed(stock: Callable[..., Any], regions: _Regions, graph: Any) -> None:
+    regions.at_replay(graph)
     with regions.within("replay"):
         stock(graph)
 
@@ -156,18 +196,24 @@ def count(engine: Any, forward: Callable[[], Any]) -> Counts:
     def one_operation(*_: Any) -> None:
         counts.operations[regions.now] += 1
 
+    def one_replay(graph: Any) -> None:
+        regions.at_replay(graph)
+        one_operation()
+        counts.replays += 1
+
     def one_launch(*_: Any) -> None:
         counts.triton_launches += 1
 
     def one_read(_: str) -> None:
         counts.device_reads += 1
 
+    # Where a CPU's server records prefills, CUDA's class is the CPU's.
+    graphs = {RecordedGraph, torch.cuda.CUDAGraph, *_cpu_segments()}
     with ExitStack() as stack:
         for owner, name, note in (
             (WindowedTorchNativeBackend, "forward_extend", one_operation),
             (WindowedTorchNativeBackend, "forward_decode", one_operation),
-            (RecordedGraph, "replay", one_operation),
-            (torch.cuda.CUDAGraph, "replay", one_operation),
+            *((graph, "replay", one_replay) for graph in graphs),
             *((owner, name, one_launch) for owner, name in _launchers()),
         ):
             noting = functools.partial(_noted, getattr(owner, name), note)
@@ -180,11 +226,20 @@ def count(engine: Any, forward: Callable[[], Any]) -> Counts:
 
 
 def _noted(
-    stock: Callable[..., Any], note: Callable[[], None], /, *args: Any, **kwargs: Any
+    stock: Callable[..., Any], note: Callable[..., None], /, *args: Any, **kwargs: Any
 ) -> Any:
-    note()
+    note(*args[:1])
     with unseen():
         return stock(*args, **kwargs)
+
+
+def _cpu_segments() -> list[Any]:
+    """What stands for a segment of a recorded prefill on a CPU."""
+    if not releases.records_prefills():
+        return []
+    from sglang_gemma4_reference.prefill_graphs import Segment
+
+    return [Segment]
 
 
 def _launchers() -> list[tuple[Any, str]]:

@@ -122,7 +122,8 @@ def rows(document: dict[str, Any]) -> Iterator[Row]:
 def table(documents: Sequence[dict[str, Any]]) -> str:
     """All lines as Markdown, or one sentence when there are none."""
     lines = [row for document in documents for row in rows(document)]
-    if not lines:
+    replays = [told for document in documents for told in replayed(document)]
+    if not lines and not replays:
         return NOT_MEASURED
     cells = [
         [line.machine, line.model, line.what, line.off, line.on]
@@ -134,7 +135,59 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
         {part["commit"] for document in documents for part in document["parts"].values()}
     )
     source = f"bf16, random weights, commit {', '.join(commits)}; `scripts/bench_gpu.py`."
-    return f"{markdown(head, cells, numbers=4)}\n\n{source}"
+    return "\n\n".join([*([markdown(head, cells, numbers=4)] if cells else []), *replays, source])
+
+
+#: Of part h, the ways in the order of their columns.
+WAYS = {
+    "off": "stock",
+    "off replayed": "stock, replayed",
+    "on": "package",
+    "on replayed": "both",
+}
+
+
+def replayed(document: dict[str, Any]) -> Iterator[str]:
+    """What a document says of prefills that SGLang replays: a sentence, and a table of times."""
+    summary = document["parts"].get("h", {}).get("summary")
+    if not summary:
+        return
+    yield f"{document['model']} on {document['device']}, prefills that SGLang replays: " + (
+        _verdict(summary)
+    )
+    if not summary["rows"]:
+        return
+    head = (
+        "tokens", *(f"{name}, ms (predicted)" for name in WAYS.values()),
+        "both: stock's / its replay's / the package's time", "answers", "as wanted",
+    )  # fmt: skip
+    yield markdown(head, [_cells(row) for row in summary["rows"]], numbers=len(head))
+
+
+def _verdict(summary: dict[str, Any]) -> str:
+    if summary["recorded"]["failed"]:
+        return f"they cannot be recorded ({summary['recorded']['failed']})."
+    lengths = [row["length"] for row in summary["rows"]]
+    wrong = [length for length in lengths if length not in summary["stock_right"]]
+    if wrong:
+        told = ", ".join(map(str, wrong))
+        return f"**stock's own replays give other answers than its launches** at {told} tokens."
+    return f"stock's own replays give the answers of its launches at {len(lengths)} lengths."
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    predicted = row["predicted_ms"] or {}
+    right = all(row["right"].values()) and row["same_cache"]
+    return [
+        str(row["length"]),
+        *(
+            f"{row['ms'][way]:.1f}" + (f" ({predicted[way]:.1f})" if way in predicted else "")
+            for way in WAYS
+        ),
+        " / ".join(f"{row['faster_than'][way]:.2f}" for way in list(WAYS)[:-1]),
+        "right" if right else "**wrong**",
+        "yes" if row["as_wanted"] else "no",
+    ]
 
 
 def draw(documents: Sequence[dict[str, Any]], path: Path) -> bool:

@@ -105,7 +105,7 @@ def markdown(document: dict[str, Any], points: pd.DataFrame) -> str:
 
 
 def host_markdown(document: dict[str, Any]) -> str:
-    """What the host does in each batch of a document, off and on; empty where nobody looked."""
+    """What the host does in each batch of a document, by way; empty where nobody looked."""
     rows = [
         _host_row(point["load"], way, work, point["host"]["off"]["operations"])
         for point in document["points"]
@@ -118,6 +118,7 @@ def host_markdown(document: dict[str, Any]) -> str:
 
 def _host_row(load: dict[str, Any], way: str, work: dict[str, Any], stock: int) -> dict[str, str]:
     operations, seconds = work["operations"], work["seconds"]
+    replays = {"replays": str(work["replays"])} if "replays" in work else {}
     share = "" if way == "off" else f" ({operations / stock:.0%})"
     counted = work["operations_by_region"]
     return {
@@ -125,6 +126,7 @@ def _host_row(load: dict[str, Any], way: str, work: dict[str, Any], stock: int) 
         "prompts": str(load["batch_size"]),
         "way": way,
         "operations": f"{operations}{share}",
+        **replays,
         "Triton launches": str(work["triton_launches"]),
         "device reads": str(work["device_reads"]),
         **{

@@ -68,13 +68,12 @@ def record(runner: Any, model: Any, *, from_ids: bool = False) -> None:
         return
     record_tail(known, runner)
     _open_doors(known, runner)
-    if known.checked is not None:
-        return
-    checked = _check(known, runner)
+    first = known.checked is None
+    checked = known.checked or _check(known, runner)
     defect = _defect_of_doors(known, checked.doors)
     if defect is not None:
         _do_not_reach(known, defect, logging.ERROR)
-    if known.constant_reason is None:
+    if first and known.constant_reason is None:
         known.auditor = audit.auditor(runner, known)
         told = f"{known.attends()}, {checked.describe()}"
         report.once(f"Gemma 4 fast prefill {__version__} is on: {told}")

@@ -254,14 +254,26 @@ class Engine:
 
         The poison is finite: masked keys of a softmax may be read.
         """
-        pool = self.runner.token_to_kv_pool
-        mapping = getattr(pool, "layers_mapping", None)
         for layer in self._layers_with_kv:
-            slots = batch.out_cache_loc
-            if mapping is not None and mapping[layer][1]:
-                slots = pool.translate_loc_from_full_to_swa(slots)
+            slots = self._written_slots(batch, layer)
             for buffer in self._buffers(layer):
                 buffer[slots] = _poison_of(buffer.dtype)
+
+    def written(self, batch: ScheduleBatch) -> list[torch.Tensor]:
+        """Copies of K and V of every layer that owns some, at the slots that ``batch`` writes."""
+        return [
+            buffer[self._written_slots(batch, layer)]
+            for layer in self._layers_with_kv
+            for buffer in self._buffers(layer)
+        ]
+
+    def _written_slots(self, batch: ScheduleBatch, layer: int) -> torch.Tensor:
+        pool = self.runner.token_to_kv_pool
+        slots: torch.Tensor = batch.out_cache_loc
+        mapping = getattr(pool, "layers_mapping", None)
+        if mapping is not None and mapping[layer][1]:
+            slots = pool.translate_loc_from_full_to_swa(slots)
+        return slots
 
     @torch.no_grad()
     def decode(self, batch: ScheduleBatch, tokens: Sequence[int]) -> Any:

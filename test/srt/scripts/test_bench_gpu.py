@@ -16,6 +16,7 @@ import bench_gpu
 import gpu_report
 from generated import begin, end
 from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting import gate
 
 SCRIPT = Path(bench_gpu.__file__)
 COMMAND = [sys.executable, str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--commit", "c0ffee"]
@@ -69,6 +70,24 @@ def test_every_part_is_measured(finished: Path) -> None:
     assert summary["g"]["max_difference"] < 1e-3 < summary["g"]["logit_spread"]
 
 
+def test_prefills_that_sglang_replays(finished: Path) -> None:
+    part = json.loads(finished.read_text())["parts"]["h"]
+    summary, lengths = part["summary"], list(bench_gpu.TINY.replayed)
+    assert summary["recorded"]["failed"] is summary["recorded"]["doors_closed"] is None
+    assert summary["recorded"]["rows"] == summary["stock_right"] == lengths
+    assert [row["length"] for row in summary["rows"]] == lengths
+    for row in summary["rows"]:
+        assert row["ms"].keys() == row["paths"].keys() == bench_gpu.FOUR_WAYS.keys()
+        assert row["paths"]["off replayed"] == gate.OFF
+        assert row["paths"]["on replayed"] == report.ALL_REPLAYED
+        assert all(row["right"].values())
+        assert row["same_cache"]
+        timed = part["steps"][f"{row['length']} tokens, times"]
+        replays = {way: work["replays"] for way, work in timed["host"].items()}
+        assert replays["off"] == 0 < replays["on"] < replays["on replayed"]
+        assert replays["on replayed"] < replays["off replayed"]
+
+
 def test_a_finished_run_is_not_repeated_and_another_commit_is(finished: Path) -> None:
     before = json.loads(finished.read_text())
     again = run("--results", str(finished.parent))
@@ -116,7 +135,13 @@ class TestReport:
         assert text.startswith("before\n")
         assert text.endswith("after\n")
         assert "old" not in text
-        for words in ("one prefill of 40 tokens", "time to first token", "p95", "greedy answers"):
+        for words in (
+            "one prefill of 40 tokens",
+            "time to first token",
+            "p95",
+            "greedy answers",
+            "stock's own replays give the answers of its launches at 2 lengths",
+        ):
             assert words in text, words
         assert picture.stat().st_size > 10_000
 

@@ -1,0 +1,231 @@
+"""Prefills that SGLang replays from CUDA graphs: first whether its replays hold at all, then doors.
+
+SGLang cannot record these models without the package's repair; that repair is all that the first
+tests have of the package. SGLang itself says of multimodal models that their prefills may fault
+where they are replayed, so what these tests find decides what everything behind them is worth.
+
+``python3 scripts/run_tests.py --gpu``. With ``YOCO_TEST_GPU=cpu`` the same tests run on a CPU, on
+the smallest model and the reference's recordings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from batches import batch_of
+
+if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cpu"):
+    pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
+
+import host_work
+from bench_gpu import Answer
+from bench_prefill import (
+    OFF_REPLAYED,
+    ON_REPLAYED,
+    must_have_spread,
+    randomise,
+    record,
+    recordable,
+    recorded_rows,
+    served,
+    timed,
+)
+from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.loading import starting
+
+ON_A_CPU = os.environ["YOCO_TEST_GPU"] == "cpu"
+DEVICE, PRESET = ("cpu", "E2B_TINY") if ON_A_CPU else ("cuda", "E2B")
+BUCKETS = [16, 32, 64, 128] if ON_A_CPU else [16, 32, 64, 128, 256, 512, 600, 1024, 2048]
+LARGEST = BUCKETS[-1]
+FULL = {f"{rows} tokens": batch_of((0, rows)) for rows in BUCKETS}
+#: Of each batch more than half of its bucket is used, so that it is replayed.
+BATCHES = {
+    **FULL,
+    "one row of padding": batch_of((0, LARGEST - 1)),
+    "half of it padding": batch_of((0, LARGEST // 2 + 1)),
+    "behind a prefix": batch_of((LARGEST // 2, 40)),
+    "three prompts": batch_of((0, 3), (0, 50), (9, 1)),
+    "beside decode rows": [*batch_of((0, 50)), *batch_of((30, 1), decodes=True)],
+}
+UNREAD = batch_of((0, 50), to_come=(21, 22))
+LOGPROBS = [*batch_of((10, 40), logprob_start=30), *batch_of((0, 20))]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    path = write_checkpoint(tmp_path_factory.mktemp(PRESET), PRESETS[PRESET], weights=False)
+    with recordable(DEVICE):
+        engine = Engine(
+            path,
+            device=DEVICE,
+            dtype="float32" if ON_A_CPU else "bfloat16",
+            max_total_tokens=16384,
+            load_format="dummy",
+            cuda_graph_backend_prefill="breakable",
+            cuda_graph_bs_prefill=BUCKETS,
+            cuda_graph_bs_decode=[4],
+        )
+    randomise(engine)
+    record(engine)
+    return engine
+
+
+def answers(engine: Engine, prompts: Sequence[Prompt], *ways: str) -> list[Answer]:
+    """What the batch gives in these ways."""
+    batch = engine.schedule(prompts)
+    return [Answer.of(engine, batch, way) for way in ways]
+
+
+def assert_right(answer: Answer, wanted: Answer) -> None:
+    must_have_spread(wanted.logits)
+    found = answer.beside(wanted)
+    print(found)
+    assert found["right"], found
+
+
+# ---------------------------------------------------------------- SGLang's own recordings
+
+
+def test_sglang_records_them(engine: Engine) -> None:
+    assert recorded_rows(engine) == BUCKETS
+
+
+def test_every_segment_is_replayed(engine: Engine) -> None:
+    """Of stock: one more than attentions."""
+    batch = engine.schedule(FULL["64 tokens"])
+    with served(engine, OFF_REPLAYED):
+        counts = host_work.count(engine, partial(engine.forward, batch))
+    assert counts.replays == len(engine.text_model.layers) + 1
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_stock_replayed_is_stock_launched(engine: Engine, name: str) -> None:
+    launched, replayed = answers(engine, BATCHES[name], "off", OFF_REPLAYED)
+    assert_right(replayed, launched)
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
+    """Without padding the same kernels run on the same numbers."""
+    launched, replayed = answers(engine, FULL[name], "off", OFF_REPLAYED)
+    found = replayed.beside(launched)
+    assert found["same_cache"], found
+    assert found["same_logits"], found
+
+
+def test_replays_leave_nothing_behind(engine: Engine) -> None:
+    """All buckets share one pool and one output: each gives the same again behind any other."""
+    first = {name: answers(engine, prompts, OFF_REPLAYED)[0] for name, prompts in FULL.items()}
+    for name in [*reversed(FULL), *list(FULL)[::2]]:
+        [again] = answers(engine, FULL[name], OFF_REPLAYED)
+        found = again.beside(first[name])
+        assert found["same_logits"], name
+        assert found["same_cache"], name
+
+
+# ---------------------------------------------------------------- the package, by the door
+
+
+@pytest.fixture
+def doors(engine: Engine, setting: Callable[..., None]) -> None:
+    """They are open, and any skipped row is worth it."""
+    setting(min_skipped_rows=1)
+    known = starting.of(engine.text_model)
+    assert known.doors.closed is None
+    assert known.checked is not None
+    assert known.checked.doors is not None, known.checked
+    assert known.checked.doors.is_rounding, known.checked.doors
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.usefixtures("doors")
+def test_it_leaves_by_the_door(engine: Engine, name: str) -> None:
+    """As the cut that is launched; and up to the door it is the recording that stock replays."""
+    launched, stock, replayed = answers(engine, BATCHES[name], "on", OFF_REPLAYED, ON_REPLAYED)
+    assert launched.path == report.TAIL_REPLAYED
+    assert replayed.path == report.ALL_REPLAYED
+    assert_right(replayed, launched)
+    assert_right(replayed, stock)
+    assert replayed.beside(stock)["same_cache"]
+
+
+@pytest.mark.usefixtures("doors")
+def test_an_unread_chunk_writes_what_stock_writes(engine: Engine) -> None:
+    batch, caches = engine.schedule(UNREAD), []
+    for way in (OFF_REPLAYED, ON_REPLAYED):
+        engine.poison(batch)
+        report.reset()
+        with served(engine, way):
+            engine.forward(batch, unread=True)
+        caches.append(engine.written(batch))
+    assert report.forwards[report.FRONT_REPLAYED] == 1, report.forwards
+    assert all(map(torch.equal, *caches))
+
+
+@pytest.mark.usefixtures("doors")
+def test_a_refused_batch_runs_to_its_end(engine: Engine) -> None:
+    stock, refused = answers(engine, LOGPROBS, OFF_REPLAYED, ON_REPLAYED)
+    assert refused.path not in report.CUT
+    found = refused.beside(stock)
+    assert found["same_logits"], found
+    assert found["same_cache"], found
+
+
+@pytest.mark.usefixtures("doors")
+def test_ways_in_turns(engine: Engine) -> None:
+    """Doors, whole recordings, launches and other buckets leave one another's answers alone."""
+    first = {name: answers(engine, prompts, ON_REPLAYED)[0] for name, prompts in FULL.items()}
+    for name in reversed(FULL):
+        *_, again = answers(engine, FULL[name], OFF_REPLAYED, "on", ON_REPLAYED)
+        found = again.beside(first[name])
+        assert found["same_logits"], name
+        assert found["same_cache"], name
+
+
+@contextmanager
+def refusing_waits(engine: Engine) -> Iterator[None]:
+    """CUDA refuses every wait of the host for the device while a prefill is replayed."""
+    backend = engine.runner.prefill_cuda_graph_runner.backend
+    replay = backend.replay
+
+    def refusing(*args: object, **kwargs: object) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return replay(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "replay", refusing)
+        yield
+
+
+@pytest.mark.skipif(ON_A_CPU, reason="CUDA's own")
+@pytest.mark.parametrize("way", [OFF_REPLAYED, ON_REPLAYED])
+@pytest.mark.usefixtures("doors")
+def test_the_host_waits_for_nothing(engine: Engine, way: str) -> None:
+    batch = engine.schedule(FULL["512 tokens"])
+    timed(engine, batch, way)
+    with refusing_waits(engine):
+        timed(engine, batch, way)
+
+
+@pytest.mark.usefixtures("doors")
+def test_segments_behind_the_door_are_left_out(engine: Engine) -> None:
+    batch, known = engine.schedule(FULL["128 tokens"]), starting.of(engine.text_model)
+    counts = {}
+    for way in ("on", OFF_REPLAYED, ON_REPLAYED):
+        with served(engine, way):
+            counts[way] = host_work.count(engine, partial(engine.forward, batch))
+        print(way, counts[way])
+    assert counts[ON_REPLAYED].replays == known.first_cut + 1 + 1, "and the tail"
+    operations = {way: count.operations.total() for way, count in counts.items()}
+    assert operations[ON_REPLAYED] < operations[OFF_REPLAYED] < operations["on"]

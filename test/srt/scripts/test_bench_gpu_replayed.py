@@ -1,0 +1,178 @@
+"""What part h of ``bench_gpu.py`` makes of its measurements, and ``gpu_report.py`` of those."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import bench_gpu
+import bench_prefill
+import gpu_report
+from bench_prefill import OFF_REPLAYED, ON_REPLAYED, NotActiveError
+from sglang_gemma4_yoco import report
+
+WAYS = list(bench_gpu.FOUR_WAYS)
+
+
+class Bucket(NamedTuple):
+    """What SGLang keeps a recording by."""
+
+    size: int
+
+
+def answer(**fields: Any) -> bench_gpu.Answer:
+    return replace(
+        bench_gpu.Answer("active", torch.arange(4.0)[None].double(), [torch.ones(2, 1, 3)]),
+        **fields,
+    )
+
+
+class TestAnswers:
+    def test_the_same_is_right(self) -> None:
+        found = answer().beside(answer())
+        assert (found["right"], found["same_logits"], found["same_cache"]) == (True,) * 3
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"logits": torch.tensor([[3.0, 2.0, 1.0, 0.0]]).double()},
+            {"logits": torch.full((1, 4), torch.nan).double()},
+            {"cache": [torch.tensor([[[1.0, 1, 1]], [[1.0, 1, 1.1]]])]},
+            {"cache": [torch.full((2, 1, 3), torch.nan)]},
+        ],
+    )
+    def test_another_one_is_not(self, wrong: dict[str, Any]) -> None:
+        assert not answer(**wrong).beside(answer())["right"]
+
+    def test_rounding_is_right_and_not_the_same(self) -> None:
+        found = answer(cache=[torch.ones(2, 1, 3) + 1e-3]).beside(answer())
+        assert (found["right"], found["same_cache"]) == (True, False)
+
+
+def steps(ms: dict[int, list[float]], *, stock: bool = True) -> dict[str, Any]:
+    """What part h has measured of these lengths."""
+    found: dict[str, Any] = {
+        "recorded": {"failed": None, "rows": list(ms), "doors_closed": None},
+    }
+    right = {"right": True, "same_cache": True}
+    for length, times in ms.items():
+        about = {"length": length, "model": "E2B"}
+        found[f"{length} tokens, answers"] = about | {
+            "paths": dict.fromkeys(WAYS, report.ALL_REPLAYED),
+            "stock replayed beside stock": right | {"right": stock},
+            "package replayed beside package": right,
+            "package replayed beside stock replayed": right,
+        }
+        seconds = {way: {"median": t / 1e3} for way, t in zip(WAYS, times, strict=True)}
+        found[f"{length} tokens, times"] = about | {"seconds": seconds, "host": {}}
+    return found
+
+
+def document(**measured: Any) -> dict[str, Any]:
+    part = {"commit": "c0ffee", "summary": bench_gpu.summarise_replayed(measured)}
+    about = {"device": "a GPU", "device_kind": "cuda", "model": "E2B", "sglang": "1"}
+    return {**about, "parts": {"h": part}}
+
+
+class TestSummary:
+    def test_beside_its_prediction(self) -> None:
+        summary = bench_gpu.summarise_replayed(steps({512: [16.0, 10.0, 9.0, 8.0], 64: [1.0] * 4}))
+        row, other = summary["rows"]
+        assert row["predicted_ms"] == {
+            "off": 14.9, OFF_REPLAYED: 9.7, "on": 10.0, ON_REPLAYED: 7.2,
+        }  # fmt: skip
+        assert other["predicted_ms"] is None
+        assert row["faster_than"] == {"off": 2.0, OFF_REPLAYED: 1.25, "on": 1.125}
+        assert summary["stock_right"] == [512, 64]
+
+    @pytest.mark.parametrize(
+        ("graphs", "package", "wanted"),
+        [(8.0, 8.0, True), (7.9, 8.0, False), (9.0, 7.7, True), (9.0, 7.6, False)],
+    )
+    def test_what_is_wanted(self, graphs: float, package: float, wanted: bool) -> None:
+        [row] = bench_gpu.summarise_replayed(steps({512: [20.0, graphs, package, 8.0]}))["rows"]
+        assert row["as_wanted"] is wanted
+
+    def test_each_prediction_has_all_ways(self) -> None:
+        assert bench_gpu.PREDICTED_MS.keys() == {"E2B", "E4B"}
+        for rows in bench_gpu.PREDICTED_MS.values():
+            assert list(rows) == [32, 128, 512, 2048, 8192]
+            assert set(rows) <= set(bench_gpu.FULL.replayed)
+            assert all(list(ms) == WAYS for ms in rows.values())
+
+
+class TestReport:
+    def test_times_and_predictions(self) -> None:
+        text = gpu_report.table([document(**steps({512: [16.0, 10.0, 9.0, 8.0]}))])
+        assert "stock's own replays give the answers of its launches at 1 lengths." in text
+        assert "| 512 | 16.0 (14.9) | 10.0 (9.7) | 9.0 (10.0) | 8.0 (7.2) |" in text
+        assert "| 2.00 / 1.25 / 1.12 | right | yes |" in text
+        assert list(gpu_report.WAYS) == WAYS
+
+    def test_a_wrong_answer_is_told(self) -> None:
+        text = gpu_report.table([document(**steps({512: [1.0] * 4}, stock=False))])
+        assert "**stock's own replays give other answers than its launches** at 512" in text
+        assert "| **wrong** |" in text
+
+    def test_what_cannot_be_recorded(self) -> None:
+        failed = {"recorded": {"failed": "no slot"}, "32 tokens, times": {"failed": "no slot"}}
+        text = gpu_report.table([document(**failed)])
+        assert "they cannot be recorded (no slot)." in text
+
+
+class TestRecording:
+    def machine(self, engine: Any) -> Any:
+        work = replace(bench_gpu.TINY, replayed=(32,))
+        return SimpleNamespace(
+            workload=work, engine=engine, unrecordable=None, preset="E2B", device="cpu"
+        )
+
+    def test_a_failure_is_a_finding_and_is_not_tried_again(self) -> None:
+        tried = []
+
+        def engine(_: Any) -> Any:
+            tried.append(1)
+            raise RuntimeError("capture failed")
+
+        machine = self.machine(engine)
+        measured = {
+            name: step(machine) for name, step in bench_gpu.replayed_steps(machine.workload).items()
+        }
+        assert len(tried) == 1
+        summary = bench_gpu.summarise_replayed(measured)
+        assert "capture failed" in summary["recorded"]["failed"]
+        assert (summary["rows"], summary["stock_right"]) == ([], [])
+
+    def test_recordings_of_other_lengths(self) -> None:
+        graphs = {Bucket(16): None}
+        runner = SimpleNamespace(
+            prefill_cuda_graph_runner=SimpleNamespace(backend=SimpleNamespace(_graphs=graphs))
+        )
+        machine = self.machine(lambda _: SimpleNamespace(runner=runner))
+        with pytest.raises(NotActiveError, match=r"none of \[32\] tokens"):
+            bench_gpu.recorded_engine(machine)
+
+
+def test_an_engine_is_kept_as_long_as_it_records_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, ...]] = []
+
+    def build(_: Any, __: str, ___: Path, recorded: tuple[int, ...]) -> object:
+        made.append(recorded)
+        return object()
+
+    monkeypatch.setattr(bench_prefill, "build_engine", build)
+    monkeypatch.setattr(bench_prefill, "record", lambda _: None)
+    machine = bench_gpu.Machine(argparse.Namespace(preset="tiny"), "cpu", tmp_path)
+    plain = machine.engine()
+    assert machine.engine() is plain
+    assert machine.engine((32,)) is not plain
+    assert machine.engine((32,)) is machine.engine((32,))
+    assert made == [(), (32,)]

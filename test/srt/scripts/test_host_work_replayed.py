@@ -1,0 +1,142 @@
+"""``host_work`` and ``bench_prefill.py`` where SGLang replays prefills that it has recorded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+import bench_prefill
+import host_work
+import plot_prefill
+from batches import batch_of
+from bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
+from decode_graphs import record_tail
+from forwards import ENGINE
+from layer_rows import FIRST_CUT, LAYERS
+from sglang_gemma4_reference import prefill_graphs, releases
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.cutting import gate
+
+pytestmark = [
+    pytest.mark.usefixtures("forgotten_reports"),
+    pytest.mark.skipif(
+        not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
+    ),
+]
+
+ROWS = 64
+SEGMENTS = LAYERS + 1
+WAYS = ("off", "on", OFF_REPLAYED, ON_REPLAYED)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Engine:
+    """SGLang has recorded prefills of two lengths, and the package its tail."""
+    graphs: dict[str, Any] = {
+        "cuda_graph_bs_decode": [1],
+        "cuda_graph_backend_prefill": "breakable",
+        "cuda_graph_bs_prefill": [bench_prefill.CHECKED, ROWS],
+    }
+    with prefill_graphs.recordable():
+        engine = Engine(tiny_checkpoint, **(ENGINE | graphs))
+    record_tail(engine, 1)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def point(engine: Engine) -> Point:
+    """One prompt of a recorded length, measured."""
+    progress = SimpleNamespace(update=lambda: None)
+    return bench_prefill.measure(engine, Load(ROWS, batch_size=1), 1, progress, host_repeats=1)
+
+
+def test_each_way_is_what_it_says(point: Point) -> None:
+    assert point.path == report.TAIL_REPLAYED
+    assert {way: seen.path for way, seen in point.replayed.items()} == {
+        OFF_REPLAYED: gate.OFF,
+        ON_REPLAYED: report.ALL_REPLAYED,
+    }
+    assert tuple(point.host) == WAYS
+    assert not point.differs
+
+
+def test_what_is_replayed_is_not_the_hosts_work(point: Point) -> None:
+    """Of stock every segment, on the fast path those before the door, and the tail."""
+    replays = {way: work.replays for way, work in point.host.items()}
+    assert replays == {
+        "off": 0,
+        "on": 1,
+        OFF_REPLAYED: SEGMENTS,
+        ON_REPLAYED: FIRST_CUT + 1 + 1,
+    }
+    eager = point.host["off"].operations
+    besides = {way: work.operations - work.replays for way, work in point.host.items()}
+    assert besides[ON_REPLAYED] < besides[OFF_REPLAYED] < besides["on"] < eager
+    assert besides[ON_REPLAYED] <= eager / 4
+    assert {work.device_reads for work in point.host.values()} == {point.host["off"].device_reads}
+
+
+def test_breaks_belong_to_the_layer_whose_attention_they_are(point: Point) -> None:
+    stock, fast = (point.host[way] for way in (OFF_REPLAYED, ON_REPLAYED))
+    front = [work.operations_by_region["front"] for work in (stock, fast)]
+    assert front[0] == front[1]
+    assert front[0] % FIRST_CUT == 0
+    assert front[0] > 2 * FIRST_CUT, "a replay and more of each layer"
+    assert stock.operations_by_region["tail"] > LAYERS - FIRST_CUT
+    assert fast.operations_by_region["tail"] == 0
+    assert fast.operations_by_region["donor layer"] > stock.operations_by_region["donor layer"]
+    assert min(fast.seconds["front"], stock.seconds["tail"]) > 0
+    for work in (stock, fast):
+        assert work.operations == sum(work.operations_by_region.values())
+
+
+def test_the_table_of_it(point: Point) -> None:
+    document = {"points": [json.loads(json.dumps(asdict(point)))]}
+    head, _, *lines = plot_prefill.host_markdown(document).splitlines()
+    titles = [cell.strip() for cell in head.strip("|").split("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [line[titles.index("way")] for line in cells] == list(WAYS)
+    assert [line[titles.index("replays")] for line in cells] == [
+        str(work.replays) for work in point.host.values()
+    ]
+
+
+def test_a_length_that_is_not_recorded(engine: Engine) -> None:
+    batch = engine.schedule(batch_of((0, 48)))  # SGLang would pad it
+    assert bench_prefill.recorded_rows(engine) == [bench_prefill.CHECKED, ROWS]
+    assert bench_prefill.replayed(engine, batch, 48, torch.zeros(1)) == {}
+
+
+def test_nothing_is_reported_where_nothing_was_replayed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = engine.schedule(batch_of((0, ROWS)))
+    recorded = engine.runner.prefill_cuda_graph_runner
+    monkeypatch.setattr(recorded, "can_run_graph", lambda *_: False)
+    with pytest.raises(bench_prefill.NotActiveError, match="has replayed no segments"):
+        bench_prefill.measure_host(engine, batch, 1, (OFF_REPLAYED,))
+
+
+def test_another_answer_is_seen(point: Point) -> None:
+    seen = point.replayed[ON_REPLAYED]
+    for wrong in (replace(seen, same_tokens=False), replace(seen, max_logit_difference=0.1)):
+        assert replace(point, replayed={ON_REPLAYED: wrong}).differs
+
+
+def test_all_is_put_back(engine: Engine) -> None:
+    recorded = engine.runner.prefill_cuda_graph_runner
+    assert isinstance(recorded, PrefillCudaGraphRunner)
+    before = dict(vars(recorded)), dict(vars(recorded.backend)), prefill_graphs.Segment.replay
+    batch = engine.schedule(batch_of((0, ROWS)))
+    bench_prefill.measure_host(engine, batch, 1, WAYS)
+    after = dict(vars(recorded)), dict(vars(recorded.backend)), prefill_graphs.Segment.replay
+    assert after == before
+    assert set(host_work.REGIONS) == set(host_work.clock(engine, lambda: engine.forward(batch)))
