@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +32,7 @@ from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, ba
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import doors, fallback, gate
 from sglang_gemma4_yoco.cutting.doors import Door, Doors
@@ -352,6 +353,110 @@ def test_forgotten_keys_are_found_at_start(
     assert "its self-check at start failed" in log  # the eager cut writes them so as well
 
 
+def test_wrong_doors_stay_closed(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """When the tail is recorded anew, as for new weights, nothing is checked again."""
+    known = starting.of(engine.text_model)
+    with another_door(_shifted):
+        reopened(engine, caplog)
+    with mock.patch.object(starting, "record_tail"):
+        starting.record(engine.runner, engine.text_model, from_ids=True)
+    assert known.doors.closed is not None
+
+
+def test_wrong_doors_of_another_rank(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = starting.of(engine.text_model)
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks, "disagreement", lambda f: ranks.NOT_ALIKE if "agree" in f else None)
+        reopened(engine, caplog)
+    assert known.doors.closed == ranks.NOT_ALIKE
+
+
+def test_doors_that_no_check_leaves_by(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where every bucket is larger than twice what is checked: nobody knows, so they close."""
+    with monkeypatch.context() as patched:
+        prefills = engine.runner.prefill_cuda_graph_runner
+        patched.setattr(prefills, "capture_num_tokens", [128])
+        log = reopened(engine, caplog)
+    assert self_check.NO_DOOR_TAKEN in log
+    assert starting.of(engine.text_model).doors.closed is not None
+
+
+def test_a_door_that_writes_elsewhere(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    stock = OwnBackend.write_keys_and_values
+
+    def write(self: OwnBackend, attention: Any, batch: Any, k: Any, v: Any) -> None:
+        stock(self, attention, batch, k, v)
+        if starting.of(engine.text_model).replaying is batch:
+            table = engine.runner.req_to_token_pool.req_to_token
+            first = table[batch.req_pool_indices[-1], :1].long()  # of a prefix
+            keys, slots = seams.cache_of(self.tail, attention.layer_id, first)
+            keys[0][slots] += 1
+
+    with mock.patch.object(OwnBackend, "write_keys_and_values", write):
+        log = reopened(engine, caplog)
+    assert self_check.OTHERS_SLOTS in log
+    assert starting.of(engine.text_model).doors.closed is not None
+
+
+def test_rows_that_nobody_writes_are_numbers(engine: Engine) -> None:
+    """SGLang's memory for them may hold anything, and what is multiplied by zero must be one."""
+    known = starting.of(engine.text_model)
+    for output in engine.runner.prefill_cuda_graph_runner.backend._outputs.values():
+        output.fill_(torch.nan)
+    known.forget_replays()
+    known.recorded_from_ids(engine.runner)
+    starting._open_doors(known, engine.runner)
+    batch = engine.schedule(FULL)
+    with mock.patch.object(report, "active"):
+        run(engine, batch, fast=True)
+    for output in engine.runner.prefill_cuda_graph_runner.backend._outputs.values():
+        assert output.isfinite().all()
+
+
+def test_a_residual_that_is_owed_an_update(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies at such a door is not the residual."""
+    runner = engine.runner
+    before = runner.prefill_cuda_graph_runner
+    with monkeypatch.context() as patched:
+        patched.setattr(seams, "residual_is_written", lambda *_: False)
+        with torch.no_grad():
+            runner.init_prefill_cuda_graph()
+    assert doors.NOT_NOTED in reopened(engine, caplog)
+    runner.prefill_cuda_graph_runner = before
+
+
+def test_a_server_that_is_not_cut_notes_none(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = starting.of(engine.text_model)
+    monkeypatch.setattr(seams, "segmented_recording", object)
+    with known.refusing("whatever"):
+        assert isinstance(known.noting_doors(), nullcontext)
+    assert not isinstance(known.noting_doors(), nullcontext)
+
+
+def test_doors_of_ranks_are_told_apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with other buckets, or another door, would leave where this one does not."""
+    of_model = starting.of(engine.text_model).doors
+    told = of_model.describe()
+    smallest = min(of_model._ways, key=lambda bucket: bucket.size)
+    with monkeypatch.context() as patched:
+        patched.delitem(of_model._ways, smallest)
+        assert of_model.describe() != told
+    first, door, output = of_model._ways[smallest]
+    later = Door(door.segments + 1, door.rows, door.keys, door.values)
+    with monkeypatch.context() as patched:
+        patched.setitem(of_model._ways, smallest, (first, later, output))
+        assert of_model.describe() != told
+    assert of_model.describe() == told
+
+
 @pytest.mark.parametrize("lacking", ["_segments", "_graphs"])
 def test_another_sglang_without_them(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacking: str
@@ -433,6 +538,15 @@ def test_the_repair_lasts_while_sglang_records(engine: Engine) -> None:
     assert engine.text_model.forward == forward
 
 
+def test_what_is_repaired_is_not_foretold(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        starting._foretell(engine.runner)
+        assert caplog.text == ""
+        with settings.changed(prefill_graphs=False):
+            starting._foretell(engine.runner)
+    assert "may stop now" in caplog.text
+
+
 def test_nobody_asked_for_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own choice of prefill graphs is its own affair."""
     args = seams._published()
@@ -495,6 +609,22 @@ def test_an_audit_that_finds_a_defect(engine: Engine, what: str) -> None:
     batch = engine.schedule(batch_of((30, 40), (0, 7), (90, 1)))
     stock = run(engine, batch)
     with audited(engine), another_door(WRONG[what]):
+        seen = run(engine, batch, fast=True)
+    assert counts() == (0, 1)
+    assert torch.equal(seen.logits, stock.logits)
+    assert all(map(torch.equal, seen.cache, stock.cache))
+
+
+def test_an_audit_that_finds_keys_elsewhere(engine: Engine) -> None:
+    """What lies at the door is right, and what is written is not."""
+    batch = engine.schedule(FULL)
+    stock = run(engine, batch)
+    write = OwnBackend.write_keys_and_values
+
+    def reversed_(self: OwnBackend, attention: Any, batch: Any, k: Any, v: Any) -> None:
+        write(self, attention, batch, k.flip(0), v.flip(0))
+
+    with audited(engine), mock.patch.object(OwnBackend, "write_keys_and_values", reversed_):
         seen = run(engine, batch, fast=True)
     assert counts() == (0, 1)
     assert torch.equal(seen.logits, stock.logits)
