@@ -918,7 +918,8 @@ class Answer:
 
 def four_answers(engine: Any, batch: Any, _: int) -> dict[str, Any]:
     """SGLang's replay beside what it launches; the package's beside both."""
-    seen = {way: Answer.of(engine, batch, way) for way in FOUR_WAYS}
+    # The package's replay first: the tail's inputs are still another batch's then.
+    seen = {way: Answer.of(engine, batch, way) for way in reversed(FOUR_WAYS)}
     bench_prefill.must_have_spread(seen["off"].logits)
     return {
         "paths": {way: answer.path for way, answer in seen.items()},

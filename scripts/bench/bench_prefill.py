@@ -477,8 +477,9 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
 def recorded_rows(engine: Any) -> list[int]:
     """Of how many rows SGLang has recorded prefills."""
-    backend = getattr(engine.runner.prefill_cuda_graph_runner, "backend", None)
-    return sorted(key.size for key in getattr(backend, "_graphs", ()))
+    recorded = getattr(engine.runner, "prefill_cuda_graph_runner", None)
+    graphs = getattr(getattr(recorded, "backend", None), "_graphs", ())
+    return sorted(getattr(key, "size", key) for key in graphs)
 
 
 def measure_host(

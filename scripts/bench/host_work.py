@@ -139,7 +139,8 @@ def _begins(config: Any) -> dict[int, str]:
 
 def _recorded_prefills(engine: Any) -> Any:
     """SGLang's backend that replays prefills in segments, or None."""
-    backend = getattr(engine.runner.prefill_cuda_graph_runner, "backend", None)
+    recorded = getattr(engine.runner, "prefill_cuda_graph_runner", None)
+    backend = getattr(recorded, "backend", None)
     return backend if hasattr(backend, "_graphs") else None
 
 
