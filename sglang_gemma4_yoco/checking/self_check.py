@@ -317,12 +317,17 @@ class BothWays:
         """
         if self._known.doors.closed is not None:
             return None
+        if self._known.doors.room < sum(self._lens):
+            return rounding.defect(
+                f"{NO_DOOR_TAKEN}: they have up to {self._known.doors.room} rows"
+            )
         kinds = (True, False) if self._graph_size is not None else (False,)
         witness = Witness(self._known)
         before, self._known.auditor = self._known.auditor, witness
         try:
-            for finishes in kinds:
-                self._fast(None, finishes=finishes)
+            with self._known.by_recordings():
+                for finishes in kinds:
+                    self._fast(None, finishes=finishes)
         except NotComparableError as why:
             return rounding.defect(f"{NO_DOOR_TAKEN}: {why}")
         finally:

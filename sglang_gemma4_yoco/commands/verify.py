@@ -51,6 +51,7 @@ from sglang_gemma4_yoco.commands.servers import (
 )
 from sglang_gemma4_yoco.commands.verdict import conclude, empty_document
 
+_PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
 _GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
@@ -202,6 +203,13 @@ def make_output(wanted: Path | None) -> Path:
     return path
 
 
+def run_prefills_eagerly(stock: Server) -> None:
+    """Take prefill graphs from the stock server, which cannot record them without the plugin."""
+    if any(flag.partition("=")[0] == _PREFILL_GRAPHS for flag in stock.arguments):
+        stock.arguments.append(f"{_PREFILL_GRAPHS}=disabled")  # the last one counts
+        say("The stock server runs its prefills eagerly: SGLang cannot record them by itself.")
+
+
 def serve(
     args: argparse.Namespace,
     model: str,
@@ -265,6 +273,7 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         together=args.servers == "together",
     )
+    run_prefills_eagerly(servers[0])
     try:
         plan, stock, fast = serve(args, model, device, servers, table.steps, conversations)
     except WrongPathError as wrong:

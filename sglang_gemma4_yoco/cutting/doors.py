@@ -146,8 +146,12 @@ class Doors:
         return f"behind segment {max(door.segments for _, door, _ in self._ways.values())}"
 
     def _which(self) -> str:
-        buckets = [getattr(key, "size", key) for key in self._ways]
-        return f"{len(buckets)} recordings of up to {max(buckets)} tokens"
+        return f"{len(self._ways)} recordings of up to {self.room} tokens"
+
+    @property
+    def room(self) -> int:
+        """Tokens of the largest bucket; 0 without any."""
+        return max((key.size for key in self._ways), default=0)
 
     def open(self) -> None:
         """Batches may leave by them from now on."""

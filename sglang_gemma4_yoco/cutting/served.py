@@ -255,12 +255,19 @@ class ServedModel:
 
         self._replays.add(runner.prefill_cuda_graph_runner, "can_run_graph", text_alone)
 
-    @contextmanager
-    def eagerly(self) -> Iterator[None]:
+    def eagerly(self) -> AbstractContextManager[None]:
         """SGLang replays no prefill in the span."""
+        return self._replays_are(False)
+
+    def by_recordings(self) -> AbstractContextManager[None]:
+        """SGLang replays each prefill in the span, however much padding its recording needs."""
+        return self._replays_are(True)
+
+    @contextmanager
+    def _replays_are(self, chosen: bool) -> Iterator[None]:
         with Shadows() as shadows:
             if self.prefills is not None:
-                shadows.add(self.prefills, "can_run_graph", lambda _: lambda _: False)
+                shadows.add(self.prefills, "can_run_graph", lambda _: lambda _: chosen)
             yield
 
     # -- what turns the path, or its graphs, off ----------------------------------------------

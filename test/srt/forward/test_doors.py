@@ -37,6 +37,7 @@ from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import doors, fallback, gate
 from sglang_gemma4_yoco.cutting.doors import Door, Doors
 from sglang_gemma4_yoco.cutting.forward import ReplayedFront
+from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
 from sglang_gemma4_yoco.tail import donor
@@ -376,13 +377,34 @@ def test_wrong_doors_of_another_rank(
 def test_doors_that_no_check_leaves_by(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where every bucket is larger than twice what is checked: nobody knows, so they close."""
+    """Nobody knows whether they are right, so they are closed."""
+    with monkeypatch.context() as patched:
+        patched.setattr(ServedModel, "by_recordings", ServedModel.eagerly)
+        log = reopened(engine, caplog)
+    assert self_check.NO_DOOR_TAKEN in log
+    assert starting.of(engine.text_model).doors.closed is not None
+
+
+def test_buckets_that_are_too_small_for_the_check(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Doors, "room", 16)
+        log = reopened(engine, caplog)
+    assert f"{self_check.NO_DOOR_TAKEN}: they have up to 16 rows" in log
+    assert starting.of(engine.text_model).doors.closed is not None
+
+
+def test_the_check_leaves_by_recordings_of_any_size(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang would run so few rows eagerly, where the next bucket has more than twice as many."""
     with monkeypatch.context() as patched:
         prefills = engine.runner.prefill_cuda_graph_runner
         patched.setattr(prefills, "capture_num_tokens", [128])
         log = reopened(engine, caplog)
-    assert self_check.NO_DOOR_TAKEN in log
-    assert starting.of(engine.text_model).doors.closed is not None
+    assert "does not reach" not in log
+    assert starting.of(engine.text_model).doors.closed is None
 
 
 def test_a_door_that_writes_elsewhere(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

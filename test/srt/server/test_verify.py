@@ -221,6 +221,20 @@ def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_
     assert not (tmp_path / "here" / "server-off.log").exists()
 
 
+@pytest.mark.parametrize(
+    ("typed", "eager"),
+    [
+        (["--cuda-graph-backend-prefill", "breakable"], True),
+        (["--cuda-graph-backend-prefill=breakable"], True),
+        (["--dtype", "float32"], False),
+    ],
+)
+def test_stock_cannot_record_prefills(tmp_path: Path, typed: list[str], eager: bool) -> None:
+    stock = servers.Server(False, typed, 1, tmp_path / "log")
+    verify.run_prefills_eagerly(stock)
+    assert stock.arguments == [*typed, *["--cuda-graph-backend-prefill=disabled"] * eager]
+
+
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
     """But not for a first token that two random prompts share by chance."""
     asked = [5, *range(10, 137)]
