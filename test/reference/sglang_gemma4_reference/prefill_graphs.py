@@ -109,7 +109,7 @@ def recordable() -> Iterator[None]:
 
 def install() -> None:
     """The same for good, in a server's process, whose observers know which batch is replayed."""
-    if torch.cuda.CUDAGraph is Segment:
+    if issubclass(torch.cuda.CUDAGraph, Segment):
         return
     torch.cuda.CUDAGraph = Segment  # type: ignore[misc, assignment] # what it stands for
     stock = PrefillCudaGraphRunner.execute
