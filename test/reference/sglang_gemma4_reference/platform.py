@@ -133,11 +133,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.model_executor import model_runner
 
         releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
-        releases.take_graphs(decode_steps_are_recorded)
-        if prefills_are_recorded():
-            from sglang_gemma4_reference import prefill_graphs
-
-            prefill_graphs.install()
+        releases.take_graphs(decode_steps_are_recorded, prefills_are_recorded)
         # On a CPU heads that tensor parallelism cannot deal out evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config

@@ -12,16 +12,19 @@ own work, and memory that a later segment is given while an earlier one still ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
     breakable_cuda_graph as breakable,
 )
 
+from sglang_gemma4_reference import row_trace
 from sglang_gemma4_reference.graph_backend import Pool
 from sglang_gemma4_reference.recorder import RecordedGraph, Recording
 
@@ -33,6 +36,7 @@ class RecordedPrefill(RecordedGraph):
         pool: the memory pool that it was recorded in; None for one of its own.
         segments: its parts, in the order of their recording.
         ran: how many of them have run in the latest replay.
+        notes: of a replay, those of the segments that it has run.
     """
 
     def __init__(self, pool: Pool | None) -> None:
@@ -51,6 +55,7 @@ class Segment:
         self._recording: RecordedPrefill | None = None
         self._mode: Recording | None = None
         self._first = self._end = 0
+        self._notes: Counter[Hashable] = Counter()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:  # noqa: ARG002 - CUDA's
         """Record what follows, behind the segments that this capture has by now."""
@@ -62,6 +67,7 @@ class Segment:
             of_capture["recording"] = RecordedPrefill(pool if isinstance(pool, Pool) else None)
         recording: RecordedPrefill = of_capture["recording"]
         self._recording, self._first = recording, len(recording)
+        self._notes = recording.notes.copy()
         self._mode = Recording(recording)
         self._mode.__enter__()
 
@@ -71,6 +77,7 @@ class Segment:
         assert self._recording is not None
         self._mode.__exit__(None, None, None)
         self._mode, self._end = None, len(self._recording)
+        self._notes = self._recording.notes - self._notes
         self._recording.segments.append(self)
 
     def instantiate(self) -> None:
@@ -87,6 +94,8 @@ class Segment:
         if self is recording.segments[0]:
             recording.begin()
             recording.ran = 0
+            recording.notes.clear()
+        recording.notes.update(self._notes)
         recording.run(self._first, self._end)
         recording.ran += 1
         if self is recording.segments[-1]:
@@ -103,8 +112,20 @@ def recordable() -> Iterator[None]:
 
 
 def install() -> None:
-    """The same for good, in a server's process."""
+    """The same for good, in a server's process, whose observers know which batch is replayed."""
+    if issubclass(torch.cuda.CUDAGraph, Segment):
+        return
     torch.cuda.CUDAGraph = Segment  # type: ignore[misc, assignment] # what it stands for
+    stock = PrefillCudaGraphRunner.execute
+
+    def execute(self: Any, forward_batch: Any, **kwargs: Any) -> Any:
+        token = row_trace.replayed.set(forward_batch)
+        try:
+            return stock(self, forward_batch, **kwargs)
+        finally:
+            row_trace.replayed.reset(token)
+
+    PrefillCudaGraphRunner.execute = execute
 
 
 def segments_of(graph: Any) -> int:

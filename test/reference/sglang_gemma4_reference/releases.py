@@ -75,17 +75,18 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def take_graphs(of_decode_steps: Callable[[], bool]) -> None:
+def take_graphs(of_decode_steps: Callable[[], bool], of_prefills: Callable[[], bool]) -> None:
     """Have SGLang's machinery of CUDA graphs run on a CPU, where it asks a platform (0.5.23).
 
     Args:
         of_decode_steps: tells, when a server starts, whether SGLang records its own decode steps.
+        of_prefills: the same of prefills.
     """
     from sglang.srt.platforms import interface
 
     if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
-        if of_decode_steps():
-            raise RuntimeError("decode steps are recorded by SGLang 0.5.23 and later")
+        if of_decode_steps() or of_prefills():
+            raise RuntimeError("graphs are recorded by SGLang 0.5.23 and later")
         return
     from sglang_gemma4_reference import graph_backend
 
@@ -102,6 +103,16 @@ def take_graphs(of_decode_steps: Callable[[], bool]) -> None:
         return (compiled if of_decode_steps() else stock)(model_runner=model_runner)
 
     _replace_everywhere(setup, "capture_decode_graph", capture_decode_graph)
+    stock_prefills = import_module(setup).capture_prefill_graph
+
+    def capture_prefill_graph(**how: Any) -> Any:
+        if of_prefills():
+            from sglang_gemma4_reference import prefill_graphs
+
+            prefill_graphs.install()
+        return stock_prefills(**how)
+
+    _replace_everywhere(setup, "capture_prefill_graph", capture_prefill_graph)
 
 
 def records_prefills() -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from sglang_gemma4_reference import recorder
 
 VARIABLE = "GEMMA4_ROW_TRACE"
 VERIFY = "TARGET_VERIFY"
+
+#: The batch that SGLang serves by a recorded prefill, which it calls the model with a copy of: one
+#: that says less.
+replayed: ContextVar[Any] = ContextVar("replayed", default=None)
 
 
 @dataclass
@@ -82,6 +87,7 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
         nonlocal current
         # Whoever wraps the forward may hide its signature.
         batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
+        batch = replayed.get() or batch
         current = None
         recorder.replays.clear()
         if batch.rids is None:  # nobody's: made to warm up, or to compare

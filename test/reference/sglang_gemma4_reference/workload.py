@@ -116,6 +116,11 @@ class Answer:
         """Whether it was cut short."""
         return not self.outputs or any(o.finish in (None, "abort") for o in self.outputs)
 
+    @property
+    def begun(self) -> bool:
+        """Whether it came to its first token."""
+        return bool(self.outputs and self.outputs[0].tokens)
+
 
 # -- the requests --------------------------------------------------------------------------------
 
@@ -465,9 +470,8 @@ def _compare(
             raise _DifferentError(f"no answer from the {server} server: {answer.error}")
     result.answered += not tested.aborted
     result.aborted += tested.aborted
-    # An answer that was cut short may have been so before it brought them.
-    begun = not request.interrupted or (stock.outputs and tested.outputs)
-    if begun:
+    # An answer that was cut short may have been so before it brought them, with the first token.
+    if not request.interrupted or (stock.begun and tested.begun):
         _compare_logprobs(stock.input_logprobs, tested.input_logprobs, "input", result)
     if not request.interrupted and len(stock.outputs) != len(tested.outputs):
         raise _DifferentError(f"{len(stock.outputs)} and {len(tested.outputs)} outputs")

@@ -29,7 +29,7 @@ from mutations import MUTATIONS, PACKAGE, broken
 from server import Server, python_path, stand_in_for_sglang
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.commands import prompts, servers, verdict
+from sglang_gemma4_yoco.commands import prompts, servers, verdict, verify
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
 

@@ -1,0 +1,414 @@
+"""A real server that replays its prefills, which leave SGLang's recording by a door, beside stock.
+
+The stock server records no prefills. Of each forward the rows tell how far its recording ran
+(``row_trace``): a replayed layer computes as many as were recorded, padding and all. And the
+server's own counters tell by which way its forwards went.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from ask import (
+    GREEDY,
+    Answer,
+    Compared,
+    assert_same_answers,
+    beside_decoding,
+    chat,
+    compare,
+    generate,
+    picture,
+    tokens,
+)
+from layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
+from server import CHUNK, RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, running
+from sglang_gemma4_reference import releases, workload
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
+from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_reference.tail_failures import slow_prefills
+from sglang_gemma4_reference.workload import Client
+from sglang_gemma4_yoco import report, settings
+from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.loading import metrics
+
+if not releases.records_prefills():
+    pytest.skip("tried with the prefill graphs of SGLang 0.5.23", allow_module_level=True)
+
+BUCKETS = (16, 32, 64, CHUNK)
+ARGUMENTS = (
+    *RECORDED_ARGUMENTS,
+    *("--cuda-graph-backend-prefill", "breakable"),
+    *("--cuda-graph-bs-prefill", *map(str, BUCKETS)),
+)
+GRAPHS = {**RECORDED_GRAPHS, "GEMMA4_CPU_GRAPHS": "decode,prefill"}
+
+A = TypeVar("A")
+
+
+@pytest.fixture(scope="module")
+def doors_server(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server that replays its prefills."""
+    directory = tmp_path_factory.mktemp("doors")
+    graphs: Any = {"arguments": ARGUMENTS, "env": GRAPHS}
+    with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
+        yield server
+
+
+@pytest.fixture
+def both_servers(doors_server: Server, off_server: Server) -> tuple[Server, Server]:
+    return doors_server, off_server
+
+
+# -- which way a forward went ----------------------------------------------------------------
+
+
+def bucket_of(prefill: Prefill) -> int | None:
+    """The recording that SGLang serves a prefill by: more than half of a bucket must be used."""
+    total = sum(prefill.extend_lens)
+    bucket = min((b for b in BUCKETS if b >= total), default=None)
+    fits = bucket is not None and bucket <= 2 * total
+    return bucket if fits and not prefill.multimodal else None
+
+
+def due(prefill: Prefill) -> tuple[list[int], int]:
+    """The rows that the layers must compute of a forward, and how many graphs must be replayed."""
+    rows = fast_rows(prefill, recorded=RECORDED_ROWS)
+    tail = is_replayed(prefill, 1, RECORDED_ROWS)
+    bucket = bucket_of(prefill)
+    if bucket is None:
+        return rows, tail
+    if tail or rows[-1] == 0:
+        return cut(bucket, rows[-1]), 1 + tail
+    return whole(bucket), 1  # a tail that is not recorded: the recording runs to its end
+
+
+def assert_as_due(prefills: list[Prefill]) -> None:
+    for prefill in prefills:
+        assert (prefill.rows, prefill.replays) == due(prefill), prefill
+
+
+def forwards(server: Server) -> Counter[str]:
+    """Prefill forwards so far by what became of them, by the server's own word.
+
+    Without those that verify drafts.
+    """
+    told: dict[str, int] = server.states()[0][metrics.ENTRY]["forwards"]
+    return Counter({name: n for name, n in told.items() if not name.startswith("forward mode")})
+
+
+def through_doors(
+    servers: tuple[Server, Server], ask: Callable[[Server], list[A]]
+) -> tuple[Compared[A], Counter[str]]:
+    """``compare``, and what became of the forwards; all of them went as they must."""
+    before = forwards(servers[0])
+    both = compare(servers, ask)
+    assert_as_due(both.prefills)
+    told = forwards(servers[0]) - before
+    processes = {prefill.process for prefill in both.prefills}
+    assert len(processes) == servers[0].resolved("tp_size")
+    for process in processes:  # each runs every batch
+        assert told == Counter(outcome(p) for p in both.prefills if p.process == process)
+    return both, told
+
+
+def outcome(prefill: Prefill) -> str:
+    """What must be counted of a forward."""
+    rows, _ = due(prefill)
+    replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, RECORDED_ROWS)
+    if rows[-1] == 0:
+        return report.TAIL_SKIPPED if replayed is None else report.FRONT_REPLAYED
+    if tail:
+        return report.TAIL_REPLAYED if replayed is None else report.ALL_REPLAYED
+    total = sum(prefill.extend_lens)
+    if replayed is not None:
+        return gate.NOT_RECORDED
+    return report.ACTIVE if rows[-1] < total else gate.NOTHING_TO_SKIP
+
+
+# -- what it says ----------------------------------------------------------------------------
+
+
+def test_it_says_that_its_recording_is_repaired_and_left(
+    both_servers: tuple[Server, Server],
+) -> None:
+    server, stock = both_servers
+    ranks = server.resolved("tp_size")
+    generate(server, tokens(50, seed=1))
+    repaired = server.log_lines("recording of prefill CUDA graphs is repaired")
+    assert len(repaired) == ranks
+    assert all("because --cuda-graph-backend-prefill asks for them" in line for line in repaired)
+    found = f"behind segment {FIRST_CUT + 1}, where they can be cut ({len(BUCKETS)} recordings of "
+    left = server.log_lines("prefills that SGLang replays leave its recording")
+    assert len(left) == ranks
+    assert all(f"{found}up to {BUCKETS[-1]} tokens)" in line for line in left)
+    active = server.log_lines("Gemma 4 fast prefill is active")
+    assert len(active) == ranks
+    # SGLang's own request at start is the first one, for which no bucket is small enough.
+    assert all(line.endswith(f"replayed for up to {RECORDED_ROWS[-1]} rows") for line in active)
+    assert server.log_lines("does not reach") == []
+    assert server.log_lines("steps aside for this server") == []
+    assert "Traceback" not in server.log_since_ready()
+    assert not stock.log_lines("is repaired")
+
+
+def test_its_state(doors_server: Server) -> None:
+    [state] = [state[metrics.ENTRY] for state in doors_server.states()]
+    assert (state["active"], state["reason"]) == (True, None)
+    assert "inside layer 3" in state["cut"]
+    assert state["tail"] == f"replayed for up to {RECORDED_ROWS[-1]} rows"
+    assert state["check"]["largest_difference"] <= state["check"]["allowed"]
+    assert "untold" not in state
+
+
+# -- requests one by one ---------------------------------------------------------------------
+
+
+def test_prompts_of_all_lengths(both_servers: tuple[Server, Server]) -> None:
+    """In a full bucket and in padded ones, at the window's edge, and where no bucket fits."""
+    window = E2B_TINY.sliding_window
+    lengths = (1, 2, 7, 9, 16, 17, window - 1, window, window + 1, 63, 65, CHUNK - 1, CHUNK)
+
+    def ask(server: Server) -> list[Answer]:
+        return [generate(server, tokens(n, seed=n))[0] for n in lengths]
+
+    both, told = through_doors(both_servers, ask)
+    assert told[report.ALL_REPLAYED] == sum(bucket_of_text(n) for n in lengths) == 10
+    assert told[report.TAIL_REPLAYED] == 2
+    assert_same_answers(both)
+
+
+def bucket_of_text(length: int) -> bool:
+    return bucket_of(Prefill("EXTEND", [length], [0], [])) is not None
+
+
+def test_chunked_prompts(both_servers: tuple[Server, Server]) -> None:
+    """Unfinished chunks leave by the door, write K and V, and have no tail."""
+    lengths = (2 * CHUNK, 2 * CHUNK + 9, CHUNK + 100)
+
+    def ask(server: Server) -> list[Answer]:
+        return [generate(server, tokens(n, seed=n))[0] for n in lengths]
+
+    both, told = through_doors(both_servers, ask)
+    assert told == {report.FRONT_REPLAYED: 4, report.ALL_REPLAYED: 3}
+    assert_same_answers(both)
+
+
+def test_cached_prefix_and_the_next_turn(both_servers: tuple[Server, Server]) -> None:
+    """K and V of a prefix were written at the door, and are read behind it."""
+    prompt = tokens(90, seed=61)
+
+    def ask(server: Server) -> list[Answer]:
+        [first] = generate(server, prompt)
+        answered = [token for token in first.tokens if isinstance(token, int)]
+        turn = prompt + answered + tokens(20, seed=62)
+        return [first, *generate(server, turn), *generate(server, turn + tokens(300, seed=63))]
+
+    both, told = through_doors(both_servers, ask)
+    assert both.on[1].cached_tokens >= 90
+    assert told[report.ALL_REPLAYED] >= 3
+    assert told[report.FRONT_REPLAYED] >= 1
+    assert_same_answers(both)
+
+
+def test_input_logprobs(both_servers: tuple[Server, Server]) -> None:
+    """A suffix is no recorded tail: the recording runs to its end. Later requests leave it."""
+
+    def ask(server: Server) -> list[Answer]:
+        return [
+            *generate(server, tokens(70, seed=9), logprob_start_len=60),
+            *generate(server, tokens(70, seed=10), logprob_start_len=0),
+            *generate(server, tokens(70, seed=10) + tokens(30, seed=11)),
+            *generate(server, tokens(CHUNK + 40, seed=12), logprob_start_len=CHUNK + 20),
+        ]
+
+    both, told = through_doors(both_servers, ask)
+    assert told[gate.NOT_RECORDED] + told[gate.NOTHING_TO_SKIP] == 3
+    assert told[report.FRONT_REPLAYED] == told[report.ALL_REPLAYED] == 1
+    assert_same_answers(both)
+    assert [len(answer.input_logprobs) for answer in both.on] == [9, 69, 0, 19]
+
+
+def test_images_run_eagerly_and_are_cut(both_servers: tuple[Server, Server]) -> None:
+    """The recording knows of ids alone. Text between them is replayed."""
+
+    def ask(server: Server) -> list[Answer]:
+        return [
+            chat(server, picture("red")),
+            *generate(server, tokens(60, seed=70)),
+            chat(server, picture("blue")),
+        ]
+
+    both, told = through_doors(both_servers, ask)
+    assert [p.multimodal for p in both.prefills if p.process == both.prefills[0].process] == [
+        *(True, False, True),
+    ]
+    assert told == {report.TAIL_REPLAYED: 2, report.ALL_REPLAYED: 1}
+    assert_same_answers(both)
+
+
+# -- requests together -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_prompts_in_one_batch(both_servers: tuple[Server, Server], count: int) -> None:
+    """For five rows no tail is recorded."""
+    prompts = [tokens(12 + 3 * n, seed=60 + n) for n in range(count)]
+    both, told = through_doors(both_servers, lambda server: generate(server, prompts))
+    assert told[report.ALL_REPLAYED] or count > RECORDED_ROWS[-1]
+    assert_same_answers(both)
+
+
+def test_a_crowd(both_servers: tuple[Server, Server]) -> None:
+    """Clients at once: requests share forwards, and decode steps run between them."""
+    lengths = (3, 45, 128, 129, 300, 17, 64, 90, 20, 31)
+
+    def ask(server: Server) -> list[Answer]:
+        with ThreadPoolExecutor(len(lengths)) as clients:
+            return list(
+                clients.map(lambda n: generate(server, tokens(n, seed=n))[0], lengths),
+            )
+
+    both, told = through_doors(both_servers, ask)
+    assert told[report.ALL_REPLAYED] >= 1
+    assert_same_answers(both, close_calls=1)
+
+
+def test_prompt_beside_decoding(both_servers: tuple[Server, Server]) -> None:
+    """A decode row in the same forward is one row more of its tail."""
+    short, long = tokens(20, seed=64), tokens(CHUNK + 40, seed=65)
+    both, told = through_doors(both_servers, lambda server: beside_decoding(server, short, long))
+    mixed = [p for p in both.prefills if len(p.extend_lens) == 2]
+    assert any(p.replays == 2 for p in mixed)
+    assert told[report.ALL_REPLAYED] >= 2
+    assert both.on == both.off
+
+
+def test_abort_between_two_chunks(both_servers: tuple[Server, Server]) -> None:
+    """What was given up leaves the answers of others as they are."""
+    body = {"input_ids": tokens(30 * CHUNK, seed=24), "sampling_params": GREEDY, "rid": "gone"}
+
+    def ask(server: Server) -> list[Answer]:
+        mark = server.mark()
+        with ThreadPoolExecutor(1) as client, slow_prefills(server.failures, 0.3):
+            given_up = client.submit(server.generate, **body)
+            server.wait_for_prefills(2, since=mark)
+            server.post("/abort_request", {"rid": "gone"})
+            assert given_up.result()["meta_info"]["finish_reason"]["type"] == "abort"
+            server.wait_until(lambda: not any(server.load().values()), "nothing runs or waits")
+        return generate(server, tokens(100, seed=25))
+
+    both, told = through_doors(both_servers, ask)
+    assert 2 <= told[report.FRONT_REPLAYED] < 29
+    assert told[report.ALL_REPLAYED] == 1
+    assert_same_answers(both)
+
+
+# -- random requests -------------------------------------------------------------------------
+
+
+def assert_same_traffic(
+    servers: tuple[Server, Server], count: int, seed: int
+) -> tuple[list[Prefill], Counter[str]]:
+    """Random requests get the same answers from both servers, and leave nothing behind."""
+    requests = workload.random_requests(
+        count, seed=seed, vocabulary=E2B_TINY.vocab_size, longest=400
+    )
+    before, mark, answers = forwards(servers[0]), servers[0].mark(), []
+    for server in servers:
+        server.forget_prefixes()
+        client = Client(server.url)
+        answers.append(workload.ask_all(client, requests, concurrency=12))
+        assert workload.held_tokens(client) == 0
+        assert "leak detected" not in server.log().lower()
+    tested, stock = answers
+    result = workload.compare(requests, stock, tested, Client(servers[1].url).likeliest)
+    assert result.differences == []
+    assert result.close_calls <= 1 + count // 200
+    assert result.answered >= count - sum(request.interrupted for request in requests)
+    assert result.compared_tokens > 2 * count
+    assert result.compared_logprobs > 5 * count
+    return servers[0].prefills(since=mark), forwards(servers[0]) - before
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.release)])
+def test_random_traffic(both_servers: tuple[Server, Server], count: int) -> None:
+    prefills, told = assert_same_traffic(both_servers, count, seed=count)
+    assert_as_due(prefills)
+    assert any(prefill.multimodal for prefill in prefills)
+    assert told[report.ALL_REPLAYED] >= count / 10
+    assert told[report.FRONT_REPLAYED] >= count / 20
+    assert told[report.TAIL_REPLAYED] >= 1  # images, and where no bucket fits
+    assert told[report.FAILED] == 0
+
+
+def test_audited_traffic(
+    tiny_checkpoint: Path, off_server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each prefill that is cut is compared on the server, at its door, with its whole recording."""
+    how: Any = {"arguments": ARGUMENTS, "env": {**GRAPHS, settings.name_of("audit"): "1"}}
+    with running(tiny_checkpoint, tmp_path_factory.mktemp("audited"), switch=None, **how) as server:
+        _, told = assert_same_traffic((server, off_server), 40, seed=7)
+        assert told[report.ALL_REPLAYED] >= 4
+        assert told[report.FRONT_REPLAYED] >= 2
+        audits = server.states()[0][metrics.ENTRY]["audits"]
+        cut = sum(forwards(server)[outcome] for outcome in report.CUT)
+        assert "Traceback" not in server.log_since_ready()
+    assert (audits["agree"], audits["differ"]) == (cut, 0)
+    assert 0 < audits["worst"] < 0.5  # of what is rounding
+
+
+# -- drafts of a multi-token-prediction assistant ----------------------------------------------
+
+
+@pytest.mark.release
+def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A draft starts from the last rows of SGLang's output, of which the others are stale."""
+    write_assistant(tmp_path / "assistant", E2B_TINY)
+    drafting = (
+        *("--speculative-algorithm", "NEXTN"),
+        *("--speculative-draft-model-path", str(tmp_path / "assistant")),
+        *("--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "4"),
+    )
+    fast: Any = {"switch": None, "arguments": (*drafting, *ARGUMENTS), "env": GRAPHS}
+    stock: Any = {"switch": "0", "arguments": drafting}
+    with (
+        running(tiny_checkpoint, tmp_path / "on", **fast) as on,
+        running(tiny_checkpoint, tmp_path / "off", **stock) as off,
+    ):
+        both, told = through_doors((on, off), drafts)
+        # Of unfinished chunks the last row is read, too.
+        assert told == {report.ALL_REPLAYED: 12}
+        assert {prefill.captures for prefill in both.prefills} == {"FULL"}
+        assert both.on == both.off
+        histograms = [histogram for _, histogram in both.on]
+        assert any(sum(histogram[1:]) for histogram in histograms)
+        assert any(histogram[0] for histogram in histograms)
+        answers, _ = through_doors(
+            (on, off), lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
+        )
+        assert_same_answers(answers)
+
+
+def drafts(server: Server) -> list[tuple[Any, ...]]:
+    """Answers to prompts one by one, and a second turn; and how many drafts were right."""
+    sampling = GREEDY | {"max_new_tokens": 24}
+    answers: list[tuple[Any, ...]] = []
+    for length in (50, 16, 9, 300, 100):
+        prompt = tokens(length, seed=length)
+        for turn in (prompt, [*prompt, *tokens(20, seed=5)]):
+            reply = server.generate(input_ids=turn, sampling_params=sampling)
+            answers.append(
+                (reply["output_ids"], reply["meta_info"]["spec_correct_drafts_histogram"])
+            )
+    return answers
