@@ -151,7 +151,7 @@ class Doors:
     @property
     def room(self) -> int:
         """Tokens of the largest bucket; 0 without any."""
-        return max((key.size for key in self._ways), default=0)
+        return max((getattr(key, "size", key) for key in self._ways), default=0)
 
     def open(self) -> None:
         """Batches may leave by them from now on."""
