@@ -618,6 +618,7 @@ def _room_for_windows(backend: Any, planner: ModuleType, requests: int) -> Itera
 _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
 
 
+@cache
 def _breaks() -> ModuleType | None:
     """SGLang's module of breakable graphs; None where it is not what this package knows."""
     try:

@@ -492,7 +492,7 @@ _WRITTEN = [
          f"{DOORS}::test_recorded_in_one_piece"),
         ("what SGLang cannot record is not foretold",
          "    known.attach(gate.plan_ahead)\n"
-         "    _foretell(runner)\n",
+         "    _foretell(runner, model)\n",
          "    known.attach(gate.plan_ahead)\n",
          f"{RECORDED}::test_what_cannot_be_recorded_is_foretold"),
         ("every model is multimodal to who foretells",
@@ -1199,7 +1199,7 @@ _WRITTEN = [
          "    known.forget_replays()\n    if from_ids", "    if from_ids",
          f"{DOORS}::test_recorded_anew"),
         ("a recording that is repaired is foretold to fail",
-         "if why is not None and repair.needed(runner) is None:", "if why is not None:",
+         "if why is not None and repair.needed(runner, model) is None:", "if why is not None:",
          f"{DOORS}::test_what_is_repaired_is_not_foretold"),
     ),
     *of(
@@ -1212,6 +1212,9 @@ _WRITTEN = [
          "    if not settings.current.prefill_graphs or not "
          "seams.prefill_graphs_are_asked_for():\n",
          "    if not settings.current.prefill_graphs:\n", f"{DOORS}::test_nobody_asked_for_it"),
+        ("a server that is not cut is repaired",
+         "    if known is None or known.constant_reason is not None:\n", "    if known is None:\n",
+         f"{DOORS}::test_a_server_that_is_not_cut_is_not_repaired"),
         ("doors though they are switched off",
          "    if not settings.current.prefill_graphs:\n        return OFF\n", "",
          f"{DOORS}::test_the_setting"),

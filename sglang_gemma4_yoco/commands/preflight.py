@@ -238,7 +238,8 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)
     why = seams.prefill_graph_error(multimodal=multimodal)
-    repaired = patch.is_installed() and repair.needed_for(multimodal=multimodal) is not None
+    cut = patch.is_installed() and not (gate.unseen_reason() or arguments.server_reason())
+    repaired = cut and repair.needed_for(multimodal=multimodal) is not None
     if why is None or repaired:
         how = f"SGLang's recording is repaired ({why})" if repaired else "SGLang records them"
         findings.tell("prefill graphs", f"backend {graph!r}: {how}")

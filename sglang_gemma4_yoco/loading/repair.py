@@ -17,14 +17,22 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco.cutting import served
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
 OFF = f"{settings.name_of('prefill_graphs')}=0"
 NO_BREAKS = "it is recorded without breaks"
 
 
-def needed(runner: Any) -> str | None:
-    """What keeps this ``ModelRunner`` from recording prefills and is to be repaired, or None."""
+def needed(runner: Any, model: Any) -> str | None:
+    """What keeps this ``ModelRunner`` from recording prefills and is to be repaired, or None.
+
+    A server of which no batch may be cut is left as it is: SGLang may be set up in a way that
+    nobody has tried with a repair.
+    """
+    known = served.find(model)
+    if known is None or known.constant_reason is not None:
+        return None
     return needed_for(multimodal=runner.model_config.is_multimodal)
 
 
@@ -49,7 +57,7 @@ def repaired(runner: Any, model: Any) -> Iterator[bool]:
     Yields:
         Whether anything had to be repaired.
     """
-    why = needed(runner)
+    why = needed(runner, model)
     if why is None:
         yield False
         return

@@ -41,7 +41,7 @@ def start(runner: Any, model: Any) -> None:
     reason = ranks.disagreement(_findings(reason)) or reason
     known = ServedModel(model, reason, attention if reason is None else None)
     known.attach(gate.plan_ahead)
-    _foretell(runner)
+    _foretell(runner, model)
     if reason is not None:
         if gate.is_news(reason):
             wrong = reason == arguments.WRONG_REPLAYS
@@ -79,10 +79,10 @@ def record(runner: Any, model: Any, *, from_ids: bool = False) -> None:
         report.once(f"Gemma 4 fast prefill {__version__} is on: {told}")
 
 
-def _foretell(runner: Any) -> None:
+def _foretell(runner: Any, model: Any) -> None:
     """Say that SGLang cannot record what it is about to: its own error names no remedy."""
     why = seams.prefill_graph_error(multimodal=runner.model_config.is_multimodal)
-    if why is not None and repair.needed(runner) is None:
+    if why is not None and repair.needed(runner, model) is None:
         report.once(
             f"Gemma 4 fast prefill: SGLang cannot record prefill CUDA graphs of this model, and "
             f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",

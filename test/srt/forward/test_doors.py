@@ -537,7 +537,7 @@ def test_another_rank_without_them(
 def test_the_setting(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with settings.changed(prefill_graphs=False):
         log = reopened(engine, caplog)
-        assert repair.needed(engine.runner) is None
+        assert repair.needed(engine.runner, engine.text_model) is None
         with repair.repaired(engine.runner, engine.text_model) as repaired:
             assert not repaired
     assert f"({repair.OFF})" in log or repair.OFF in log
@@ -562,10 +562,25 @@ def test_the_repair_lasts_while_sglang_records(engine: Engine) -> None:
 
 def test_what_is_repaired_is_not_foretold(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        starting._foretell(engine.runner)
+        starting._foretell(engine.runner, engine.text_model)
         assert caplog.text == ""
         with settings.changed(prefill_graphs=False):
-            starting._foretell(engine.runner)
+            starting._foretell(engine.runner, engine.text_model)
+    assert "may stop now" in caplog.text
+
+
+def test_a_server_that_is_not_cut_is_not_repaired(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own error is SGLang's, and a line before it names the remedy."""
+    known = starting.of(engine.text_model)
+    index = cuda_graph_setup.index_attention_layers_by_global_id
+    with known.refusing("data-parallel attention"):
+        with repair.repaired(engine.runner, engine.text_model) as repaired:
+            assert not repaired
+            assert cuda_graph_setup.index_attention_layers_by_global_id is index
+        with caplog.at_level(logging.INFO):
+            starting._foretell(engine.runner, engine.text_model)
     assert "may stop now" in caplog.text
 
 

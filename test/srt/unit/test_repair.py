@@ -12,6 +12,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.cutting import served
 from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
 from stand_ins import prefill_graphs
@@ -64,12 +65,16 @@ def test_what_needs_no_repair(monkeypatch: pytest.MonkeyPatch, multimodal: bool)
 @pytest.mark.usefixtures("unrepaired")
 @pytest.mark.parametrize("switch", [True, False])
 def test_a_repair_is_said(
-    setting: Callable[..., None], caplog: pytest.LogCaptureFixture, switch: bool
+    setting: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    switch: bool,
 ) -> None:
     """And what it is, and how it is left out; the model is as it was afterwards."""
     setting(prefill_graphs=switch)
     runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
     model = SimpleNamespace(forward=lambda *given: given)
+    monkeypatch.setattr(served, "find", lambda _: SimpleNamespace(constant_reason=None))
     stock = model.forward
     with prefill_graphs(*ASKED), caplog.at_level("INFO", "sglang_gemma4_yoco"):
         with repair.repaired(runner, model) as done:
