@@ -10,7 +10,8 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import repeat
 from pathlib import Path
@@ -28,12 +29,15 @@ from torch.multiprocessing.spawn import start_processes
 from forked import preloaded
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
+from prefill_replays import RECORDED, ROWS, assert_served_alike
+from prefill_replays import run as replay
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams, settings
+from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.commands.servers import choose_ports
-from sglang_gemma4_yoco.cutting import served
+from sglang_gemma4_yoco.cutting import gate, served
+from sglang_gemma4_yoco.cutting.doors import Doors
 from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import starting
 
@@ -183,6 +187,44 @@ def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
     assert_every_batch_is_cut(engine)
 
 
+@contextmanager
+def recorded_prefills(rank: int, port: int, path: Path) -> Iterator[Engine]:
+    """An engine whose prefills are recorded, and its tail."""
+    from decode_graphs import record_tail
+    from sglang_gemma4_reference import prefill_graphs
+
+    with prefill_graphs.recordable():
+        engine = start(rank, path, port, **RECORDED)
+        record_tail(engine, ROWS)
+        yield engine
+
+
+def with_doors(rank: int, port: int, path: Path) -> None:
+    """The collectives of a recording are run up to the door, then those of the tail."""
+    with recorded_prefills(rank, port, path) as engine:
+        outcomes = [assert_served_alike(engine, prompts) for prompts, _ in BATCHES.values()]
+        assert outcomes[::3] == [report.ALL_REPLAYED, report.FRONT_REPLAYED]
+        assert outcomes[1:3] == [report.ALL_REPLAYED, gate.NOT_RECORDED]
+
+
+def with_doors_on_one_rank(rank: int, port: int, path: Path) -> None:
+    """None leaves its recording, and none waits."""
+    find = Doors.find
+
+    def lost(self: Doors, runner: Any) -> str | None:
+        return find(self, runner) or ("they are lost" if rank == 1 else None)
+
+    with mock.patch.object(Doors, "find", lost), recorded_prefills(rank, port, path) as engine:
+        known = starting.of(engine.text_model)
+        assert known.doors.closed == ranks.NOT_ALIKE
+        assert known.graphs is not None
+        batch = engine.schedule(BATCHES["one prompt"][0])
+        stock, fast = (replay(engine, batch, fast=on) for on in (False, True))
+        assert (stock.segments, fast.segments) == (LAYERS + 1, LAYERS + 1)
+        assert fast.outcomes == {gate.REPLAYED: 1}
+        assert torch.equal(fast.logits, stock.logits)
+
+
 def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
     """One that is not checked, or audits otherwise, would leave the other in a collective."""
     variables = {settings.name_of("self_check"): "0"} if rank == 1 else {}
@@ -299,6 +341,15 @@ def test_tensor_parallel_ranks_cut_alike_or_not_at_all(
 ) -> None:
     head_each = write_checkpoint(tmp_path, dataclasses.replace(E2B_TINY, kv_heads=RANKS))
     on_all_ranks(with_the_package, tiny_checkpoint, head_each)
+
+
+@pytest.mark.parametrize("work", [with_doors, with_doors_on_one_rank])
+def test_recordings_are_left_by_all_ranks_or_by_none(
+    tiny_checkpoint: Path, work: Callable[..., None]
+) -> None:
+    if not releases.records_prefills():
+        pytest.skip("tried with the prefill graphs of SGLang 0.5.23")
+    on_all_ranks(work, tiny_checkpoint)
 
 
 def test_a_rank_without_the_package_is_waited_for_once(tiny_checkpoint: Path) -> None:
