@@ -105,6 +105,7 @@ DEFAULTS = "server/test_defaults.py"
 RULE = "forward/test_measured_rule.py"
 REPLAYED = "forward/test_replayed_tail.py"
 DOORS = "forward/test_doors.py"
+OPENED = "forward/test_doors_at_start.py"
 TOLD = "server/test_served_metrics.py"
 CEILING = "forward/test_ceiling.py"
 DOCTOR = "server/test_doctor.py"
@@ -1086,7 +1087,7 @@ _WRITTEN = [
         ("what was planned for a replay is never let go",
          "                    self.replaying = None\n                    self.release()\n",
          "                    self.replaying = None\n",
-         f"{DOORS}::test_with_other_ranks_a_failure_is_raised"),
+         f"{OPENED}::test_a_replay_that_never_comes_is_not_waited_for"),
         ("images are replayed from what was recorded from ids",
          "not batch.contains_mm_inputs() and can_run_graph(batch)", "can_run_graph(batch)",
          f"{DOORS}::test_media_run_eagerly"),
@@ -1179,7 +1180,7 @@ _WRITTEN = [
          "        pass\n", DOORS),
         ("a rank's doors are its own affair",
          "    reason = ranks.disagreement(f\"{reason}, {known.doors.describe()}\") or reason\n", "",
-         f"{DOORS}::test_another_rank_without_them"),
+         f"{OPENED}::test_both_comparisons_close_them"),
         ("wrong doors stay open", "    wrong = found is not None and not found.is_rounding\n",
          "    wrong = False\n", f"{DOORS}::test_wrong_doors_are_closed_at_start"),
         ("a rank closes its doors alone",
@@ -1211,7 +1212,8 @@ _WRITTEN = [
         ("repaired though nobody asked",
          "    if not settings.current.prefill_graphs or not "
          "seams.prefill_graphs_are_asked_for():\n",
-         "    if not settings.current.prefill_graphs:\n", f"{DOORS}::test_nobody_asked_for_it"),
+         "    if not settings.current.prefill_graphs:\n",
+         f"{OPENED}::test_a_repair_that_nobody_asked_for"),
         ("a server that is not cut is repaired",
          "    if known is None or known.constant_reason is not None:\n", "    if known is None:\n",
          f"{DOORS}::test_a_server_that_is_not_cut_is_not_repaired"),
@@ -1264,7 +1266,7 @@ _WRITTEN = [
         ("who checks doors goes on auditing",
          "            self._known.auditor = before\n        if witness",
          "            pass\n        if witness",
-         f"{DOORS}::test_they_are_checked_at_start"),
+         f"{OPENED}::test_who_checks_doors_looks_at_nothing_else"),
         ("what doors write elsewhere is not seen",
          "        if not all(map(torch.equal, self._before, self._others())):\n            witness",
          "        if False:\n            witness", f"{DOORS}::test_a_door_that_writes_elsewhere"),
