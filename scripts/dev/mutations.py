@@ -1165,7 +1165,7 @@ _WRITTEN = [
          "        return TailCost.NOTHING\n", f"{DOORS}::test_too_little_to_skip_on_a_gpu"),
         ("a replayed tail behind a launched front pays late",
          "beside_replays = known.on_gpu and known.replaying is not None",
-         "beside_replays = known.on_gpu", f"{REPLAYED}::test_by_default_one_skipped_row_is_enough"),
+         "beside_replays = known.on_gpu", f"{OPENED}::test_a_launched_front_on_a_gpu"),
     ),
     *of(
         "deciding/threshold.py",

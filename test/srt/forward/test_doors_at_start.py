@@ -17,7 +17,7 @@ from forwards import ENGINE, InjectedError
 from prefill_replays import RECORDED, ROWS, assert_served_alike, run
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
@@ -73,6 +73,15 @@ def test_a_replay_that_never_comes_is_not_waited_for(
             run(engine, batch, fast=True)
     assert known.planned is None
     assert known.replaying is None
+
+
+def test_a_launched_front_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its host, which a replayed tail spares whatever the rows; so any number pays."""
+    known = starting.of(engine.text_model)
+    with monkeypatch.context() as patched, settings.changed(min_skipped_rows=None):
+        patched.setitem(vars(known), "on_gpu", True)
+        seen = run(engine, engine.schedule(batch_of((0, 7))), fast=True)
+    assert (seen.segments, seen.outcomes) == (0, {report.TAIL_REPLAYED: 1})
 
 
 def test_who_checks_doors_looks_at_nothing_else(engine: Engine) -> None:
