@@ -1835,7 +1835,7 @@ _WRITTEN = [
         ("a sixteenth does not pay", "_LEAST = 16", "_LEAST = 15", RULE),
         ("a seventeenth pays", "_LEAST = 16", "_LEAST = 17", RULE),
         ("the operator's number is not asked for", "    if minimum is not None:\n",
-         "    if False:\n", EQUIVALENCE),
+         "    if False:\n", f"{RULE}::test_an_operators_own_number"),
     ),
     *of(
         "__main__.py",
@@ -1964,6 +1964,7 @@ _FIRST_OF_ENTRY = {
     "TritonAttnBackend: TAIL": WINDOWS,
     "TritonAttnBackend: RECORDED": RECORDED_WINDOWS,
     "1": ONE_ROW_EACH,
+    "enable_return_hidden_states": f"{REFUSED}::test_hidden_states_beside_drafts",
 }
 # Without it the file cannot be imported, or is not another one.
 _NO_MUTATIONS = {"*_REFUSING_FIELDS"}

@@ -42,3 +42,16 @@ def test_rows_that_are_worth_skipping(engine: Engine, total: int, kept: int, pay
         assert report.forwards[gate.TOO_LITTLE] == 0
     else:
         assert_stock(engine, gate.TOO_LITTLE, prompts)
+
+
+@pytest.mark.parametrize(("kept", "pays"), [(1, True), (2, False)])
+def test_an_operators_own_number(
+    engine: Engine, setting: Callable[..., None], kept: int, pays: bool
+) -> None:
+    """In the place of the rule, which leaves three rows alone whoever reads them."""
+    setting(min_skipped_rows=2)
+    prompts = batch_of((0, 3), logprob_start=3 - kept)
+    if pays:
+        assert_fast(engine, prompts)
+    else:
+        assert_stock(engine, gate.TOO_LITTLE, prompts)

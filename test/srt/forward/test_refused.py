@@ -373,3 +373,11 @@ def test_diffusion_has_a_text_model_of_its_own() -> None:
     classes = [c for _, c in inspect.getmembers(gemma4_diffusion, inspect.isclass)]
     assert any(c.__module__ == gemma4_diffusion.__name__ for c in classes)
     assert not any(issubclass(c, Gemma4TextModel) for c in classes)
+
+
+def test_hidden_states_beside_drafts(engine: Engine) -> None:
+    """Whoever asks for them is told that it is the two together."""
+    both = {"speculative_algorithm": "FROZEN_KV_MTP", "enable_return_hidden_states": True}
+    with releases.published(**both):
+        told = gate.constant_reason(engine.text_model)
+    assert told == f"{arguments.HIDDEN_STATES}, beside speculative decoding"
