@@ -163,13 +163,8 @@ TINY = Workload(
 )
 
 
-#: The ways of part h, and what they are called.
-FOUR_WAYS = {
-    "off": "stock",
-    OFF_REPLAYED: "stock, replayed",
-    "on": "package",
-    ON_REPLAYED: "package, replayed",
-}
+#: The ways of part h, in the order of their columns.
+FOUR_WAYS = ("off", OFF_REPLAYED, "on", ON_REPLAYED)
 #: Milliseconds to the logits of one prompt on an H100, by model, length and way: no measurement.
 #: Of the host 0.35 ms for each launched layer and 2.65 ms around them, 0.015 ms for each replayed
 #: segment, 0.10 ms for each attention between two of them, 0.3 ms to fill SGLang's inputs and
@@ -938,21 +933,20 @@ def four_times(engine: Any, batch: Any, length: int, repeats: int) -> dict[str, 
     """
     from sglang_gemma4_yoco import report
 
-    ways = tuple(FOUR_WAYS)
-    for way in ways:
+    for way in FOUR_WAYS:
         logits = bench_prefill.timed(engine, batch, way)[1]
     assert_path(engine, batch, length)
     path = bench_prefill.replayed(engine, batch, length, logits)[ON_REPLAYED].path
     if path != report.ALL_REPLAYED:
         raise NotActiveError(f"{length} tokens, replayed: {path}")
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    seconds: dict[str, list[float]] = {way: [] for way in FOUR_WAYS}
     for repeat in range(repeats):
-        for i in range(len(ways)):
-            way = ways[(i + repeat) % len(ways)]
+        for i in range(len(FOUR_WAYS)):
+            way = FOUR_WAYS[(i + repeat) % len(FOUR_WAYS)]
             seconds[way].append(bench_prefill.timed(engine, batch, way)[0])
-    host = bench_prefill.measure_host(engine, batch, bench_prefill.HOST_REPEATS, ways)
+    host = bench_prefill.measure_host(engine, batch, bench_prefill.HOST_REPEATS, FOUR_WAYS)
     return {
-        "seconds": {way: asdict(Times.of(seconds[way])) for way in ways},
+        "seconds": {way: asdict(Times.of(seconds[way])) for way in FOUR_WAYS},
         "host": {way: asdict(work) for way, work in host.items()},
     }
 

@@ -477,8 +477,9 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
 def recorded_rows(engine: Any) -> list[int]:
     """Of how many rows SGLang has recorded prefills."""
-    recorded = getattr(engine.runner, "prefill_cuda_graph_runner", None)
-    graphs = getattr(getattr(recorded, "backend", None), "_graphs", ())
+    import host_work
+
+    graphs = getattr(host_work.recorded_prefills(engine), "_graphs", ())
     return sorted(getattr(key, "size", key) for key in graphs)
 
 

@@ -97,7 +97,7 @@ class _Regions:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(backend, "init_forward_metadata", plan))
             if self._of_segments:
-                recorded = _recorded_prefills(self._engine)
+                recorded = recorded_prefills(self._engine)
                 # From the first segment to the last, and what is done behind the last one.
                 replay = self._inside("rest", recorded.replay)
                 stack.enter_context(mock.patch.object(recorded, "replay", replay))
@@ -137,7 +137,7 @@ def _begins(config: Any) -> dict[int, str]:
     return {0: "front", first_shared - 1: "donor layer", first_shared: "tail"}
 
 
-def _recorded_prefills(engine: Any) -> Any:
+def recorded_prefills(engine: Any) -> Any:
     """SGLang's backend that replays prefills in segments, or None."""
     recorded = getattr(engine.runner, "prefill_cuda_graph_runner", None)
     backend = getattr(recorded, "backend", None)
@@ -146,7 +146,7 @@ def _recorded_prefills(engine: Any) -> Any:
 
 def _regions_of_segments(engine: Any) -> dict[int, str]:
     """By the identity of a segment, the region of the layer whose attention it leads to."""
-    graphs = getattr(_recorded_prefills(engine), "_graphs", {}).values()
+    graphs = getattr(recorded_prefills(engine), "_graphs", {}).values()
     begins, found = _begins(engine.text_model.config), {}
     for graph in graphs:
         region = ""

@@ -138,15 +138,6 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join([*([markdown(head, cells, numbers=4)] if cells else []), *replays, source])
 
 
-#: Of part h, the ways in the order of their columns.
-WAYS = {
-    "off": "stock",
-    "off replayed": "stock, replayed",
-    "on": "package",
-    "on replayed": "both",
-}
-
-
 def replayed(document: dict[str, Any]) -> Iterator[str]:
     """What a document says of prefills that SGLang replays: a sentence, and a table of times."""
     summary = document["parts"].get("h", {}).get("summary")
@@ -157,10 +148,9 @@ def replayed(document: dict[str, Any]) -> Iterator[str]:
     )
     if not summary["rows"]:
         return
-    head = (
-        "tokens", *(f"{name}, ms (predicted)" for name in WAYS.values()),
-        "both: stock's / its replay's / the package's time", "answers", "as wanted",
-    )  # fmt: skip
+    *others, both = ways = list(summary["rows"][0]["ms"])
+    faster = f"{both}: faster than {' / '.join(others)}"
+    head = ("tokens", *(f"{way}, ms (predicted)" for way in ways), faster, "answers", "as wanted")
     yield markdown(head, [_cells(row) for row in summary["rows"]], numbers=len(head))
 
 
@@ -181,10 +171,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         str(row["length"]),
         *(
-            f"{row['ms'][way]:.1f}" + (f" ({predicted[way]:.1f})" if way in predicted else "")
-            for way in WAYS
+            f"{ms:.1f}" + (f" ({predicted[way]:.1f})" if way in predicted else "")
+            for way, ms in row["ms"].items()
         ),
-        " / ".join(f"{row['faster_than'][way]:.2f}" for way in list(WAYS)[:-1]),
+        " / ".join(f"{faster:.2f}" for faster in row["faster_than"].values()),
         "right" if right else "**wrong**",
         "yes" if row["as_wanted"] else "no",
     ]
