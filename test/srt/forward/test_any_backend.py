@@ -71,9 +71,12 @@ def no_tail_on_main() -> Iterator[None]:
 
 def test_the_backends_are_two_kinds(engine: Engine) -> None:
     main, pages = engine.runner.attn_backend, engine.runner.page_size
-    assert (type(main), pages) in ((FrontBackend, 64), (HybridAttnBackend, 128))
     if type(main) is HybridAttnBackend:
+        # SGLang 0.5.17 takes pages of one token for any two backends.
+        assert pages == (128 if releases.allocates_pages_without_triton() else 1)
         assert type(main.prefill_backend) is FrontBackend
+    else:
+        assert (type(main), pages) == (FrontBackend, 64)
     assert attention(engine).main is main
     assert type(attention(engine).tail) is WindowedTorchNativeBackend
 
