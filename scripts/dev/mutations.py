@@ -1914,7 +1914,7 @@ _WRITTEN = [
         "commands/examination.py",
         ("a prompt that fits into one chunk",
          "length = chunk + max(chunk // 4, 16)", "length = chunk - max(chunk // 4, 16)",
-         KINDS_ASKED),
+         f"{VERIFY}::test_one_prompt_does_not_fit_into_a_chunk"),
     ),
     *of(
         "commands/verdict.py",

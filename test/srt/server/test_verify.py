@@ -29,7 +29,7 @@ from mutations import MUTATIONS, PACKAGE, broken
 from server import Server, python_path, stand_in_for_sglang
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.commands import prompts, servers, verdict, verify
+from sglang_gemma4_yoco.commands import examination, prompts, servers, verdict, verify
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
 
@@ -233,6 +233,19 @@ def test_stock_cannot_record_prefills(tmp_path: Path, typed: list[str], eager: b
     stock = servers.Server(False, typed, 1, tmp_path / "log")
     verify.run_prefills_eagerly(stock)
     assert stock.arguments == [*typed, *["--cuda-graph-backend-prefill=disabled"] * eager]
+
+
+def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
+    """By the servers' own chunk: the first of two chunks reads no row."""
+    model = str(on_server.checkpoint)
+    question: list[prompts.Message] = [{"role": "user", "content": "Why is the sky blue?"}]
+    maker = prompts.Maker.of(model)
+    plan = examination.make_plan([question], maker, on_server, model, "cpu")
+    [long] = [prompt for prompt in plan.prompts if prompt.kind == prompts.CHUNKS]
+
+    before = on_server.forwards()["active, tail skipped"]
+    on_server.generate(**long.request())
+    assert on_server.forwards()["active, tail skipped"] == before + 1
 
 
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
