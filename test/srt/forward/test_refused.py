@@ -278,7 +278,7 @@ SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
         {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000"},
         "ranks on several machines",
     ),
-    ({"pp_size": 2}, arguments.PIPELINE),
+    ({"tp_size": 2, "pp_size": 2}, arguments.PIPELINE),
     ({**DRAFTS, "tp_size": 2}, None),
     ({"disaggregation_mode": "prefill"}, None),
     ({"offload_group_size": 0}, None),
