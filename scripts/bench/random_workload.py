@@ -3,8 +3,10 @@
 
 Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
 and puts the same random requests to both (``sglang_gemma4_reference.workload`` says which, and
-what of an answer is compared). With ``--failures-every N`` the second server gets them once more,
-while every Nth forward that takes the fast path fails inside the tail: stock must serve those.
+what of an answer is compared). With ``--recorded`` both servers replay their decode steps, and the
+second one its tails for up to 16 prompts. With ``--failures-every N`` the second server gets them
+once more, while every Nth forward that takes the fast path fails inside the tail: stock must serve
+those.
 
 A run passes if
 
@@ -12,7 +14,8 @@ A run passes if
 * the fast path was active, by the rows that the layers computed, on the one server, and not on
   the other; of each forward the last layer computed just the rows that are read, or all where
   skipping the others does not pay by the package's own rule (an operator's own threshold is taken
-  away); and as many forwards were served by stock as failures were injected;
+  away); a tail that is recorded was replayed, with rows that pad; and as many forwards were served
+  by stock as failures were injected;
 * nothing leaks: once all is answered no token and no request holds a slot, SGLang's own checks of
   its pools, after every step and when idle, have said nothing, and the memory of all of the
   server's processes has stayed the same from half of the time on;
@@ -23,6 +26,7 @@ the run passed, 1 if not, 2 if it could not be made.
 
     python scripts/bench/random_workload.py --requests 200
     python scripts/bench/random_workload.py --requests 2000 --failures-every 100
+    python scripts/bench/random_workload.py --requests 2000 --recorded
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
 one.
@@ -45,6 +49,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt" / "harness"))
 
 from environment import REPO, SetupError, commit, make_checkpoint, make_work_dir, package_of, say
 from sglang_gemma4_yoco.commands.servers import Server, pair, running
@@ -58,6 +63,7 @@ _ARGUMENTS = (
     *("--chunked-prefill-size", "1024"),
     "--enable-mixed-chunk",
 )
+RECORDED_ROWS = (1, 2, 4, 8, 16)
 
 
 @dataclass
@@ -71,6 +77,7 @@ class Pass:
         reasons: why the fast path stepped aside, by this server's log so far.
         eligible_share: of those with rows to skip, the share that skipped some.
         injected: failures injected into the tail.
+        replays: forwards that replayed a recorded tail.
         alive: whether the server answered, and was idle, after all.
         used_tokens: slots that tokens held then.
         memory_half, memory_end: resident bytes of all processes of the server, at half of the
@@ -84,6 +91,7 @@ class Pass:
     reasons: list[str] = field(default_factory=list)
     eligible_share: float = 0.0
     injected: int = 0
+    replays: int = 0
     alive: bool = False
     used_tokens: int = 0
     memory_half: float = 0.0
@@ -119,11 +127,12 @@ class Memory:
 
 
 def run_pass(
-    name: str, server: Server, workload: Sequence[Any], concurrency: int, failures: Path
+    name: str, server: Server, workload: Sequence[Any], args: argparse.Namespace
 ) -> tuple[Pass, list[Any]]:
     """Put all requests to one server, and look at what it did; returns the answers too."""
     from tqdm import tqdm
 
+    from layer_rows import fast_rows, is_replayed
     from sglang_gemma4_reference import row_trace, tail_failures
     from sglang_gemma4_reference.workload import (
         ACTIVE,
@@ -133,13 +142,12 @@ def run_pass(
         STOCK,
         Client,
         ask_all,
-        due_rows,
         held_tokens,
         outcome,
         outcomes,
     )
-    from sglang_gemma4_yoco.deciding import threshold
 
+    failures, recorded = failures_of(server), RECORDED_ROWS if args.recorded else ()
     result, client, memory = Pass(name), Client(server.url), Memory(server.process.pid)
     trace = trace_of(server)
     mark, injected = len(row_trace.read(trace)), len(tail_failures.told(failures))
@@ -153,7 +161,7 @@ def run_pass(
                 memory.sample()
 
         began = time.monotonic()
-        answers = ask_all(client, workload, concurrency=concurrency, answered=answered)
+        answers = ask_all(client, workload, concurrency=args.concurrency, answered=answered)
         result.seconds = time.monotonic() - began
     result.memory_half, result.memory_end = memory.around(0.5), memory.around(1.0)
     if result.memory_end - result.memory_half > FLAT_BYTES:
@@ -176,9 +184,12 @@ def run_pass(
     if server.fast and not forwards[ACTIVE]:
         result.problems.append("the fast path was not active")
     for prefill in prefills if server.fast else ():
-        due = due_rows(prefill, threshold.pays)
-        if outcome(prefill) != SERVED_BY_STOCK and prefill.rows[-1] != due:
-            result.problems.append(f"a forward with {due} rows to compute: {prefill}")
+        result.replays += prefill.replays
+        due = fast_rows(prefill, None, recorded)[-1], is_replayed(prefill, None, recorded)
+        if outcome(prefill) != SERVED_BY_STOCK and (prefill.rows[-1], prefill.replays) != due:
+            result.problems.append(f"a forward with {due[0]} rows to compute: {prefill}")
+    if server.fast and recorded and not result.replays:
+        result.problems.append("no tail was replayed")
     if not server.fast and forwards.keys() - {STOCK, NOTHING_TO_SKIP}:
         result.problems.append("the stock server skipped rows")
     if forwards[SERVED_BY_STOCK] != result.injected:
@@ -200,12 +211,16 @@ def failures_of(server: Server) -> Path:
     return server.log_file.with_suffix(".failures")
 
 
-def build_servers(checkpoint: Path, logs: Path) -> tuple[Server, Server]:
-    """The stock server and the fast one, not started."""
+def build_servers(checkpoint: Path, logs: Path, recorded: bool) -> tuple[Server, Server]:
+    """The stock server and the fast one, not started; ``recorded``: they replay what they can."""
     from sglang_gemma4_reference import row_trace, tail_failures
     from sglang_gemma4_yoco import settings
 
-    both = pair(["--model-path", str(checkpoint), *_ARGUMENTS], logs, device="cpu")
+    arguments = ["--model-path", str(checkpoint), *_ARGUMENTS]
+    graphs = {"GEMMA4_CPU_GRAPHS": "decode", settings.name_of("graph_rows"): str(RECORDED_ROWS[-1])}
+    if recorded:
+        arguments += ["--cuda-graph-bs-decode", *map(str, RECORDED_ROWS)]
+    both = pair(arguments, logs, device="cpu")
     for server in both:
         server.env.pop(settings.name_of("min_skipped_rows"), None)
         server.env |= {
@@ -214,6 +229,7 @@ def build_servers(checkpoint: Path, logs: Path) -> tuple[Server, Server]:
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
             row_trace.VARIABLE: str(trace_of(server)),
             tail_failures.VARIABLE: str(failures_of(server)),
+            **(graphs if recorded else {}),
         }
     return both
 
@@ -230,7 +246,7 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
         vocabulary=PRESETS[args.preset].vocab_size,
         longest=args.longest,
     )
-    off, on = build_servers(checkpoint, logs)
+    off, on = build_servers(checkpoint, logs, args.recorded)
     turns = [("off", off, 0), ("on", on, 0)]
     if args.failures_every:
         turns.append(("on, with failures", on, args.failures_every))
@@ -239,9 +255,7 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
         stock = Client(off.url)
         for name, server, interval in turns:
             failures_of(server).write_text(str(interval))
-            result, answers = run_pass(
-                name, server, workload, args.concurrency, failures_of(server)
-            )
+            result, answers = run_pass(name, server, workload, args)
             passes.append(result)
             reference = reference or answers
             if server.fast:
@@ -280,6 +294,7 @@ def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
             for outcome in dict.fromkeys(outcome for p in passes for outcome in p.forwards)
         ),
         ("share shortened of those with rows to skip", [f"{p.eligible_share:.1%}" for p in passes]),
+        ("tails replayed", [f"{p.replays}" for p in passes]),
         ("failures injected", [f"{p.injected}" for p in passes]),
         ("slots held after all", [f"{p.used_tokens}" for p in passes]),
         (
@@ -308,6 +323,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--requests", type=int, default=200, help="default: %(default)s")
     add("--longest", type=int, default=4000, help="tokens of a prompt (default: %(default)s)")
     add("--concurrency", type=int, default=16, help="clients at once (default: %(default)s)")
+    add("--recorded", action="store_true", help="replay decode steps and tails (default: launch)")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add(
         "--failures-every",
