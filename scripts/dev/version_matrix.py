@@ -53,6 +53,7 @@ from environment import (
     create_venv,
     find_uv,
     heading,
+    package_of,
     prepare_environment,
     say,
     tail,
@@ -177,6 +178,7 @@ class Release:
             nothing failed and not all parts were asked for.
         reason: why it did not pass.
         commit: the last commit of what was tested, with ``-dirty`` if there were changes.
+        package: the digest of the package's sources that the other result files name too.
         packages: versions of what it brought along, and of Python.
         parts: by name.
     """
@@ -185,6 +187,7 @@ class Release:
     status: str
     reason: str | None
     commit: str
+    package: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
 
@@ -472,7 +475,7 @@ class Matrix:
     def release(self, version: str) -> Release:
         """Try one release, unless all is known; keep what was found."""
         heading(f"SGLang {version}")
-        args, release = self._args, Release(version, FAILED, None, self._commit)
+        args, release = self._args, Release(version, FAILED, None, self._commit, package_of())
         earlier = self._results.get(version)
         if earlier is not None and not args.force:
             if earlier.refused_at(self._commit):
