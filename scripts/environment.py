@@ -281,15 +281,11 @@ def make_work_dir(path: Path) -> None:
 
 
 def commit() -> str:
-    """The checkout's commit, with a mark if it has changes."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
+    """The checkout's last commit, with ``-dirty`` if more than measurements has changed since."""
+    try:
+        return commit_of([".", ":(exclude)benchmark"])
+    except SetupError:
+        return "unknown"
 
 
 def commit_of(paths: Sequence[str]) -> str:
