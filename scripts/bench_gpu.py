@@ -848,14 +848,14 @@ def replayed_steps(work: Workload) -> dict[str, Step]:
 
 def what_is_recorded(machine: Machine) -> dict[str, Any]:
     """Whether SGLang starts with recorded prefills at all, and what the package says of them."""
-    from sglang_gemma4_yoco.loading import starting
+    from sglang_gemma4_yoco.loading import start
 
     began = time.monotonic()
     try:
         engine = recorded_engine(machine)
     except NotActiveError as failure:
         return {"failed": str(failure)}
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     return {
         "failed": None,
         "seconds": time.monotonic() - began,

@@ -28,27 +28,32 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
-from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.utils import PPMissingLayer
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor import forward_batch_info, forward_context
 from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
+    CaptureHiddenMode as CaptureHiddenMode,
 )
-from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+)
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardMode as ForwardMode,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
-from sglang.srt.models import gemma4_causal
-from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+from sglang.srt.models import gemma4_causal as gemma4_causal
+from sglang.srt.observability.metrics_collector import (
+    SchedulerMetricsCollector as SchedulerMetricsCollector,
+)
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -324,6 +329,11 @@ def holds_all_layers(model: Any) -> bool:
     )
 
 
+def is_single_rank() -> bool:
+    """Whether no other rank computes its part of the same forward."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+
 def tensor_parallel_group() -> Any | None:
     """SGLang's coordinator of the ranks that share this rank's layers; None for a rank alone."""
     argument = server_arguments()
@@ -507,11 +517,6 @@ def parts_of_pool(pool: Any) -> tuple[Any, ...]:
 def is_plain_pool(pool: Any) -> bool:
     """Whether K and V lie there layer by layer, as far as its class tells."""
     return type(pool) is MHATokenToKVPool
-
-
-def is_backed_later(pool: Any) -> bool:
-    """Whether most of a pool has no memory before SGLang's graphs are recorded (0.5.23)."""
-    return bool(getattr(pool, "post_capture_active", False))
 
 
 def _counts_the_window_short(backend: Any) -> bool:
@@ -711,74 +716,7 @@ class RecordedPrefills:
             graph.replay()
 
 
-# -- CUDA graphs -----------------------------------------------------------------------------
-
-
-def recorded_decode_steps(runner: Any) -> Any | None:
-    """SGLang's runner of its own recorded decode steps, one graph per batch size; or None."""
-    argument = server_arguments()
-    config = None if argument is None else argument("cuda_graph_config")
-    graphs = getattr(runner, "decode_cuda_graph_runner", None)
-    if not isinstance(graphs, DecodeCudaGraphRunner):
-        return None  # switched off: SGLang's eager runner stands in its place
-    return graphs if getattr(getattr(config, "decode", None), "backend", None) == "full" else None
-
-
-class GraphBackend:
-    """Graphs by key, recorded and replayed by a graph backend of SGLang's own, as its runner's.
-
-    They lie in a memory pool of their own: in the pool of all graphs, memory that is free while one
-    of SGLang's is recorded may be in use when it is replayed.
-    """
-
-    def __init__(self, decode_steps: Any) -> None:
-        self._runner = decode_steps
-        self._backend = type(decode_steps.backend)(decode_steps)
-        self.pool = self._backend._pool = decode_steps.device_module.graph_pool_handle()
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """The span of ``record``. With several ranks, all of them enter it together."""
-        with (
-            capture_mode.model_capture_mode(),
-            parallel_state.graph_capture(stream=self._runner.stream) as captured,
-            self._backend.capture_session(captured.stream),
-        ):
-            yield
-
-    def record(self, key: int, function: Callable[[], Any]) -> None:
-        """Run ``function`` twice, then record it."""
-        self._backend.capture_one(key, function)
-
-    def replay(self, key: int) -> Any:
-        """Run what was recorded; its outputs, which stay where they are until the next replay."""
-        return self._backend.replay(key, None)
-
-    def close(self) -> None:
-        """Let go of all graphs and of their memory."""
-        self._backend.cleanup()
-
-
-def plan_recorded(backend: Any, forward_batch: Any, live: Any | None = None) -> Any:
-    """Build ``backend``'s metadata of a decode step in its graphs' own buffers.
-
-    Args:
-        forward_batch: the batch that was, or is to be, recorded.
-        live: the batch to be served, once its lengths and requests have been filled in; None
-            before the recording.
-
-    Returns:
-        The metadata object.
-    """
-    with whole_window(backend):
-        if live is not None and hasattr(live, "kv_loc_plan"):
-            forward_batch.kv_loc_plan = live.kv_loc_plan
-        try:
-            backend.init_forward_metadata_out_graph(forward_batch, in_capture=live is None)
-        finally:
-            if live is not None and hasattr(live, "kv_loc_plan"):
-                forward_batch.kv_loc_plan = None
-    return backend.forward_metadata
+# -- synthetic batches ------------------------------------------------------------------------
 
 
 def decode_batch(**fields: Any) -> Any:
@@ -943,62 +881,9 @@ def cache_of(
     return pool.get_kv_buffer(layer), slots
 
 
-def loads_by_layer(pool: Any) -> bool:
-    """Whether layers wait for their K and V in this pool: a cache loads them while others run."""
-    pools = (pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")))
-    return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
-
-
-def await_loads(pool: Any, layers: Iterable[int]) -> None:
-    """Wait, as those wait who attend, until K and V of these layers are in the pool."""
-    for layer in layers:
-        pool.get_kv_buffer(layer)
-
-
-def lends_graph_memory() -> bool:
-    """Whether SGLang uses the memory of its graphs while none is replayed (0.5.21 and later)."""
-    lends = getattr(envs, "SGLANG_ENABLE_GRAPH_POOL_BORROW", None)
-    return lends is not None and bool(lends.get())
-
-
-def partial_sums(backend: Any) -> int:
-    """Numbers that a decode kernel of ``backend`` keeps for each row of its graphs."""
-    heads, parts = getattr(backend, "num_head", 0), getattr(backend, "max_kv_splits", 0)
-    widths = [getattr(backend, name, None) or 0 for name in ("v_head_dim", "swa_v_head_dim")]
-    return heads * parts * sum(widths)
-
-
-def drop_graph_buffers(backend: Any) -> None:
-    """Free what ``init_cuda_graph_state`` allocated on a backend that nobody else uses."""
-    for name in [name for name in vars(backend) if name.startswith("cuda_graph_")]:
-        delattr(backend, name)
-
-
-def free_device_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU, what PyTorch holds in reserve among them; None on no GPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
-def end_failed_capture(device: torch.device, backend: GraphBackend) -> None:
-    """Leave nothing of a capture that CUDA has broken off.
-
-    Up to torch 2.13 the default random generator stays in capture mode then, so that the first
-    sampled token would end the server, and the allocator goes on serving the graph's pool.
-
-    Raises:
-        RuntimeError: random numbers cannot be drawn all the same.
-    """
-    if device.type != "cuda":
-        return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with suppress(RuntimeError):  # it had ended
-        torch._C._cuda_endAllocateToPool(index, backend.pool)
-    generator = torch.cuda.default_generators[index]
-    generator.graphsafe_set_state(generator.clone_state())
-    torch.empty(1, device=device).uniform_()
+def wait_for_kv(pool: Any, layer: int) -> None:
+    """Wait, as attention waits, until K and V of this layer are in the pool."""
+    pool.get_kv_buffer(layer)
 
 
 # -- the residual stream and the layers ------------------------------------------------------
@@ -1014,14 +899,15 @@ def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool
     return stream.residual is None or stream.residual is hidden_states
 
 
-def write_residual(forward_batch: Any, hidden_states: torch.Tensor, *, begin: bool = False) -> None:
-    """Give the batch a residual stream that holds ``hidden_states``, where it has streams.
-
-    Args:
-        begin: it has none yet.
-    """
-    if begin and HAS_RESIDUAL_STREAM:
+def start_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
+    """Begin the batch's residual stream with ``hidden_states``, where it has streams."""
+    if HAS_RESIDUAL_STREAM:
         residual_batch.start(forward_batch)
+        residual_batch.set_written(hidden_states, forward_batch)
+
+
+def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
+    """Have the batch's residual stream, if it has one, hold ``hidden_states``."""
     if getattr(forward_batch, "residual_stream", None) is not None:
         residual_batch.set_written(hidden_states, forward_batch)
 
@@ -1042,7 +928,7 @@ def is_plain_tensor(weight: torch.Tensor) -> bool:
 
 
 def is_plain_linear(projection: Any) -> bool:
-    """Whether a linear layer is ``x @ weight.T + bias``, so that its outputs can be sliced."""
+    """Whether a linear layer is ``x @ weight.T``, so that its outputs can be sliced."""
     weight = getattr(projection, "weight", None)
     return (
         type(getattr(projection, "quant_method", None)) is UnquantizedLinearMethod
@@ -1052,7 +938,7 @@ def is_plain_linear(projection: Any) -> bool:
         and weight.dtype.is_floating_point
         and weight.dtype.itemsize >= 2
         and not getattr(projection, "use_intel_amx_backend", False)  # packed for the CPU
-        and hasattr(projection, "bias")
+        and projection.bias is None
     )
 
 
@@ -1061,65 +947,3 @@ def kv_cache_dtype(backend: Any) -> torch.dtype | None:
     pool = getattr(backend, "token_to_kv_pool", None)
     dtype: torch.dtype | None = getattr(pool, "dtype", None)
     return dtype
-
-
-__all__ = [
-    "HAS_RESIDUAL_STREAM",
-    "LAST_TESTED",
-    "TAIL_BACKEND",
-    "CaptureHiddenMode",
-    "ForwardMode",
-    "GraphBackend",
-    "LinearBase",
-    "ModelRunner",
-    "Scheduler",
-    "SchedulerMetricsCollector",
-    "SeamError",
-    "argument_defaults",
-    "attn_backend_switched",
-    "await_loads",
-    "build_attn_backend",
-    "check",
-    "copies_positions",
-    "current_attn_backend",
-    "decode_batch",
-    "decodes_like_extend",
-    "drop_graph_buffers",
-    "end_failed_capture",
-    "end_residual",
-    "free_device_memory",
-    "gemma4_causal",
-    "holds_all_layers",
-    "is_backed_later",
-    "is_capturing",
-    "is_in_window_pool",
-    "is_newer_than_tested",
-    "is_plain_linear",
-    "is_plain_pool",
-    "is_plain_tensor",
-    "keys_in_window",
-    "kv_cache_dtype",
-    "layer_rows",
-    "lends_graph_memory",
-    "loads_by_layer",
-    "partial_sums",
-    "parts_of_hybrid",
-    "parts_of_pool",
-    "plan",
-    "plan_recorded",
-    "prefill_batch",
-    "prefill_graph",
-    "prefill_graph_error",
-    "publish_arguments",
-    "recorded_decode_steps",
-    "rendezvous_store",
-    "replays_prefills",
-    "residual_is_written",
-    "server_arguments",
-    "set_arguments",
-    "tensor_parallel_group",
-    "unseen",
-    "whole_window",
-    "write_keys_and_values",
-    "write_residual",
-]

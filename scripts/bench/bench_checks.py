@@ -65,7 +65,7 @@ from sglang_gemma4_reference.checkpoint import (
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import report, settings
 from sglang_gemma4_yoco.checking import audit, proof, rounding, self_check
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
 POST_NORMS = (0.5, 1.0, 2.0, 4.0)
@@ -262,7 +262,7 @@ def judge(
     engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
 ) -> None:
     """The unbroken package, in the check, proofs and ``number`` audits; then every breakage."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     checked = self_check.check(engine.runner, known)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: {checked.describe()}")

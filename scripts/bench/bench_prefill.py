@@ -326,10 +326,10 @@ def record(engine: Any) -> None:
         NotActiveError: it was not recorded.
     """
     from sglang_gemma4_reference import releases
-    from sglang_gemma4_yoco.loading import starting
+    from sglang_gemma4_yoco.loading import start
 
     releases.record_decode_steps(engine.runner)
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     if known.graphs is None:
         raise NotActiveError(f"the tail is launched: {known.launched_because}")
     engine.runner.decode_cuda_graph_runner = None

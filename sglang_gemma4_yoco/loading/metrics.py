@@ -15,11 +15,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, report, seams
-from sglang_gemma4_yoco.cutting import gate, served
-from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.core import state as core
+from sglang_gemma4_yoco.core.state import ModelState
 
 #: What /server_info has it under, in the internal state of each scheduler.
 ENTRY = "gemma4_yoco"
@@ -39,7 +40,7 @@ def state() -> dict[str, Any]:
     """
     told: dict[str, Any] = {"version": __version__}
     untold: dict[str, str] = {}
-    for name, entry in _entries(served.attached()).items():
+    for name, entry in _entries(core.attached()).items():
         try:
             told[name] = plain(entry())
         except Exception as failure:  # noqa: BLE001 - the other entries are worth telling
@@ -47,42 +48,26 @@ def state() -> dict[str, Any]:
     return {**told, "untold": untold} if untold else told
 
 
-def _entries(known: ServedModel | None) -> dict[str, Callable[[], Any]]:
+def _entries(known: ModelState | None) -> dict[str, Callable[[], Any]]:
     """What tells each entry of ``state``."""
-    active, reason = _activity(known)
-    cut = tail = doors = check = _nothing
-    if known is not None and active:
-        cut, tail, doors = known.attends, known.runs_its_tail, known.leaves_recordings
-    if known is not None and known.checked is not None:
-        check = known.checked.state
-    is_audited = known is not None and known.auditor is not None
-    audited = is_audited or report.audits != report.Audits()  # until one differed, it may be
-    return {
-        "active": lambda: active,
+    reason = NO_MODEL if known is None else known.refused
+    facts = {} if known is None else known.facts
+    audited = (known is not None and known.after_cut is not None) or (
+        report.audits != report.Audits()
+    )
+    entries: dict[str, Callable[[], Any]] = {
+        "active": lambda: reason is None,
         "reason": lambda: reason,
-        "cut": cut,
-        "tail": tail,
-        "doors": doors,
-        "check": check,
+        "cut": lambda: None if known is None or reason else known.describe(),
+    }
+    for name in ("tail", "doors", "check"):
+        entries[name] = partial(facts.get, name)
+    return {
+        **entries,
         "forwards": lambda: report.forwards,
         "rows": lambda: report.rows,
         "audits": lambda: asdict(report.audits) if audited else None,
     }
-
-
-def _activity(known: ServedModel | None) -> tuple[bool | None, str | None]:
-    """Whether batches may be cut now, and why not."""
-    if known is None:
-        return False, NO_MODEL
-    try:
-        reason = gate.standing_reason(known)
-    except Exception as failure:  # noqa: BLE001 - the counters are worth telling all the same
-        return None, f"whether it is active cannot be told: {_because(failure)}"
-    return reason is None, reason
-
-
-def _nothing() -> Any:
-    return None
 
 
 def _because(failure: Exception) -> str:

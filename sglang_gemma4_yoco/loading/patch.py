@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting import fallback, forward, served
-from sglang_gemma4_yoco.loading import metrics, published, repair, starting
-from sglang_gemma4_yoco.tail.donor import first_shared_layer
+from sglang_gemma4_yoco.core import forward, state
+from sglang_gemma4_yoco.core.state import first_shared_layer
+from sglang_gemma4_yoco.loading import metrics, published, start
 
 _Model = seams.gemma4_causal.Gemma4TextModel
 _Runner = seams.ModelRunner
@@ -38,49 +38,30 @@ class AlreadyInstalledError(RuntimeError):
     """This process's SGLang is patched by this package already."""
 
 
-def _with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def text_model_forward(
-        self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch.compiler.is_compiling():
-            return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
-        run = functools.partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
-        embeds = kwargs.get("input_embeds", args[0] if args else None)
-        known = starting.of(self)
-        with known.noting_doors():
-            return forward.prefill(known, forward_batch, positions, embeds, run)
-
-    return text_model_forward
-
-
 def _with_start(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         if not getattr(self, "is_draft_worker", False):
             for model in _text_models(self.model):
-                starting.start(self, model)
+                start.start(self, model)
         return result
 
     return init_attention_backends
 
 
-def _with_recording(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang's own graphs first; they are recorded at start, and anew for new weights."""
+def _with_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's own graphs first; they are captured at start, and anew for new weights."""
 
     @functools.wraps(stock)
-    def record_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        draft = getattr(self, "is_draft_worker", False)
-        models = [] if draft else _text_models(self.model)
+    def capture_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as span:
-            repaired = [span.enter_context(repair.repaired(self, model)) for model in models]
-            result = stock(self, *args, **kwargs)
-        for model, from_ids in zip(models, repaired, strict=True):
-            starting.record(self, model, from_ids=from_ids)
-        return result
+            if not getattr(self, "is_draft_worker", False):
+                for model in _text_models(self.model):
+                    span.enter_context(start.capturing(self, model))
+            return stock(self, *args, **kwargs)
 
-    return record_graphs
+    return capture_graphs
 
 
 def _with_state(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,11 +94,11 @@ def _text_models(module: torch.nn.Module) -> list[Any]:
 
 #: (class, attribute) -> what makes our wrapper of what is there.
 WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    (_Model, "forward"): _with_fast_prefill,
+    (_Model, "forward"): forward.with_fast_prefill,
     (_Runner, "init_attention_backends"): _with_start,
-    (_Runner, "init_cuda_graphs"): _with_recording,
-    (_Runner, "init_decode_cuda_graph"): _with_recording,
-    (_Runner, "init_prefill_cuda_graph"): _with_recording,
+    (_Runner, "init_cuda_graphs"): _with_capture,
+    (_Runner, "init_decode_cuda_graph"): _with_capture,
+    (_Runner, "init_prefill_cuda_graph"): _with_capture,
     (_Scheduler, "get_internal_state"): _with_state,
     (_Collector, "__init__"): _with_metrics,
 }
@@ -140,7 +121,6 @@ def install() -> None:
             "it is installed already in this process; call uninstall() first"
         )
     seams.check()
-    fallback.reset()
     wrappers = {
         (patched, name): wrap(getattr(patched, name)) for (patched, name), wrap in WRAPPED.items()
     }
@@ -169,4 +149,5 @@ def uninstall() -> None:
     for name in seams.PUBLISHED_HELPERS if _installed else ():
         delattr(_Model, name)
     _installed.clear()
-    served.close_all()
+    while (attached := state.attached()) is not None:
+        attached.close()

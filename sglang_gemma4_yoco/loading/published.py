@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams, settings
-from sglang_gemma4_yoco.cutting import gate
-from sglang_gemma4_yoco.loading import starting
-from sglang_gemma4_yoco.tail.attention import OwnBackend
-from sglang_gemma4_yoco.tail.batch import Tail, rewritten
+from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.cut import EagerTail, Plan
+from sglang_gemma4_yoco.core.kept import TailBatch, rewritten
+from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco.loading import start
 
 
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
@@ -27,12 +29,12 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """
     return (
         os.environ.get(settings.SWITCH, "1") == "1"
-        and gate.ineligible_reason(starting.of(self), forward_batch) is None
+        and gate.ineligible_reason(start.of(self), forward_batch) is None
     )
 
 
 def _yoco_truncate_to_last_tokens(
-    self: Any, hidden_states: Any, positions: Any, per_layer_inputs: Any, forward_batch: Any
+    _: Any, hidden_states: Any, positions: Any, per_layer_inputs: Any, forward_batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Callable[[], None]]:
     """Cut a batch down to the rows that somebody reads.
 
@@ -57,42 +59,44 @@ def _yoco_truncate_to_last_tokens(
             per_layer_inputs,
             forward_batch,
         )
-    tail, attention = _tail_of(self, forward_batch)
+    plan = getattr(forward_batch, ENTRY, None)
+    tail = plan.tail if isinstance(plan, Plan) else _tail_of(forward_batch)
     row_inputs = None if per_layer_inputs is None else per_layer_inputs.index_select(0, tail.index)
     rows = hidden_states.index_select(0, tail.index)
     row_positions = positions.index_select(0, tail.index)
+    fields = {**tail.fields, "positions": row_positions}
     with ExitStack() as stack:
-        stack.enter_context(attention.running(forward_batch, tail.fields_at(row_positions)))
+        stack.enter_context(_planned(plan, forward_batch, fields))
         seams.write_residual(forward_batch, rows)
         return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
 
 
-def _tail_of(model: Any, forward_batch: Any) -> tuple[Tail, OwnBackend | _RebuiltBackend]:
-    plan = gate.plan_of(starting.of(model), forward_batch)
-    if plan is not None:
-        if plan.tail.unread:  # of which the package itself runs no tail
-            plan.attention.plan(forward_batch, plan.tail.fields)
-        return plan.tail, plan.attention
-    rebuilt = _RebuiltBackend(seams.current_attn_backend())
-    kept, unread = gate.kept_rows(forward_batch), gate.is_unread(forward_batch)
-    return Tail.of(forward_batch, kept, unread, rebuilt.main), rebuilt
+def _tail_of(forward_batch: Any) -> TailBatch:
+    decodes = seams.decodes_like_extend(seams.current_attn_backend())
+    return TailBatch.of(forward_batch, gate.kept_rows(forward_batch), decodes=decodes)
 
 
-class _RebuiltBackend:
-    """The runner's own attention backend, planned anew for the tail, for a batch not planned.
+@contextmanager
+def _planned(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
+    """The batch has these fields in the span, and attention is planned for them.
 
-    It stalls the host, and drops the image masks that a model has written into the metadata.
+    Where the package has planned this batch, its tail has a backend of its own. Elsewhere the
+    runner's is planned anew, and once more on the way out: that stalls the host, and drops the
+    image masks that a model has written into the metadata.
     """
-
-    def __init__(self, main: Any) -> None:
-        self.main = main
-
-    @contextmanager
-    def running(self, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
-        """The tail's batch, planned here, and the front's planned again on the way out."""
-        try:
-            with rewritten(forward_batch, fields):
-                seams.plan(self.main, forward_batch)
-                yield
-        finally:
-            self.main.init_forward_metadata(forward_batch)
+    if isinstance(plan, Plan):
+        attention: TailBackend = plan.attention
+        if isinstance(plan.runner, EagerTail):
+            metadata = plan.runner.metadata
+        else:
+            metadata = attention.plan(forward_batch, fields)
+        with attention.running(forward_batch, fields, metadata):
+            yield
+        return
+    main: Any = seams.current_attn_backend()
+    try:
+        with rewritten(forward_batch, fields):
+            seams.plan(main, forward_batch)
+            yield
+    finally:
+        main.init_forward_metadata(forward_batch)

@@ -26,7 +26,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.cutting import gate, served
 from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor
 from sglang_gemma4_yoco.tail.donor import DonorCut
 from stand_ins import tail_of
@@ -208,7 +208,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
         unproven.setattr(seams, "build_attn_backend", built.append)
         engine.runner.init_attention_backends()
         assert built == []
-        assert starting.of(engine.text_model).attention is None
+        assert start.of(engine.text_model).attention is None
         said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
         assert said == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
         assert_stock(engine, reason)
@@ -255,7 +255,7 @@ def test_the_cut_is_decided_on_a_backend_over_the_runners_pools(
     with monkeypatch.context() as watched:
         watched.setattr(seams, "kv_cache_dtype", asked.append)
         engine.runner.init_attention_backends()
-        assert starting.of(engine.text_model).donor_cut is DonorCut.KEYS_AND_VALUES
+        assert start.of(engine.text_model).donor_cut is DonorCut.KEYS_AND_VALUES
     assert len(asked) == 1
     assert asked[0] is not engine.runner.attn_backend
     engine.runner.init_attention_backends()
@@ -267,7 +267,7 @@ def test_kernels_that_are_not_needed_are_not_compiled(
     with monkeypatch.context() as shallow:
         shallow.setattr(donor, "why_not_keys_and_values", lambda *_: "a reason")
         engine.runner.init_attention_backends()
-        assert starting.of(engine.text_model).donor_cut is DonorCut.NONE
+        assert start.of(engine.text_model).donor_cut is DonorCut.NONE
     assert projected == []
     engine.runner.init_attention_backends()
 
@@ -293,16 +293,16 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
 def test_one_entry_is_all_that_a_model_carries(engine: Engine) -> None:
     added = {name for name in vars(engine.text_model) if "yoco" in name}
     assert added == {"_yoco"}
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert served.find(engine.text_model) is known
     engine.runner.init_attention_backends()
-    assert starting.of(engine.text_model) is not known
-    known = starting.of(engine.text_model)
+    assert start.of(engine.text_model) is not known
+    known = start.of(engine.text_model)
     known.close()
     assert not {name for name in vars(engine.text_model) if "yoco" in name}
     # Asked about once more, the model gets one that knows of no backend; stock serves its batches.
     scheduled = engine.schedule(TWO_PROMPTS)
     assert run(engine, scheduled, "1").rows[-1] == sum(scheduled.extend_lens)
-    assert starting.of(engine.text_model).attention is None
+    assert start.of(engine.text_model).attention is None
     engine.runner.init_attention_backends()
     assert_fast(engine)

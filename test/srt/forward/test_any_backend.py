@@ -31,7 +31,7 @@ from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeB
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail.attention import OwnBackend
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -58,8 +58,8 @@ def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
 
 
 def attention(engine: Engine) -> OwnBackend:
-    known = starting.of(engine.text_model)
-    assert known.attention is not None, known.constant_reason
+    known = start.of(engine.text_model)
+    assert known.attention is not None, known.refused
     return known.attention
 
 
@@ -169,15 +169,15 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
             broken.setattr(seams, "build_attn_backend", build)
             broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
         engine.runner.init_attention_backends()
-        known = starting.of(engine.text_model)
+        known = start.of(engine.text_model)
         assert known.attention is None
-        assert known.constant_reason == backends.NO_TAIL
+        assert known.refused == backends.NO_TAIL
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
         assert report.forwards[backends.NO_TAIL] == 1
     engine.runner.init_attention_backends()
-    assert starting.of(engine.text_model).constant_reason is None
+    assert start.of(engine.text_model).refused is None
 
 
 def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,11 +185,11 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
     with monkeypatch.context() as silent:
         silent.delattr(FrontBackend, backends.ATTRIBUTE)
         engine.runner.init_attention_backends()
-        reason = starting.of(engine.text_model).constant_reason
+        reason = start.of(engine.text_model).refused
         assert reason == "the attention backend FrontBackend is not proven"
         assert run(engine, engine.schedule(BATCHES["one prompt"]), "1").rows == [70] * LAYERS
     engine.runner.init_attention_backends()
-    assert starting.of(engine.text_model).constant_reason is None
+    assert start.of(engine.text_model).refused is None
 
 
 # The class of SGLang's by this name, what it has -> whether it may be main; none may be the tail's.
@@ -218,15 +218,15 @@ def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, n
             ATTENTION_BACKENDS, "intel_xpu", type(kind, (FrontBackend,), module | values)
         )
         engine.runner.init_attention_backends()
-        assert starting.of(engine.text_model).constant_reason == reason
+        assert start.of(engine.text_model).refused == reason
         seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == (cut(70, 1) if reason is None else [70] * LAYERS)
         if reason is None:
             others.setattr(seams, "build_attn_backend", out_of_memory)
             engine.runner.init_attention_backends()
-            assert starting.of(engine.text_model).constant_reason == backends.NO_TAIL
+            assert start.of(engine.text_model).refused == backends.NO_TAIL
     engine.runner.init_attention_backends()
-    assert starting.of(engine.text_model).constant_reason is None
+    assert start.of(engine.text_model).refused is None
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, n
 )
 def test_the_published_helper_asks_for_the_current_backend(engine: Engine, kind: type) -> None:
     """What it cuts is planned on that one, where the package has planned nothing ahead."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert known.attention is not None
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     for backend, eligible in (
@@ -293,16 +293,16 @@ def test_pools_that_are_not_plain(
             pool = getattr(engine.runner.token_to_kv_pool, part)
             changed.setattr(pool, name, value, raising=False)
         engine.runner.init_attention_backends()
-        assert starting.of(engine.text_model).constant_reason == reason
+        assert start.of(engine.text_model).refused == reason
     engine.runner.init_attention_backends()
-    assert starting.of(engine.text_model).constant_reason is None
+    assert start.of(engine.text_model).refused is None
 
 
 # ---------------------------------------------------------------- servers that are refused
 
 
 def refused(checkpoint: Path, **arguments: Any) -> str | None:
-    return starting.of(start(checkpoint, **arguments).text_model).constant_reason
+    return start.of(start(checkpoint, **arguments).text_model).refused
 
 
 def test_a_rounded_cache_beside_another_backend(tiny_checkpoint: Path) -> None:

@@ -58,7 +58,7 @@ def test_what_is_right_agrees(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize("name", ["three, two of them cached", "input logprobs"])
 def test_a_cut_before_the_first_shared_layer(engine: Engine, name: str) -> None:
     """K and V are stock's own there: they are not written again, and nobody misses them."""
-    known, prompts = starting.of(engine.text_model), BATCHES[name]
+    known, prompts = start.of(engine.text_model), BATCHES[name]
     known.donor_cut = DonorCut.NONE
     try:
         with audited(engine):
@@ -153,7 +153,7 @@ def test_what_differs_is_answered_by_stock(
     lengths = [len(prompt.new) for prompt in prompts]
     assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
     assert line.endswith("tail launched")
-    assert starting.of(engine.text_model).constant_reason is None
+    assert start.of(engine.text_model).refused is None
 
 
 def test_every_row_that_is_kept_is_compared(
@@ -243,11 +243,11 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
 ) -> None:
     with audited(engine, strict=True) as known:
         run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert known.constant_reason is None
+        assert known.refused is None
         with monkeypatch.context() as broken, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert known.constant_reason == audit.DIFFERED
+        assert known.refused == audit.DIFFERED
         assert f"steps aside for this server: {audit.DIFFERED}" in caplog.records[-1].getMessage()
         assert_stock(engine, audit.DIFFERED)
         assert counts() == (1, 1)
@@ -287,7 +287,7 @@ def test_an_audit_that_fails_costs_nothing(
 
 def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
     """The stock forward may run in the memory that holds the fast one's output."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     given = []
 
     def overwritten(plan: Any, output: torch.Tensor, forwards: Forwards) -> Any:
@@ -330,7 +330,7 @@ def _raise() -> None:
 
 
 def test_none_without_a_wish(engine: Engine) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert audit.auditor(engine.runner, known) is None
     assert metrics.state()["audits"] is None
 
@@ -340,7 +340,7 @@ def test_why_there_are_none(
 ) -> None:
     setting(audit=1)
     without = SimpleNamespace(model=object())
-    assert audit.auditor(without, starting.of(engine.text_model)) is None
+    assert audit.auditor(without, start.of(engine.text_model)) is None
     [record] = caplog.records
     assert "is not audited: " in record.getMessage()
 

@@ -37,7 +37,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding.rows import KeptRows
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
 WINDOW = E2B_TINY.sliding_window
@@ -184,7 +184,7 @@ def test_what_is_broken_shows(engine: Engine, rounded: list[torch.Tensor], way: 
     """In what a layer adds, and in the answers."""
     stock = all_answers(engine, "0")
     batches = [ALL[name] for name in ("at the window's edge", "eight", "long ones")]
-    with BREAKS[way](starting.of(engine.text_model)) as applies:
+    with BREAKS[way](start.of(engine.text_model)) as applies:
         assert applies
         errors = [layer_errors(engine, engine.schedule(prompts), prompts) for prompts in batches]
         assert max(max(by_layer.values()) for by_layer in errors) > 2 * allowed_of_a_layer(engine)

@@ -35,7 +35,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.checking import proof
 from sglang_gemma4_yoco.cutting import cut
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -65,17 +65,17 @@ ENOUGH = 4  # times its bound: so far off is everything that is broken
 
 
 def test_what_is_right_agrees(recorded: Engine) -> None:
-    found = starting.of(recorded.text_model).checked
+    found = start.of(recorded.text_model).checked
     assert found is not None
     assert found.worst is not None
     assert found.worst.excess < 0.5
-    assert starting.of(recorded.text_model).graphs is not None
-    assert starting.of(recorded.text_model).constant_reason is None
+    assert start.of(recorded.text_model).graphs is not None
+    assert start.of(recorded.text_model).refused is None
 
 
 @pytest.mark.parametrize("way", BREAKAGES)
 def test_what_is_broken_is_found(recorded: Engine, way: str) -> None:
-    known = starting.of(recorded.text_model)
+    known = start.of(recorded.text_model)
     with BREAKAGES[way](known) as applies:
         if not applies:
             pytest.skip("this model has no place for it")
@@ -88,7 +88,7 @@ def test_what_is_broken_is_found(recorded: Engine, way: str) -> None:
 
 def test_a_recorded_tail_is_replayed(recorded: Engine) -> None:
     """Once given stock's rows, and once as it serves; a replay runs no Python."""
-    known = starting.of(recorded.text_model)
+    known = start.of(recorded.text_model)
     assert known.graphs is not None
     assert known.graphs.rows[-1] >= REQUESTS
     with counted(recorded) as forwards:
@@ -109,7 +109,7 @@ def test_norms_that_add_in_place(recorded: Engine) -> None:
 
 def test_a_right_graph_is_not_dropped(recorded: Engine) -> None:
     """Full, and with as much padding as there can be."""
-    tail = starting.of(recorded.text_model).graphs
+    tail = start.of(recorded.text_model).graphs
     assert tail is not None
     rows = tail.rows
     assert rows == (1, 2, 4, 8, 16, 32)
@@ -163,7 +163,7 @@ def test_rows_that_round_otherwise(recorded: Engine, monkeypatch: pytest.MonkeyP
             scheduled = recorded.schedule(batch)
             recorded.forward(scheduled)
             # Nor do they hide what is broken.
-            with BREAKAGES["scattered one row off"](starting.of(recorded.text_model)):
+            with BREAKAGES["scattered one row off"](start.of(recorded.text_model)):
                 recorded.forward(scheduled)
     assert counts() == (2, 2)
 
@@ -203,7 +203,7 @@ def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -
     """On the batch that is served; who asked gets what stock answers."""
     scheduled = recorded.schedule(BATCHES["replayed" if batch == "unread" else batch])
     stock = run(recorded, scheduled, "0")
-    known = starting.of(recorded.text_model)
+    known = start.of(recorded.text_model)
     with audited(recorded), switched("1"), BREAKAGES[way](known) as applies:
         if not applies:
             pytest.skip("this model has no place for it")

@@ -41,7 +41,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.cutting import fallback, gate
 from sglang_gemma4_yoco.deciding import backends, harmless, quantised
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail.shadow import Shadows
 from stand_ins import skip_on_older
 
@@ -65,7 +65,7 @@ def while_deciding(
 
         def decide(batch: Any) -> None:
             deciding.enter_context(entered(batch))
-            starting.of(model).constant_reason = gate.constant_reason(model)
+            start.of(model).refused = gate.refused(model)
 
         def planning(stock: Callable[[Any], None]) -> Callable[[Any], None]:
             def init_forward_metadata(batch: Any) -> None:
@@ -87,7 +87,7 @@ def while_deciding(
             hooks.callback(model.register_forward_pre_hook(called, with_kwargs=True).remove)
             hooks.callback(model.layers[0].register_forward_pre_hook(decided).remove)
         yield
-    starting.of(model).constant_reason = gate.constant_reason(model)
+    start.of(model).refused = gate.refused(model)
 
 
 def assert_stock(
@@ -466,18 +466,18 @@ KINDS: dict[str, Kind] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_linear_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Each computes what the plain layer does; the gate goes by what it is."""
-    kind, known = KINDS[name], starting.of(engine.text_model)
+    kind, known = KINDS[name], start.of(engine.text_model)
     layer = engine.text_model.layers[kind.place].mlp.down_proj
     with monkeypatch.context() as changed:
         changed.setattr(torch.version, "hip", "7.0" if kind.amd else None)
         for attribute, value in ({"quant_method": kind.computes} | kind.values).items():
             changed.setitem(vars(layer), attribute, value)
-        known.constant_reason = refused = gate.constant_reason(engine.text_model)
+        known.refused = refused = gate.refused(engine.text_model)
         assert (refused is None) == kind.apart
     try:
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     finally:
-        known.constant_reason = gate.constant_reason(engine.text_model)
+        known.refused = gate.refused(engine.text_model)
     total, kept = sum(len(prompt.new) for prompt in TWO_PROMPTS), len(TWO_PROMPTS)
     assert seen.rows == (cut_rows(total, kept) if kind.apart else [total] * LAYERS)
 
@@ -496,7 +496,7 @@ def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
 
 def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as others:
-        others.setattr(starting.of(engine.text_model), "backend", None)
+        others.setattr(start.of(engine.text_model), "backend", None)
         others.setattr(type(engine.runner.attn_backend), backends.ATTRIBUTE, frozenset({"front"}))
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
@@ -562,7 +562,7 @@ def test_a_plan_that_fails_beside_other_ranks_ends_the_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go on with a tail, which this rank's stock forward would not fit."""
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
 
     def out_of_memory(_: Any) -> None:
@@ -599,7 +599,7 @@ def test_what_a_layer_had_of_its_own_is_used_and_put_back(
 
 
 def test_attached_twice_is_taken_away_as_a_whole(engine: Engine) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert known.attention is not None
     known.attach(gate.plan_ahead)
     known.close()

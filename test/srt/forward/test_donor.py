@@ -35,7 +35,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.cutting import cut, fallback
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
 from sglang_gemma4_yoco.tail.donor import DonorCut
 from sglang_gemma4_yoco.tail.shadow import Shadows
@@ -44,11 +44,11 @@ from stand_ins import Doubled, Packed, halved_weights
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    vars(starting.of(engine.text_model)).pop("donor_cut", None)
+    vars(start.of(engine.text_model)).pop("donor_cut", None)
     report.reset()
     fallback.reset()
     yield
-    vars(starting.of(engine.text_model)).pop("donor_cut", None)
+    vars(start.of(engine.text_model)).pop("donor_cut", None)
 
 
 def donor_layer(engine: Engine) -> Any:
@@ -226,7 +226,7 @@ def test_the_first_shared_layer_runs_its_own_code(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the cut comes before it; nobody has asked what it is."""
-    starting.of(engine.text_model).donor_cut = DonorCut.NONE
+    start.of(engine.text_model).donor_cut = DonorCut.NONE
     attention = engine.text_model.layers[FIRST_SHARED].self_attn
     monkeypatch.setattr(attention, "__class__", Negating)
     assert_fast(engine, BATCHES["one prompt"], DonorCut.NONE)
@@ -306,7 +306,7 @@ WITH_AN_IMAGE = "image"
 
 def assert_steps_aside(engine: Engine, name: str, cut_at: DonorCut, reason: str) -> None:
     """The forward comes to the cut, is given up there, and is run again as stock."""
-    starting.of(engine.text_model).donor_cut = cut_at
+    start.of(engine.text_model).donor_cut = cut_at
     scheduled = engine.schedule(BATCHES["one prompt" if name == WITH_AN_IMAGE else name])
     if name == WITH_AN_IMAGE:
         with_image(engine, scheduled)
@@ -338,14 +338,14 @@ def test_a_residual_that_is_owed_an_update(
                 assert_steps_aside(engine, name, DonorCut.KEYS_AND_VALUES, cut.STREAM_PENDING)
     finally:
         owing.close()
-    starting.of(engine.text_model).donor_cut = DonorCut.KEYS_AND_VALUES
+    start.of(engine.text_model).donor_cut = DonorCut.KEYS_AND_VALUES
     assert_fast(engine, BATCHES["one prompt"])
 
 
 @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 def test_an_update_that_is_added_before_the_cut_is_nobodys_matter(engine: Engine) -> None:
     """Layer K-1 runs as stock where the cut comes before layer K, and writes the residual."""
-    starting.of(engine.text_model).donor_cut = DonorCut.NONE
+    start.of(engine.text_model).donor_cut = DonorCut.NONE
     owing = owing_an_update(engine)
     try:
         assert_fast(engine, BATCHES["one prompt"], DonorCut.NONE)

@@ -74,8 +74,8 @@ def engine(recorded_engine: Engine) -> Iterator[Engine]:
     """As recorded, whatever the test before has left."""
     yield recorded_engine
     fallback.reset()
-    known = starting.of(recorded_engine.text_model)
-    known.constant_reason = None
+    known = start.of(recorded_engine.text_model)
+    known.refused = None
     known.checked = Checked(unchecked="of an earlier test")
     if known.graphs is None:
         record_tail(recorded_engine, ROWS)
@@ -147,7 +147,7 @@ def test_media_run_eagerly(engine: Engine) -> None:
 
 
 def test_media_that_sglang_replays_are_not_cut(engine: Engine) -> None:
-    known, batch = starting.of(engine.text_model), mock.Mock(mm_input_embeds=object())
+    known, batch = start.of(engine.text_model), mock.Mock(mm_input_embeds=object())
     assert gate._media(batch) == gate.REPLAYED_MEDIA
     assert known.doors.closed is None
 
@@ -162,7 +162,7 @@ def test_switched_off(engine: Engine) -> None:
 
 def test_too_little_to_skip_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """There stock's own recording is as good for a short prompt, but not for an unread chunk."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with monkeypatch.context() as patched, settings.changed(min_skipped_rows=None):
         patched.setitem(vars(known), "on_gpu", True)
         short = run(engine, engine.schedule(batch_of((0, 128))), fast=True)
@@ -178,7 +178,7 @@ def test_too_little_to_skip_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def before_layer_k(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The donor cannot be cut: recorded anew, doors and tail begin at layer K."""
-    known, runner = starting.of(engine.text_model), engine.runner
+    known, runner = start.of(engine.text_model), engine.runner
     before = runner.prefill_cuda_graph_runner
     with monkeypatch.context() as patched:
         patched.setitem(vars(known), "donor_cut", DonorCut.NONE)
@@ -235,7 +235,7 @@ def test_a_failure_behind_the_door(
 def test_with_other_ranks_a_failure_is_raised(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     batch = engine.schedule(FULL)
     with monkeypatch.context() as patched:
         patched.setattr(fallback, "is_alone", lambda: False)
@@ -264,7 +264,7 @@ def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptu
 
 def reopened(engine: Engine, caplog: pytest.LogCaptureFixture) -> str:
     """What is logged when these recordings are there for the first time."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.checked = None
     caplog.clear()
     report.reset()
@@ -276,7 +276,7 @@ def reopened(engine: Engine, caplog: pytest.LogCaptureFixture) -> str:
 
 def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     log = reopened(engine, caplog)
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert "leave its recording behind segment 4" in log
     assert "Gemma 4 fast prefill 0.1.0 is on" in log
     assert "does not reach" not in log
@@ -323,12 +323,12 @@ def test_wrong_doors_are_closed_at_start(
     engine: Engine, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     """And the rest stays on: what SGLang does not replay is cut."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with another_door(WRONG[what]):
         log = reopened(engine, caplog)
     assert "does not reach prefills that are replayed" in log
     assert "the check at start found" in log
-    assert known.constant_reason is None
+    assert known.refused is None
     assert assert_served_alike_without_doors(engine) == {gate.REPLAYED: 1}
     assert run(engine, engine.schedule(batch_of((0, 200))), fast=True).outcomes == {
         report.TAIL_REPLAYED: 1
@@ -356,7 +356,7 @@ def test_forgotten_keys_are_found_at_start(
 
 def test_wrong_doors_stay_closed(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """When the tail is recorded anew, as for new weights, nothing is checked again."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with another_door(_shifted):
         reopened(engine, caplog)
     with mock.patch.object(starting, "record_tail"):
@@ -367,7 +367,7 @@ def test_wrong_doors_stay_closed(engine: Engine, caplog: pytest.LogCaptureFixtur
 def test_wrong_doors_of_another_rank(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with monkeypatch.context() as patched:
         patched.setattr(ranks, "disagreement", lambda f: ranks.NOT_ALIKE if "agree" in f else None)
         reopened(engine, caplog)
@@ -382,7 +382,7 @@ def test_doors_that_no_check_leaves_by(
         patched.setattr(ServedModel, "by_recordings", ServedModel.eagerly)
         log = reopened(engine, caplog)
     assert self_check.NO_DOOR_TAKEN in log
-    assert starting.of(engine.text_model).doors.closed is not None
+    assert start.of(engine.text_model).doors.closed is not None
 
 
 def test_buckets_that_are_too_small_for_the_check(
@@ -392,7 +392,7 @@ def test_buckets_that_are_too_small_for_the_check(
         patched.setattr(Doors, "room", 16)
         log = reopened(engine, caplog)
     assert f"{self_check.NO_DOOR_TAKEN}: they have up to 16 rows" in log
-    assert starting.of(engine.text_model).doors.closed is not None
+    assert start.of(engine.text_model).doors.closed is not None
 
 
 def test_the_check_leaves_by_recordings_of_any_size(
@@ -404,7 +404,7 @@ def test_the_check_leaves_by_recordings_of_any_size(
         patched.setattr(prefills, "capture_num_tokens", [128])
         log = reopened(engine, caplog)
     assert "does not reach" not in log
-    assert starting.of(engine.text_model).doors.closed is None
+    assert start.of(engine.text_model).doors.closed is None
 
 
 def test_a_door_that_writes_elsewhere(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -412,7 +412,7 @@ def test_a_door_that_writes_elsewhere(engine: Engine, caplog: pytest.LogCaptureF
 
     def write(self: OwnBackend, attention: Any, batch: Any, k: Any, v: Any) -> None:
         stock(self, attention, batch, k, v)
-        if starting.of(engine.text_model).replaying is batch:
+        if start.of(engine.text_model).replaying is batch:
             table = engine.runner.req_to_token_pool.req_to_token
             first = table[batch.req_pool_indices[-1], :1].long()  # of a prefix
             keys, slots = seams.cache_of(self.tail, attention.layer_id, first)
@@ -421,12 +421,12 @@ def test_a_door_that_writes_elsewhere(engine: Engine, caplog: pytest.LogCaptureF
     with mock.patch.object(OwnBackend, "write_keys_and_values", write):
         log = reopened(engine, caplog)
     assert self_check.OTHERS_SLOTS in log
-    assert starting.of(engine.text_model).doors.closed is not None
+    assert start.of(engine.text_model).doors.closed is not None
 
 
 def test_rows_that_nobody_writes_are_numbers(engine: Engine) -> None:
     """SGLang's memory for them may hold anything, and what is multiplied by zero must be one."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     for output in engine.runner.prefill_cuda_graph_runner.backend._outputs.values():
         output.fill_(torch.nan)
     known.forget_replays()
@@ -456,7 +456,7 @@ def test_a_residual_that_is_owed_an_update(
 def test_a_server_that_is_not_cut_notes_none(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     monkeypatch.setattr(seams, "segmented_recording", object)
     with known.refusing("whatever"):
         assert isinstance(known.noting_doors(), nullcontext)
@@ -465,7 +465,7 @@ def test_a_server_that_is_not_cut_notes_none(
 
 def test_doors_of_ranks_are_told_apart(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with other buckets, or another door, would leave where this one does not."""
-    of_model = starting.of(engine.text_model).doors
+    of_model = start.of(engine.text_model).doors
     told = of_model.describe()
     smallest = min(of_model._ways, key=lambda bucket: bucket.size)
     with monkeypatch.context() as patched:
@@ -493,13 +493,13 @@ def test_another_sglang_without_them(
         log = reopened(engine, caplog)
     assert "does not reach prefills that are replayed from a CUDA graph" in log
     assert "SGLang 0.5.23 lacks" in log
-    assert starting.of(engine.text_model).doors.closed is not None
+    assert start.of(engine.text_model).doors.closed is not None
 
 
 def test_recordings_that_do_not_come_by(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with monkeypatch.context() as patched:
         patched.setattr(known.doors, "_noted", {})
         log = reopened(engine, caplog)
@@ -530,8 +530,8 @@ def test_another_rank_without_them(
         patched.setattr(ranks, "disagreement", differs)
         log = reopened(engine, caplog)
     assert ranks.NOT_ALIKE in log
-    assert starting.of(engine.text_model).doors.closed == ranks.NOT_ALIKE
-    assert starting.of(engine.text_model).graphs is not None
+    assert start.of(engine.text_model).doors.closed == ranks.NOT_ALIKE
+    assert start.of(engine.text_model).graphs is not None
 
 
 def test_the_setting(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -573,7 +573,7 @@ def test_a_server_that_is_not_cut_is_not_repaired(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own error is SGLang's, and a line before it names the remedy."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     index = cuda_graph_setup.index_attention_layers_by_global_id
     with known.refusing("data-parallel attention"):
         with repair.repaired(engine.runner, engine.text_model) as repaired:
@@ -596,7 +596,7 @@ def test_nobody_asked_for_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_recordings_of_ids_go_with_the_package(engine: Engine) -> None:
     """Nobody else would keep media out of them."""
-    runner, known = engine.runner, starting.of(engine.text_model)
+    runner, known = engine.runner, start.of(engine.text_model)
     before = runner.prefill_cuda_graph_runner
     try:
         known.close()
@@ -689,6 +689,6 @@ def test_an_audit_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
     with audited(engine), monkeypatch.context() as patched:
         patched.setattr(donor, "keys_and_values", mock.Mock(side_effect=InjectedError))
         seen = run(engine, batch, fast=True)
-        assert starting.of(engine.text_model).auditor is None
+        assert start.of(engine.text_model).auditor is None
     assert torch.equal(seen.logits, unaudited.logits)
     assert counts() == (0, 0)

@@ -44,7 +44,7 @@ def test_both_comparisons_close_them(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     """That of what was found, and that of what was checked."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with monkeypatch.context() as patched, mock.patch.object(starting, "record_tail"):
         patched.setattr(ranks, "disagreement", lambda f: ranks.NOT_ALIKE if asked in f else None)
         starting.record(engine.runner, engine.text_model, from_ids=True)
@@ -66,7 +66,7 @@ def test_a_replay_that_never_comes_is_not_waited_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tail has been planned by then, and holds memory."""
-    known, batch = starting.of(engine.text_model), engine.schedule(batch_of((0, 64)))
+    known, batch = start.of(engine.text_model), engine.schedule(batch_of((0, 64)))
     with monkeypatch.context() as patched:
         patched.setattr(engine.runner.model, "forward", mock.Mock(side_effect=InjectedError))
         with pytest.raises(InjectedError):
@@ -77,7 +77,7 @@ def test_a_replay_that_never_comes_is_not_waited_for(
 
 def test_a_launched_front_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for its host, which a replayed tail spares whatever the rows; so any number pays."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with monkeypatch.context() as patched, settings.changed(min_skipped_rows=None):
         patched.setitem(vars(known), "on_gpu", True)
         seen = run(engine, engine.schedule(batch_of((0, 7))), fast=True)
@@ -85,7 +85,7 @@ def test_a_launched_front_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_checks_doors_looks_at_nothing_else(engine: Engine) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with self_check.comparing(engine.runner, known) as both:
         found = both.through_doors()
         assert known.auditor is None

@@ -18,7 +18,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.cutting import cut
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
@@ -40,12 +40,12 @@ def on_the_fast_path(
     engine: Engine, module: Any, name: str, wrong: Callable[..., Any]
 ) -> Iterator[None]:
     """``module.name`` is wrong where stock does not run it."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
 
     def replaced(stock: Callable[..., Any]) -> Callable[..., Any]:
         def function(*args: Any, **kwargs: Any) -> Any:
             right = stock(*args, **kwargs)
-            return right if known.constant_reason else wrong(right)
+            return right if known.refused else wrong(right)
 
         return function
 
@@ -56,7 +56,7 @@ def on_the_fast_path(
 
 def named(engine: Engine) -> set[str]:
     """All that is no rounding."""
-    with self_check.comparing(engine.runner, starting.of(engine.text_model)) as both:
+    with self_check.comparing(engine.runner, start.of(engine.text_model)) as both:
         found = both.findings()
     return {finding.what for finding in found if not finding.is_rounding}
 
@@ -124,11 +124,11 @@ def test_the_rows_in_the_end(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
-    model, known = sharp.text_model, starting.of(sharp.text_model)
+    model, known = sharp.text_model, start.of(sharp.text_model)
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer is model.layers[LAYER] and not known.constant_reason:
+        if layer is model.layers[LAYER] and not known.refused:
             return kwargs["hidden_states"]
         return stock(layer, *args, **kwargs)
 

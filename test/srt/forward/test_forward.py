@@ -46,7 +46,7 @@ from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.cutting import cut, fallback, forward, gate, served
 from sglang_gemma4_yoco.cutting.gate import plan_of
 from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.loading import patch, starting
+from sglang_gemma4_yoco.loading import patch, start
 from sglang_gemma4_yoco.tail.donor import DonorCut
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
@@ -55,11 +55,11 @@ EVERY_CALL = range(10**9)
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    vars(starting.of(engine.text_model)).pop("donor_cut", None)
+    vars(start.of(engine.text_model)).pop("donor_cut", None)
     report.reset()
     fallback.reset()
     yield
-    vars(starting.of(engine.text_model)).pop("donor_cut", None)
+    vars(start.of(engine.text_model)).pop("donor_cut", None)
     fallback.reset()
 
 
@@ -82,7 +82,7 @@ def test_backend_whose_decode_is_not_proven(
 )
 @pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorCut) -> None:
-    starting.of(engine.text_model).donor_cut = cut_at
+    start.of(engine.text_model).donor_cut = cut_at
     unread = batch_of((20, 60), (0, 30), to_come=(21, 22))
     _, fast = assert_fast(engine, unread, cut_at)
     assert fast.hidden is not None
@@ -126,7 +126,7 @@ def test_a_loop_that_does_not_end_where_it_is_told_to(
     # Found before what an instance has of its own.
     always = property(lambda _: len(model.layers), lambda *_: None)
     monkeypatch.setattr(type(model), "end_layer", always, raising=False)
-    starting.of(model).donor_cut = cut_at
+    start.of(model).donor_cut = cut_at
     scheduled = engine.schedule(batch_of((0, 60), (0, 30), to_come=(21, 22)))
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert_served_by_stock(stock, fast)
@@ -235,7 +235,7 @@ def test_a_failure_is_served_by_stock(
 def test_a_failing_unread_chunk_is_served_by_stock(
     engine: Engine, place: str, cut_at: DonorCut
 ) -> None:
-    starting.of(engine.text_model).donor_cut = cut_at
+    start.of(engine.text_model).donor_cut = cut_at
     scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
     stock = run(engine, scheduled, "0")
     report.reset()
@@ -315,7 +315,7 @@ def test_a_forward_that_never_comes_to_the_cut(
 
     What was planned for it is let go all the same.
     """
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     attention, audits = known.attention, []
     assert attention is not None
     monkeypatch.setattr(known, "auditor", SimpleNamespace(is_due=lambda: audits.append(1)))
@@ -362,7 +362,7 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     """An idle rank's forward, which has no lengths at all, is counted, with no rows."""
     batch = ForwardBatch(ForwardMode.IDLE, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)
     assert batch.extend_num_tokens is None
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert forward.prefill(known, batch, batch.positions, None, lambda: "stock's") == "stock's"
     assert report.forwards == {"forward mode IDLE": 1}
     assert report.rows == {report.COMPUTED: 0, report.SKIPPED: 0}
@@ -370,7 +370,7 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
     """Nor is a batch held that was planned for it, or is it told of as the served one."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     attention = known.attention
     assert attention is not None
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
@@ -464,13 +464,13 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
 
 def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
     """Its tensors, and the metadata planned for it, are device memory."""
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
     held: list[weakref.ref[Any]] = []
 
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-        assert plan_of(starting.of(engine.text_model), batch) is not None
+        assert plan_of(start.of(engine.text_model), batch) is not None
         held.append(weakref.ref(batch))
         # As backends that plan keep it; the CPU's own does not.
         attention.tail.forward_metadata = "planned"
@@ -489,7 +489,7 @@ def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
 def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
@@ -513,13 +513,13 @@ def test_the_plan_of_another_batch_is_not_used(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch planned without the package, after one that was planned with it and never ran."""
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
     never_run = releases.forward_batch(scheduled, engine.runner)
     attention.main.init_forward_metadata(never_run)
-    assert plan_of(starting.of(engine.text_model), never_run) is not None
+    assert plan_of(start.of(engine.text_model), never_run) is not None
     unshadowed = functools.partial(type(attention.main).init_forward_metadata, attention.main)
     with monkeypatch.context() as bypassed:
         bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
@@ -535,7 +535,7 @@ def test_decode_goes_straight_through(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The gate is not asked, no tail is planned, nothing is counted or said."""
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
     steps = []
     for switch in ("0", "1"):
@@ -562,12 +562,12 @@ def test_without_a_backend_of_the_tails_own_stock_serves(
     without_own_backend: Engine, name: str
 ) -> None:
     engine = without_own_backend
-    assert starting.of(engine.text_model).attention is None
+    assert start.of(engine.text_model).attention is None
     assert_stock(engine, backends.NO_TAIL, BATCHES[name])
 
 
 def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
     assert attention.main is engine.runner.attn_backend
     assert attention.tail is not attention.main
@@ -575,9 +575,9 @@ def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
 
 
 def test_reinitialised_backends_are_followed(engine: Engine) -> None:
-    before = starting.of(engine.text_model).attention
+    before = start.of(engine.text_model).attention
     engine.runner.init_attention_backends()
-    after = starting.of(engine.text_model).attention
+    after = start.of(engine.text_model).attention
     assert after is not None
     assert before is not None
     assert after is not before

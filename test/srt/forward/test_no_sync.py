@@ -42,7 +42,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.cutting import cut, gate
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
 from sglang_gemma4_yoco.tail.batch import Tail
 
@@ -240,7 +240,7 @@ def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cach
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -> None:
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
     events: list[str] = []
     patch = pytest.MonkeyPatch()

@@ -18,7 +18,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.cutting import gate, served
 from sglang_gemma4_yoco.deciding import arguments
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -30,7 +30,7 @@ def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
     shape = dataclasses.replace(E2B_TINY, kv_shared_layers=0, layers=5)
     engine = engine_of(tmp_path, shape)
-    assert starting.of(engine.text_model).attention is None
+    assert start.of(engine.text_model).attention is None
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     assert_stock(engine, gate.NO_SHARED_LAYERS)
 
@@ -39,7 +39,7 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
     engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the multi-token-prediction assistants are: no layer of theirs writes K and V."""
-    config, known = engine.text_model.config, starting.of(engine.text_model)
+    config, known = engine.text_model.config, start.of(engine.text_model)
     assert known.attention is not None
     known.close()
     with monkeypatch.context() as assistant:
@@ -62,7 +62,7 @@ def test_an_embedding_server_is_refused(
     assert not engine.runner.is_generation
     said = [m for m in caplog.messages if "fast prefill" in m and "is installed" not in m]
     assert said == []
-    assert starting.of(engine.text_model).attention is None
+    assert start.of(engine.text_model).attention is None
     assert_stock(engine, gate.EMBEDDINGS)
 
 

@@ -39,7 +39,7 @@ from sglang_gemma4_yoco.commands.servers import choose_ports
 from sglang_gemma4_yoco.cutting import gate, served
 from sglang_gemma4_yoco.cutting.doors import Doors
 from sglang_gemma4_yoco.deciding import ranks
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
@@ -102,7 +102,7 @@ def assert_stock(engine: Engine, reason: str | None) -> None:
     assert fast.rows == stock.rows == whole(70)
     assert_same_answers(stock, fast, 0.0)
     known = served.find(engine.text_model)
-    assert (known and known.constant_reason) == reason
+    assert (known and known.refused) == reason
     if reason == ranks.NOT_ALIKE:
         assert known is not None
         assert known.attention is None  # nothing is planned for a tail, and its memory is free
@@ -141,7 +141,7 @@ def with_a_late_rank(rank: int, port: int, path: Path) -> None:
     ):
         engine = start(rank, path, port)
     # Before any forward: ranks that cut differently would wait for each other in the first one.
-    assert starting.of(engine.text_model).constant_reason == ranks.NOT_ALL
+    assert start.of(engine.text_model).refused == ranks.NOT_ALL
     assert_stock(engine, ranks.NOT_ALL)
 
 
@@ -160,7 +160,7 @@ def with_the_recorded_tail(rank: int, port: int, path: Path) -> None:
 def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None:
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with settings.changed(graph_rows=0 if rank == 1 else 2):
         releases.record_decode_steps(engine.runner)
     assert known.graphs is None
@@ -172,7 +172,7 @@ def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
     from sglang_gemma4_yoco.checking import proof
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     prove = proof.prove
 
     def strict(graphs: Any, runner: Any) -> None:
@@ -215,7 +215,7 @@ def with_doors_on_one_rank(rank: int, port: int, path: Path) -> None:
         return find(self, runner) or ("they are lost" if rank == 1 else None)
 
     with mock.patch.object(Doors, "find", lost), recorded_prefills(rank, port, path) as engine:
-        known = starting.of(engine.text_model)
+        known = start.of(engine.text_model)
         assert known.doors.closed == ranks.NOT_ALIKE
         assert known.graphs is not None
         batch = engine.schedule(BATCHES["one prompt"][0])
@@ -230,11 +230,11 @@ def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
     variables = {settings.name_of("self_check"): "0"} if rank == 1 else {}
     with mock.patch.dict(os.environ, variables):
         engine = start(rank, path, port)
-    assert starting.of(engine.text_model).checked is None
+    assert start.of(engine.text_model).checked is None
     assert_stock(engine, ranks.NOT_ALIKE)
     with settings.changed(self_check=True):
         engine.runner.init_attention_backends()
-        assert starting.of(engine.text_model).constant_reason is None
+        assert start.of(engine.text_model).refused is None
         with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
             engine.runner.init_attention_backends()
     assert_stock(engine, ranks.NOT_ALIKE)
@@ -245,7 +245,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
     from sglang_gemma4_yoco.checking import rounding, self_check
 
     engine = start(rank, path, port)
-    known, found = starting.of(engine.text_model), []
+    known, found = start.of(engine.text_model), []
     check = self_check.check
 
     def differing(*args: Any) -> Any:

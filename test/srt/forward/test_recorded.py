@@ -37,7 +37,7 @@ from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.cutting.gate import plan_of
 from sglang_gemma4_yoco.deciding import arguments
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 REPLAYED = "does not reach prefills that are replayed"
 CANNOT = "cannot record prefill CUDA graphs"
@@ -101,7 +101,7 @@ def trace(forward: Callable[..., Any], batch: Any) -> tuple[list[str], Any]:
 def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     """``torch.compile(fullgraph=True)`` records the same operations with and without the patch."""
     engine, model = traceable, traceable.text_model
-    attention = starting.of(model).attention
+    attention = start.of(model).attention
     assert attention is not None
     batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
     stock = type(model).forward.__wrapped__
@@ -111,7 +111,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
         forward_context(ForwardContext(attn_backend=attention.main)),
     ):
         attention.main.init_forward_metadata(batch)
-        would_be_cut = plan_of(starting.of(model), batch) is not None
+        would_be_cut = plan_of(start.of(model), batch) is not None
         assert would_be_cut, "were it not being traced"
         # Eagerly first: what SGLang's layers find out on their first call cannot be traced.
         expected = stock(model, batch.input_ids, batch.positions, batch)

@@ -34,7 +34,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.deciding import arguments
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from stand_ins import halved_weights, server_args, skip_on_older
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)
@@ -229,7 +229,7 @@ def test_refused_servers(
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(**arguments, **draft_model(arguments, tiny_checkpoint))
     assert said(caplog) == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
-    assert starting.of(engine.text_model).attention is None
+    assert start.of(engine.text_model).attention is None
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)
@@ -302,7 +302,7 @@ def test_refused_servers_of_several_ranks(
         **draft_model(arguments, tiny_checkpoint),
     )
     with releases.serving(args):
-        assert gate.constant_reason(engine.text_model) == reason
+        assert gate.refused(engine.text_model) == reason
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_renamed_name_is_said_when_the_server_starts(
         restarted()
     [line] = said(caplog)
     assert f" lacks {new}, which may go by another name now" in line
-    assert starting.of(engine.text_model).attention is None
+    assert start.of(engine.text_model).attention is None
     assert_stock(engine, line.partition("server: ")[2])
 
 
@@ -379,5 +379,5 @@ def test_hidden_states_beside_drafts(engine: Engine) -> None:
     """Whoever asks for them is told that it is the two together."""
     both = {"speculative_algorithm": "FROZEN_KV_MTP", "enable_return_hidden_states": True}
     with releases.published(**both):
-        told = gate.constant_reason(engine.text_model)
+        told = gate.refused(engine.text_model)
     assert told == f"{arguments.HIDDEN_STATES}, beside speculative decoding"

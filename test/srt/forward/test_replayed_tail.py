@@ -58,7 +58,7 @@ from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import proof, rounding
 from sglang_gemma4_yoco.cutting import cut, fallback, gate
 from sglang_gemma4_yoco.deciding import backends, ranks
-from sglang_gemma4_yoco.loading import patch, starting
+from sglang_gemma4_yoco.loading import patch, start
 from sglang_gemma4_yoco.settings import Settings
 from sglang_gemma4_yoco.tail import graphs
 from sglang_gemma4_yoco.tail.donor import DonorCut
@@ -85,7 +85,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
     """The engine's recorded tail, from layer K-1 on; whoever lets it go has it recorded anew."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     return known.graphs or record_tail(engine, MOST)
 
 
@@ -93,7 +93,7 @@ def assert_replayed(
     engine: Engine, prompts: Sequence[Prompt], *, first: int = FIRST_CUT, launched: bool = False
 ) -> tuple[Observed, Observed]:
     """``prompts`` are served as by stock, and the tail's Python runs, or not."""
-    donor = starting.of(engine.text_model).donor_cut
+    donor = start.of(engine.text_model).donor_cut
     wanted = expected(engine, prompts, donor)
     assert wanted is not None
     if not launched:
@@ -188,7 +188,7 @@ def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Pr
 
 def test_no_tail_is_planned_for_an_unread_chunk(engine: Engine, tail: TailGraphs) -> None:
     """Neither for a graph, which there is for its rows, nor to be launched."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert known.attention is not None
     chunks = batch_of((0, 9), (3, 5), to_come=(7, 8))
     with (
@@ -203,7 +203,7 @@ def test_no_tail_is_planned_for_an_unread_chunk(engine: Engine, tail: TailGraphs
 
 @pytest.mark.parametrize("name", ["one prompt", "three, two of them cached"])
 def test_a_cut_before_the_first_shared_layer(engine: Engine, name: str) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.donor_cut = DonorCut.NONE
     try:
         assert record_tail(engine, MOST).first == FIRST_SHARED
@@ -215,7 +215,7 @@ def test_a_cut_before_the_first_shared_layer(engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one prompt", "three, two of them cached"])
 def test_a_donor_whose_weights_are_not_plain(engine: Engine, name: str) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with halved_weights(engine.text_model.layers[FIRST_CUT].self_attn.qkv_proj):
         assert record_tail(engine, MOST).first == FIRST_CUT
         assert_replayed(engine, BATCHES[name])
@@ -332,7 +332,7 @@ class Gathered(TorchDispatchMode):
 def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: TailGraphs) -> None:
     """They are gathered once each, attention is planned once, in the graph's own buffers, and what
     is the same for all batches of so many rows is made once."""
-    known, replays, indices = starting.of(engine.text_model), [], []
+    known, replays, indices = start.of(engine.text_model), [], []
     assert known.attention is not None
     calls: list[str] = []
 
@@ -375,7 +375,7 @@ def buffers(engine: Engine) -> Iterator[Callable[[], list[str]]]:
 
     As backends do that plan; the CPU's own does neither.
     """
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert known.attention is not None
     backend = known.attention.tail
     known.drop_graphs(graphs.NOT_YET)
@@ -409,7 +409,7 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     engine: Engine, buffers: Callable[[], list[str]]
 ) -> None:
     """At once: nothing waits for Python's collector of cycles, which knows no GPU's memory."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
     assert known.graphs is not None
     assert buffers() == ["cuda_graph_kv_indices"]
@@ -445,7 +445,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
             broken.setattr(ranks, "disagreement", disagreement)
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     because = {
         "recording": "recording failed: InjectedError",
         "every proof": graphs.NONE_GOOD,
@@ -461,7 +461,7 @@ def test_norms_that_add_in_place(engine: Engine) -> None:
 
     A graph is compared with the same inputs twice, and would find them changed.
     """
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
     with norms_that_add_in_place(engine):
         assert record_tail(engine, MOST).rows == (1, 2, 4)
@@ -472,7 +472,7 @@ def test_norms_that_add_in_place(engine: Engine) -> None:
 
 def test_recorded_in_inference_mode(engine: Engine) -> None:
     """As SGLang does for new weights; its forwards need not be in that mode."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
     with torch.inference_mode():
         record_tail(engine, MOST)
@@ -481,7 +481,7 @@ def test_recorded_in_inference_mode(engine: Engine) -> None:
 
 
 def test_all_row_counts_by_default(engine: Engine) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
     with recorded_decode_steps(engine):
         assert known.graphs is not None, known.launched_because
@@ -498,7 +498,7 @@ def test_by_default_one_skipped_row_is_enough(
     setting(min_skipped_rows=None)
     two_tokens = batch_of((0, 2))
     assert_replayed(engine, two_tokens)
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     observe.assert_stock(engine, two_tokens, run(engine, engine.schedule(two_tokens), "1"))
     assert outcomes() == {report.TAIL_REPLAYED: 1, gate.TOO_LITTLE: 1}
 
@@ -518,7 +518,7 @@ def test_on_a_gpu_a_launched_tail_must_skip_many(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, setting: Callable[..., None]
 ) -> None:
     """As if the backend's device were one; of an unread chunk nothing is launched."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
     setting(min_skipped_rows=None)
     monkeypatch.setitem(known.__dict__, "on_gpu", True)
@@ -534,7 +534,7 @@ def test_on_a_gpu_a_launched_tail_must_skip_many(
 
 
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
-    backend = starting.of(engine.text_model).attention
+    backend = start.of(engine.text_model).attention
     assert backend is not None
     declared = [*static_tensors_of(engine), *tensors_in([vars(tail._inputs)])]
     without_rows = [t for t in declared if t.data_ptr() != tail._inputs.rows.data_ptr()]
@@ -604,7 +604,7 @@ def test_new_weights_are_recorded_anew(engine: Engine, tail: TailGraphs) -> None
         assert_replayed(engine, TWO_PROMPTS)
     finally:
         weight.data = old
-        starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+        start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 # ---------------------------------------------------------------- it proves itself
@@ -685,11 +685,11 @@ def test_a_graph_that_differs_is_not_used(
         assert tail.rows == (1, 4)
         assert_replayed(engine, TWO_PROMPTS)  # by the next larger one
     finally:
-        starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+        start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     monkeypatch.setattr(proof, "difference", lambda *_: rounding.defect("the recorded tail"))
     with pytest.raises(AssertionError, match="no graph gave what the launched layers give"):
         record_tail(engine, MOST)
@@ -703,7 +703,7 @@ def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_failing_recording_leaves_a_working_server(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
 
     def impossible(*_: Any) -> None:
@@ -723,7 +723,7 @@ def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have recorded theirs, and wait in its collectives for this one."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
 
     def impossible(*_: Any) -> None:
@@ -784,7 +784,7 @@ def test_a_failure_elsewhere_keeps_the_graphs(engine: Engine, tail: TailGraphs) 
 
 def reason(engine: Engine) -> str:
     """Why the tail is launched after SGLang has recorded its graphs."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     starting.record_tail(known, engine.runner)
     assert known.graphs is None
     return known.launched_because
@@ -793,10 +793,10 @@ def reason(engine: Engine) -> str:
 @pytest.fixture
 def recordable(engine: Engine) -> Iterator[None]:
     """SGLang has recorded decode steps, and but for the test's reason the tail could be."""
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     with mock.patch.object(seams, "recorded_decode_steps", return_value=mock.Mock()):
         yield
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
@@ -896,7 +896,7 @@ class TestReasons:
     def test_just_enough_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of 4 rows: the numbers of all their slots, and the sums of 3 parts of 5 heads, which are
         7 wide, and 11 where they have a window. Three times what is needed, and a GiB besides."""
-        known = starting.of(engine.text_model)
+        known = start.of(engine.text_model)
         assert known.attention is not None
         backend = known.attention.tail
         has = {"num_head": 5, "max_kv_splits": 3, "v_head_dim": 7, "swa_v_head_dim": 11}
@@ -921,7 +921,7 @@ def test_the_refused_arguments_are_these() -> None:
 
 
 def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         record_tail(engine, MOST)
         for _ in range(2):
@@ -936,31 +936,31 @@ def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> No
 def test_only_as_many_rows_as_are_asked_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     assert record_tail(engine, 2).rows == (1, 2)
     assert_replayed(engine, TWO_PROMPTS)
     assert_replayed(engine, batch_of((0, 9), (0, 8), (0, 7)), launched=True)
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def test_no_more_rows_than_requests_can_run(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attention backend's buffers have room for so many requests."""
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     pool = SimpleNamespace(**vars(engine.runner.req_to_token_pool))
     pool.size = 3
     with monkeypatch.context() as small:
         small.setattr(engine.runner, "req_to_token_pool", pool)
         assert record_tail(engine, MOST, of=2).rows == (1, 2)
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
     """New backends, new buffers: what was recorded on the old ones is let go."""
     engine.runner.init_attention_backends()
     assert tail.rows == ()
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert known.launched_because == graphs.NOT_YET
     assert_replayed(engine, TWO_PROMPTS, launched=True)
     known.close()

@@ -33,7 +33,7 @@ from sglang_gemma4_yoco.checking import layerwise, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import fallback, gate
 from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -54,7 +54,7 @@ def everything(engine: Engine) -> list[torch.Tensor]:
 
 
 def test_it_has_run_when_a_runner_is_ready(engine: Engine) -> None:
-    found = starting.of(engine.text_model).checked
+    found = start.of(engine.text_model).checked
     assert found is not None
     assert found.worst is not None
     assert 0 < found.worst.error < 1e-5
@@ -130,12 +130,12 @@ def test_what_is_broken_is_named(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
     """A defect of one layer is told of that layer, and of none behind it."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     mlp = engine.text_model.layers[layer].mlp
     stock = mlp.forward
 
     def forward(x: torch.Tensor, *args: Any) -> Any:
-        off = 1.0 if known.constant_reason else 1.05  # stock runs as if it were refused
+        off = 1.0 if known.refused else 1.05  # stock runs as if it were refused
         return stock(x * off, *args)
 
     monkeypatch.setattr(mlp, "forward", forward)
@@ -146,12 +146,12 @@ def test_what_is_broken_is_named(
 
 
 def test_slots_of_others_stay_as_they_are(engine: Engine) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     [first, *_] = engine.kv_buffers()[0]
     stray = 40  # of a cached token
 
     def write(*_: Any) -> None:
-        if not known.constant_reason:
+        if not known.refused:
             first[stray] = 0.5
 
     hook = engine.text_model.layers[-1].mlp.register_forward_pre_hook(write)
@@ -166,10 +166,10 @@ def test_slots_of_others_stay_as_they_are(engine: Engine) -> None:
 
 def test_logits_that_are_no_numbers(engine: Engine) -> None:
     """Only where nothing is forced, as what a forward finds in memory is."""
-    known, calls = starting.of(engine.text_model), []
+    known, calls = start.of(engine.text_model), []
 
     def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
-        calls.append(known.constant_reason)
+        calls.append(known.refused)
         served = len(calls) == 5  # stock, three forced
         return output * math.nan if served else None
 
@@ -223,7 +223,7 @@ def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) 
 def started(engine: Engine) -> Iterator[ServedModel]:
     """What is known of the engine's model before its graphs are recorded."""
     engine.runner.init_attention_backends()
-    yield starting.of(engine.text_model)
+    yield start.of(engine.text_model)
     engine.runner.init_attention_backends()
     starting.record(engine.runner, engine.text_model)
 
@@ -252,7 +252,7 @@ def test_a_server_that_fails_is_served_by_stock(
     assert (
         "is off for this server: its self-check at start failed; checked layer by layer: " in error
     )
-    assert started.constant_reason == self_check.FAILED
+    assert started.refused == self_check.FAILED
     assert_stock(engine, self_check.FAILED)
 
 
@@ -322,7 +322,7 @@ def test_a_check_that_cannot_be_run_costs_nothing(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_agrees_with_pages(tiny_checkpoint: Path, page: int, dtype: str) -> None:
     engine = Engine(tiny_checkpoint, **(ENGINE | {"page_size": page, "dtype": dtype}))
-    found = starting.of(engine.text_model).checked
+    found = start.of(engine.text_model).checked
     assert found is not None
     assert found.worst is not None
     assert found.agrees
@@ -332,7 +332,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
     """Among 512 values one is near rounding in bf16, and none that a sharp head looks at."""
     shape = dataclasses.replace(E2B_TINY_SHARP, sliding_window=512)
     engine = Engine(write_checkpoint(tmp_path, shape), **(ENGINE | {"dtype": "bfloat16"}))
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert checked(engine).agrees
     for way in ("windows one key short", "windows one key long"):
         with BREAKAGES[way](known), self_check.comparing(engine.runner, known) as both:
@@ -343,7 +343,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
 
 def test_keys_of_the_pool_are_as_large_as_the_models(engine: Engine) -> None:
     """Gemma 4 scales no scores: larger keys would be attended to as no prompt's are."""
-    with self_check.comparing(engine.runner, starting.of(engine.text_model)) as both:
+    with self_check.comparing(engine.runner, start.of(engine.text_model)) as both:
         [request, *_] = [r for r in both._requests if r.cached]
         for layer, (keys, _) in zip(engine.text_model.layers, engine.kv_buffers(), strict=False):
             window = layer.self_attn.attn.sliding_window_size > 0

@@ -28,7 +28,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.cutting.gate import plan_of
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -106,7 +106,7 @@ def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: i
 @pytest.fixture
 def planned(engine: Engine) -> Iterator[Callable[[Sequence[Prompt]], Any]]:
     """Batches that are planned on the runner's backend, inside a forward's context."""
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
 
     def plan(prompts: Sequence[Prompt]) -> Any:
@@ -132,7 +132,7 @@ class TestPublishedHelpers:
         self, engine: Engine, planned: Callable[..., Any], name: str, batch_first: bool
     ) -> None:
         batch, model = planned(BATCHES[name]), engine.text_model
-        attention = starting.of(model).attention
+        attention = start.of(model).attention
         assert attention is not None
         before = MappingProxyType(dict(vars(batch)))
         total = len(batch.input_ids)
@@ -161,7 +161,7 @@ class TestPublishedHelpers:
         """The runner's own backend is planned for its tail, and again for all of it."""
         batch, model = planned(BATCHES["one prompt"]), engine.text_model
         planned(BATCHES["three, two of them cached"])
-        assert plan_of(starting.of(model), batch) is None
+        assert plan_of(start.of(model), batch) is None
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
         plans: list[list[int]] = []
 
@@ -188,7 +188,7 @@ class TestPublishedHelpers:
     @pytest.mark.usefixtures("planned")
     def test_truncation_of_an_unread_batch(self, engine: Engine) -> None:
         """The package runs no tail of it; who asks for one gets its attention planned."""
-        attention = starting.of(engine.text_model).attention
+        attention = start.of(engine.text_model).attention
         assert attention is not None
         batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
         batch.contains_last_prefill_chunk = False
@@ -228,7 +228,7 @@ class TestPlansThatNobodyUses:
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A batch is refused and never runs; the next is planned by somebody else."""
-        attention = starting.of(engine.text_model).attention
+        attention = start.of(engine.text_model).attention
         assert attention is not None
         scheduled = engine.schedule(batch_of((0, 1), (0, 1)))
         never_run = releases.forward_batch(scheduled, engine.runner)

@@ -28,7 +28,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import graphs
 from sglang_gemma4_yoco.tail.graphs import TailGraphs
 
@@ -60,7 +60,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
     """The recorded tail."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     if known.graphs is None:
         releases.record_decode_steps(engine.runner)
         engine.runner.decode_cuda_graph_runner = None
@@ -71,7 +71,7 @@ def tail(engine: Engine) -> TailGraphs:
 @pytest.fixture
 def launched(engine: Engine) -> None:
     """The tail is launched kernel by kernel."""
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
 
 
 def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> None:
@@ -175,7 +175,7 @@ def test_a_replay_is_one_launch(
         return run_once
 
     seen["stock"], seen["replayed"] = launches(forward("0")), launches(forward("1"))
-    starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     seen["launched"] = launches(forward("1"))
     for way, counts in seen.items():
         record_property(way, dict(counts))
@@ -207,7 +207,7 @@ def test_replayed_equals_launched_bit_for_bit(engine: Engine, tail: TailGraphs) 
 def test_what_recording_costs(engine: Engine, launched: None) -> None:
     """At most 200 MiB beside SGLang's own graphs; the README says 60 to 90."""
     engine.runner.init_decode_cuda_graph()
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -235,7 +235,7 @@ def test_a_recording_that_fails_leaves_a_working_device(
     with monkeypatch.context() as broken:
         broken.setattr(TailGraphs, "_tail", waiting)
         releases.record_decode_steps(engine.runner)
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert known.graphs is None
     assert known.launched_because.startswith("recording failed")
     torch.zeros(64 << 20, device="cuda").sum().item()

@@ -39,7 +39,7 @@ from bench_prefill import (
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 ON_A_CPU = os.environ["YOCO_TEST_GPU"] == "cpu"
 DEVICE, PRESET = ("cpu", "E2B_TINY") if ON_A_CPU else ("cuda", "E2B")
@@ -138,7 +138,7 @@ def test_replays_leave_nothing_behind(engine: Engine) -> None:
 def doors(engine: Engine, setting: Callable[..., None]) -> None:
     """They are open, and any skipped row is worth it."""
     setting(min_skipped_rows=1)
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert known.doors.closed is None
     assert known.checked is not None
     assert known.checked.doors is not None, known.checked
@@ -221,7 +221,7 @@ def test_the_host_waits_for_nothing(engine: Engine, way: str) -> None:
 
 @pytest.mark.usefixtures("doors")
 def test_segments_behind_the_door_are_left_out(engine: Engine) -> None:
-    batch, known = engine.schedule(FULL["128 tokens"]), starting.of(engine.text_model)
+    batch, known = engine.schedule(FULL["128 tokens"]), start.of(engine.text_model)
     counts = {}
     for way in ("on", OFF_REPLAYED, ON_REPLAYED):
         with served(engine, way):

@@ -9,21 +9,21 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, settings
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 
 @contextmanager
 def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ServedModel]:
     """Prefills of the engine are audited in the span."""
-    known = starting.of(engine.text_model)
-    reason = known.constant_reason
+    known = start.of(engine.text_model)
+    reason = known.refused
     with settings.changed(audit=every, audit_strict=strict):
         known.auditor = audit.auditor(engine.runner, known)
     try:
         yield known
     finally:
         known.auditor = None
-        known.constant_reason = reason
+        known.refused = reason
 
 
 def counts() -> tuple[int, int]:

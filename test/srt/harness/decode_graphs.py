@@ -17,7 +17,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import tensors_in
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail.graphs import TailGraphs
 
 
@@ -41,7 +41,7 @@ def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGrap
         engine: made with ``cuda_graph_bs_decode``.
         of: how many there may be, where that is less.
     """
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     with settings.changed(graph_rows=rows), recorded_decode_steps(engine):
         recorded = known.graphs
     assert recorded is not None, known.launched_because

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -32,10 +32,9 @@ from observe import (
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams
-from sglang_gemma4_yoco.loading import starting
-from sglang_gemma4_yoco.tail import donor
-from sglang_gemma4_yoco.tail.donor import DonorCut
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.core import donor
+from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.state import find
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
@@ -45,17 +44,16 @@ TWO_PROMPTS = batch_of((0, 40), (0, 3))
 def assert_fast(
     engine: Engine,
     prompts: Sequence[Prompt] = TWO_PROMPTS,
-    cut_at: DonorCut = DonorCut.KEYS_AND_VALUES,
     tolerance: float = TOLERANCE,
     **changed: Any,
 ) -> tuple[Observed, Observed]:
-    """A forward of ``prompts`` is cut at ``cut_at`` and equals stock; returns stock and fast.
+    """A forward of ``prompts`` is cut and equals stock; returns stock and fast.
 
     Args:
         changed: fields of ``observe.Expected`` in which this forward differs from what the cut
             says.
     """
-    wanted = expected(engine, prompts, cut_at)
+    wanted = expected(engine, prompts)
     assert wanted is not None, "there is nothing to skip"
     scheduled = engine.schedule(prompts)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
@@ -101,9 +99,9 @@ def assert_untouched(engine: Engine) -> None:
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
     assert (model.start_layer, model.end_layer) == (0, len(model.layers))
     assert not forward_context.has_forward_context()
-    attention = starting.of(model).attention
-    if attention is not None:
-        assert attention.tail.forward_metadata is None
+    state = find(model)
+    if state is not None and state.attention is not None:
+        assert state.attention.tail.forward_metadata is None
 
 
 @contextmanager
@@ -168,13 +166,11 @@ def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
 
         return forward
 
-    shadows = Shadows()
-    for layer in engine.text_model.layers:
-        shadows.add(layer.pre_feedforward_layernorm, "_forward_method", in_place)
-    try:
+    with ExitStack() as span:
+        for layer in engine.text_model.layers:
+            norm = layer.pre_feedforward_layernorm
+            span.enter_context(replaced(norm, _forward_method=in_place(norm._forward_method)))
         yield
-    finally:
-        shadows.close()
 
 
 def with_image(engine: Engine, scheduled: Any, first: int = 20, length: int = 30) -> Any:

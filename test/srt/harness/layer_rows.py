@@ -13,7 +13,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.workload import due_rows
-from sglang_gemma4_yoco.deciding import threshold
+from sglang_gemma4_yoco.core.gate import is_worth_cutting
 
 LAYERS = E2B_TINY.layers
 FIRST_SHARED = E2B_TINY.layers - E2B_TINY.kv_shared_layers
@@ -45,7 +45,7 @@ def fast_rows(prefill: Prefill, minimum: int | None = 1, recorded: Sequence[int]
         recorded: the row counts for which its tail is recorded; others are padded to them.
     """
     total = sum(prefill.extend_lens)
-    kept = due_rows(prefill, lambda total, read: threshold.pays(total, read, minimum))
+    kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
     if kept == len(prefill.extend_lens) < total:
         kept = min((rows for rows in recorded if rows >= kept), default=kept)
     return cut(total, kept)
@@ -91,7 +91,7 @@ def assert_all_fast(
 def is_replayed(prefill: Prefill, minimum: int | None, recorded: Sequence[int]) -> bool:
     """Whether a tail recorded for these row counts must be replayed for this batch."""
     total = sum(prefill.extend_lens)
-    kept = due_rows(prefill, lambda total, read: threshold.pays(total, read, minimum))
+    kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
     return kept == len(prefill.extend_lens) < total and kept <= max(recorded, default=0)
 
 

@@ -17,7 +17,6 @@ from sglang.srt.model_executor import forward_context
 from batches import kept_rows
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco.tail.donor import DonorCut
 
 __all__ = [
     "TOLERANCE",
@@ -285,21 +284,15 @@ class Expected:
     projected: list[tuple[int, int]]
 
 
-def expected(
-    engine: Engine, prompts: Sequence[Prompt], cut: DonorCut = DonorCut.KEYS_AND_VALUES
-) -> Expected | None:
-    """What a forward of ``prompts`` must do, counted from their own words; None: stock.
-
-    Args:
-        engine: its model is cut at ``cut``.
-    """
+def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
+    """What a forward of ``prompts`` must do, counted from their own words; None: stock."""
     config = engine.text_model.config
     layers, first = config.num_hidden_layers, _first_shared(engine)
     total, kept = sum(len(p.new) for p in prompts), sum(kept_rows(prompts))
     if kept == total:
         return None
     decodes, unread = kept == len(prompts), is_unread(prompts)
-    first_cut = first if cut is DonorCut.NONE else first - 1
+    first_cut = first - 1
     tail = 0 if unread else layers - first_cut
     return Expected(
         rows=[total] * first_cut + [kept] * tail,

@@ -22,7 +22,7 @@ from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.cutting.doors import Doors
 from sglang_gemma4_yoco.cutting.gate import NOT_RECORDED, NOTHING_TO_SKIP, OFF
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is recorded
@@ -108,7 +108,7 @@ TO_THE_END = frozenset({NOT_RECORDED, NOTHING_TO_SKIP})
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[str]]:
     """Segments that the fast path must run, and how it may be counted."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     if not is_replayed(sum(len(prompt.new) for prompt in prompts)):
         return 0, EAGERLY
     logprobs = [p for p in prompts if 0 <= p.logprob_start < len(p.cached) + len(p.new)]
@@ -127,7 +127,7 @@ def is_unread(prompts: Sequence[Prompt]) -> bool:
 
 def assert_served_alike(engine: Engine, prompts: Sequence[Prompt]) -> str:
     """All three ways give the same answers and leave the same cache; the fast one's outcome."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     batch, unread = engine.schedule(prompts), is_unread(prompts)
     layers = len(engine.text_model.layers)
     eager = run(engine, batch, eagerly=True, unread=unread)

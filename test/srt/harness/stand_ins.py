@@ -24,9 +24,9 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting import gate
-from sglang_gemma4_yoco.loading import starting
-from sglang_gemma4_yoco.tail.batch import Tail
+from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.kept import TailBatch
+from sglang_gemma4_yoco.loading import start
 
 
 def skip_on_older(what: str, absent: Iterable[str]) -> None:
@@ -106,7 +106,7 @@ def model(**changes: Any) -> SimpleNamespace:
 
 def reason_of(served: Any, forward_batch: Any) -> str | None:
     """Why the gate refuses a batch of this model, or None."""
-    return gate.ineligible_reason(starting.of(served), forward_batch)
+    return gate.ineligible_reason(start.of(served), forward_batch)
 
 
 class Doubled(UnquantizedLinearMethod):
@@ -132,7 +132,6 @@ def halved_weights(projection: Any) -> Iterator[None]:
         projection.quant_method, projection.weight.data = method, weight
 
 
-def tail_of(forward_batch: Any, backend: Any = None) -> Tail:
+def tail_of(forward_batch: Any, *, decodes: bool = True) -> TailBatch:
     """The tail of a batch, as it is planned once the gate has admitted it."""
-    kept, unread = gate.kept_rows(forward_batch), gate.is_unread(forward_batch)
-    return Tail.of(forward_batch, kept, unread, backend)
+    return TailBatch.of(forward_batch, gate.kept_rows(forward_batch), decodes=decodes)

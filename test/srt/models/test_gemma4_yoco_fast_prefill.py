@@ -17,7 +17,7 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco.cutting import gate
-from sglang_gemma4_yoco.loading import patch, starting
+from sglang_gemma4_yoco.loading import patch, start
 
 
 class ExtendMode:
@@ -97,7 +97,7 @@ def _installed(setting: Callable[..., None]) -> Iterator[None]:
 
 def reason_of(served: StandIn, forward_batch: SimpleNamespace) -> str | None:
     """Why the published helper says no, and no other reason; None when it says yes."""
-    reason = gate.ineligible_reason(starting.of(served), forward_batch)
+    reason = gate.ineligible_reason(start.of(served), forward_batch)
     assert served._yoco_eligibility(forward_batch) is (reason is None)
     return reason
 

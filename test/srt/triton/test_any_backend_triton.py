@@ -28,7 +28,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.checking import self_check
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -73,9 +73,9 @@ def start(checkpoint: Path, name: str, **arguments: Any) -> Engine:
         **SERVERS[name],
         **arguments,
     )
-    main, known = engine.runner.attn_backend, starting.of(engine.text_model)
+    main, known = engine.runner.attn_backend, start.of(engine.text_model)
     assert type(main) in (FrontBackend, HybridAttnBackend)
-    assert known.attention is not None, known.constant_reason
+    assert known.attention is not None, known.refused
     assert type(known.attention.tail) is TritonAttnBackend
     return engine
 
@@ -118,7 +118,7 @@ def test_forward(engine: Engine, name: str) -> None:
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It agrees, and sees when the tail's window is one key short, as Triton's own is."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     found = self_check.check(engine.runner, known)
     assert found.worst is not None
     assert found.worst.excess < 0.5

@@ -48,7 +48,7 @@ from sglang_gemma4_reference.checkpoint import (
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.cutting import fallback
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor
 from sglang_gemma4_yoco.tail.donor import DonorCut
 
@@ -156,7 +156,7 @@ def true_answers(checkpoint: Path) -> torch.Tensor:
 def test_cut_behind_the_donor(
     rounding: Engine, checkpoint: Path, request: pytest.FixtureRequest
 ) -> None:
-    vars(starting.of(rounding.text_model)).pop("donor_cut", None)
+    vars(start.of(rounding.text_model)).pop("donor_cut", None)
     scheduled = scheduled_on(rounding)
     with readable(), attended(rounding) as by_stock:
         stock = run(rounding, scheduled, "0")
@@ -165,7 +165,7 @@ def test_cut_behind_the_donor(
     assert stock.rows == stock.attention_rows == [TOTAL] * LAYERS
     wanted = [TOTAL] * FIRST_SHARED + [KEPT] * (LAYERS - FIRST_SHARED)
     assert fast.rows == fast.attention_rows == wanted
-    assert starting.of(rounding.text_model).donor_cut is DonorCut.NONE
+    assert start.of(rounding.text_model).donor_cut is DonorCut.NONE
     assert len(by_stock) == len(by_fast) == FIRST_SHARED
     for layer, (want, got) in enumerate(zip(by_stock, by_fast, strict=True)):
         assert torch.equal(got, want), f"layer {layer} attends otherwise"
@@ -187,10 +187,10 @@ def test_a_deeper_cut_would_attend_to_rounded_keys(
     with attended(rounding) as right:
         run(rounding, scheduled, "1")
     monkeypatch.setattr(donor, "why_not_keys_and_values", lambda *_: None)
-    del starting.of(rounding.text_model).donor_cut
+    del start.of(rounding.text_model).donor_cut
     with attended(rounding) as rounded:
         deeper = run(rounding, scheduled, "1")
-    del starting.of(rounding.text_model).donor_cut
+    del start.of(rounding.text_model).donor_cut
     assert deeper.attention_rows == deeper.rows
     last = torch.tensor([len(prompt.new) for prompt in BATCH]).cumsum(0) - 1
     assert (rounded[-1] - right[-1][last]).abs().max() > 1e-3
@@ -209,7 +209,7 @@ def test_stock_ends_at_the_first_shared_layer(rounding: Engine) -> None:
 
 
 def test_the_reason_is_told(rounding: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    vars(starting.of(rounding.text_model)).pop("donor_cut", None)
+    vars(start.of(rounding.text_model)).pop("donor_cut", None)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         run(rounding, rounding.schedule(batch_of((0, 4))), "1")
     [told] = [message for message in caplog.messages if "because" in message]

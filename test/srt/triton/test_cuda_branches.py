@@ -42,7 +42,7 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
 from sglang_gemma4_yoco.tail.donor import DonorCut
 
@@ -168,7 +168,7 @@ def both_ways(
     tail: str = "decode",
 ) -> tuple[Observed, Observed]:
     """The forward off and on, K/V equal byte for byte, after the kernels and rows were counted."""
-    starting.of(bench.engine.text_model).donor_cut = cut
+    start.of(bench.engine.text_model).donor_cut = cut
     scheduled = bench.engine.schedule(prompts)
     report.reset()
     (stock, stock_calls), (fast, fast_calls) = (

@@ -19,7 +19,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.cutting import gate
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 interpreter.make_quick()
 
@@ -85,7 +85,7 @@ IN_EVERY_RUN = ("prefixes at the window", "nobody reads a row", "input logprobs"
     ],
 )
 def test_doors(engine: Engine, name: str) -> None:
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     assert type(known.backend).__name__ == "TritonAttnBackend"
     prompts, outcome = BATCHES[name]
     assert assert_served_alike(engine, prompts) == outcome

@@ -48,7 +48,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.cutting import fallback, gate
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import graphs
 from sglang_gemma4_yoco.tail.donor import DonorCut
 
@@ -273,7 +273,7 @@ def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @contextmanager
 def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
     """The tail launched on its own backend, or recorded, and layer K-1 cut at ``donor``."""
-    known = starting.of(engine.text_model)
+    known = start.of(engine.text_model)
     known.donor_cut = donor
     fallback.reset()
     report.reset()
@@ -345,10 +345,10 @@ def assert_fast(
     wanted = expected(engine, prompts, donor)
     main = engine.runner.attn_backend
     assert type(main) is TritonAttnBackend
-    attention = starting.of(engine.text_model).attention
+    attention = start.of(engine.text_model).attention
     assert attention is not None
     if wanted is not None and backend == RECORDED and is_replayed(prompts, wanted):
-        wanted = replayed(wanted, starting.of(engine.text_model).first_cut)
+        wanted = replayed(wanted, start.of(engine.text_model).first_cut)
     if wanted is None:
         assert_stock(engine, prompts, seen)
     else:

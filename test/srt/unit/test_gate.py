@@ -51,7 +51,7 @@ from sglang_gemma4_yoco.cutting.gate import Refusal
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import arguments, backends, harmless, quantised, ranks
 from sglang_gemma4_yoco.deciding.rows import KeptRows
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail.attention import OwnBackend
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
@@ -386,7 +386,7 @@ def test_a_front_that_is_replayed(
     server: dict[str, Any], changes: dict[str, Any], reason: str | None
 ) -> None:
     """Such a batch leaves SGLang's recording by an open door, and needs a recorded tail there."""
-    known, batch = starting.of(model()), eligible_batch(**changes)
+    known, batch = start.of(model()), eligible_batch(**changes)
     rows = server.get("rows", 32)
 
     def size_for(kept: KeptRows) -> int | None:
@@ -462,7 +462,7 @@ class TestUnplannedTails:
     """What the gate admits, and the plan refuses, for want of attention metadata."""
 
     def reason(self, served: Any, batch: Any) -> str | None:
-        decided = gate.at_the_forward(starting.of(served), batch)
+        decided = gate.at_the_forward(start.of(served), batch)
         return decided.reason if isinstance(decided, Refusal) else None
 
     def model(self) -> Any:

@@ -119,9 +119,9 @@ def test_whatever_turns_the_path_off_is_told(serving: Serving) -> None:
     assert says(fallback.GIVEN_UP)
     fallback.reset()
     for reason in (self_check.FAILED, audit.DIFFERED):
-        serving.constant_reason = reason
+        serving.refused = reason
         assert says(reason)
-    serving.constant_reason = None
+    serving.refused = None
     serving.model = SimpleNamespace(layers_to_capture=[20])
     assert says(gate.CAPTURE_IN_TAIL)
 

@@ -12,7 +12,7 @@ from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.cutting import served
 from sglang_gemma4_yoco.cutting.doors import NOT_YET, Doors
-from sglang_gemma4_yoco.loading import starting
+from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -1,14 +1,14 @@
-"""A recorded tail must give what the same layers give when they are launched, or it is not used.
+"""A captured tail must give what the same layers give eagerly, or it is not used.
 
-Recording can go wrong without a sound: a tensor that is not where it was, a branch taken for the
-recording's batch alone, a kernel that CUDA left out. So each graph is replayed on random inputs,
-over a request of random K and V that reaches beyond the window, and compared, row by row: full, and
-with as many rows of padding as a batch can have there. What lay where that request is written is
-put back: a server that records anew may have cached prefixes.
+A capture can go wrong silently: a tensor that is not where it was, a branch taken for the captured
+batch alone, a kernel that CUDA left out. So each graph is replayed on random inputs, over a request
+of random K and V that reaches beyond the window, and compared, row by row: full, and with as many
+rows of padding as a batch can have there. What was in those slots is put back: a server that
+captures anew may have cached prefixes.
 
-The launched layers get the same numbers in other memory, padding and all. So both sides run the
-same kernels on the same shapes, and what they give is equal, or nearly: there is no rounding that
-layer after layer could make more of. Both plan with the same planner, over the same widened window:
+The eager layers get the same numbers in other memory, padding and all. So both sides run the same
+kernels on the same shapes, and what they give is equal, or nearly: there is no rounding that layer
+after layer could make more of. Both plan with the same planner, over the same widened window:
 whether that is right, the tests show that compare with stock.
 """
 
@@ -16,57 +16,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco.captured.graphs import Inputs, TailGraphs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
-from sglang_gemma4_yoco.tail.graphs import Inputs, TailGraphs
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
 _ROUNDINGS = 2.0
 _BEYOND = 9  # tokens, of the request, before the window of its last one
 
 
-def prove(graphs: TailGraphs, runner: Any) -> None:
-    """Compare every graph with the launched layers, and drop what differs, with one error line."""
+def prove(graphs: TailGraphs, runner: Any, attentions: list[Any]) -> None:
+    """Compare every graph with the eager layers, and drop what differs, with one error line.
+
+    Args:
+        attentions: the ``RadixAttention`` of each layer of the tail.
+    """
     for size in graphs.rows:
-        largest = rounding.worst(findings(graphs, runner, size))
+        largest = rounding.worst(findings(graphs, runner, attentions, size))
         if not largest.is_rounding:
             graphs.drop(size)
             report.error(
-                f"Gemma 4 fast prefill: the tail recorded for {size} rows differs from the "
-                f"launched one (relative error {largest.error:.1e}, up to "
+                f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
+                f"eager one (relative error {largest.error:.1e}, up to "
                 f"{largest.allowed:.1e} is rounding) and is not used"
             )
 
 
-def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
+def findings(graphs: TailGraphs, runner: Any, attentions: list[Any], size: int) -> list[Finding]:
     """What the graph for ``size`` rows gives, compared: with most padding, and with none."""
     generator = torch.Generator(runner.device).manual_seed(size)
-    attentions = [layer.self_attn.attn for layer in graphs.layers]
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
-    found = []
     with _a_request(runner, attentions, generator) as tokens:
-        fill = partial(_fill, tokens=tokens, generator=generator)
-        for rows in sorted({fewest, size}):
-            inputs = graphs.inputs_for(size, rows, fill)
-            launched = graphs.launched(inputs)[:rows]
-            found.append(difference(launched, graphs.replayed(size, inputs.first(rows))))
-    return found
+        return [
+            difference(*graphs.difference(size, _random(graphs.inputs(rows), tokens, generator)))
+            for rows in sorted({fewest, size})
+        ]
 
 
-def difference(launched: torch.Tensor, replayed: torch.Tensor) -> Finding:
+def difference(eager: torch.Tensor, captured: torch.Tensor) -> Finding:
     """What the two have given, each [rows, hidden], compared."""
-    of = Comparison.of("the recorded tail", launched, replayed, _ROUNDINGS)
+    of = Comparison.of("the captured tail", eager, captured, _ROUNDINGS)
     return rounding.worst(rounding.findings([of]))
 
 
-def _fill(inputs: Inputs, tokens: int, generator: torch.Generator) -> None:
+def _random(inputs: Inputs, tokens: int, generator: torch.Generator) -> Inputs:
     """Random rows of one request: with n of them, at 1/n, 2/n, ... of its length."""
     rows = inputs.rows.shape[0]
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
@@ -76,6 +75,7 @@ def _fill(inputs: Inputs, tokens: int, generator: torch.Generator) -> None:
     inputs.lengths.copy_(torch.tensor(lengths))
     inputs.positions.copy_(inputs.lengths - 1)
     inputs.requests.zero_()
+    return inputs
 
 
 @contextmanager

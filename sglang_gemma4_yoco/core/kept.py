@@ -1,18 +1,21 @@
-"""The batch as the tail sees it: fields rewritten for the kept rows, and put back.
+"""Which rows of a prefill are kept, and the batch as the tail sees it.
+
+A batch holds requests i with n_i new tokens after p_i cached ones. Its hidden states have
+T = n_0 + n_1 + ... rows, request after request. Request i keeps its last m_i rows, 1 <= m_i <= n_i:
+one row, or more if it wants input logprobs. Kept suffixes are again an extend batch, of m_i new
+tokens after p_i + n_i - m_i cached ones::
+
+    n = [3, 4, 2] after p = [0, 10, 0], one row each  ->  rows 2, 6, 8: [1, 1, 1] after [2, 13, 1]
 
 With one kept row per request the tail is a decode step: request i has s_i tokens in the cache and
-its last one is the query. n = [3, 4, 2] new tokens after p = [0, 10, 0] cached ones become
-n = [1, 1, 1] after p = [2, 13, 1], in mode DECODE. A decode kernel splits a long K/V over the
-whole device; the extend kernel would walk it with a handful of thread blocks.
-
-With more rows for some request (it wants input logprobs) the tail is an extend batch of suffixes,
-with everything that is laid out by rows pruned to the same rows.
+its last one is the query. A decode kernel splits a long K/V over the whole device; the extend
+kernel would walk it with a handful of thread blocks.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +24,6 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.deciding.rows import KeptRows
 
 # Triton compiles a kernel anew for a tensor that does not begin at a multiple of 16 bytes, which is
 # what 4 numbers of 4 bytes take: the lengths of 3 requests are followed by 1 number of padding.
@@ -29,44 +31,102 @@ _ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
-class Tail:
+class KeptRows:
+    """The kept suffix of every request of one batch, in host integers.
+
+    Attributes:
+        lens: m_i, rows kept of request i.
+        prefix_lens: tokens of request i before its first kept row.
+        start_loc: the place of request i's first kept row among the kept ones.
+        indices: the kept rows among the T rows, ascending.
+        total: T.
+    """
+
+    lens: list[int]
+    prefix_lens: list[int]
+    start_loc: list[int]
+    indices: list[int]
+    total: int
+
+    @classmethod
+    def suffixes(
+        cls,
+        extend_lens: Sequence[int],
+        prefix_lens: Sequence[int],
+        logprob_starts: Sequence[int] | None = None,
+    ) -> KeptRows:
+        """Keep one row per request, or the rows from its logprob start on.
+
+        Args:
+            extend_lens: n_i >= 1.
+            prefix_lens: p_i.
+            logprob_starts: the first new row of request i whose logits are read, relative to its
+                new rows (n_i or more means none); None when no request reads more than its last.
+
+        >>> KeptRows.suffixes(extend_lens=[3, 4, 2], prefix_lens=[0, 10, 0]).indices
+        [2, 6, 8]
+        >>> KeptRows.suffixes([5, 4, 3], [0, 0, 7], logprob_starts=[2, 4, 0]).lens
+        [3, 1, 3]
+        """
+        kept = cls([], [], [], [], sum(extend_lens))
+        end = 0
+        for request, n in enumerate(extend_lens):
+            m = 1 if logprob_starts is None else min(max(n - logprob_starts[request], 1), n)
+            end += n
+            kept.lens.append(m)
+            kept.prefix_lens.append(prefix_lens[request] + n - m)
+            kept.start_loc.append(len(kept.indices))
+            kept.indices.extend(range(end - m, end))
+        return kept
+
+    @property
+    def count(self) -> int:
+        """Rows kept, m_0 + m_1 + ..."""
+        return len(self.indices)
+
+    @property
+    def one_per_request(self) -> bool:
+        """Whether every request keeps exactly its last row, so that the tail is a decode step."""
+        return len(self.indices) == len(self.lens)
+
+
+@dataclass(frozen=True)
+class TailBatch:
     """What the tail runs on, derived from one batch before its first layer.
 
     Attributes:
         kept: the kept rows, on the host.
-        index: [kept] int64 on the batch's device, positions of the kept rows among all T rows.
+        index: [B] int64 on the batch's device, the kept rows among all T rows.
         decodes: it runs as a decode step, not as an extend of suffixes.
-        unread: nobody reads any row: no request of the batch finishes its prompt.
     """
 
     kept: KeptRows
     index: torch.Tensor
     decodes: bool
-    unread: bool
     _batch: Any
     _packed: torch.Tensor
 
     @classmethod
-    def of(cls, forward_batch: Any, kept: KeptRows, unread: bool, backend: Any) -> Tail:
-        """The tail of an eligible extend batch, to run on an attention backend like ``backend``.
+    def of(cls, forward_batch: Any, kept: KeptRows, *, decodes: bool) -> TailBatch:
+        """The tail of an eligible batch.
 
         No value travels from the device to the host, and what the host knows travels to the
         device in one copy. No tensor shares memory with one of the batch's.
+
+        Args:
+            decodes: one kept row per request is run as a decode step.
         """
         device = forward_batch.extend_seq_lens.device
-        numbers, padding = kept.indices(), [0] * (-len(kept.lens) % _ALIGNMENT)
-        for column in (kept.lens, kept.prefix_lens, kept.start_loc()):
-            numbers += column
-            numbers += padding
-        packed = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+        padding = [0] * (-len(kept.lens) % _ALIGNMENT)
+        columns = (kept.lens, padding, kept.prefix_lens, padding, kept.start_loc, padding)
+        packed = torch.frombuffer(array("q", sum(columns, kept.indices)), dtype=torch.int64)
         if device.type == "cuda":
             packed = packed.pin_memory()
         packed = packed.to(device, non_blocking=True)
         return cls(
             kept=kept,
             index=packed[: kept.count],
-            decodes=kept.one_per_request and seams.decodes_like_extend(backend),
-            unread=unread,
+            decodes=decodes and kept.one_per_request,
             _batch=forward_batch,
             _packed=packed,
         )
@@ -75,15 +135,15 @@ class Tail:
     def fields(self) -> Mapping[str, object]:
         """ForwardBatch fields of the tail, by name.
 
-        Made when they are first asked for, which must be while the batch is the front's; a replayed
-        tail may need none.
+        Made when they are first asked for, while the batch still has its own; a captured tail
+        needs none.
         """
         kept, index, batch = self.kept, self.index, self._batch
         columns = self._packed[kept.count :].to(batch.extend_seq_lens.dtype).view(3, -1)
         lens, prefix_lens, start_loc = columns[:, : len(kept.lens)]
         fields: dict[str, object] = {
-            "extend_seq_lens_cpu": list(kept.lens),
-            "extend_prefix_lens_cpu": list(kept.prefix_lens),
+            "extend_seq_lens_cpu": kept.lens,
+            "extend_prefix_lens_cpu": kept.prefix_lens,
             "extend_num_tokens": kept.count,
             # Attention narrows its rows to this count when it is the smaller one.
             "global_num_token_non_padded_cpu": kept.count,
@@ -108,10 +168,6 @@ class Tail:
         if input_ids is not None:
             fields["input_ids"] = input_ids.index_select(0, index)
         return fields
-
-    def fields_at(self, positions: torch.Tensor) -> Mapping[str, object]:
-        """The same with the kept rows' positions, which are known at the cut only."""
-        return {**self.fields, "positions": positions}
 
 
 @contextmanager

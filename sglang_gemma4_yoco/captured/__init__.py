@@ -1,0 +1,1 @@
+"""The tail captured in CUDA graphs; it hooks on to the core as ``ModelState.captured``."""

@@ -1,0 +1,94 @@
+"""What the tail attends on: a second attention backend over the server's pools, planned ahead.
+
+The tail's metadata must not be built in the middle of the forward. Up to SGLang 0.5.21 Triton's
+planner reads device scalars on the host, which there would stall the host until the GPU has
+finished the layers before the cut; and from the end of the backend's own planning on, the scheduler
+may rewrite the tables it reads. Nor may it be built on the runner's own backend: two metadata
+objects of one backend share buffers, so the second would overwrite the first.
+
+Hence a second backend over the same memory pools, planned right after the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.core.kept import rewritten
+
+_ROWS = 2  # of the step that compiles: Triton compiles anew for arguments that are 1
+
+
+class TailBackend:
+    """The tail's own attention backend.
+
+    Attributes:
+        main: the runner's attention backend.
+        tail: a backend over the same pools, used by nobody else.
+        decodes: a decode step of ``tail`` sees the keys that an extend row sees.
+    """
+
+    def __init__(self, main: Any, tail: Any) -> None:
+        self.main = main
+        self.tail = tail
+        self.decodes: bool = seams.decodes_like_extend(tail)
+
+    def plan(self, forward_batch: Any, fields: Mapping[str, object]) -> Any:
+        """The metadata of the tail's batch. The next plan may overwrite the buffers it is in."""
+        try:
+            with rewritten(forward_batch, fields):
+                seams.plan(self.tail, forward_batch)
+            return getattr(self.tail, "forward_metadata", None)
+        finally:
+            self.tail.forward_metadata = None
+
+    @contextmanager
+    def running(
+        self, forward_batch: Any, fields: Mapping[str, object], metadata: Any
+    ) -> Iterator[None]:
+        """The tail's batch on the tail's backend, whose metadata is planned already."""
+        self.tail.forward_metadata = metadata
+        try:
+            with rewritten(forward_batch, fields), seams.attn_backend_switched(self.tail):
+                yield
+        finally:
+            self.tail.forward_metadata = None
+
+    def write_keys_and_values(
+        self, attention: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write K and V of all rows of a batch, for the layers that read them.
+
+        Args:
+            attention: the ``RadixAttention`` of their layer.
+            k, v: [T, kv_heads, head_dim].
+        """
+        # An intermediate chunk runs no attention of the donor, which would wait until a cache has
+        # loaded the prefix's K and V; the next batch does not wait again.
+        seams.wait_for_kv(self.tail.token_to_kv_pool, attention.layer_id)
+        seams.write_keys_and_values(self.main, self.tail, attention, forward_batch, k, v)
+
+    @torch.no_grad()
+    def compile_kernels(self, attentions: Iterable[Any]) -> None:
+        """Run a decode step of a synthetic request, once for each kind of layer.
+
+        Where another backend serves the decode steps, the first user's prefill would wait for the
+        compiler otherwise. What lies in the reserved slot is read, and nothing is written.
+
+        Args:
+            attentions: each a ``Gemma4Attention`` of the tail.
+        """
+        kinds = {(part.head_dim, part.attn.sliding_window_size): part for part in attentions}
+        weight = next(iter(kinds.values())).q_norm.weight
+        zeros = torch.zeros(_ROWS, dtype=torch.int64, device=weight.device)
+        step = seams.decode_batch(
+            input_ids=zeros, req_pool_indices=zeros, seq_lens=zeros + 1, positions=zeros
+        )
+        with self.running(step, {}, self.plan(step, {})):
+            for part in kinds.values():
+                rows = weight.new_zeros(_ROWS, part.num_heads, part.head_dim)
+                part.attn(rows, None, None, forward_batch=step, save_kv_cache=False)

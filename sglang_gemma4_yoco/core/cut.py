@@ -1,0 +1,202 @@
+"""One prefill that is cut: the layers before the cut, K and V, the tail, the scatter.
+
+With T rows, B kept ones and S the first KV-shared layer, the FFNs of the L layers see
+``[T] * (S - 1) + [B] * (L - S + 1)`` rows: E2B (S = 15, L = 35) with a prompt of 2048 tokens 14
+times 2048 and 21 times 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.core import donor
+from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.kept import TailBatch
+from sglang_gemma4_yoco.core.per_layer import Buffers, PerLayerInputs
+from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.state import ModelState, TailRunner
+
+OTHER_INPUTS = "the model is called without per-layer embeddings"
+OTHER_NORM = "the model does something else between its layers and its norm"
+OTHER_LAYERS = "the model runs other layers than it is told to"
+STREAM_PENDING = "the residual stream is not written before the tail"
+OTHER_ROWS = "the model's rows are not those of the batch"
+
+KeptInputs = Callable[[], "torch.Tensor | None"]
+
+
+class NotCuttableError(Exception):
+    """The model's forward is not one that can be cut; the message says why.
+
+    It turns out when the layers before the cut have run. Nothing is lost but time: run from its
+    beginning, the stock forward serves the batch.
+    """
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch that is cut.
+
+    Attributes:
+        batch: SGLang's ``ForwardBatch``.
+        tail: its kept rows, and the batch as the tail sees it.
+        attention: what the tail attends on.
+        runner: runs the tail, its attention planned; None of an intermediate chunk, whose rows
+            nobody reads.
+    """
+
+    batch: Any
+    tail: TailBatch
+    attention: TailBackend
+    runner: TailRunner | None
+
+    @property
+    def outcome(self) -> str:
+        """What its forward is counted as."""
+        return report.TAIL_SKIPPED if self.runner is None else self.runner.outcome
+
+
+def prefill(
+    state: ModelState, plan: Plan, positions: torch.Tensor, stock: Callable[[], Any]
+) -> Any:
+    """Run one forward that is cut.
+
+    Args:
+        positions: [T].
+        stock: the model's own forward.
+
+    Returns:
+        What ``stock`` does: [T, hidden], or a tuple that begins so. Rows that are not kept are
+        finite, and read by nobody.
+
+    Raises:
+        NotCuttableError: the stock forward must serve the batch.
+    """
+    with layers_before_the_cut(state, plan) as kept_inputs:
+        output = stock()
+    front = seams.layer_rows(output)
+    if front.shape[0] != plan.tail.kept.total:
+        raise NotCuttableError(OTHER_ROWS)
+    write_keys_and_values(state, plan, front, positions)
+    if plan.runner is not None:
+        rows = plan.runner.run(front, positions, kept_inputs)
+        front.index_copy_(0, plan.tail.index, rows)
+    return output
+
+
+def write_keys_and_values(
+    state: ModelState, plan: Plan, front: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Write K and V of layer S-1 for all rows, from its input [T, hidden]."""
+    layer = state.tail_layers[0]
+    k, v = donor.keys_and_values(layer.self_attn, layer.input_layernorm(front), positions)
+    plan.attention.write_keys_and_values(layer.self_attn.attn, plan.batch, k, v)
+
+
+@contextmanager
+def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]:
+    """In the span the model's forward runs layers 0 .. S-2 and no norm.
+
+    Yields what computes the per-layer inputs of the other layers, [B, L - S + 1, width]; they are
+    known when the model has run.
+    """
+    model, buffers = state.model, None if plan.runner is None else plan.runner.buffers
+    inputs = PerLayerInputs(
+        model, state.cut, plan.tail.index, buffers, split=state.splits_per_layer_inputs
+    )
+
+    def unchanged(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+        if others or settings:
+            raise NotCuttableError(OTHER_NORM)
+        if not seams.residual_is_written(plan.batch, rows):
+            raise NotCuttableError(STREAM_PENDING)
+        normed.append(True)
+        return rows
+
+    normed: list[bool] = []
+    with (
+        replaced(model, end_layer=state.cut, project_per_layer_inputs=inputs.project),
+        replaced(model.norm, forward=unchanged),
+    ):
+        yield inputs.kept
+    if len(normed) != 1:
+        raise NotCuttableError(OTHER_NORM)
+    if not inputs.projected or (
+        buffers is not None and inputs.has_embedded() != (buffers.embedded is not None)
+    ):
+        raise NotCuttableError(OTHER_INPUTS)
+
+
+@dataclass(frozen=True)
+class EagerTail:
+    """The tail of one batch, its layers launched one by one.
+
+    Attributes:
+        metadata: of the tail's attention.
+    """
+
+    state: ModelState
+    batch: Any
+    tail: TailBatch
+    metadata: Any
+    outcome: str = report.ACTIVE
+    buffers: Buffers | None = None
+
+    @classmethod
+    def plan(cls, state: ModelState, forward_batch: Any, tail: TailBatch) -> EagerTail:
+        """Plan the tail's attention; the batch is not changed."""
+        assert state.attention is not None
+        return cls(state, forward_batch, tail, state.attention.plan(forward_batch, tail.fields))
+
+    def run(
+        self, front: torch.Tensor, positions: torch.Tensor, kept_inputs: KeptInputs
+    ) -> torch.Tensor:
+        """The kept rows [B, hidden], normed, from all rows [T, hidden] at the cut."""
+        attention, index = self.state.attention, self.tail.index
+        assert attention is not None
+        rows, positions = front.index_select(0, index), positions.index_select(0, index)
+        fields = {**self.tail.fields, "positions": positions}
+        inputs = kept_inputs()
+        with attention.running(self.batch, fields, self.metadata):
+            return run_layers(self.state, self.batch, rows, positions, inputs)
+
+
+def run_layers(
+    state: ModelState,
+    batch: Any,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    inputs: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run layers S-1 to L-1 and the norm; the tail's attention is planned and current.
+
+    Args:
+        batch: the batch of the kept rows.
+        rows: [B, hidden], the residual at the input of layer S-1; overwritten.
+        positions: [B].
+        inputs: [B, L - S + 1, width], the layers' per-layer inputs; None without any.
+
+    Returns:
+        [B, hidden], normed.
+    """
+    try:
+        with donor.sharing(state.tail_layers[0].self_attn):
+            seams.start_residual(batch, rows)
+            for number, layer in enumerate(state.tail_layers):
+                output = layer(
+                    positions=positions,
+                    hidden_states=rows,
+                    per_layer_input=None if inputs is None else inputs[:, number, :],
+                    forward_batch=batch,
+                )
+                rows = seams.layer_rows(output)
+    finally:
+        seams.end_residual(batch)
+    normed: torch.Tensor = state.model.norm(rows)
+    return normed

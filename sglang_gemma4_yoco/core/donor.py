@@ -1,0 +1,125 @@
+"""The donor, the last layer with K and V of its own: these for all rows, the rest for kept ones.
+
+With S the first KV-shared layer, the donor is layer S-1: the shared layers of its kind read the K
+and V that it writes, for all rows. Its own output goes only into the tail. So its queries,
+attention, output projection, FFN and per-layer input are needed for kept rows alone. Once its K and
+V are in the pool it attends as the shared layers do, by the code that SGLang has for those.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.core.replaced import replaced
+
+#: The kernel that norms is compiled apart for few rows and for many.
+_FEW, _MANY = 2, 257
+
+
+def why_not(model: Any) -> str | None:
+    """Why the donor of this model, which has a KV-shared tail, cannot be cut; or None."""
+    donor = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
+    if donor < 1:
+        # The residual of the first layer is its caller's, and must not be written to.
+        return "there is no layer before the donor"
+    layer = model.layers[donor]
+    if type(layer) is not seams.gemma4_causal.Gemma4DecoderLayer:
+        return f"layer {donor} is a {type(layer).__name__}"
+    if type(layer.self_attn) is not seams.gemma4_causal.Gemma4Attention:
+        return f"the attention of layer {donor} is a {type(layer.self_attn).__name__}"
+    return None
+
+
+def _projected(attention: Any, normed: torch.Tensor) -> torch.Tensor:
+    """The columns of K and V of the fused projection, [rows, 2 * kv_size].
+
+    Plain weights are sliced. Of quantised or packed ones, and beside a bias, all columns are
+    computed, as stock does, and the queries dropped: exact for every kind that computes each row
+    for itself.
+
+    Args:
+        normed: [rows, hidden].
+    """
+    projection, start = attention.qkv_proj, attention.q_size
+    if seams.is_plain_linear(projection):
+        return functional.linear(normed, projection.weight[start:])
+    whole: torch.Tensor
+    whole, _bias = projection(normed)
+    return whole[:, start:]
+
+
+def _headwise_norm(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """RMS norm of each head, by the kernel that the stock layer uses on this device.
+
+    Args:
+        rows: [rows, heads * head_dim]; may be overwritten.
+
+    Returns:
+        [rows, heads * head_dim].
+    """
+    if (rows.is_cuda or rows.is_xpu) and norm.scale_shift == 0.0:
+        # The fused kernel norms q, k and v alike; given one of them alone, it is called its q.
+        seams.gemma4_causal.gemma_qkv_rmsnorm(
+            rows,
+            None,
+            None,
+            norm.weight.data,
+            None,
+            num_q_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            eps=norm.eps,
+        )
+        return rows
+    normed: torch.Tensor = norm(rows.unflatten(-1, (heads, head_dim)))
+    return normed.flatten(-2)
+
+
+def keys_and_values(
+    attention: Any, normed: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of every row, as the stock layer would write them.
+
+    Args:
+        attention: a ``Gemma4Attention``.
+        normed: [T, hidden], the layer's normed input.
+        positions: [T].
+
+    Returns:
+        ``(k, v)``, each [T, kv_heads, head_dim].
+    """
+    k, v = _projected(attention, normed).split([attention.kv_size, attention.kv_size], dim=-1)
+    heads, head_dim = attention.num_kv_heads, attention.head_dim
+    k = _headwise_norm(attention.k_norm, k, heads, head_dim)
+    v = _headwise_norm(attention.v_norm, v, heads, head_dim)
+    # The rotary embedding wants queries beside the keys.
+    _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)
+    return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
+
+
+@torch.no_grad()
+def compile_kernels(attention: Any) -> None:
+    """Compute K and V apart from the queries once, as no stock layer does.
+
+    Else the first user's request would wait for their kernels to be compiled.
+    """
+    weight = attention.k_norm.weight
+    for rows in (_FEW, _MANY):
+        normed = weight.new_zeros(rows, attention.qkv_proj.input_size)
+        positions = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+        keys_and_values(attention, normed, positions)
+
+
+def sharing(attention: Any) -> AbstractContextManager[None]:
+    """In the span the donor's attention makes no K and V and reads those of the pool.
+
+    SGLang's own code does so for a KV-shared layer; the donor shares with itself.
+    """
+    return replaced(
+        attention, is_kv_shared_layer=True, kv_shared_layer_index=attention.attn.layer_id
+    )

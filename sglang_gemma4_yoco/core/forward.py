@@ -1,0 +1,157 @@
+"""One prefill forward: cut if its plan says so, served by stock if not, or if the cut fails.
+
+An exception in a forward ends SGLang's scheduler, and with it the server. So a failure of the fast
+path costs time and nothing else: the batch is run once more, as stock, and finds all as the first
+try did. Whoever changed the batch's fields, the attention state or the model has put them back; K
+and V go to the same slots with the same values; and the input embeddings, which layer 0's fused
+add-norm overwrites, are put back here. When stock fails as well, its exception goes to the
+scheduler, as without this package. After ``LIMIT`` failures in a row the path is off.
+
+With other ranks nothing is run again: they might have had no failure, and wait in collectives that
+this rank's second run would answer wrongly.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.core import cut, gate
+from sglang_gemma4_yoco.core.cut import NotCuttableError, Plan
+from sglang_gemma4_yoco.core.state import ENTRY, ModelState
+
+LIMIT = 8
+GIVEN_UP = f"it failed {LIMIT} times in a row and is off in this process"
+
+
+class Forward(Protocol):
+    """A forward that can be run on either path."""
+
+    def fast(self, plan: Plan) -> Any:
+        """Run it on the fast path; what the model goes on with."""
+        ...
+
+    def stock(self) -> Any:
+        """Run it as stock, all as it was before it ran."""
+        ...
+
+    def outcome(self, plan: Plan) -> str:
+        """What it is counted as when it was cut."""
+        ...
+
+
+def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``Gemma4TextModel.forward``, which cuts prefills of models that have a state."""
+
+    @wraps(stock)
+    def forward(
+        self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch.compiler.is_compiling():
+            return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
+
+        def run() -> Any:
+            return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
+
+        state = self.__dict__.get(ENTRY)
+        if state is None:
+            return run()
+        embeds = kwargs.get("input_embeds", args[0] if args else None)
+        return serve(state, forward_batch, EagerForward(state, positions, embeds, run))
+
+    return forward
+
+
+def serve(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
+    """Run a forward on the path that was decided for its batch; what the model goes on with."""
+    rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
+    try:
+        decided = gate.decision(state, forward_batch)
+        if not isinstance(decided, str):
+            return _cut(state, decided, forward)
+    except NotCuttableError as late:  # on all ranks alike, as any refusal
+        decided = str(late)
+        state.refuse(decided)
+        report.steps_aside(decided, logging.ERROR)
+    except Exception as failure:
+        if not seams.is_single_rank():
+            raise
+        _failed(state, failure, rows)
+        return forward.stock()
+    report.stepped_aside(decided, rows, tell=gate.is_news(decided))
+    return forward.stock()
+
+
+def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
+    output = forward.fast(plan)
+    state.failures_in_a_row = 0
+    kept = plan.tail.kept
+    computed = 0 if plan.runner is None else kept.count
+    report.active(
+        state.model,
+        lambda: f"{type(state.model).__name__}, {state.describe()}",
+        forward.outcome(plan),
+        computed=computed,
+        skipped=kept.total - computed,
+    )
+    return output if state.after_cut is None else state.after_cut(forward, plan, output)
+
+
+def _failed(state: ModelState, failure: Exception, rows: int) -> None:
+    """The fast path has failed for so many rows, and stock is about to serve them."""
+    report.failed(failure, rows)
+    state.failures_in_a_row += 1
+    if state.failures_in_a_row == LIMIT:
+        state.refuse(GIVEN_UP)
+        report.steps_aside(GIVEN_UP, logging.ERROR)
+    # The traceback keeps the first try's tensors alive, memory that the second one needs.
+    traceback.clear_frames(failure.__traceback__)
+
+
+class EagerForward:
+    """A forward that the model's own code runs, layer by layer.
+
+    Attributes:
+        positions: [T], what the model was called with.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        positions: torch.Tensor,
+        embeds: torch.Tensor | None,
+        run: Callable[[], Any],
+    ) -> None:
+        """Nothing is run yet.
+
+        Args:
+            embeds: [T, hidden], the input embeddings that the model was called with, or None.
+            run: the model's own forward.
+        """
+        self._state = state
+        self.positions = positions
+        self._embeds = embeds
+        self._run = run
+        self._copy: torch.Tensor | None = None  # of the embeddings, before the first try
+
+    def fast(self, plan: Plan) -> Any:
+        """Run it on the fast path."""
+        if self._embeds is not None:
+            self._copy = self._embeds.clone()
+        return cut.prefill(self._state, plan, self.positions, self._run)
+
+    def stock(self) -> Any:
+        """Run it as stock, given the embeddings that it was given."""
+        if self._embeds is not None and self._copy is not None:
+            self._embeds.copy_(self._copy)
+        return self._run()
+
+    def outcome(self, plan: Plan) -> str:
+        """What it is counted as when it was cut."""
+        return plan.outcome

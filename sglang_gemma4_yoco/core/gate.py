@@ -1,0 +1,314 @@
+"""May this batch be cut, and how? Decided once, right after SGLang has planned its attention.
+
+A wrong yes corrupts answers silently, a wrong no costs time. So everything is refused that is not
+known to read only the kept rows, and a batch whose host-side lengths are not plain lists is refused
+too. Only host fields that are the same on every rank are looked at. What is the same for all
+batches of a server is ``limits``'.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco.core.cut import EagerTail, Plan
+from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
+from sglang_gemma4_yoco.core.state import ENTRY, ModelState, TailRunner
+from sglang_gemma4_yoco.deciding import arguments, backends
+
+CAPTURING = "a CUDA graph is being captured"
+CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
+UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
+NOTHING_TO_SKIP = "every row of the batch is read"
+TOO_LITTLE = "too few rows could be skipped"
+IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
+EMBEDDINGS = "embeddings"
+NO_EXTEND = "the batch is no plain extend"
+NOT_PLANNED = "the tail's attention was not planned for this batch"
+_OTHER_MODE = "forward mode "
+
+# What an operator need not hear of: such a batch is no prefill, or has nothing worth skipping; and
+# embeddings of these models end SGLang's own server, whose error should be the last line.
+_NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
+
+# A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
+# Other fields can be set on servers that are refused at start, or on those of other models.
+REFUSING_FIELDS = {
+    "spec_info": arguments.SPECULATIVE,
+    "return_hidden_states_before_norm": arguments.HIDDEN_STATES,
+    "multi_item_delimiter_indices": "multi-item scoring",
+    "input_embeds": "input embeddings",
+    "replace_embeds": "replaced embeddings",
+    "full_prefill_cuda_graph_capture": CAPTURING,
+}
+
+# NULL captures nothing and LAST the last row of each request; FULL reads every row.
+_LAST_ROW_CAPTURES = (None, seams.CaptureHiddenMode.NULL, seams.CaptureHiddenMode.LAST)
+_EXTENDS = (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED)
+
+# Rows that a batch must be able to skip, and of how many rows one.
+_FEWEST_ON_CPU, _FEWEST_EAGER_ON_GPU, _ONE_OF = 3, 1024, 16
+
+
+class Eligible(NamedTuple):
+    """What was found out about a batch that may be cut.
+
+    Attributes:
+        kept: the rows whose logits the sampler and the logprobs read.
+        is_intermediate_chunk: no request of it finishes its prompt, so nobody reads any row.
+        bucket: of the captured tail that has room for the rows; None if the tail runs eagerly.
+    """
+
+    kept: KeptRows
+    is_intermediate_chunk: bool
+    bucket: int | None
+
+
+def is_news(reason: str) -> bool:
+    """Whether a reason tells an operator something; it is counted in any case."""
+    return reason not in _NO_NEWS and not reason.startswith(_OTHER_MODE)
+
+
+# -- once for each batch ---------------------------------------------------------------------------
+
+
+def plan_batch(state: ModelState, forward_batch: Any) -> None:
+    """SGLang has planned this batch's attention: decide, and leave the decision on the batch."""
+    try:
+        decided: Plan | str = make_plan(state, forward_batch)
+    except Exception as failure:
+        if not seams.is_single_rank():
+            raise  # the other ranks go on with a tail
+        report.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
+        decided = NOT_PLANNED
+    setattr(forward_batch, ENTRY, decided)
+
+
+def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
+    """The plan of a batch, its attention planned; or why it runs as stock. It is not changed."""
+    found = check_eligibility(state, forward_batch)
+    return found if isinstance(found, str) else plan_of(state, forward_batch, found)
+
+
+def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
+    """The plan of an eligible batch, its attention planned."""
+    attention, runner = state.attention, None
+    assert attention is not None, "without a backend of the tail's own all batches are refused"
+    tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
+    if not eligible.is_intermediate_chunk:
+        runner = _runner(state, forward_batch, tail, eligible.bucket)
+    return Plan(forward_batch, tail, attention, runner)
+
+
+def _runner(
+    state: ModelState, forward_batch: Any, tail: TailBatch, bucket: int | None
+) -> TailRunner:
+    if bucket is None or state.captured is None:
+        return EagerTail.plan(state, forward_batch, tail)
+    return state.captured.plan(forward_batch, tail, bucket)
+
+
+def decision(state: ModelState, forward_batch: Any) -> Plan | str:
+    """What was decided of this very batch, taken from it; or why it was never planned.
+
+    Two things can come about since: a graph is captured now (on AMD SGLang begins to after
+    planning), and another attention backend is current. Nothing else that was looked at changes
+    between planning and the forward.
+    """
+    decided: Plan | str | None = getattr(forward_batch, ENTRY, None)
+    if decided is None:
+        return ineligible_reason(state, forward_batch) or NOT_PLANNED
+    setattr(forward_batch, ENTRY, None)  # else batch and plan would hold each other
+    if isinstance(decided, str):
+        return decided
+    if seams.is_capturing():
+        return CAPTURING
+    current = seams.current_attn_backend()
+    return decided if current is decided.attention.main else NOT_PLANNED
+
+
+# -- may it be cut? --------------------------------------------------------------------------------
+
+
+def ineligible_reason(state: ModelState, forward_batch: Any) -> str | None:
+    """Why this forward must run as stock, or None when it may skip rows in the shared layers."""
+    found = check_eligibility(state, forward_batch)
+    return found if isinstance(found, str) else None
+
+
+def check_eligibility(
+    state: ModelState, forward_batch: Any, *, in_graph: bool = False
+) -> Eligible | str:
+    """May this forward skip rows in the shared layers?
+
+    Args:
+        forward_batch: the batch that the model is about to run, SGLang's ``ForwardBatch``.
+        in_graph: whoever asks runs the layers before the cut from a graph, and so may be cut
+            where the model's own forward may not.
+
+    Returns:
+        What was found out about it; or why it must run as stock, in one line, fit for a log and as
+        a metric's label.
+    """
+    # The mode first: it is what refuses an ineligible forward most often.
+    reason = _mode(forward_batch) or state.refused
+    if reason is None and not in_graph and seams.is_capturing():
+        reason = CAPTURING
+    reason = reason or _fields(state, forward_batch) or _lengths(forward_batch)
+    if reason is not None:
+        return reason
+    kept, intermediate = kept_rows(forward_batch), is_intermediate_chunk(forward_batch)
+    bucket = None
+    if state.captured is not None and not intermediate:
+        bucket = state.captured.bucket_for(kept)
+    eligible = Eligible(kept, intermediate, bucket)
+    return _rows(state, forward_batch, eligible) or _backend(state) or eligible
+
+
+def _mode(forward_batch: Any) -> str | None:
+    mode = forward_batch.forward_mode
+    if isinstance(mode, seams.ForwardMode):
+        return None if mode in _EXTENDS else f"{_OTHER_MODE}{mode.name}"
+    # Whatever is not SGLang's own enum must at least answer SGLang's own question.
+    return None if mode is not None and mode.is_extend_without_speculative() else NO_EXTEND
+
+
+def _fields(state: ModelState, forward_batch: Any) -> str | None:
+    for name, reason in REFUSING_FIELDS.items():
+        if getattr(forward_batch, name, None) not in (None, False):
+            return reason
+    # Index i captures the input of layer i, which is all rows' up to the cut alone.
+    if max(state.model.layers_to_capture or (0,)) >= state.cut:
+        return CAPTURE_IN_TAIL
+    algorithm = getattr(forward_batch, "spec_algorithm", None)
+    speculates = algorithm is not None and not algorithm.is_none()
+    if speculates and getattr(algorithm, "name", None) not in arguments.LAST_ROW_DRAFTS:
+        return arguments.SPECULATIVE
+    capture = getattr(forward_batch, "capture_hidden_mode", None)
+    if capture not in _LAST_ROW_CAPTURES and not speculates:
+        return arguments.HIDDEN_STATES
+    adapters = getattr(forward_batch, "lora_ids", None) or ()
+    return arguments.LORA if len(adapters) > list(adapters).count(None) else None
+
+
+def _lengths(forward_batch: Any) -> str | None:
+    lens = forward_batch.extend_seq_lens_cpu
+    prefixes = forward_batch.extend_prefix_lens_cpu
+    if type(lens) is not list or type(prefixes) is not list:
+        return UNKNOWN_LENGTHS
+    total, input_ids = sum(lens), getattr(forward_batch, "input_ids", None)
+    if (
+        not len(lens) == len(prefixes) == len(forward_batch.seq_lens)
+        or min(lens, default=0) < 1
+        or total != forward_batch.extend_num_tokens
+        or (input_ids is not None and total != len(input_ids))
+    ):
+        return UNKNOWN_LENGTHS
+    if forward_batch.return_logprob:
+        starts = forward_batch.extend_logprob_start_lens_cpu
+        if type(starts) is not list or len(starts) != len(lens):
+            return UNKNOWN_LENGTHS
+    return None
+
+
+def kept_rows(forward_batch: Any) -> KeptRows:
+    """The rows of an extend batch whose logits the sampler and the logprobs read."""
+    return KeptRows.suffixes(
+        forward_batch.extend_seq_lens_cpu,
+        forward_batch.extend_prefix_lens_cpu,
+        forward_batch.extend_logprob_start_lens_cpu if forward_batch.return_logprob else None,
+    )
+
+
+def is_intermediate_chunk(forward_batch: Any) -> bool:
+    """Whether nobody reads any row of an eligible batch: it only fills the cache.
+
+    SGLang throws away what it samples from an unfinished chunk. It counts running requests that
+    decode along in a mixed batch as unfinished as well, though their rows are read; those have one
+    new token each, so a batch with such a request counts as read.
+    """
+    capture = getattr(forward_batch, "capture_hidden_mode", None)
+    return (
+        not getattr(forward_batch, "contains_last_prefill_chunk", True)
+        and min(forward_batch.extend_seq_lens_cpu) > 1
+        and capture in (None, seams.CaptureHiddenMode.NULL)
+        and not _wants_input_logprobs(forward_batch)
+    )
+
+
+def _wants_input_logprobs(forward_batch: Any) -> bool:
+    if not forward_batch.return_logprob:
+        return False
+    starts, lens = forward_batch.extend_logprob_start_lens_cpu, forward_batch.extend_seq_lens_cpu
+    return any(start < n for start, n in zip(starts, lens, strict=True))
+
+
+def _rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | None:
+    kept = eligible.kept
+    if kept.count == kept.total:
+        return NOTHING_TO_SKIP
+    read = 0 if eligible.is_intermediate_chunk else kept.count
+    eager = eligible.bucket is None and read > 0
+    minimum = settings.current.min_skipped_rows
+    if not is_worth_cutting(kept.total, read, minimum, eager=eager, on_gpu=state.on_gpu):
+        return TOO_LITTLE
+    # An image's rows attend in both directions, which the suffix's attention does not know of.
+    # The last row of a request has nothing after it, so for it that makes no difference.
+    spread = not kept.one_per_request
+    return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None
+
+
+def is_multimodal(forward_batch: Any) -> bool:
+    """Whether some request brings images, video or audio.
+
+    SGLang puts their embeddings in place of the inputs once the batch has been planned.
+    """
+    inputs = getattr(forward_batch, "mm_inputs", None) or ()
+    return getattr(forward_batch, "mm_input_embeds", None) is not None or any(
+        request is not None for request in inputs
+    )
+
+
+def _backend(state: ModelState) -> str | None:
+    """Why the tail cannot run in a forward on the current attention backend, or None."""
+    current = seams.current_attn_backend()
+    # Outside of a forward there is none, and nothing is computed; the runner's own was looked at
+    # when it was built.
+    if current is None or (state.attention is not None and current is state.attention.main):
+        return None
+    return backends.why_not_tail(current)
+
+
+def is_worth_cutting(
+    total: int, read: int, minimum: int | None = None, *, eager: bool = True, on_gpu: bool = False
+) -> bool:
+    """Whether skipping ``total - read`` rows saves more than the cut itself costs.
+
+    - A tail that is captured, or that nobody reads, spares the host 21 layers of 35 (E2B) or 19 of
+      42 (E4B), whatever the rows: one skipped row is enough.
+    - An eager tail on a CPU: a layer reads all its weights for one row as for three, so few skipped
+      rows save nothing; and where nearly all are kept nothing is won. Hence at least 3 rows, and a
+      sixteenth of them (``benchmark/results/threshold_e2b-mini_cpu_sglang-0.5.23.json``).
+    - An eager tail on a GPU spares the device alone, so that it pays only where the device is
+      slower than the host. With h seconds of the host per layer, w multiplied weights of a layer
+      and F operations per second, that is from h * F / (2 * w) rows on: h = 0.35 ms, F = 3e14 (an
+      H100) and E2B's w = 5e7 make 1050. A model, until a GPU has been measured.
+
+    Args:
+        total: rows of the batch, T.
+        read: rows that somebody reads; 0 for an intermediate chunk.
+        minimum: the operator's own number of rows to skip, which replaces the rule.
+        eager: its tail is launched layer by layer.
+
+    >>> is_worth_cutting(2048, 1), is_worth_cutting(16, 14), is_worth_cutting(100, 95)
+    (True, False, False)
+    >>> is_worth_cutting(2, 1, eager=False), is_worth_cutting(800, 1, on_gpu=True)
+    (True, False)
+    """
+    skipped = total - read
+    if minimum is not None:
+        return skipped >= minimum
+    if not eager:
+        return skipped >= 1
+    fewest = _FEWEST_EAGER_ON_GPU if on_gpu else _FEWEST_ON_CPU
+    return skipped >= fewest and skipped * _ONE_OF >= total

@@ -1,0 +1,142 @@
+"""Per-layer inputs (PLE), with those of the tail's layers computed for kept rows only.
+
+``project_per_layer_inputs`` makes [T, L, width] for all L layers at once: a GEMM, a norm and four
+elementwise passes. The layers from the cut on read kept rows only, so the stock function is run
+twice over a part of the layers each: for all rows before the cut, and, when the tail asks, for the
+kept rows after it. Rows do not depend on each other and neither do layers, so nothing changes.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from sglang_gemma4_yoco import seams
+
+
+def can_be_split(model: Any) -> bool:
+    """Whether this model has per-layer inputs and projects them with plain weights."""
+    projection = getattr(model, "per_layer_model_projection", None)
+    return projection is not None and seams.is_plain_linear(projection)
+
+
+class _SomeLayers:
+    """The model as ``project_per_layer_inputs`` sees it, with layers [start, stop) only."""
+
+    def __init__(self, model: Any, start: int, stop: int) -> None:
+        width = model.hidden_size_per_layer_input
+        self._model = model
+        self._columns = slice(start * width, stop * width)
+        self.config = SimpleNamespace(num_hidden_layers=stop - start)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def per_layer_model_projection(self, embeds: torch.Tensor) -> tuple[torch.Tensor, None]:
+        weight = self._model.per_layer_model_projection.weight[self._columns]
+        return functional.linear(embeds, weight), None
+
+
+def project(
+    model: Any, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
+) -> torch.Tensor:
+    """Per-layer inputs of layers [start, stop), by the stock function.
+
+    Args:
+        embeds: [rows, hidden], the input embeddings.
+        embedded: [rows, stop - start, width], these layers' per-layer embeddings, or None.
+
+    Returns:
+        [rows, stop - start, width].
+    """
+    some_layers = _SomeLayers(model, start, stop)
+    projected: torch.Tensor = type(model).project_per_layer_inputs(some_layers, embeds, embedded)
+    return projected
+
+
+class Buffers(NamedTuple):
+    """Where a captured tail reads what its per-layer inputs are made of.
+
+    Attributes:
+        embeds: [B, hidden], for the kept rows' input embeddings.
+        embedded: [B, L - cut, width], for their per-layer embeddings; None without any.
+    """
+
+    embeds: torch.Tensor
+    embedded: torch.Tensor | None
+
+
+class PerLayerInputs:
+    """One forward's. Its ``project`` takes the place of the model's ``project_per_layer_inputs``.
+
+    Where they can be split, the model's loop gets this object for its [T, L, width] tensor, and
+    takes ``inputs[:, layer, :]`` from it for the layers before the cut.
+    """
+
+    def __init__(
+        self, model: Any, cut: int, index: torch.Tensor, buffers: Buffers | None, *, split: bool
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+            cut: the first layer that reads kept rows only.
+            index: [B], the kept rows.
+            buffers: of a captured tail, which projects its inputs itself.
+            split: ``can_be_split(model)``.
+        """
+        self._model = model
+        self._cut = cut
+        self._index = index
+        self._buffers = buffers
+        self._split = split
+        self._stock = model.project_per_layer_inputs
+        self._front: torch.Tensor | None = None
+        self._embeds: torch.Tensor | None = None
+        self._embedded: torch.Tensor | None = None
+        #: The model has asked for them.
+        self.projected = False
+
+    def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
+        """Project those before the cut, and keep what the others are made of.
+
+        Args:
+            embeds: [T, hidden], the input embeddings.
+            embedded: [T, L, width], the per-layer embeddings, or None.
+        """
+        self.projected = True
+        if not self._split:
+            self._front = self._stock(embeds, embedded)
+            return self._front
+        cut, into = self._cut, self._buffers or (None, None)
+        of_front = None if embedded is None else embedded[:, :cut]
+        self._front = project(self._model, embeds, of_front, 0, cut)
+        # Copies made now: the embeddings are layer 0's residual, which its fused add-norm
+        # overwrites.
+        self._embeds = torch.index_select(embeds, 0, self._index, out=into[0])
+        if embedded is not None:
+            self._embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
+        return self
+
+    def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor:
+        rows, layer, columns = key
+        if rows != slice(None) or columns != slice(None) or layer >= self._cut:
+            raise IndexError(f"per-layer inputs of layers before {self._cut} are asked for {key}")
+        assert self._front is not None
+        return self._front[:, layer]
+
+    def has_embedded(self) -> bool:
+        """Whether the model was called with per-layer embeddings."""
+        return self._embedded is not None
+
+    def kept(self) -> torch.Tensor | None:
+        """Those of the tail's layers, [B, L - cut, width]; None of a model without any."""
+        if self._split:
+            assert self._embeds is not None
+            stop = self._model.config.num_hidden_layers
+            return project(self._model, self._embeds, self._embedded, self._cut, stop)
+        if self._front is None:
+            return None
+        return self._front[:, self._cut :].index_select(0, self._index)

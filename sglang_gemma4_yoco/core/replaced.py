@@ -1,0 +1,29 @@
+"""Attributes of single objects, replaced for a span and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_ABSENT = object()
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """``owner`` has these attributes in the span, and afterwards what it had before.
+
+    They go into the instance's ``__dict__``, where ``nn.Module.__call__`` finds a method before its
+    class's; other instances, and the class, are untouched. ``owner`` may be a module of Python.
+    """
+    own = owner.__dict__
+    before = [(name, own.get(name, _ABSENT)) for name in attributes]
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name, value in before:
+            if value is _ABSENT:
+                own.pop(name, None)
+            else:
+                own[name] = value

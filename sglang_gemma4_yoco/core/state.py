@@ -1,0 +1,189 @@
+"""What is known of a served model; found from the model, and owned by its runner's start."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
+from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
+from sglang_gemma4_yoco.core.replaced import replaced
+
+#: Where a model has its ``ModelState``, and a batch its plan.
+ENTRY = "_yoco"
+
+_attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
+
+
+class TailRunner(Protocol):
+    """Runs the tail of one planned batch."""
+
+    @property
+    def outcome(self) -> str:
+        """What its forward is counted as."""
+        ...
+
+    @property
+    def buffers(self) -> Buffers | None:
+        """Where it reads what its per-layer inputs are made of; None if it is handed them."""
+        ...
+
+    def run(
+        self,
+        front: torch.Tensor,
+        positions: torch.Tensor,
+        kept_inputs: Callable[[], torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The kept rows [B, hidden], normed, from all rows [T, hidden] at the cut."""
+        ...
+
+
+class CapturedTail(Protocol):
+    """Tails for some numbers of rows that run without the host."""
+
+    def bucket_for(self, kept: KeptRows) -> int | None:
+        """The smallest bucket with room for these rows; None if there is none."""
+        ...
+
+    def plan(self, forward_batch: Any, tail: TailBatch, bucket: int) -> TailRunner:
+        """The runner of this batch's tail, its attention planned."""
+        ...
+
+
+class ModelState:
+    """What is known of one model.
+
+    With S the first KV-shared layer of L, layers 0 to S-2 run on all rows, and layers S-1 to L-1,
+    but for K and V of layer S-1, on kept rows.
+
+    Attributes:
+        model: a ``Gemma4TextModel``.
+        refused: why no batch of it is cut, or None. Constant, or set by ``refuse``.
+        attention: the tail's own attention backend; None if ``refused``.
+        captured: the captured tail, if there is one.
+        planner: called with this and each batch, no decode step, whose attention SGLang has
+            planned.
+        after_cut: called with each forward that was cut, its plan and its output; returns the
+            output that the model goes on with. None if nothing is to be done.
+        failures_in_a_row: of the fast path.
+        facts: what the parts that hook on here have to say in /server_info, by entry.
+    """
+
+    def __init__(
+        self, model: Any, refused: str | None, attention: TailBackend | None = None
+    ) -> None:
+        self.model = model
+        self.refused = refused
+        self.attention = attention
+        self.captured: CapturedTail | None = None
+        self.planner: Callable[[ModelState, Any], None] = lambda *_: None
+        self.after_cut: Callable[[Any, Any, Any], Any] | None = None
+        self.failures_in_a_row = 0
+        self.facts: dict[str, Any] = {}
+        self.splits_per_layer_inputs = can_be_split(model)
+        self._patches = ExitStack()
+
+    @cached_property
+    def first_shared(self) -> int:
+        """S, the first layer that reads an earlier layer's K and V."""
+        first = first_shared_layer(self.model.config)
+        assert first is not None, "models without a KV-shared tail are refused"
+        return first
+
+    @cached_property
+    def cut(self) -> int:
+        """S-1, the donor: the first layer that runs on kept rows."""
+        return self.first_shared - 1
+
+    @cached_property
+    def tail_layers(self) -> list[Any]:
+        """Layers S-1 to L-1; the first is the donor."""
+        return list(self.model.layers)[self.cut :]
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether it runs on a GPU, where launches take time."""
+        device = getattr(getattr(self.attention, "tail", None), "device", "cpu")
+        return torch.device(device).type == "cuda"
+
+    def describe(self) -> str:
+        """Where it is cut, and on which attention, for the log and /server_info."""
+        assert self.attention is not None
+        main, tail = type(self.attention.main).__name__, type(self.attention.tail).__name__
+        other = "" if main == tail else f", the tail's by {tail}"
+        return (
+            f"cut inside layer {self.cut}, after its K and V "
+            f"(of {self.model.config.num_hidden_layers} layers), attention by {main}{other}"
+        )
+
+    def attach(self, planner: Callable[[ModelState, Any], None]) -> None:
+        """Be found from the model; have ``planner`` called with each batch, no decode step, whose
+        attention SGLang has planned."""
+        self.model.__dict__[ENTRY] = self
+        _attached.add(self)
+        self.planner = planner
+        if self.attention is None:
+            return
+        stock = self.attention.main.init_forward_metadata
+
+        def init_forward_metadata(forward_batch: Any) -> None:
+            stock(forward_batch)
+            if forward_batch.forward_mode is not seams.ForwardMode.DECODE:
+                self.planner(self, forward_batch)
+
+        self._patches.enter_context(
+            replaced(self.attention.main, init_forward_metadata=init_forward_metadata)
+        )
+
+    def close(self) -> None:
+        """Leave the runner's backend and the model as they were."""
+        self._patches.close()
+        self.model.__dict__.pop(ENTRY, None)
+        _attached.discard(self)
+
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called when this closes."""
+        self._patches.callback(callback)
+
+    def refuse(self, reason: str) -> None:
+        """Cut no batch from now on."""
+        self.refused = reason
+        self.after_cut = None
+
+    @contextmanager
+    def refusing(self, reason: str) -> Iterator[None]:
+        """Cut no batch in the span."""
+        before, self.refused = self.refused, reason
+        try:
+            yield
+        finally:
+            self.refused = before
+
+
+def first_shared_layer(config: Any) -> int | None:
+    """S, the first layer that reads an earlier layer's K and V; None if there is no such tail.
+
+    A model whose layers are all shared (the multi-token-prediction assistant) has no layer that
+    could write K and V, so it has no tail either.
+    """
+    layers = config.num_hidden_layers
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    return layers - shared if 0 < shared < layers else None
+
+
+def find(model: Any) -> ModelState | None:
+    """What is known of ``model``, if anything is."""
+    state: ModelState | None = model.__dict__.get(ENTRY)
+    return state
+
+
+def attached() -> ModelState | None:
+    """What is known of the model that this process serves."""
+    return next(iter(_attached), None)

@@ -1,0 +1,166 @@
+"""What happens when a runner starts: reasons against, the state, the captured tail, the check."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from sglang_gemma4_yoco import __version__, report, seams, settings
+from sglang_gemma4_yoco.captured import graphs, proof
+from sglang_gemma4_yoco.core import donor, gate
+from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.state import ModelState, find, first_shared_layer
+from sglang_gemma4_yoco.deciding import arguments, backends, quantised, ranks
+
+try:
+    from sglang_gemma4_yoco import prefill_graphs
+except ImportError:  # left out, or this SGLang captures prefills otherwise: they run as stock
+    prefill_graphs = None  # type: ignore[assignment]
+
+NO_SHARED_LAYERS = "the model has no KV-shared tail"
+
+
+def model_reason(model: Any) -> str | None:
+    """Why no batch of this model, in a server with these arguments, may be cut; or None."""
+    first = first_shared_layer(model.config)
+    reason = seams.unseen(sorted(arguments.judged()), ()) or arguments.server_reason()
+    if reason is not None or first is None:
+        return reason or NO_SHARED_LAYERS
+    if not seams.holds_all_layers(model):
+        return arguments.PIPELINE
+    return quantised.coupled_reason(model, first)
+
+
+def of(model: Any) -> ModelState:
+    """What is known of ``model``; of one that no runner has, what it says of itself."""
+    return find(model) or ModelState(model, model_reason(model))
+
+
+# -- SGLang has built its attention backends -------------------------------------------------------
+
+
+def start(runner: Any, model: Any) -> None:
+    """Find out anew what there is to know; with several ranks, the same on all of them."""
+    previous = find(model)
+    if previous is not None:
+        previous.close()
+    reason, attention = _runner_reason(runner, model), None
+    if reason is None:
+        attention = _tail_backend(runner)
+        reason = backends.NO_TAIL if attention is None else None
+    found = f"{__version__}, refused: {reason}, {settings.current}"
+    reason = ranks.disagreement(found) or reason
+    state = ModelState(model, reason, attention if reason is None else None)
+    state.attach(gate.plan_batch)
+    if reason is None:
+        _compile_kernels(state)
+    elif gate.is_news(reason):
+        wrong = reason == arguments.WRONG_REPLAYS
+        report.steps_aside(reason, logging.WARNING if wrong else logging.INFO)
+
+
+def _runner_reason(runner: Any, model: Any) -> str | None:
+    if not runner.is_generation:
+        return gate.EMBEDDINGS
+    main = runner.attn_backend
+    return (
+        model_reason(model)
+        or donor.why_not(model)
+        or backends.why_not_main(main)
+        or backends.why_not_pool(runner.token_to_kv_pool, runner.dtype, main)
+    )
+
+
+def _tail_backend(runner: Any) -> TailBackend | None:
+    """The tail's own backend, or None and a line in the log. Never raises."""
+    try:
+        tail = seams.build_attn_backend(runner)
+        if backends.TAIL in backends.can(type(tail)):
+            return TailBackend(runner.attn_backend, tail)
+        failure = f"what is registered as triton is a {type(tail).__name__}"
+    except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
+        failure = repr(raised)
+    report.once(
+        f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
+        logging.WARNING,
+    )
+    return None
+
+
+def _compile_kernels(state: ModelState) -> None:
+    """Compile what no stock layer compiles. Never raises: the first forward would do it as well."""
+    try:
+        donor.compile_kernels(state.tail_layers[0].self_attn)
+        assert state.attention is not None
+        state.attention.compile_kernels([layer.self_attn for layer in state.tail_layers])
+    except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
+        report.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
+
+
+# -- SGLang captures its own graphs ----------------------------------------------------------------
+
+
+@contextmanager
+def capturing(runner: Any, model: Any) -> Iterator[None]:
+    """The span in which SGLang captures graphs of this model; afterwards the path is set up.
+
+    They are captured at start, and anew for new weights.
+    """
+    state = find(model)
+    if state is None or state.refused is not None:
+        yield
+        return
+    with ExitStack() as span:
+        if prefill_graphs is not None:
+            span.enter_context(prefill_graphs.capturing(runner, state))
+        yield
+    set_up(runner, state)
+
+
+def set_up(runner: Any, state: ModelState) -> None:
+    """Capture the tail, and compare the model with stock when nobody is served yet."""
+    _capture_tail(runner, state)
+    first = "check" not in state.facts
+    if first:
+        _check(runner, state)
+    if prefill_graphs is not None and state.refused is None:
+        prefill_graphs.attach(runner, state)
+    if first and state.refused is None:
+        report.once(
+            f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {state.facts['check']}"
+        )
+
+
+def _capture_tail(runner: Any, state: ModelState) -> None:
+    """Capture the tail, on all ranks or on none.
+
+    Raises:
+        Exception: it failed, and other ranks wait for this one.
+    """
+    attentions = [layer.self_attn.attn for layer in state.tail_layers]
+    reason = graphs.prepare(runner, state)
+    reason = ranks.disagreement(f"captured: {reason}") or reason
+    if reason is None:
+        tail = graphs.capture(runner, state, lambda tail: proof.prove(tail, runner, attentions))
+        # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
+        rows = tail if isinstance(tail, str) else tail.rows
+        reason = ranks.disagreement(f"replayed: {rows}")
+        if reason is None and not isinstance(tail, str):
+            graphs.use(state, tail)
+            return
+        if not isinstance(tail, str):
+            tail.close()
+        else:
+            reason = tail
+    graphs.drop(state, reason or graphs.NONE_GOOD)
+
+
+def _check(runner: Any, state: ModelState) -> None:
+    """Compare with stock, or know why not. With several ranks all of them agree, or none.
+
+    Raises:
+        Exception: it failed, and other ranks wait for this one.
+    """
+    state.facts["check"] = "not checked"
