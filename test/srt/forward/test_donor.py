@@ -34,11 +34,10 @@ from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams, settings
-from sglang_gemma4_yoco.cutting import cut, fallback
+from sglang_gemma4_yoco.core import cut, forward
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
-from sglang_gemma4_yoco.tail.donor import DonorCut
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.core.replaced import replaced
 from stand_ins import Doubled, Packed, halved_weights
 
 

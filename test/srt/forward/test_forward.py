@@ -47,8 +47,7 @@ from sglang_gemma4_yoco.cutting import cut, fallback, forward, gate, served
 from sglang_gemma4_yoco.cutting.gate import plan_of
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.loading import patch, start
-from sglang_gemma4_yoco.tail.donor import DonorCut
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.core.replaced import replaced
 
 EVERY_CALL = range(10**9)
 
@@ -278,19 +277,19 @@ def test_failures_in_a_row_turn_the_fast_path_off(
     stock = run(engine, scheduled, "0")
     report.reset()
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        for _ in range(fallback.LIMIT):
-            assert report.forwards[fallback.GIVEN_UP] == 0
+        for _ in range(forward.LIMIT):
+            assert report.forwards[forward.GIVEN_UP] == 0
             with failing(engine, "last tail layer"):
                 assert_served_by_stock(stock, run(engine, scheduled, "1"))
         for _ in range(3):
             after = run(engine, scheduled, "1")
             assert after.rows == stock.rows
             assert_same_answers(stock, after, 0.0)
-    assert report.forwards == {report.FAILED: fallback.LIMIT, fallback.GIVEN_UP: 3}
+    assert report.forwards == {report.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
     first, off = [record for record in caplog.records if record.levelname == "ERROR"]
     assert first.exc_info
-    assert fallback.GIVEN_UP in off.getMessage()
-    assert [m for m in caplog.messages if fallback.GIVEN_UP in m] == [off.getMessage()]
+    assert forward.GIVEN_UP in off.getMessage()
+    assert [m for m in caplog.messages if forward.GIVEN_UP in m] == [off.getMessage()]
     # A new installation begins anew.
     patch.uninstall()
     patch.install()
@@ -301,11 +300,11 @@ def test_failures_in_a_row_turn_the_fast_path_off(
 def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     for _ in range(3):
-        for _ in range(fallback.LIMIT - 1):
+        for _ in range(forward.LIMIT - 1):
             with failing(engine, "last tail layer"):
                 run(engine, scheduled, "1")
         assert run(engine, scheduled, "1").rows[-1] == 1
-    assert report.forwards == {report.FAILED: 3 * (fallback.LIMIT - 1), report.ACTIVE: 3}
+    assert report.forwards == {report.FAILED: 3 * (forward.LIMIT - 1), report.ACTIVE: 3}
 
 
 def test_a_forward_that_never_comes_to_the_cut(
@@ -326,7 +325,7 @@ def test_a_forward_that_never_comes_to_the_cut(
         ends.append(model.end_layer)
         return len(ends)
 
-    for _ in range(fallback.LIMIT - 1):
+    for _ in range(forward.LIMIT - 1):
         fallback.failed(InjectedError())
     report.reset()
     with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
@@ -383,7 +382,7 @@ def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
     try:
         assert known.planned is None
         assert attention.tail.forward_metadata is None
-        assert served.find(engine.text_model) is None
+        assert state.find(engine.text_model) is None
         assert set(served._attached) == others
     finally:
         engine.runner.init_attention_backends()

@@ -56,14 +56,13 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
 from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import proof, rounding
-from sglang_gemma4_yoco.cutting import cut, fallback, gate
+from sglang_gemma4_yoco.core import cut, forward, gate
 from sglang_gemma4_yoco.deciding import backends, ranks
 from sglang_gemma4_yoco.loading import patch, start
 from sglang_gemma4_yoco.settings import Settings
 from sglang_gemma4_yoco.tail import graphs
-from sglang_gemma4_yoco.tail.donor import DonorCut
-from sglang_gemma4_yoco.tail.graphs import TailGraphs
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.core.replaced import replaced
 from stand_ins import halved_weights
 
 pytest.importorskip(
@@ -86,7 +85,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 def tail(engine: Engine) -> TailGraphs:
     """The engine's recorded tail, from layer K-1 on; whoever lets it go has it recorded anew."""
     known = start.of(engine.text_model)
-    return known.graphs or record_tail(engine, MOST)
+    return known.captured or record_tail(engine, MOST)
 
 
 def assert_replayed(
@@ -411,9 +410,9 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     """At once: nothing waits for Python's collector of cycles, which knows no GPU's memory."""
     known = start.of(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
-    assert known.graphs is not None
+    assert known.captured is not None
     assert buffers() == ["cuda_graph_kv_indices"]
-    batches = [graph.batch for graph in known.graphs._graphs.values()]
+    batches = [graph.batch for graph in known.captured._graphs.values()]
     assert [getattr(batch, "residual_stream", None) for batch in batches] == [None] * 3
     assert_replayed(engine, TWO_PROMPTS)
     gc.collect()
@@ -451,7 +450,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         "every proof": graphs.NONE_GOOD,
         "another rank": ranks.NOT_ALIKE,
     }
-    assert (known.graphs, known.launched_because) == (None, because[fails])
+    assert (known.captured, known.launched_because) == (None, because[fails])
     assert buffers() == []
     assert_replayed(engine, TWO_PROMPTS, launched=True)
 
@@ -484,8 +483,8 @@ def test_all_row_counts_by_default(engine: Engine) -> None:
     known = start.of(engine.text_model)
     known.drop_graphs(graphs.NOT_YET)
     with recorded_decode_steps(engine):
-        assert known.graphs is not None, known.launched_because
-        assert known.graphs.rows == (1, 2, 4, 8, 16, 32)
+        assert known.captured is not None, known.launched_because
+        assert known.captured.rows == (1, 2, 4, 8, 16, 32)
     known.drop_graphs(graphs.NOT_YET)
 
 
@@ -693,7 +692,7 @@ def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(proof, "difference", lambda *_: rounding.defect("the recorded tail"))
     with pytest.raises(AssertionError, match="no graph gave what the launched layers give"):
         record_tail(engine, MOST)
-    assert known.graphs is None
+    assert known.captured is None
     assert_replayed(engine, TWO_PROMPTS, launched=True)
 
 
@@ -713,7 +712,7 @@ def test_a_failing_recording_leaves_a_working_server(
         broken.setattr(seams.GraphBackend, "record", impossible)
         with pytest.raises(AssertionError, match="recording failed: InjectedError"):
             record_tail(engine, MOST)
-    assert known.graphs is None
+    assert known.captured is None
     [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "no memory for a graph" in record.getMessage()
     assert_replayed(engine, TWO_PROMPTS, launched=True)
@@ -734,7 +733,7 @@ def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
         broken.setattr(fallback, "is_alone", lambda: False)
         with pytest.raises(InjectedError, match="on one rank"):
             record_tail(engine, MOST)
-    assert known.graphs is None
+    assert known.captured is None
     assert_replayed(engine, TWO_PROMPTS, launched=True)
 
 
@@ -786,7 +785,7 @@ def reason(engine: Engine) -> str:
     """Why the tail is launched after SGLang has recorded its graphs."""
     known = start.of(engine.text_model)
     starting.record_tail(known, engine.runner)
-    assert known.graphs is None
+    assert known.captured is None
     return known.launched_because
 
 
