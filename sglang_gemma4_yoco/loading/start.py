@@ -54,6 +54,7 @@ def start(runner: Any, model: Any) -> None:
     reason = ranks.disagreement(found) or reason
     state = ModelState(model, reason, attention if reason is None else None)
     state.attach(gate.plan_batch)
+    state.on_close(lambda: graphs.drop(state, graphs.NOT_YET))
     if reason is None:
         _compile_kernels(state)
     elif gate.is_news(reason):
