@@ -18,11 +18,11 @@ from unittest import mock
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting import cut
-from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.kept import KeptRows
-from sglang_gemma4_yoco.tail import donor, layers, per_layer
 from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.cutting import cut
+from sglang_gemma4_yoco.tail import donor, layers, per_layer
 
 Breakage = Callable[[ModelState], AbstractContextManager[bool]]
 

@@ -383,8 +383,8 @@ _WRITTEN = [
         ("a graph that failed is replayed again", "if isinstance(failure, ReplayError):",
          "if False:", f"{REPLAYED}::test_a_failing_replay_is_served_by_stock"),
         ("replays are counted as launches",
-         "return report.ACTIVE if plan.replay is None else report.TAIL_REPLAYED",
-         "return report.ACTIVE", ONE_ROW_EACH),
+         "return log.TAIL_EAGER if plan.replay is None else log.TAIL_CAPTURED",
+         "return log.TAIL_EAGER", ONE_ROW_EACH),
         ("a failure is not served by stock",
          "        if not fallback.is_alone():\n            raise\n", "        raise\n", SERVED),
         ("stock runs again although other ranks wait",
@@ -398,8 +398,8 @@ _WRITTEN = [
         ("skipped rows are not counted", "skipped=kept.total - computed,", "skipped=0,",
          f"{TOLD}::test_forwards_and_rows"),
         ("a late refusal leaves overwritten embeddings",
-         "tell=gate.is_news(reason))\n    return kind.stock()\n",
-         "tell=gate.is_news(reason))\n    return kind._run()\n", LATE),
+         "logged=gate.is_news(reason))\n    return kind.stock()\n",
+         "logged=gate.is_news(reason))\n    return kind._run()\n", LATE),
         ("a success is no success", "    fallback.succeeded()\n", "",
          f"{FORWARD}::test_a_success_between_failures_keeps_the_fast_path_on"),
         ("planned batches are never let go",
@@ -469,10 +469,10 @@ _WRITTEN = [
         ("a recording that fails ends the server",
          "        if not fallback.is_alone():\n"
          "            raise\n"
-         "        report.failure(\"Gemma 4 fast prefill: rec",
+         "        log.failure(\"Gemma 4 fast prefill: rec",
          "        if True:\n"
          "            raise\n"
-         "        report.failure(\"Gemma 4 fast prefill: rec",
+         "        log.failure(\"Gemma 4 fast prefill: rec",
          f"{REPLAYED}::test_a_failing_recording_leaves_a_working_server"),
         ("the backend of a reloaded model stays planned for",
          "        previous.close()\n",
@@ -533,10 +533,10 @@ _WRITTEN = [
         ("a recording that fails on one rank is no end for the others",
          "        if not fallback.is_alone():\n"
          "            raise\n"
-         "        report.failure(\"Gemma 4 fast prefill: rec",
+         "        log.failure(\"Gemma 4 fast prefill: rec",
          "        if False:\n"
          "            raise\n"
-         "        report.failure(\"Gemma 4 fast prefill: rec",
+         "        log.failure(\"Gemma 4 fast prefill: rec",
          f"{REPLAYED}::test_a_recording_that_fails_beside_other_ranks_ends_the_server"),
         ("what another rank does not replay is held",
          "        if recorded is not None:\n"
@@ -943,15 +943,15 @@ _WRITTEN = [
         ("what is compared with no numbers agrees",
          "        if not self._stock.logits.isfinite().all():\n", "        if False:\n",
          f"{SELF_CHECK}::test_what_cannot_be_compared_is_said"),
-        ("the check goes by its own answers", "with report.unheard(), self._known.refusing("
-         "_BEING_CHECKED):", "with report.unheard():", f"{SELF_CHECK}::test_both_ways_are_taken"),
-        ("the check's forwards are counted", "        with report.unheard() as outcomes:\n",
-         "        outcomes = report.forwards\n        if True:\n",
+        ("the check goes by its own answers", "with log.not_counted(), self._known.refusing("
+         "_BEING_CHECKED):", "with log.not_counted():", f"{SELF_CHECK}::test_both_ways_are_taken"),
+        ("the check's forwards are counted", "        with log.not_counted() as outcomes:\n",
+         "        outcomes = log.forwards\n        if True:\n",
          f"{SELF_CHECK}::test_nothing_is_left_behind"),
-        ("a failure in the check is unknown", "        if report.FAILED in outcomes:\n",
+        ("a failure in the check is unknown", "        if log.FAILED in outcomes:\n",
          "        if False:\n",
          f"{SELF_CHECK}::test_a_fast_path_that_fails_is_no_rounding"),
-        ("what was not cut agrees", "if not report.CUT.issuperset(outcomes) or not outcomes:",
+        ("what was not cut agrees", "if not log.CUT.issuperset(outcomes) or not outcomes:",
          "if False:", f"{SELF_CHECK}::test_what_cannot_be_compared_is_said"),
         ("what is not written looks as if it were",
          "            buffer[slots] = random_like(buffer[slots], self._generator)",
@@ -1131,10 +1131,10 @@ _WRITTEN = [
          "            output.index_copy_(0, plan.tail.index, plan.replay.run())\n",
          "            plan.replay.run()\n", DOORS),
         ("a replayed front is counted as launched",
-         "    if plan.front_replayed:\n        return report.ALL_REPLAYED\n", "", DOORS),
+         "    if plan.front_replayed:\n        return log.EXIT_CAPTURED\n", "", DOORS),
         ("a replayed front of an unread chunk is counted as launched",
-         "return report.FRONT_REPLAYED if plan.front_replayed else report.TAIL_SKIPPED",
-         "return report.TAIL_SKIPPED", DOORS),
+         "return log.EXIT_SKIPPED if plan.front_replayed else log.TAIL_SKIPPED",
+         "return log.TAIL_SKIPPED", DOORS),
         ("a replayed prefill is not audited",
          "        rows: torch.Tensor = auditor.audit_replayed(plan, output, self)\n",
          "        rows = output\n", f"{DOORS}::test_audits"),
@@ -1787,7 +1787,7 @@ _WRITTEN = [
         "loading/metrics.py",
         ("every rank counts", '    if labels.get("tp_rank", 0) != 0 and not every_rank:\n',
          "    if False:\n", f"{TOLD}::test_forwards_and_rows"),
-        ("audits are not told", "        report.observe_audits(tell_audit)\n", "",
+        ("audits are not told", "        log.on_audit.append(tell_audit)\n", "",
          f"{TOLD}::test_audits"),
         ("a server that is active does not say where it cuts",
          "    if known is not None and active:\n", "    if False:\n",
@@ -1799,7 +1799,7 @@ _WRITTEN = [
          f"{STATUS}::test_a_server_that_gave_up_is_not_active"),
     ),
     *of(
-        "report.py",
+        "log.py",
         ("a skipped tail is not told from a shortened one",
          "forwards[outcome] += 1", "forwards[ACTIVE] += 1", UNREAD),
         ("the worst audit is the last one", "    audits.worst = max(audits.worst, excess)\n",

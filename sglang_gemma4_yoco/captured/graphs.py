@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.captured import backend
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
@@ -203,7 +203,7 @@ class _Graph:
 class Replay:
     """A graph, planned for the tail of one batch; a ``TailRunner``."""
 
-    outcome = report.TAIL_REPLAYED
+    outcome = log.TAIL_CAPTURED
 
     def __init__(self, graphs: TailGraphs, bucket: int, inputs: Inputs, index: torch.Tensor):
         self._graphs = graphs
@@ -384,7 +384,7 @@ def drop(state: ModelState, reason: str) -> None:
     if isinstance(captured, TailGraphs):
         captured.close()
     if reason != NOT_YET:
-        report.once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
+        log.once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
 
 
 def prepare(runner: Any, state: ModelState) -> str | None:
@@ -422,7 +422,7 @@ def use(state: ModelState, tail: TailGraphs) -> None:
     """Replay tails from now on."""
     state.captured = tail
     state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
-    report.once(
+    log.once(
         f"Gemma 4 fast prefill: the tail is captured from layer {state.cut} on for "
         f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
     )
@@ -435,5 +435,5 @@ def _attempt(step: Callable[[], str | None]) -> str | None:
     except Exception as failure:
         if not seams.is_single_rank():
             raise
-        report.failure("Gemma 4 fast prefill: capturing the tail failed", failure)
+        log.failure("Gemma 4 fast prefill: capturing the tail failed", failure)
         return f"capturing failed: {type(failure).__name__}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState, TailRunner
@@ -79,7 +79,7 @@ def plan_batch(state: ModelState, forward_batch: Any) -> None:
     except Exception as failure:
         if not seams.is_single_rank():
             raise  # the other ranks go on with a tail
-        report.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
+        log.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
         decided = NOT_PLANNED
     setattr(forward_batch, ENTRY, decided)
 
@@ -96,7 +96,7 @@ def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
     assert attention is not None, "without a backend of the tail's own all batches are refused"
     tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
     if eligible.is_intermediate_chunk:
-        return Plan(forward_batch, tail, attention, None, report.TAIL_SKIPPED)
+        return Plan(forward_batch, tail, attention, None, log.TAIL_SKIPPED)
     runner: TailRunner
     if eligible.bucket is None or state.captured is None:
         metadata = attention.plan(forward_batch, tail.fields)

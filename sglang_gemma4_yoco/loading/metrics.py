@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, report, seams
+from sglang_gemma4_yoco import __version__, log, seams
 from sglang_gemma4_yoco.core import state as core
 from sglang_gemma4_yoco.core.state import ModelState
 
@@ -52,9 +52,7 @@ def _entries(known: ModelState | None) -> dict[str, Callable[[], Any]]:
     """What tells each entry of ``state``."""
     reason = NO_MODEL if known is None else known.refused
     facts = {} if known is None else known.facts
-    audited = (known is not None and known.after_cut is not None) or (
-        report.audits != report.Audits()
-    )
+    audited = (known is not None and known.after_cut is not None) or (log.audits != log.Audits())
     entries: dict[str, Callable[[], Any]] = {
         "active": lambda: reason is None,
         "reason": lambda: reason,
@@ -64,14 +62,14 @@ def _entries(known: ModelState | None) -> dict[str, Callable[[], Any]]:
         entries[name] = partial(facts.get, name)
     return {
         **entries,
-        "forwards": lambda: report.forwards,
-        "rows": lambda: report.rows,
-        "audits": lambda: asdict(report.audits) if audited else None,
+        "forwards": lambda: log.forwards,
+        "rows": lambda: log.rows,
+        "audits": lambda: asdict(log.audits) if audited else None,
     }
 
 
 def _because(failure: Exception) -> str:
-    report.failure("Gemma 4 fast prefill: /server_info lacks a part of its state", failure)
+    log.failure("Gemma 4 fast prefill: /server_info lacks a part of its state", failure)
     return repr(failure)
 
 
@@ -104,7 +102,7 @@ def add_to(internal_state: Any) -> None:
     try:
         internal_state.internal_state[ENTRY] = state()
     except Exception as failure:  # noqa: BLE001 - SGLang's answer is worth more than ours
-        report.failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
+        log.failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
 
 
 def collect(labels: Mapping[str, Any]) -> None:
@@ -119,15 +117,15 @@ def collect(labels: Mapping[str, Any]) -> None:
         return
     try:
         tell = _counters(labels)
-        for outcome, forwards in report.forwards.items():
+        for outcome, forwards in log.forwards.items():
             tell(outcome, {}, forwards)
-        tell(None, report.rows, 0)
+        tell(None, log.rows, 0)
         tell_audit = _audit_metrics(labels)
     except Exception as failure:  # noqa: BLE001 - a server without these metrics serves as well
-        report.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
+        log.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
     else:
-        report.observe(tell)
-        report.observe_audits(tell_audit)
+        log.on_forward.append(tell)
+        log.on_audit.append(tell_audit)
 
 
 def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
@@ -143,7 +141,7 @@ def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
         "Rows of prefills, by whether the KV-shared layers have computed them.",
         [*labels, "part"],
     )
-    parts = {part: rows.labels(**labels, part=part) for part in report.PARTS}
+    parts = {part: rows.labels(**labels, part=part) for part in log.PARTS}
 
     def tell(outcome: str | None, counted: Mapping[str, int], times: int = 1) -> None:
         if outcome is not None:
@@ -154,7 +152,7 @@ def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
     return tell
 
 
-def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]:
+def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[log.Audits], None]:
     from prometheus_client import Counter, Gauge
 
     audits = Counter(
@@ -177,7 +175,7 @@ def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]
     differ = audits.labels(**labels, result="differs")
     so_far = 0.0
 
-    def tell(audit: report.Audits) -> None:
+    def tell(audit: log.Audits) -> None:
         nonlocal so_far
         agree.inc(audit.agree)
         differ.inc(audit.differ)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, report, seams, settings
+from sglang_gemma4_yoco import __version__, log, seams, settings
 from sglang_gemma4_yoco.captured import graphs, proof
 from sglang_gemma4_yoco.core import donor, gate
 from sglang_gemma4_yoco.core.attention import TailBackend
@@ -59,7 +59,7 @@ def start(runner: Any, model: Any) -> None:
         _compile_kernels(state)
     elif gate.is_news(reason):
         wrong = reason == arguments.WRONG_REPLAYS
-        report.steps_aside(reason, logging.WARNING if wrong else logging.INFO)
+        log.server_refused(reason, logging.WARNING if wrong else logging.INFO)
 
 
 def _runner_reason(runner: Any, model: Any) -> str | None:
@@ -83,7 +83,7 @@ def _tail_backend(runner: Any) -> TailBackend | None:
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
         failure = repr(raised)
-    report.once(
+    log.once(
         f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
         logging.WARNING,
     )
@@ -97,7 +97,7 @@ def _compile_kernels(state: ModelState) -> None:
         assert state.attention is not None
         state.attention.compile_kernels([layer.self_attn for layer in state.tail_layers])
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
-        report.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
+        log.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
 
 # -- SGLang captures its own graphs ----------------------------------------------------------------
@@ -129,7 +129,7 @@ def set_up(runner: Any, state: ModelState) -> None:
     if prefill_graphs is not None and state.refused is None:
         prefill_graphs.attach(runner, state)
     if first and state.refused is None:
-        report.once(
+        log.once(
             f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {state.facts['check']}"
         )
 

@@ -24,7 +24,7 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.core import donor, gate
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.deciding import backends
@@ -119,7 +119,7 @@ def test_no_variable_is_read_in_a_forward(engine: Engine, environment: Counting)
         environment.asked.clear()
         engine.forward(scheduled)
         assert not [name for name in environment.asked if name.startswith(settings.SWITCH)]
-    assert report.forwards == {report.ACTIVE: 2, gate.NOTHING_TO_SKIP: 1}
+    assert log.forwards == {log.TAIL_EAGER: 2, gate.NOTHING_TO_SKIP: 1}
 
 
 # ---------------------------------------------------------------- the gate
@@ -209,7 +209,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
         engine.runner.init_attention_backends()
         assert built == []
         assert start.of(engine.text_model).attention is None
-        said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
+        said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
         assert said == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
         assert_stock(engine, reason)
     engine.runner.init_attention_backends()
@@ -254,7 +254,7 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
     with monkeypatch.context() as broken:
         broken.setattr(donor, "compile_kernels", impossible)
         engine.runner.init_attention_backends()
-    [record] = [r for r in caplog.records if r.name == report.logger.name]
+    [record] = [r for r in caplog.records if r.name == log.logger.name]
     assert "no compiler" in record.getMessage()
     assert record.exc_info
     assert_fast(engine)
@@ -292,13 +292,13 @@ def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> No
         if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             entered.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
-    report.reset()
+    log.reset()
     with torch.no_grad():
         sys.setprofile(entering)
         try:
             engine.runner.forward(batch)
         finally:
             sys.setprofile(None)
-    assert report.forwards == {report.ACTIVE: 1}
+    assert log.forwards == {log.TAIL_EAGER: 1}
     assert len(entered) <= 60, sorted(entered)
     assert len({file for file, _ in entered}) <= 10

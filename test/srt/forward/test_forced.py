@@ -17,10 +17,10 @@ from layer_rows import FIRST_SHARED, LAYERS
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
-from sglang_gemma4_yoco.core.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

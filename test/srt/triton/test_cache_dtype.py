@@ -46,10 +46,9 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.core import forward
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.core import donor, forward
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.core import donor
 
 interpreter.make_quick()
 interpreter.make_exact()
@@ -69,7 +68,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory, shape: Gemma4Shape) 
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions() -> Iterator[None]:
-    report.reset()
+    log.reset()
     fallback.reset()
     yield
     fallback.reset()

@@ -47,12 +47,12 @@ from test_backends import MAINS, POOLS
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.core import cut, forward, gate
-from sglang_gemma4_yoco.cutting.gate import Refusal
-from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.deciding import arguments, backends, harmless, quantised, ranks
-from sglang_gemma4_yoco.core.kept import KeptRows
-from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.kept import KeptRows
+from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.cutting.gate import Refusal
+from sglang_gemma4_yoco.deciding import arguments, backends, harmless, quantised, ranks
+from sglang_gemma4_yoco.loading import start
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
