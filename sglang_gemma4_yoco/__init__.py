@@ -66,7 +66,7 @@ From the top down, each file knowing only those below it::
         rows.py       which rows are kept (plain integers)
         threshold.py  whether skipping the others pays
 
-    report.py     log lines and counters
+    log.py        log lines and counters
     settings.py   what the operator has set, read and judged once
     seams.py      everything that depends on the installed SGLang's version
 """

@@ -16,8 +16,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from sglang_gemma4_yoco import __version__, report, settings
-from sglang_gemma4_yoco.report import logger
+from sglang_gemma4_yoco import __version__, log, settings
+from sglang_gemma4_yoco.log import logger
 
 DISTRIBUTION = "sglang-gemma4-yoco"
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
@@ -64,7 +64,7 @@ def _say_so_when_a_model_is_served() -> None:
     def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
         names = {type(module).__name__ for module in self.model.modules()}
         if "Gemma4TextModel" in names and not getattr(self, "is_draft_worker", False):
-            report.once(f"Gemma 4 fast prefill {__version__} is off: {settings.SWITCH}=0")
+            log.once(f"Gemma 4 fast prefill {__version__} is off: {settings.SWITCH}=0")
         return stock(self, *args, **kwargs)
 
     ModelRunner.init_attention_backends = init_attention_backends

@@ -63,7 +63,7 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco import report, settings
+from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.checking import audit, proof, rounding, self_check
 from sglang_gemma4_yoco.loading import starting
 
@@ -203,7 +203,7 @@ def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
 
 def audited(engine: Engine, known: Any, draws: random.Random, number: int, result: Result) -> None:
     """Random prefills, every one audited."""
-    report.reset()
+    log.reset()
     with settings.changed(audit=1):
         known.auditor = audit.auditor(engine.runner, known)
     try:
@@ -213,8 +213,8 @@ def audited(engine: Engine, known: Any, draws: random.Random, number: int, resul
                 engine.forward(batch, unread=draws.random() < 0.15)
     finally:
         known.auditor = None
-    result.audited = report.audits.agree + report.audits.differ
-    result.audits = report.audits.worst
+    result.audited = log.audits.agree + log.audits.differ
+    result.audits = log.audits.worst
 
 
 def proved(known: Any, runner: Any, result: Result) -> None:

@@ -419,15 +419,15 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
     Raises:
         NotActiveError: rows and report contradict each other, or nothing was reported.
     """
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
 
-    report.forwards.clear()
+    log.forwards.clear()
     rows = rows_of_forward(engine, batch)
-    ((outcome, _),) = report.forwards.items() or (("nothing reported", 0),)
-    replayed = outcome == report.TAIL_REPLAYED
+    ((outcome, _),) = log.forwards.items() or (("nothing reported", 0),)
+    replayed = outcome == log.TAIL_CAPTURED
     launched = 0 if replayed else load.kept
     fast = rows[0] == load.total > load.kept and rows[-1] == launched
-    if fast != (replayed or outcome == report.ACTIVE) or outcome == "nothing reported":
+    if fast != (replayed or outcome == log.TAIL_EAGER) or outcome == "nothing reported":
         raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
     return outcome, rows
 
@@ -457,18 +457,18 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
     Raises:
         NotActiveError: nothing was reported of the fast path.
     """
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
 
     if rows not in recorded_rows(engine):
         return {}
     found = {}
     for way in REPLAYED:
-        report.forwards.clear()
+        log.forwards.clear()
         logits = timed(engine, batch, way)[1].clone()
-        if len(report.forwards) != 1:
-            raise NotActiveError(f"{way}: the package reports {dict(report.forwards)}")
+        if len(log.forwards) != 1:
+            raise NotActiveError(f"{way}: the package reports {dict(log.forwards)}")
         found[way] = Replayed(
-            path=next(iter(report.forwards)),
+            path=next(iter(log.forwards)),
             max_logit_difference=float((logits - stock).abs().max()),
             same_tokens=bool((logits.argmax(-1) == stock.argmax(-1)).all()),
         )

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, proof, replayed, rounding
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
@@ -55,7 +55,7 @@ def auditor(runner: Any, known: ServedModel) -> Auditor | None:
     if processor is not None:
         return Auditor(known, runner, processor, number, turns_off=turns_off)
     reason = f"{type(runner.model).__name__} has no logits processor"
-    report.once(f"Gemma 4 fast prefill is not audited: {reason}", logging.WARNING)
+    log.once(f"Gemma 4 fast prefill is not audited: {reason}", logging.WARNING)
     return None
 
 
@@ -142,7 +142,7 @@ class Auditor:
     def _failed(self, failure: Exception) -> None:
         """An audit could not be made: the others are not made either."""
         self._known.auditor = None
-        report.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
+        log.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
 
     # -- layer by layer ------------------------------------------------------------------------
 
@@ -248,12 +248,12 @@ class Auditor:
         worst = rounding.worst(found)
         excess = ranks.largest(worst.excess)
         agrees = excess <= 1
-        report.audited(excess, agrees=agrees, greedy_changes=changes)
+        log.audited(excess, agrees=agrees, greedy_changes=changes)
         if not agrees:
             self._say(plan, worst if not worst.is_rounding else rounding.defect(ANOTHERS))
             if self._turns_off:
                 self._known.refuse(DIFFERED)
-                report.steps_aside(DIFFERED, logging.ERROR)
+                log.server_refused(DIFFERED, logging.ERROR)
         return agrees
 
     def _say(self, plan: Plan, worst: Finding) -> None:
@@ -265,7 +265,7 @@ class Auditor:
         run = "skipped" if plan.tail.unread else "launched" if plan.replay is None else "replayed"
         if plan.front_replayed:
             run += ", front replayed"
-        report.error(
+        log.error(
             f"Gemma 4 fast prefill: an audited prefill differs from stock's: {worst}; new tokens "
             f"{batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, logprobs from "
             f"{starts}, tail {run}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
@@ -38,7 +38,7 @@ def prove(graphs: TailGraphs, runner: Any) -> None:
         largest = rounding.worst(findings(graphs, runner, size))
         if not largest.is_rounding:
             graphs.drop(size)
-            report.error(
+            log.error(
                 f"Gemma 4 fast prefill: the tail recorded for {size} rows differs from the "
                 f"launched one (relative error {largest.error:.1e}, up to "
                 f"{largest.allowed:.1e} is rounding) and is not used"

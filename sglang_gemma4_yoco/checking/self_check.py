@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, proof, rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.checking.checked import Checked
@@ -361,7 +361,7 @@ class BothWays:
             return []
         with Forced(self._known.model, trace, 0, tail.first - 1) as forced:
             run = self._fast(None)
-        if run.outcome != report.TAIL_REPLAYED or forced.final is None:
+        if run.outcome != log.TAIL_CAPTURED or forced.final is None:
             raise NotComparableError(NOT_REPLAYED)
         replayed = forced.final.clone()
         fill = partial(
@@ -430,15 +430,15 @@ class BothWays:
     # -- forwards ------------------------------------------------------------------------------
 
     def _as_stock(self) -> _Run:
-        with report.unheard(), self._known.refusing(_BEING_CHECKED):
+        with log.not_counted(), self._known.refusing(_BEING_CHECKED):
             return self._run(self._starts, finishes=True)
 
     def _fast(self, starts: list[int] | None, *, finishes: bool = True) -> _Run:
-        with report.unheard() as outcomes:
+        with log.not_counted() as outcomes:
             run = self._run(starts, finishes=finishes)
-        if report.FAILED in outcomes:
+        if log.FAILED in outcomes:
             raise FastPathError
-        if not report.CUT.issuperset(outcomes) or not outcomes:
+        if not log.CUT.issuperset(outcomes) or not outcomes:
             raise NotComparableError(next(iter(outcomes), NOT_SEEN))
         return replace(run, outcome=next(iter(outcomes)))
 

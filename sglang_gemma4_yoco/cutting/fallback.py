@@ -21,7 +21,7 @@ import traceback
 import torch
 from torch import distributed
 
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 
 LIMIT = 8
 GIVEN_UP = f"it failed {LIMIT} times in a row and is off in this process"
@@ -44,9 +44,9 @@ def failed(error: Exception, rows: int = 0) -> None:
     """A forward of so many rows failed on the fast path, and stock is about to serve it."""
     global _failures_in_a_row
     _failures_in_a_row += 1
-    report.failed(error, rows)
+    log.failed(error, rows)
     if given_up():
-        report.steps_aside(GIVEN_UP, logging.ERROR)
+        log.server_refused(GIVEN_UP, logging.ERROR)
     # The traceback keeps the first try's tensors alive, memory that the second one needs.
     traceback.clear_frames(error.__traceback__)
 

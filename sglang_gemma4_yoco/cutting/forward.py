@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.cutting import fallback, gate
 from sglang_gemma4_yoco.cutting.cut import Cut, LateRefusalError
 from sglang_gemma4_yoco.cutting.doors import Door
@@ -107,7 +107,7 @@ def _served(known: ServedModel, forward_batch: Any, kind: _Kind) -> Any:
         if isinstance(failure, ReplayError):
             known.drop_graphs(f"a replay failed: {type(failure.__cause__).__name__}")
         return kind.stock()
-    report.stepped_aside(reason, rows, tell=gate.is_news(reason))
+    log.batch_refused(reason, rows, logged=gate.is_news(reason))
     return kind.stock()
 
 
@@ -119,7 +119,7 @@ def _cut(known: ServedModel, plan: Plan, kind: _Kind) -> Any:
         known.release()
     kept = plan.tail.kept
     computed = 0 if plan.tail.unread else kept.count
-    report.active(
+    log.active(
         known.model,
         lambda: _description(known, plan),
         _outcome(plan),
@@ -132,10 +132,10 @@ def _cut(known: ServedModel, plan: Plan, kind: _Kind) -> Any:
 
 def _outcome(plan: Plan) -> str:
     if plan.tail.unread:
-        return report.FRONT_REPLAYED if plan.front_replayed else report.TAIL_SKIPPED
+        return log.EXIT_SKIPPED if plan.front_replayed else log.TAIL_SKIPPED
     if plan.front_replayed:
-        return report.ALL_REPLAYED
-    return report.ACTIVE if plan.replay is None else report.TAIL_REPLAYED
+        return log.EXIT_CAPTURED
+    return log.TAIL_EAGER if plan.replay is None else log.TAIL_CAPTURED
 
 
 def _description(known: ServedModel, plan: Plan) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.served import ServedModel
 from sglang_gemma4_yoco.deciding import arguments, backends, quantised, threshold
@@ -198,7 +198,7 @@ def plan_ahead(known: ServedModel, forward_batch: Any) -> None:
     except Exception as failure:
         if not fallback.is_alone():
             raise  # the other ranks go on with a tail
-        report.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
+        log.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
     else:
         known.planned = planned
 

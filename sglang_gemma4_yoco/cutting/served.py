@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.cutting import doors
 from sglang_gemma4_yoco.tail import donor, graphs
 from sglang_gemma4_yoco.tail.attention import OwnBackend
@@ -127,7 +127,7 @@ class ServedModel:
             backend = seams.current_attn_backend()
         cut, reason = donor.donor_cut(self.model, backend)
         if reason is not None:
-            report.once(f"Gemma 4 fast prefill: {self._place_of(cut)}, because {reason}")
+            log.once(f"Gemma 4 fast prefill: {self._place_of(cut)}, because {reason}")
         return cut
 
     def describe(self) -> str:
@@ -278,7 +278,7 @@ class ServedModel:
         if recorded is not None:
             recorded.close()
         if reason != graphs.NOT_YET:
-            report.once(f"Gemma 4 fast prefill: the tail is launched layer by layer: {reason}")
+            log.once(f"Gemma 4 fast prefill: the tail is launched layer by layer: {reason}")
 
     def refuse(self, reason: str) -> None:
         """Cut no batch from now on."""

@@ -1,4 +1,4 @@
-"""The counters of ``report`` where an operator looks: in SGLang's metrics, and in /server_info.
+"""The counters of ``log`` where an operator looks: in SGLang's metrics, and in /server_info.
 
 SGLang's endpoint collects what all processes of a server count in a directory that they share, so
 counters that are made here appear there by themselves. They have the labels of SGLang's own
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, report, seams
+from sglang_gemma4_yoco import __version__, log, seams
 from sglang_gemma4_yoco.cutting import gate, served
 from sglang_gemma4_yoco.cutting.served import ServedModel
 
@@ -56,7 +56,7 @@ def _entries(known: ServedModel | None) -> dict[str, Callable[[], Any]]:
     if known is not None and known.checked is not None:
         check = known.checked.state
     is_audited = known is not None and known.auditor is not None
-    audited = is_audited or report.audits != report.Audits()  # until one differed, it may be
+    audited = is_audited or log.audits != log.Audits()  # until one differed, it may be
     return {
         "active": lambda: active,
         "reason": lambda: reason,
@@ -64,9 +64,9 @@ def _entries(known: ServedModel | None) -> dict[str, Callable[[], Any]]:
         "tail": tail,
         "doors": doors,
         "check": check,
-        "forwards": lambda: report.forwards,
-        "rows": lambda: report.rows,
-        "audits": lambda: asdict(report.audits) if audited else None,
+        "forwards": lambda: log.forwards,
+        "rows": lambda: log.rows,
+        "audits": lambda: asdict(log.audits) if audited else None,
     }
 
 
@@ -86,7 +86,7 @@ def _nothing() -> Any:
 
 
 def _because(failure: Exception) -> str:
-    report.failure("Gemma 4 fast prefill: /server_info lacks a part of its state", failure)
+    log.failure("Gemma 4 fast prefill: /server_info lacks a part of its state", failure)
     return repr(failure)
 
 
@@ -119,7 +119,7 @@ def add_to(internal_state: Any) -> None:
     try:
         internal_state.internal_state[ENTRY] = state()
     except Exception as failure:  # noqa: BLE001 - SGLang's answer is worth more than ours
-        report.failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
+        log.failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
 
 
 def collect(labels: Mapping[str, Any]) -> None:
@@ -134,15 +134,15 @@ def collect(labels: Mapping[str, Any]) -> None:
         return
     try:
         tell = _counters(labels)
-        for outcome, forwards in report.forwards.items():
+        for outcome, forwards in log.forwards.items():
             tell(outcome, {}, forwards)
-        tell(None, report.rows, 0)
+        tell(None, log.rows, 0)
         tell_audit = _audit_metrics(labels)
     except Exception as failure:  # noqa: BLE001 - a server without these metrics serves as well
-        report.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
+        log.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
     else:
-        report.observe(tell)
-        report.observe_audits(tell_audit)
+        log.on_forward.append(tell)
+        log.on_audit.append(tell_audit)
 
 
 def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
@@ -158,7 +158,7 @@ def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
         "Rows of prefills, by whether the KV-shared layers have computed them.",
         [*labels, "part"],
     )
-    parts = {part: rows.labels(**labels, part=part) for part in report.PARTS}
+    parts = {part: rows.labels(**labels, part=part) for part in log.PARTS}
 
     def tell(outcome: str | None, counted: Mapping[str, int], times: int = 1) -> None:
         if outcome is not None:
@@ -169,7 +169,7 @@ def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
     return tell
 
 
-def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]:
+def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[log.Audits], None]:
     from prometheus_client import Counter, Gauge
 
     audits = Counter(
@@ -192,7 +192,7 @@ def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]
     differ = audits.labels(**labels, result="differs")
     so_far = 0.0
 
-    def tell(audit: report.Audits) -> None:
+    def tell(audit: log.Audits) -> None:
         nonlocal so_far
         agree.inc(audit.agree)
         differ.inc(audit.differ)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, report, seams, settings
+from sglang_gemma4_yoco import __version__, log, seams, settings
 from sglang_gemma4_yoco.checking import audit, proof, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
@@ -45,7 +45,7 @@ def start(runner: Any, model: Any) -> None:
     if reason is not None:
         if gate.is_news(reason):
             wrong = reason == arguments.WRONG_REPLAYS
-            report.steps_aside(reason, logging.WARNING if wrong else logging.INFO)
+            log.server_refused(reason, logging.WARNING if wrong else logging.INFO)
         return
     _compile_kernels(known)
 
@@ -76,14 +76,14 @@ def record(runner: Any, model: Any, *, from_ids: bool = False) -> None:
     if first and known.constant_reason is None:
         known.auditor = audit.auditor(runner, known)
         told = f"{known.attends()}, {checked.describe()}"
-        report.once(f"Gemma 4 fast prefill {__version__} is on: {told}")
+        log.once(f"Gemma 4 fast prefill {__version__} is on: {told}")
 
 
 def _foretell(runner: Any, model: Any) -> None:
     """Say that SGLang cannot record what it is about to: its own error names no remedy."""
     why = seams.prefill_graph_error(multimodal=runner.model_config.is_multimodal)
     if why is not None and repair.needed(runner, model) is None:
-        report.once(
+        log.once(
             f"Gemma 4 fast prefill: SGLang cannot record prefill CUDA graphs of this model, and "
             f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",
             logging.WARNING,
@@ -110,7 +110,7 @@ def _open_doors(known: ServedModel, runner: Any) -> None:
         _do_not_reach(known, reason)
         return
     known.doors.open()
-    report.once(f"Gemma 4 fast prefill: prefills that SGLang replays {known.doors.summary()}")
+    log.once(f"Gemma 4 fast prefill: prefills that SGLang replays {known.doors.summary()}")
 
 
 def _defect_of_doors(known: ServedModel, found: Finding | None) -> str | None:
@@ -129,7 +129,7 @@ def _defect_of_doors(known: ServedModel, found: Finding | None) -> str | None:
 
 def _do_not_reach(known: ServedModel, reason: str, level: int = logging.WARNING) -> None:
     known.doors.close(reason)
-    report.once(
+    log.once(
         "Gemma 4 fast prefill does not reach prefills that are replayed from a CUDA graph "
         f"(backend {seams.prefill_graph()!r}: {reason}); --cuda-graph-backend-prefill=disabled "
         "runs them through it",
@@ -163,7 +163,7 @@ def record_tail(known: ServedModel, runner: Any) -> None:
         known.drop_graphs(reason or graphs.NONE_GOOD)
         return
     known.graphs = recorded
-    report.once(f"Gemma 4 fast prefill: the tail is recorded {recorded.describe()}")
+    log.once(f"Gemma 4 fast prefill: the tail is recorded {recorded.describe()}")
 
 
 def _recorded(known: ServedModel, runner: Any) -> tuple[TailGraphs | None, str | None]:
@@ -191,7 +191,7 @@ def _attempt(step: Callable[[], str | None]) -> str | None:
     except Exception as failure:
         if not fallback.is_alone():
             raise
-        report.failure("Gemma 4 fast prefill: recording the tail failed", failure)
+        log.failure("Gemma 4 fast prefill: recording the tail failed", failure)
         return f"recording failed: {type(failure).__name__}"
 
 
@@ -210,14 +210,14 @@ def _check(known: ServedModel, runner: Any) -> Checked:
     except Exception as failure:
         if not fallback.is_alone():
             raise
-        report.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
+        log.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
         checked, unchecked = None, f"it could not be run: {type(failure).__name__}"
     known.checked = checked or Checked(unchecked=unchecked)
     others = ranks.disagreement(f"agrees with stock: {known.checked.agrees}")
     if others is not None or not known.checked.agrees:
         known.refuse(self_check.FAILED)
         found = "another rank's differs" if known.checked.agrees else known.checked.describe()
-        report.error(f"Gemma 4 fast prefill is off for this server: {self_check.FAILED}; {found}")
+        log.error(f"Gemma 4 fast prefill is off for this server: {self_check.FAILED}; {found}")
     return known.checked
 
 
@@ -248,7 +248,7 @@ def _compile_kernels(known: ServedModel) -> None:
         if known.attention is not None:
             known.attention.compile_kernels([layer.self_attn for layer in known.tail_layers])
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
-        report.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
+        log.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
 
 def _own_backend(runner: Any) -> OwnBackend | None:
@@ -260,7 +260,7 @@ def _own_backend(runner: Any) -> OwnBackend | None:
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
         failure = repr(raised)
-    report.once(
+    log.once(
         f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
         logging.WARNING,
     )

@@ -205,11 +205,11 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forgotten_reports() -> Iterator[None]:
     """Nothing is counted yet, and nothing said."""
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
 
-    report.reset()
+    log.reset()
     yield
-    report.reset()
+    log.reset()
 
 
 @pytest.fixture

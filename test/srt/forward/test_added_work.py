@@ -23,7 +23,7 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.cutting import gate, served
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.loading import starting
@@ -119,7 +119,7 @@ def test_no_variable_is_read_in_a_forward(engine: Engine, environment: Counting)
         environment.asked.clear()
         engine.forward(scheduled)
         assert not [name for name in environment.asked if name.startswith(settings.SWITCH)]
-    assert report.forwards == {report.ACTIVE: 2, gate.NOTHING_TO_SKIP: 1}
+    assert log.forwards == {log.TAIL_EAGER: 2, gate.NOTHING_TO_SKIP: 1}
 
 
 # ---------------------------------------------------------------- the gate
@@ -209,7 +209,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
         engine.runner.init_attention_backends()
         assert built == []
         assert starting.of(engine.text_model).attention is None
-        said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
+        said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
         assert said == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
         assert_stock(engine, reason)
     engine.runner.init_attention_backends()
@@ -281,7 +281,7 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
     with monkeypatch.context() as broken:
         broken.setattr(donor, "compile_kernels", impossible)
         engine.runner.init_attention_backends()
-    [record] = [r for r in caplog.records if r.name == report.logger.name]
+    [record] = [r for r in caplog.records if r.name == log.logger.name]
     assert "no compiler" in record.getMessage()
     assert record.exc_info
     assert_fast(engine)

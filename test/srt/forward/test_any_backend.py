@@ -29,7 +29,7 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.loading import starting
 from sglang_gemma4_yoco.tail.attention import OwnBackend
@@ -98,7 +98,7 @@ def test_forwards(engine: Engine, name: str) -> None:
 
 
 def test_the_log_names_both(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, report.logger.name):
+    with caplog.at_level(logging.INFO, log.logger.name):
         run(engine, engine.schedule(BATCHES["one prompt"]), "1")
     main = type(engine.runner.attn_backend).__name__
     [said] = [r.getMessage() for r in caplog.records if " is active" in r.getMessage()]
@@ -123,7 +123,7 @@ def test_the_recorded_tail(engine: Engine) -> None:
             assert fast.rows == [rows for rows in cut(total, 0) if rows]
             assert_same_cache(stock, fast)
             assert_same_answers(stock, fast, TOLERANCE)
-        assert report.forwards[report.TAIL_REPLAYED] == 2
+        assert log.forwards[log.TAIL_CAPTURED] == 2
     finally:
         engine.runner.init_attention_backends()
 
@@ -175,7 +175,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert report.forwards[backends.NO_TAIL] == 1
+        assert log.forwards[backends.NO_TAIL] == 1
     engine.runner.init_attention_backends()
     assert starting.of(engine.text_model).constant_reason is None
 

@@ -32,7 +32,7 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import proof
 from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.loading import starting
@@ -142,9 +142,9 @@ def test_audits_of_random_traffic(recorded: Engine, in_place: bool) -> None:
             batch = recorded.schedule(traffic(draws, vocabulary))
             recorded.forward(batch, unread=number % 6 == 5)
     assert counts() == (12, 0)
-    assert report.audits.worst < 0.5
-    assert report.forwards[report.TAIL_REPLAYED] > 0
-    assert report.forwards[report.ACTIVE] > 0
+    assert log.audits.worst < 0.5
+    assert log.forwards[log.TAIL_CAPTURED] > 0
+    assert log.forwards[log.TAIL_EAGER] > 0
     assert_untouched(recorded)
 
 
@@ -209,7 +209,7 @@ def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -
             pytest.skip("this model has no place for it")
         output = recorded.forward(scheduled, unread=batch == "unread")
     assert counts() == (0, 1)
-    assert report.audits.worst > ENOUGH
+    assert log.audits.worst > ENOUGH
     if batch != "unread":
         assert torch.equal(output.next_token_logits, stock.output.next_token_logits)
     for now, then in zip(recorded.kv(), stock.kv, strict=True):

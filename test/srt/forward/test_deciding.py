@@ -38,7 +38,7 @@ from layer_rows import cut as cut_rows
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.cutting import fallback, gate
 from sglang_gemma4_yoco.deciding import backends, harmless, quantised
 from sglang_gemma4_yoco.loading import starting
@@ -99,7 +99,7 @@ def assert_stock(
     with while_deciding(engine, entered, when):
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
-    assert report.forwards[report.ACTIVE] == report.forwards[report.FAILED] == 0
+    assert log.forwards[log.TAIL_EAGER] == log.forwards[log.FAILED] == 0
     assert_fast(engine)
 
 
@@ -185,7 +185,7 @@ def test_what_a_plan_was_made_from_is_replaced(engine: Engine, what: str) -> Non
             setattr(batch, name, before)
 
     assert_stock(engine, replaced, CALLED)
-    assert report.forwards[gate.NOT_PLANNED] == (what not in list(REPLACED)[-2:])
+    assert log.forwards[gate.NOT_PLANNED] == (what not in list(REPLACED)[-2:])
 
 
 def test_a_plan_was_made_from_nothing_else() -> None:
@@ -254,7 +254,7 @@ def test_lengths_that_the_host_does_not_know(engine: Engine, what: str) -> None:
             vars(batch).update(before)
 
     assert_stock(engine, said)
-    assert report.forwards[gate.UNKNOWN_LENGTHS] == 1
+    assert log.forwards[gate.UNKNOWN_LENGTHS] == 1
 
 
 @contextmanager
@@ -272,14 +272,14 @@ def test_an_image_that_comes_to_suffixes(engine: Engine) -> None:
     with while_deciding(engine, with_an_image, CALLED):
         seen = run(engine, engine.schedule(suffixes), "1")
         assert seen.rows == [sum(len(prompt.new) for prompt in suffixes)] * LAYERS
-        assert report.forwards[gate.IMAGE_LOGPROBS] == 1
+        assert log.forwards[gate.IMAGE_LOGPROBS] == 1
         assert run(engine, engine.schedule(TWO_PROMPTS), "1").rows[-1] == len(TWO_PROMPTS)
 
 
 @pytest.mark.parametrize("when", WHEN)
 def test_a_graph_that_is_recorded(engine: Engine, when: str) -> None:
     assert_stock(engine, lambda _: capture_mode.model_capture_mode(), when)
-    assert report.forwards[gate.CAPTURING] == 1
+    assert log.forwards[gate.CAPTURING] == 1
 
 
 DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
@@ -506,7 +506,7 @@ def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.Monkey
 def test_another_backend_than_the_one_that_was_planned_on(engine: Engine) -> None:
     another = engine.runner._get_attention_backend()
     assert_stock(engine, lambda _: seams.attn_backend_switched(another), CALLED)
-    assert report.forwards[gate.NOT_PLANNED] == 1
+    assert log.forwards[gate.NOT_PLANNED] == 1
 
 
 def test_a_chunk_whose_last_rows_are_captured_is_read(
@@ -553,9 +553,9 @@ def test_three_rows_that_nobody_reads_pay(engine: Engine, setting: Callable[...,
     stock, fast = (run(engine, engine.schedule(unfinished), switch) for switch in ("0", "1"))
     assert fast.rows == [3] * FIRST_CUT
     assert_same_cache(stock, fast)
-    assert report.forwards[report.TAIL_SKIPPED] == 1
+    assert log.forwards[log.TAIL_SKIPPED] == 1
     assert run(engine, engine.schedule(whole), "1").rows == [3] * LAYERS
-    assert report.forwards[gate.TOO_LITTLE] == 1
+    assert log.forwards[gate.TOO_LITTLE] == 1
 
 
 def test_a_plan_that_fails_beside_other_ranks_ends_the_forward(

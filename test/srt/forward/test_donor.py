@@ -33,7 +33,7 @@ from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.cutting import cut, fallback
 from sglang_gemma4_yoco.loading import starting
 from sglang_gemma4_yoco.tail import donor, per_layer
@@ -45,7 +45,7 @@ from stand_ins import Doubled, Packed, halved_weights
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
     vars(starting.of(engine.text_model)).pop("donor_cut", None)
-    report.reset()
+    log.reset()
     fallback.reset()
     yield
     vars(starting.of(engine.text_model)).pop("donor_cut", None)
@@ -148,7 +148,7 @@ def test_an_unread_chunk_in_a_donor_whose_weights_are_not_plain(
 ) -> None:
     doubled(donor_layer(engine).self_attn.qkv_proj)
     assert_fast(engine, batch_of((20, 60), (0, 30), to_come=(21, 22)))
-    assert report.forwards[report.TAIL_SKIPPED] > 0
+    assert log.forwards[log.TAIL_SKIPPED] > 0
 
 
 def test_slicing_them_all_the_same_would_show(
@@ -311,7 +311,7 @@ def assert_steps_aside(engine: Engine, name: str, cut_at: DonorCut, reason: str)
     if name == WITH_AN_IMAGE:
         with_image(engine, scheduled)
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     seen = run(engine, scheduled, "1")
     total = stock.rows[0]
     front = FIRST_SHARED - (cut_at is not DonorCut.NONE)
@@ -319,7 +319,7 @@ def assert_steps_aside(engine: Engine, name: str, cut_at: DonorCut, reason: str)
     assert seen.rows == [total] * front + stock.rows
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert report.forwards == {reason: 1}
+    assert log.forwards == {reason: 1}
 
 
 @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
@@ -442,4 +442,4 @@ def test_an_unread_chunk_that_is_owed_an_update(engine: Engine) -> None:
         owing.close()
     assert seen.rows == [90] * FIRST_CUT + stock.rows
     assert_served_by_stock(stock, seen)
-    assert report.forwards[cut.STREAM_PENDING] == 1
+    assert log.forwards[cut.STREAM_PENDING] == 1

@@ -31,7 +31,7 @@ from prefill_replays import RECORDED, ROWS, assert_served_alike, close, run
 from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, batches
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import doors, fallback, gate
@@ -102,34 +102,34 @@ def test_random_batches(engine: Engine) -> None:
     for batch in HARD:
         property_ = example(batch)(property_)
     property_()
-    assert outcomes.count(report.ALL_REPLAYED) >= 5
-    assert outcomes.count(report.FRONT_REPLAYED) >= 1
+    assert outcomes.count(log.EXIT_CAPTURED) >= 5
+    assert outcomes.count(log.EXIT_SKIPPED) >= 1
     assert outcomes.count(gate.NOT_RECORDED) >= 5
-    assert not {gate.REPLAYED, gate.NOT_PLANNED, report.FAILED} & set(outcomes)
+    assert not {gate.REPLAYED, gate.NOT_PLANNED, log.FAILED} & set(outcomes)
 
 
 @pytest.mark.parametrize("rows", [8, 9, 15, 16, 17, 33, 63, 64, 65, 127, 128])
 def test_padded_rows(engine: Engine, rows: int) -> None:
     """A bucket that is full, one row short of it, or half empty."""
-    assert assert_served_alike(engine, batch_of((0, rows))) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, batch_of((0, rows))) == log.EXIT_CAPTURED
 
 
 @pytest.mark.parametrize("rows", [7, 129, 200])
 def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
     """SGLang runs them eagerly, and they are cut as ever."""
-    assert assert_served_alike(engine, batch_of((0, rows))) == report.TAIL_REPLAYED
+    assert assert_served_alike(engine, batch_of((0, rows))) == log.TAIL_CAPTURED
 
 
 def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     fits = batch_of((0, 9), (3, 5), (40, 2), (0, 33))
-    assert assert_served_alike(engine, fits) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, fits) == log.EXIT_CAPTURED
     assert assert_served_alike(engine, [*fits, *batch_of((7, 1))]) == gate.NOT_RECORDED
 
 
 def test_decoding_requests_beside_a_prompt(engine: Engine) -> None:
     decoding = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((40, 1))]
     prompts = [*batch_of((0, 20), (5, 9)), *decoding]
-    assert assert_served_alike(engine, prompts) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, prompts) == log.EXIT_CAPTURED
 
 
 def test_media_run_eagerly(engine: Engine) -> None:
@@ -141,7 +141,7 @@ def test_media_run_eagerly(engine: Engine) -> None:
     scheduled = media_batch(engine, picture)
     fast = run(engine, scheduled, fast=True)
     assert (stock.segments, fast.segments) == (0, 0)
-    assert fast.outcomes == {report.TAIL_REPLAYED: 1}
+    assert fast.outcomes == {log.TAIL_CAPTURED: 1}
     close(fast.logits, stock.logits)
     close(fast.cache, stock.cache)
 
@@ -169,7 +169,7 @@ def test_too_little_to_skip_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyP
         chunk = batch_of((0, 20), to_come=(7,))
         unread = run(engine, engine.schedule(chunk), fast=True, unread=True)
     assert (short.segments, short.outcomes) == (WHOLE, {gate.TOO_LITTLE: 1})
-    assert (unread.segments, unread.outcomes) == (BY_THE_DOOR, {report.FRONT_REPLAYED: 1})
+    assert (unread.segments, unread.outcomes) == (BY_THE_DOOR, {log.EXIT_SKIPPED: 1})
 
 
 # ---------------------------------------------------------------- a cut before layer K
@@ -198,7 +198,7 @@ def test_a_cut_before_layer_k(engine: Engine) -> None:
         with mock.patch.object(OwnBackend, "write_keys_and_values", side_effect=InjectedError):
             outcome = assert_served_alike(engine, prompts)
             seen = run(engine, batch, fast=True, unread=unread)
-        assert outcome == (report.FRONT_REPLAYED if unread else report.ALL_REPLAYED)
+        assert outcome == (log.EXIT_SKIPPED if unread else log.EXIT_CAPTURED)
         assert seen.segments == FIRST_SHARED + 1
 
 
@@ -210,7 +210,7 @@ def assert_served_by_stock(engine: Engine, prompts: list[Prompt]) -> Any:
     batch = engine.schedule(prompts)
     stock = run(engine, batch)
     fast = run(engine, batch, fast=True)
-    assert fast.outcomes == {report.FAILED: 1}
+    assert fast.outcomes == {log.FAILED: 1}
     assert torch.equal(fast.logits, stock.logits)
     assert all(map(torch.equal, fast.cache, stock.cache))
     assert fast.segments in (WHOLE, 2 * WHOLE)  # of one recording, which counts its latest replay
@@ -229,7 +229,7 @@ def test_a_failure_behind_the_door(
             patched.setattr(OwnBackend, where, broken)
         assert_served_by_stock(engine, batch_of((0, 30), (4, 5)))
     assert broken.called
-    assert assert_served_alike(engine, FULL) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
 
 
 def test_with_other_ranks_a_failure_is_raised(
@@ -244,7 +244,7 @@ def test_with_other_ranks_a_failure_is_raised(
             run(engine, batch, fast=True)
     assert known.planned is None
     assert known.replaying is None
-    assert assert_served_alike(engine, FULL) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
 
 
 def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -255,8 +255,8 @@ def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptu
     assert "the tail is launched layer by layer: a replay failed: InjectedError" in caplog.text
     assert assert_served_alike(engine, FULL) == gate.NOT_RECORDED
     chunk = batch_of((0, 20), to_come=(7,))
-    assert assert_served_alike(engine, chunk) == report.FRONT_REPLAYED
-    assert assert_served_alike(engine, batch_of((0, 200))) == report.ACTIVE
+    assert assert_served_alike(engine, chunk) == log.EXIT_SKIPPED
+    assert assert_served_alike(engine, batch_of((0, 200))) == log.TAIL_EAGER
 
 
 # ---------------------------------------------------------------- opened, and closed
@@ -267,7 +267,7 @@ def reopened(engine: Engine, caplog: pytest.LogCaptureFixture) -> str:
     known = starting.of(engine.text_model)
     known.checked = None
     caplog.clear()
-    report.reset()
+    log.reset()
     tail_is_recorded = mock.patch.object(starting, "record_tail")
     with caplog.at_level(logging.INFO), tail_is_recorded:
         starting.record(engine.runner, engine.text_model, from_ids=True)
@@ -275,11 +275,11 @@ def reopened(engine: Engine, caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    log = reopened(engine, caplog)
+    lines = reopened(engine, caplog)
     known = starting.of(engine.text_model)
-    assert "leave its recording behind segment 4" in log
-    assert "Gemma 4 fast prefill 0.1.0 is on" in log
-    assert "does not reach" not in log
+    assert "leave its recording behind segment 4" in lines
+    assert "Gemma 4 fast prefill 0.1.0 is on" in lines
+    assert "does not reach" not in lines
     assert isinstance(known.checked, Checked)
     assert known.checked.doors is not None
     assert known.checked.doors.error <= 0.2 * known.checked.doors.allowed
@@ -325,13 +325,13 @@ def test_wrong_doors_are_closed_at_start(
     """And the rest stays on: what SGLang does not replay is cut."""
     known = starting.of(engine.text_model)
     with another_door(WRONG[what]):
-        log = reopened(engine, caplog)
-    assert "does not reach prefills that are replayed" in log
-    assert "the check at start found" in log
+        lines = reopened(engine, caplog)
+    assert "does not reach prefills that are replayed" in lines
+    assert "the check at start found" in lines
     assert known.constant_reason is None
     assert assert_served_alike_without_doors(engine) == {gate.REPLAYED: 1}
     assert run(engine, engine.schedule(batch_of((0, 200))), fast=True).outcomes == {
-        report.TAIL_REPLAYED: 1
+        log.TAIL_CAPTURED: 1
     }
 
 
@@ -350,8 +350,8 @@ def test_forgotten_keys_are_found_at_start(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with mock.patch.object(OwnBackend, "write_keys_and_values"):
-        log = reopened(engine, caplog)
-    assert "its self-check at start failed" in log  # the eager cut writes them so as well
+        lines = reopened(engine, caplog)
+    assert "its self-check at start failed" in lines  # the eager cut writes them so as well
 
 
 def test_wrong_doors_stay_closed(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -380,8 +380,8 @@ def test_doors_that_no_check_leaves_by(
     """Nobody knows whether they are right, so they are closed."""
     with monkeypatch.context() as patched:
         patched.setattr(ServedModel, "by_recordings", ServedModel.eagerly)
-        log = reopened(engine, caplog)
-    assert self_check.NO_DOOR_TAKEN in log
+        lines = reopened(engine, caplog)
+    assert self_check.NO_DOOR_TAKEN in lines
     assert starting.of(engine.text_model).doors.closed is not None
 
 
@@ -390,8 +390,8 @@ def test_buckets_that_are_too_small_for_the_check(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(Doors, "room", 16)
-        log = reopened(engine, caplog)
-    assert f"{self_check.NO_DOOR_TAKEN}: they have up to 16 rows" in log
+        lines = reopened(engine, caplog)
+    assert f"{self_check.NO_DOOR_TAKEN}: they have up to 16 rows" in lines
     assert starting.of(engine.text_model).doors.closed is not None
 
 
@@ -402,8 +402,8 @@ def test_the_check_leaves_by_recordings_of_any_size(
     with monkeypatch.context() as patched:
         prefills = engine.runner.prefill_cuda_graph_runner
         patched.setattr(prefills, "capture_num_tokens", [128])
-        log = reopened(engine, caplog)
-    assert "does not reach" not in log
+        lines = reopened(engine, caplog)
+    assert "does not reach" not in lines
     assert starting.of(engine.text_model).doors.closed is None
 
 
@@ -419,8 +419,8 @@ def test_a_door_that_writes_elsewhere(engine: Engine, caplog: pytest.LogCaptureF
             keys[0][slots] += 1
 
     with mock.patch.object(OwnBackend, "write_keys_and_values", write):
-        log = reopened(engine, caplog)
-    assert self_check.OTHERS_SLOTS in log
+        lines = reopened(engine, caplog)
+    assert self_check.OTHERS_SLOTS in lines
     assert starting.of(engine.text_model).doors.closed is not None
 
 
@@ -433,7 +433,7 @@ def test_rows_that_nobody_writes_are_numbers(engine: Engine) -> None:
     known.recorded_from_ids(engine.runner)
     starting._open_doors(known, engine.runner)
     batch = engine.schedule(FULL)
-    with mock.patch.object(report, "active"):
+    with mock.patch.object(log, "active"):
         run(engine, batch, fast=True)
     for output in engine.runner.prefill_cuda_graph_runner.backend._outputs.values():
         assert output.isfinite().all()
@@ -490,9 +490,9 @@ def test_another_sglang_without_them(
         else:
             for graph in backend._graphs.values():
                 patched.delattr(graph, "_segments")
-        log = reopened(engine, caplog)
-    assert "does not reach prefills that are replayed from a CUDA graph" in log
-    assert "SGLang 0.5.23 lacks" in log
+        lines = reopened(engine, caplog)
+    assert "does not reach prefills that are replayed from a CUDA graph" in lines
+    assert "SGLang 0.5.23 lacks" in lines
     assert starting.of(engine.text_model).doors.closed is not None
 
 
@@ -502,8 +502,8 @@ def test_recordings_that_do_not_come_by(
     known = starting.of(engine.text_model)
     with monkeypatch.context() as patched:
         patched.setattr(known.doors, "_noted", {})
-        log = reopened(engine, caplog)
-    assert doors.NOT_NOTED in log
+        lines = reopened(engine, caplog)
+    assert doors.NOT_NOTED in lines
     assert assert_served_alike_without_doors(engine)
 
 
@@ -518,8 +518,8 @@ def test_recorded_in_one_piece(
     with monkeypatch.context() as patched:
         prefills = engine.runner.prefill_cuda_graph_runner
         patched.setattr(prefills, "backend", FullCudaGraphBackend())
-        log = reopened(engine, caplog)
-    assert "recorded by FullCudaGraphBackend, without breaks" in log
+        lines = reopened(engine, caplog)
+    assert "recorded by FullCudaGraphBackend, without breaks" in lines
 
 
 def test_another_rank_without_them(
@@ -528,19 +528,19 @@ def test_another_rank_without_them(
     with monkeypatch.context() as patched:
         differs = lambda found: ranks.NOT_ALIKE if "doors" in found else None  # noqa: E731
         patched.setattr(ranks, "disagreement", differs)
-        log = reopened(engine, caplog)
-    assert ranks.NOT_ALIKE in log
+        lines = reopened(engine, caplog)
+    assert ranks.NOT_ALIKE in lines
     assert starting.of(engine.text_model).doors.closed == ranks.NOT_ALIKE
     assert starting.of(engine.text_model).graphs is not None
 
 
 def test_the_setting(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with settings.changed(prefill_graphs=False):
-        log = reopened(engine, caplog)
+        lines = reopened(engine, caplog)
         assert repair.needed(engine.runner, engine.text_model) is None
         with repair.repaired(engine.runner, engine.text_model) as repaired:
             assert not repaired
-    assert f"({repair.OFF})" in log or repair.OFF in log
+    assert f"({repair.OFF})" in lines or repair.OFF in lines
     assert assert_served_alike_without_doors(engine)
 
 
@@ -615,7 +615,7 @@ def test_recorded_anew(engine: Engine) -> None:
     with torch.no_grad():
         runner.init_prefill_cuda_graph()
     record_tail(engine, ROWS)
-    assert assert_served_alike(engine, FULL) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
 
 
 # ---------------------------------------------------------------- audited
@@ -631,7 +631,7 @@ def test_audits(engine: Engine, prompts: list[Prompt]) -> None:
     with audited(engine):
         seen = run(engine, batch, fast=True, unread=unread)
     assert counts() == (1, 0)
-    assert 0 <= report.audits.worst < 0.5
+    assert 0 <= log.audits.worst < 0.5
     assert seen.outcomes == unaudited.outcomes
     assert seen.segments == 2 * WHOLE  # of one recording, which counts its latest replay
     assert all(map(torch.equal, seen.cache, unaudited.cache))

@@ -17,7 +17,7 @@ from forwards import ENGINE, InjectedError
 from prefill_replays import RECORDED, ROWS, assert_served_alike, run
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
@@ -52,7 +52,7 @@ def test_both_comparisons_close_them(
     known.forget_replays()
     known.recorded_from_ids(engine.runner)
     starting._open_doors(known, engine.runner)
-    assert assert_served_alike(engine, batch_of((0, 64))) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, batch_of((0, 64))) == log.EXIT_CAPTURED
 
 
 def test_a_repair_that_nobody_asked_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_launched_front_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patched, settings.changed(min_skipped_rows=None):
         patched.setitem(vars(known), "on_gpu", True)
         seen = run(engine, engine.schedule(batch_of((0, 7))), fast=True)
-    assert (seen.segments, seen.outcomes) == (0, {report.TAIL_REPLAYED: 1})
+    assert (seen.segments, seen.outcomes) == (0, {log.TAIL_CAPTURED: 1})
 
 
 def test_who_checks_doors_looks_at_nothing_else(engine: Engine) -> None:

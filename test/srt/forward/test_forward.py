@@ -42,7 +42,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.cutting import cut, fallback, forward, gate, served
 from sglang_gemma4_yoco.cutting.gate import plan_of
 from sglang_gemma4_yoco.deciding import backends
@@ -56,7 +56,7 @@ EVERY_CALL = range(10**9)
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
     vars(starting.of(engine.text_model)).pop("donor_cut", None)
-    report.reset()
+    log.reset()
     fallback.reset()
     yield
     vars(starting.of(engine.text_model)).pop("donor_cut", None)
@@ -87,7 +87,7 @@ def test_unread_chunks_skip_the_tail_at_every_cut(engine: Engine, cut_at: DonorC
     _, fast = assert_fast(engine, unread, cut_at)
     assert fast.hidden is not None
     assert fast.hidden.isfinite().all()
-    assert report.forwards[report.TAIL_SKIPPED] == 1
+    assert log.forwards[log.TAIL_SKIPPED] == 1
 
 
 @pytest.mark.skipif(
@@ -131,7 +131,7 @@ def test_a_loop_that_does_not_end_where_it_is_told_to(
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert_served_by_stock(stock, fast)
     assert_untouched(engine)
-    assert report.forwards == {gate.OFF: 1, cut.ENDLESS: 1}
+    assert log.forwards == {gate.OFF: 1, cut.ENDLESS: 1}
 
 
 def test_a_refused_batch_is_the_stock_forward_bit_for_bit(engine: Engine) -> None:
@@ -209,16 +209,16 @@ def test_a_failure_is_served_by_stock(
     if name == "image":
         with_image(engine, scheduled)
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     with failing(engine, place) as calls, caplog.at_level("INFO", "sglang_gemma4_yoco"):
         seen = run(engine, scheduled, "1")
     assert calls == [0, 1]
     assert len(seen.rows) > LAYERS or place == "first layer"
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert report.forwards == {report.FAILED: 1}
+    assert log.forwards == {log.FAILED: 1}
     # SGLang has lines of its own, about the first image.
-    (record,) = [r for r in caplog.records if r.name == report.logger.name]
+    (record,) = [r for r in caplog.records if r.name == log.logger.name]
     assert record.levelname == "ERROR"
     assert "InjectedError" in record.getMessage()
     assert record.exc_info
@@ -238,15 +238,15 @@ def test_a_failing_unread_chunk_is_served_by_stock(
     starting.of(engine.text_model).donor_cut = cut_at
     scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     with failing(engine, place) as calls:
         seen = run(engine, scheduled, "1")
     if place != "first layer" and cut_at is DonorCut.KEYS_AND_VALUES:
         assert calls == []  # it does not run
-        assert report.forwards == {report.TAIL_SKIPPED: 1}
+        assert log.forwards == {log.TAIL_SKIPPED: 1}
         return
     assert_served_by_stock(stock, seen)
-    assert report.forwards == {report.FAILED: 1}
+    assert log.forwards == {log.FAILED: 1}
 
 
 def test_each_kind_of_failure_is_told_once(
@@ -268,7 +268,7 @@ def test_each_kind_of_failure_is_told_once(
         InjectedError,
     ]
     assert len(caplog.records) == 2
-    assert report.forwards == {report.FAILED: 4}
+    assert log.forwards == {log.FAILED: 4}
 
 
 def test_failures_in_a_row_turn_the_fast_path_off(
@@ -276,17 +276,17 @@ def test_failures_in_a_row_turn_the_fast_path_off(
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         for _ in range(fallback.LIMIT):
-            assert report.forwards[fallback.GIVEN_UP] == 0
+            assert log.forwards[fallback.GIVEN_UP] == 0
             with failing(engine, "last tail layer"):
                 assert_served_by_stock(stock, run(engine, scheduled, "1"))
         for _ in range(3):
             after = run(engine, scheduled, "1")
             assert after.rows == stock.rows
             assert_same_answers(stock, after, 0.0)
-    assert report.forwards == {report.FAILED: fallback.LIMIT, fallback.GIVEN_UP: 3}
+    assert log.forwards == {log.FAILED: fallback.LIMIT, fallback.GIVEN_UP: 3}
     first, off = [record for record in caplog.records if record.levelname == "ERROR"]
     assert first.exc_info
     assert fallback.GIVEN_UP in off.getMessage()
@@ -305,7 +305,7 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
             with failing(engine, "last tail layer"):
                 run(engine, scheduled, "1")
         assert run(engine, scheduled, "1").rows[-1] == 1
-    assert report.forwards == {report.FAILED: 3 * (fallback.LIMIT - 1), report.ACTIVE: 3}
+    assert log.forwards == {log.FAILED: 3 * (fallback.LIMIT - 1), log.TAIL_EAGER: 3}
 
 
 def test_a_forward_that_never_comes_to_the_cut(
@@ -328,14 +328,14 @@ def test_a_forward_that_never_comes_to_the_cut(
 
     for _ in range(fallback.LIMIT - 1):
         fallback.failed(InjectedError())
-    report.reset()
+    log.reset()
     with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
         attention.main.init_forward_metadata(batch)
         assert plan_of(known, batch) is not None
         assert forward.prefill(known, batch, batch.positions, None, answer) == 2
     assert ends == [FIRST_CUT, LAYERS]
     assert known.planned is None
-    assert (report.forwards, audits) == ({cut.NO_NORM: 1}, [])
+    assert (log.forwards, audits) == ({cut.NO_NORM: 1}, [])
     assert_untouched(engine)
     fallback.failed(InjectedError())
     assert fallback.given_up()
@@ -349,13 +349,13 @@ def test_a_cut_that_cannot_begin(engine: Engine, monkeypatch: pytest.MonkeyPatch
 
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     with monkeypatch.context() as broken:
         broken.setattr(cut.Cut, "_norming", failing)
         seen = run(engine, scheduled, "1")
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert report.forwards == {report.FAILED: 1}
+    assert log.forwards == {log.FAILED: 1}
 
 
 def test_a_mode_without_new_tokens(engine: Engine) -> None:
@@ -364,8 +364,8 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     assert batch.extend_num_tokens is None
     known = starting.of(engine.text_model)
     assert forward.prefill(known, batch, batch.positions, None, lambda: "stock's") == "stock's"
-    assert report.forwards == {"forward mode IDLE": 1}
-    assert report.rows == {report.COMPUTED: 0, report.SKIPPED: 0}
+    assert log.forwards == {"forward mode IDLE": 1}
+    assert log.rows == {log.COMPUTED: 0, log.SKIPPED: 0}
 
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
@@ -414,7 +414,7 @@ def test_what_is_no_failure_propagates_at_once(engine: Engine, error: type[BaseE
     ):
         engine.forward(scheduled)
     assert calls == [0]
-    assert not report.forwards
+    assert not log.forwards
     assert_untouched(engine)
     assert_fast(engine, BATCHES["one prompt"])
 
@@ -424,7 +424,7 @@ def test_a_failing_gate_is_served_by_stock(
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
 
     def surprised(*_: Any) -> str | None:
         raise AttributeError("a batch without lengths")
@@ -437,7 +437,7 @@ def test_a_failing_gate_is_served_by_stock(
         broken.setattr(fallback, "is_alone", lambda: False)
         with pytest.raises(AttributeError, match="without lengths"):
             run(engine, scheduled, "1")
-    assert report.forwards == {report.FAILED: 1}
+    assert log.forwards == {log.FAILED: 1}
     assert [r.levelname for r in caplog.records if r.name == "sglang_gemma4_yoco"] == ["ERROR"] * 2
     assert_fast(engine, BATCHES["one prompt"])
 
@@ -503,7 +503,7 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     assert fast.rows == stock.rows
     assert_same_objects(fast)
     assert_same_answers(stock, fast, 0.0)
-    assert report.forwards[gate.NOT_PLANNED] == 1
+    assert log.forwards[gate.NOT_PLANNED] == 1
     (record,) = [r for r in caplog.records if "planning the tail" in r.getMessage()]
     assert record.exc_info
     assert_fast(engine, BATCHES["one prompt"])
@@ -523,11 +523,11 @@ def test_the_plan_of_another_batch_is_not_used(
     unshadowed = functools.partial(type(attention.main).init_forward_metadata, attention.main)
     with monkeypatch.context() as bypassed:
         bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
-        report.reset()
+        log.reset()
         fast = run(engine, scheduled, "1")
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
-    assert report.forwards == {gate.NOT_PLANNED: 1}
+    assert log.forwards == {gate.NOT_PLANNED: 1}
     assert_fast(engine, BATCHES["one prompt"])
 
 
@@ -541,7 +541,7 @@ def test_decode_goes_straight_through(
     for switch in ("0", "1"):
         scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
         run(engine, scheduled, switch)
-        report.reset()
+        log.reset()
         caplog.clear()
         asked: list[Any] = []
         with monkeypatch.context() as counted, caplog.at_level("DEBUG", "sglang_gemma4_yoco"):
@@ -549,7 +549,7 @@ def test_decode_goes_straight_through(
             counted.setattr(attention.tail, "init_forward_metadata", asked.append)
             steps.append(step(engine, scheduled, [30, 31], switch))
         assert asked == []
-        assert not report.forwards
+        assert not log.forwards
         assert [r for r in caplog.records if r.name == "sglang_gemma4_yoco"] == []
     stock, fast = steps
     assert fast.rows == stock.rows == [2] * LAYERS
@@ -641,7 +641,7 @@ def test_the_fast_path_says_once_that_it_is_active(
     (line,) = [m for m in caplog.messages if "active" in m]
     for part in ("Gemma4TextModel", "layer 3", "of 8", type(engine.runner.attn_backend).__name__):
         assert part in line
-    assert report.forwards[report.ACTIVE] == 3
+    assert log.forwards[log.TAIL_EAGER] == 3
 
 
 def test_each_reason_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -652,4 +652,4 @@ def test_each_reason_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixtu
     assert [m for m in caplog.messages if gate.OFF in m] == [
         f"Gemma 4 fast prefill steps aside: {gate.OFF}"
     ]
-    assert report.forwards[gate.OFF] == 3
+    assert log.forwards[gate.OFF] == 3

@@ -34,7 +34,7 @@ from prefill_replays import run as replay
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.commands.servers import choose_ports
 from sglang_gemma4_yoco.cutting import gate, served
 from sglang_gemma4_yoco.cutting.doors import Doors
@@ -203,8 +203,8 @@ def with_doors(rank: int, port: int, path: Path) -> None:
     """The collectives of a recording are run up to the door, then those of the tail."""
     with recorded_prefills(rank, port, path) as engine:
         outcomes = [assert_served_alike(engine, prompts) for prompts, _ in BATCHES.values()]
-        assert outcomes[::3] == [report.ALL_REPLAYED, report.FRONT_REPLAYED]
-        assert outcomes[1:3] == [report.ALL_REPLAYED, gate.NOT_RECORDED]
+        assert outcomes[::3] == [log.EXIT_CAPTURED, log.EXIT_SKIPPED]
+        assert outcomes[1:3] == [log.EXIT_CAPTURED, gate.NOT_RECORDED]
 
 
 def with_doors_on_one_rank(rank: int, port: int, path: Path) -> None:
@@ -267,7 +267,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
 
 def with_audits(rank: int, port: int, path: Path) -> None:
     """Both run every batch again; what one of them finds turns the path off on both."""
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.tail import donor
 
@@ -278,7 +278,7 @@ def with_audits(rank: int, port: int, path: Path) -> None:
     scheduled = engine.schedule(prompts)
     again = cut(70, kept)[FIRST_CUT:]
     assert run(engine, scheduled, "1").rows == [*cut(70, kept), *whole(70), *again]
-    assert (report.audits.agree, report.audits.differ) == (1, 0)
+    assert (log.audits.agree, log.audits.differ) == (1, 0)
     stock = donor.keys_and_values
 
     def other(*args: Any) -> Any:
@@ -287,7 +287,7 @@ def with_audits(rank: int, port: int, path: Path) -> None:
 
     with mock.patch.object(donor, "keys_and_values", other):
         run(engine, scheduled, "1")
-    assert (report.audits.agree, report.audits.differ) == (1, 1)
+    assert (log.audits.agree, log.audits.differ) == (1, 1)
     assert_stock(engine, audit.DIFFERED)
 
 

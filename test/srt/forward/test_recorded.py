@@ -33,7 +33,7 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.cutting.gate import plan_of
 from sglang_gemma4_yoco.deciding import arguments
@@ -121,7 +121,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     assert got == want
     assert torch.equal(computed_by_stock, expected)
     assert torch.equal(computed, expected)
-    assert not report.forwards
+    assert not log.forwards
     torch._dynamo.reset()
 
 

@@ -31,7 +31,7 @@ from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.deciding import arguments
 from sglang_gemma4_yoco.loading import starting
@@ -359,7 +359,7 @@ def test_input_embeddings_are_refused_by_the_model_itself(
     batches_with(input_embeds=torch.zeros(ROWS_IN_ALL, E2B_TINY.hidden_size))
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         run(engine, batch, switch)
-    assert report.forwards[report.ACTIVE] == 0
+    assert log.forwards[log.TAIL_EAGER] == 0
     batches_with(input_embeds=None)
     assert_fast(engine)
 

@@ -54,7 +54,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import proof, rounding
 from sglang_gemma4_yoco.cutting import cut, fallback, gate
 from sglang_gemma4_yoco.deciding import backends, ranks
@@ -113,7 +113,7 @@ def assert_replayed(
 def outcomes() -> dict[str, int]:
     """How forwards with the fast path on ended, since reports were forgotten."""
     off = gate.OFF
-    return {outcome: n for outcome, n in report.forwards.items() if outcome != off}
+    return {outcome: n for outcome, n in log.forwards.items() if outcome != off}
 
 
 def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
@@ -168,7 +168,7 @@ def test_one_row_of_each_request(
     padding = {name: rows[requests:] for name, rows in ran.inputs.items()}
     for name in ("requests", "rows", "embeds", "embedded"):
         assert not padding[name].any(), name
-    assert outcomes() == {report.TAIL_REPLAYED: 2}
+    assert outcomes() == {log.TAIL_CAPTURED: 2}
     assert tail.rows == (1, 2, 4)
 
 
@@ -182,7 +182,7 @@ def test_one_row_of_each_request(
 )
 def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:
     assert_replayed(engine, prompts, launched=True)
-    assert report.TAIL_REPLAYED not in report.forwards
+    assert log.TAIL_CAPTURED not in log.forwards
     assert_replayed(engine, TWO_PROMPTS)
 
 
@@ -246,7 +246,7 @@ def test_chunks_and_the_steps_after_them(engine: Engine, tail: TailGraphs) -> No
         seen[switch].append(run(engine, batch, switch))
         seen[switch] += [step(engine, batch, [7, 9], switch) for _ in range(2)]
     assert seen["1"][1].rows == [80] * FIRST_CUT
-    assert report.forwards[report.TAIL_REPLAYED] == 1
+    assert log.forwards[log.TAIL_CAPTURED] == 1
     for stock, fast in zip(seen["0"], seen["1"], strict=True):
         assert_same_cache(stock, fast)
     for stock, fast in zip(seen["0"][1:], seen["1"][1:], strict=True):
@@ -260,7 +260,7 @@ def test_prefixes_of_replayed_prefills_are_as_good(engine: Engine, tail: TailGra
     fast = run(engine, engine.schedule(prompts, prefix="1"), "1")
     assert fast.rows == [21] * FIRST_CUT
     assert_same_answers(stock, fast, TOLERANCE)
-    assert outcomes() == {report.TAIL_REPLAYED: 2}
+    assert outcomes() == {log.TAIL_CAPTURED: 2}
 
 
 def test_batches_leave_nothing_to_one_another(engine: Engine, tail: TailGraphs) -> None:
@@ -363,7 +363,7 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
             engine.forward(scheduled)
     finally:
         hook.remove()
-    assert outcomes() == {report.TAIL_REPLAYED: 3}
+    assert outcomes() == {log.TAIL_CAPTURED: 3}
     assert replays[0] is replays[1] is not None
     assert gathered.times == 2 * len(("rows", "positions", "embeds", "embedded"))
     assert calls == ["init_forward_metadata_out_graph"] * 2
@@ -500,7 +500,7 @@ def test_by_default_one_skipped_row_is_enough(
     assert_replayed(engine, two_tokens)
     starting.of(engine.text_model).drop_graphs(graphs.NOT_YET)
     observe.assert_stock(engine, two_tokens, run(engine, engine.schedule(two_tokens), "1"))
-    assert outcomes() == {report.TAIL_REPLAYED: 1, gate.TOO_LITTLE: 1}
+    assert outcomes() == {log.TAIL_CAPTURED: 1, gate.TOO_LITTLE: 1}
 
 
 def test_suffixes_must_skip_as_many_as_ever(
@@ -680,7 +680,7 @@ def test_a_graph_that_differs_is_not_used(
     try:
         with caplog.at_level("ERROR", "sglang_gemma4_yoco"):
             proof.prove(tail, engine.runner)
-        [record] = [r for r in caplog.records if r.name == report.logger.name]
+        [record] = [r for r in caplog.records if r.name == log.logger.name]
         assert "the tail recorded for 2 rows differs" in record.getMessage()
         assert tail.rows == (1, 4)
         assert_replayed(engine, TWO_PROMPTS)  # by the next larger one
@@ -756,10 +756,10 @@ def test_a_failing_replay_is_served_by_stock(
     assert_same_objects(fast)
     assert_same_cache(stock, fast)
     assert_same_answers(stock, fast, 0.0)
-    assert outcomes() == {report.FAILED: 1}
+    assert outcomes() == {log.FAILED: 1}
     assert tail.rows == ()
     assert_replayed(engine, TWO_PROMPTS, launched=True)
-    assert outcomes() == {report.FAILED: 1, report.ACTIVE: 1}
+    assert outcomes() == {log.FAILED: 1, log.TAIL_EAGER: 1}
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert said[-1].endswith("tail launched (a replay failed: InjectedError)")
     assert said[-2].endswith("is launched layer by layer: a replay failed: InjectedError")
@@ -926,7 +926,7 @@ def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> No
         record_tail(engine, MOST)
         for _ in range(2):
             assert_replayed(engine, TWO_PROMPTS)
-    said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
+    said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
     [recorded] = [line for line in said if "the tail is recorded" in line]
     [active] = [line for line in said if "is active" in line]
     assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in recorded
@@ -992,7 +992,7 @@ def test_inputs_that_were_not_projected(engine: Engine, tail: TailGraphs) -> Non
     """Those in the graph's memory are of the batch before, and nobody may take them for these."""
     model, scheduled = engine.text_model, engine.schedule(TWO_PROMPTS)
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
-    report.reset()
+    log.reset()
     stock = run(engine, scheduled, "0")
     unseen = partial(type(model).project_per_layer_inputs, model)
     with mock.patch.object(cut.Cut, "_projecting", return_value=unseen):

@@ -15,7 +15,7 @@ import pytest
 from ask import generate, tokens
 from server import Server, running
 from sglang_gemma4_reference import tail_failures
-from sglang_gemma4_yoco import __version__, report
+from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.cutting import fallback
@@ -85,7 +85,7 @@ def test_a_server_that_gave_up_is_not_active(
         [state] = json.loads(out[-1])["schedulers"]
     assert code == 1
     assert (state["active"], state["reason"]) == (False, fallback.GIVEN_UP)
-    assert state["forwards"][report.FAILED] == fallback.LIMIT
+    assert state["forwards"][log.FAILED] == fallback.LIMIT
     assert state["forwards"][fallback.GIVEN_UP] == 1
     assert len(tail_failures.told(server.failures)) == fallback.LIMIT
 

@@ -46,7 +46,7 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.loading import starting
 from sglang_gemma4_yoco.tail import donor
@@ -70,7 +70,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory, shape: Gemma4Shape) 
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions() -> Iterator[None]:
-    report.reset()
+    log.reset()
     fallback.reset()
     yield
     fallback.reset()

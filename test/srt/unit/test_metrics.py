@@ -13,7 +13,7 @@ import orjson
 import pytest
 import torch
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
 @pytest.fixture(autouse=True)
 def _observers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_observers", [])
-    monkeypatch.setattr(report, "_audit_observers", [])
+    monkeypatch.setattr(log, "on_forward", [])
+    monkeypatch.setattr(log, "on_audit", [])
     monkeypatch.setattr(metrics, "_audit_metrics", lambda _: lambda _: None)
     monkeypatch.setattr(served, "_attached", set())
 
@@ -41,7 +41,7 @@ def test_nobody_is_served() -> None:
 
 def test_a_server_that_steps_aside_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "_attached", {Refused()})
-    report.stepped_aside("LoRA", 7)
+    log.batch_refused("LoRA", 7)
     state = metrics.state()
     assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
     assert state["forwards"] == {"LoRA": 1}
@@ -135,7 +135,7 @@ def test_a_number_that_is_not_finite_is_a_word(
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
     serving.checked = Checked(Finding("keys", largest, 0.5))
-    report.audits.worst = largest
+    log.audits.worst = largest
     state = told()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
     assert state["check"]["allowed"] == 0.5
@@ -188,7 +188,7 @@ def test_what_is_no_json_costs_its_own_entry(
     serving: Serving, checked: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     serving.checked = checked
-    report.stepped_aside("LoRA", 7)
+    log.batch_refused("LoRA", 7)
     state = told()
     assert state["check"] is None
     assert list(state["untold"]) == ["check"]
@@ -234,12 +234,12 @@ def test_counting_goes_on_without_an_observer_that_fails(
     def broken(*_: Any) -> None:
         raise OSError("the directory is full")
 
-    report.observe(broken)
-    report.observe(lambda *counted: told.append(counted))
+    log.on_forward.append(broken)
+    log.on_forward.append(lambda *counted: told.append(counted))
     for _ in range(2):
-        report.stepped_aside("a reason", 3)
+        log.batch_refused("a reason", 3)
     assert told == [("a reason", {"computed": 3, "skipped": 0})] * 2
-    assert report.forwards["a reason"] == 2
+    assert log.forwards["a reason"] == 2
     [record] = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "no longer" in record.getMessage()
 
@@ -259,13 +259,13 @@ def test_one_rank_counts_for_its_group(
     monkeypatch.setattr(metrics, "_counters", counters)
     monkeypatch.setattr(seams, "server_arguments", lambda: lambda _: every)
     metrics.collect({"tp_rank": rank})
-    assert (len(made), len(report._observers)) == ((1, 1) if counts else (0, 0))
+    assert (len(made), len(log.on_forward)) == ((1, 1) if counts else (0, 0))
 
 
 def test_what_was_counted_before_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(metrics, "_counters", lambda _: lambda *counted: told.append(counted))
-    report.stepped_aside("a reason", 3)
-    report.stepped_aside("a reason", 4)
+    log.batch_refused("a reason", 3)
+    log.batch_refused("a reason", 4)
     metrics.collect({})
     assert told == [("a reason", {}, 2), (None, {"computed": 7, "skipped": 0}, 0)]

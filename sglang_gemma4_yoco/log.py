@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 logger = logging.getLogger("sglang_gemma4_yoco")
 
-ACTIVE = "active"
-TAIL_REPLAYED = "active, tail replayed"
+TAIL_EAGER = "active"
+TAIL_CAPTURED = "active, tail replayed"
 TAIL_SKIPPED = "active, tail skipped"
-ALL_REPLAYED = "active, front and tail replayed"
-FRONT_REPLAYED = "active, front replayed, tail skipped"
+EXIT_CAPTURED = "active, front and tail replayed"
+EXIT_SKIPPED = "active, front replayed, tail skipped"
 FAILED = "failed, served by stock"
-CUT = frozenset({ACTIVE, TAIL_REPLAYED, TAIL_SKIPPED, ALL_REPLAYED, FRONT_REPLAYED})
+CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
 
-#: Forwards by outcome: ``ACTIVE`` (the tail was launched), ``TAIL_REPLAYED``, ``TAIL_SKIPPED``,
-#: the same two behind a front that SGLang had recorded (``ALL_REPLAYED``, ``FRONT_REPLAYED``),
+#: Forwards by outcome: ``TAIL_EAGER`` (the tail was launched), ``TAIL_CAPTURED``, ``TAIL_SKIPPED``,
+#: the same two behind a front that SGLang had recorded (``EXIT_CAPTURED``, ``EXIT_SKIPPED``),
 #: ``FAILED`` or the reason for stepping aside.
 forwards: Counter[str] = Counter()
 
@@ -56,10 +56,12 @@ class Audits:
 audits = Audits()
 
 _ASIDE = "steps aside"
-_observers: list[Callable[[str, Mapping[str, int]], None]] = []
-_audit_observers: list[Callable[[Audits], None]] = []
+#: Each is called with every forward that is counted: its outcome, and its rows by part.
+on_forward: list[Callable[[str, Mapping[str, int]], None]] = []
+#: Each is called with every audit, as if it were the only one.
+on_audit: list[Callable[[Audits], None]] = []
 # Outcomes of the forwards that are nobody's, in a span of those.
-_unheard: Counter[str] | None = None
+_not_counted: Counter[str] | None = None
 _said: set[Hashable] = set()
 _told_active: weakref.WeakSet[object] = weakref.WeakSet()
 
@@ -95,35 +97,25 @@ def failure(line: str, error: Exception) -> None:
         logger.error("%s: %r", line, error, exc_info=error)
 
 
-def observe(tell: Callable[[str, Mapping[str, int]], None]) -> None:
-    """Have ``tell(outcome, rows by part)`` called with every forward that is counted."""
-    _observers.append(tell)
-
-
-def observe_audits(tell: Callable[[Audits], None]) -> None:
-    """Have ``tell`` called with every audit, as if it were the only one."""
-    _audit_observers.append(tell)
-
-
 @contextmanager
-def unheard() -> Iterator[Counter[str]]:
+def not_counted() -> Iterator[Counter[str]]:
     """Forwards in the span are nobody's: counted by outcome in what it yields, and not said."""
-    global _unheard
-    _unheard = outcomes = Counter[str]()
+    global _not_counted
+    _not_counted = outcomes = Counter[str]()
     try:
         yield outcomes
     finally:
-        _unheard = None
+        _not_counted = None
 
 
 def _count(outcome: str, computed: int, skipped: int = 0) -> None:
-    if _unheard is not None:
-        _unheard[outcome] += 1
+    if _not_counted is not None:
+        _not_counted[outcome] += 1
         return
     forwards[outcome] += 1
     rows[COMPUTED] += computed
     rows[SKIPPED] += skipped
-    _tell(_observers, outcome, {COMPUTED: computed, SKIPPED: skipped})
+    _tell(on_forward, outcome, {COMPUTED: computed, SKIPPED: skipped})
 
 
 def _tell(observers: list[Callable[..., None]], *counted: object) -> None:
@@ -141,7 +133,7 @@ def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
     audits.differ += not agrees
     audits.greedy_changes += greedy_changes
     audits.worst = max(audits.worst, excess)
-    _tell(_audit_observers, Audits(int(agrees), int(not agrees), greedy_changes, excess))
+    _tell(on_audit, Audits(int(agrees), int(not agrees), greedy_changes, excess))
 
 
 def active(
@@ -152,19 +144,19 @@ def active(
     ``describe()`` says what was cut, and how; it is not called again for the same model.
     """
     _count(outcome, computed, skipped)
-    if _unheard is None and model not in _told_active:
+    if _not_counted is None and model not in _told_active:
         _told_active.add(model)
         once(f"Gemma 4 fast prefill is active: {describe()}")
 
 
-def stepped_aside(reason: str, rows_in_all: int, *, tell: bool = True) -> None:
+def batch_refused(reason: str, rows_in_all: int, *, logged: bool = True) -> None:
     """Count a forward that ran as stock; ``tell`` why, if it was not told before."""
     _count(reason, rows_in_all)
-    if tell and _unheard is None and _first((_ASIDE, reason)):
+    if logged and _not_counted is None and _first((_ASIDE, reason)):
         once(f"Gemma 4 fast prefill steps aside: {reason}")
 
 
-def steps_aside(reason: str, level: int = logging.INFO) -> None:
+def server_refused(reason: str, level: int = logging.INFO) -> None:
     """Say why no batch of this server will be cut. Of its batches that need not be told again."""
     _said.add((_ASIDE, reason))
     once(f"Gemma 4 fast prefill steps aside for this server: {reason}", level)
