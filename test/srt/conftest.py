@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,13 +171,10 @@ def engine(tiny_checkpoint: Path) -> Engine:
 
 
 @pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def setting() -> Iterator[Callable[..., None]]:
     """Have these settings, by their fields, from here on."""
-
-    def change(**fields: Any) -> None:
-        monkeypatch.setattr(settings, "current", dataclasses.replace(settings.current, **fields))
-
-    return change
+    with ExitStack() as stack:
+        yield lambda **fields: stack.enter_context(settings.changed(**fields))
 
 
 @pytest.fixture
@@ -195,6 +192,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_gemma4_yoco import plugin
     from sglang_gemma4_yoco.loading import patch
 
+    plugin.load.cache_clear()
     monkeypatch.setattr(plugin, "left_alone", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "_installed", {})
