@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -100,14 +99,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndServ
 
 def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(Path(__file__).parent).parts[0]
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings_of_our_own() -> Iterator[None]:
-    """A warning that the product's code causes is an error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", module=r"sglang_gemma4_yoco\.")
-        yield
 
 
 @pytest.fixture(scope="session")
