@@ -1,7 +1,6 @@
-"""What the package tells: once-only log lines, and counters of forwards by outcome.
+"""Log lines, each logged once in a process, and counters of prefill forwards by outcome.
 
-Counters count prefill forwards of patched models (a decode step is counted nowhere). One process
-runs one forward at a time, so there is no lock.
+Decode steps are not counted. A process runs one forward at a time, so there is no lock.
 """
 
 from __future__ import annotations
@@ -14,33 +13,28 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-logger = logging.getLogger("sglang_gemma4_yoco")
+logger = logging.getLogger(__package__)
 
+# Outcomes of a forward; a reason for running as stock is one as well.
 TAIL_EAGER = "active"
 TAIL_CAPTURED = "active, tail replayed"
 TAIL_SKIPPED = "active, tail skipped"
+# The same after an exit from a prefill graph of SGLang's.
 EXIT_CAPTURED = "active, front and tail replayed"
 EXIT_SKIPPED = "active, front replayed, tail skipped"
 FAILED = "failed, served by stock"
 CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
 
-#: Forwards by outcome: ``TAIL_EAGER`` (the tail was launched), ``TAIL_CAPTURED``, ``TAIL_SKIPPED``,
-#: the same two behind a front that SGLang had recorded (``EXIT_CAPTURED``, ``EXIT_SKIPPED``),
-#: ``FAILED`` or the reason for stepping aside.
-forwards: Counter[str] = Counter()
-
 COMPUTED, SKIPPED = "computed", "skipped"
 PARTS = (COMPUTED, SKIPPED)
-#: Rows of those forwards, by whether the last layer has computed them.
-rows: Counter[str] = Counter()
 
 
 @dataclass
 class Audits:
-    """What came of the forwards that were run again as stock.
+    """What the forwards that were run again as stock have shown.
 
     Attributes:
-        agree: those of which each step differed by no more than rounding does.
+        agree: forwards of which each step differed by no more than rounding.
         differ: the others.
         greedy_changes: rows whose likeliest token was another one.
         worst: the largest error of all, in multiples of what is rounding; see ``rounding``.
@@ -52,36 +46,36 @@ class Audits:
     worst: float = 0.0
 
 
-#: Of this process so far.
+#: Forwards of this process by outcome, their rows by whether the last layer has computed them, and
+#: its audits.
+forwards: Counter[str] = Counter()
+rows: Counter[str] = Counter()
 audits = Audits()
 
-_ASIDE = "steps aside"
 #: Each is called with every forward that is counted: its outcome, and its rows by part.
 on_forward: list[Callable[[str, Mapping[str, int]], None]] = []
 #: Each is called with every audit, as if it were the only one.
 on_audit: list[Callable[[Audits], None]] = []
-# Outcomes of the forwards that are nobody's, in a span of those.
-_not_counted: Counter[str] | None = None
+
 _said: set[Hashable] = set()
-_told_active: weakref.WeakSet[object] = weakref.WeakSet()
+# Outcomes of forwards that are not counted, in a span of those.
+_not_counted: Counter[str] | None = None
 
 
-def _first(said: Hashable) -> bool:
-    """Whether this has not been said before in this process."""
-    if said in _said:
-        return False
-    _said.add(said)
-    return True
+def _first(key: Hashable) -> bool:
+    is_first = key not in _said
+    _said.add(key)
+    return is_first
 
 
 def once(line: str, level: int = logging.INFO) -> None:
-    """Log ``line`` the first time it is said in this process."""
+    """Log ``line`` the first time in this process."""
     if _first(line):
         logger.log(level, "%s", line)
 
 
 def error(line: str) -> None:
-    """Log ``line`` as an error the first time it is said in this process."""
+    """Log ``line`` as an error the first time in this process."""
     once(line, logging.ERROR)
 
 
@@ -99,7 +93,7 @@ def failure(line: str, error: Exception) -> None:
 
 @contextmanager
 def not_counted() -> Iterator[Counter[str]]:
-    """Forwards in the span are nobody's: counted by outcome in what it yields, and not said."""
+    """Forwards in the span are counted in what it yields alone, by outcome, and not logged."""
     global _not_counted
     _not_counted = outcomes = Counter[str]()
     try:
@@ -112,19 +106,39 @@ def _count(outcome: str, computed: int, skipped: int = 0) -> None:
     if _not_counted is not None:
         _not_counted[outcome] += 1
         return
+    counted = {COMPUTED: computed, SKIPPED: skipped}
     forwards[outcome] += 1
-    rows[COMPUTED] += computed
-    rows[SKIPPED] += skipped
-    _tell(on_forward, outcome, {COMPUTED: computed, SKIPPED: skipped})
+    rows.update(counted)
+    for call in on_forward:
+        call(outcome, counted)
 
 
-def _tell(observers: list[Callable[..., None]], *counted: object) -> None:
-    for tell in tuple(observers):
-        try:
-            tell(*counted)
-        except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
-            observers.remove(tell)
-            failure("Gemma 4 fast prefill: its metrics are collected no longer", broken)
+def active(
+    model: object, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
+) -> None:
+    """Count a forward on the fast path; log ``describe()`` the first time for this ``model``."""
+    _count(outcome, computed, skipped)
+    if _not_counted is None and _first(weakref.ref(model)):
+        once(f"Gemma 4 fast prefill is active: {describe()}")
+
+
+def batch_refused(reason: str, rows_in_all: int, *, logged: bool = True) -> None:
+    """Count a forward that ran as stock; log the reason, unless it was logged before."""
+    _count(reason, rows_in_all)
+    if logged and _not_counted is None and _first(("refused", reason)):
+        once(f"Gemma 4 fast prefill steps aside: {reason}")
+
+
+def server_refused(reason: str, level: int = logging.INFO) -> None:
+    """Log why all batches of this server run as stock; it is not logged again for a batch."""
+    _said.add(("refused", reason))
+    once(f"Gemma 4 fast prefill steps aside for this server: {reason}", level)
+
+
+def failed(error: Exception, rows_in_all: int) -> None:
+    """Count a forward that failed on the fast path, and that stock serves; log the error."""
+    _count(FAILED, rows_in_all)
+    failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
 
 
 def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
@@ -133,45 +147,13 @@ def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
     audits.differ += not agrees
     audits.greedy_changes += greedy_changes
     audits.worst = max(audits.worst, excess)
-    _tell(on_audit, Audits(int(agrees), int(not agrees), greedy_changes, excess))
-
-
-def active(
-    model: object, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
-) -> None:
-    """Count a forward that took the fast path; say so the first time for this ``model``.
-
-    ``describe()`` says what was cut, and how; it is not called again for the same model.
-    """
-    _count(outcome, computed, skipped)
-    if _not_counted is None and model not in _told_active:
-        _told_active.add(model)
-        once(f"Gemma 4 fast prefill is active: {describe()}")
-
-
-def batch_refused(reason: str, rows_in_all: int, *, logged: bool = True) -> None:
-    """Count a forward that ran as stock; ``tell`` why, if it was not told before."""
-    _count(reason, rows_in_all)
-    if logged and _not_counted is None and _first((_ASIDE, reason)):
-        once(f"Gemma 4 fast prefill steps aside: {reason}")
-
-
-def server_refused(reason: str, level: int = logging.INFO) -> None:
-    """Say why no batch of this server will be cut. Of its batches that need not be told again."""
-    _said.add((_ASIDE, reason))
-    once(f"Gemma 4 fast prefill steps aside for this server: {reason}", level)
-
-
-def failed(error: Exception, rows_in_all: int) -> None:
-    """Count a forward that failed on the fast path, to be served by stock; say how."""
-    _count(FAILED, rows_in_all)
-    failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
+    for call in on_audit:
+        call(Audits(int(agrees), int(not agrees), greedy_changes, excess))
 
 
 def reset() -> None:
-    """Forget counters and what was said (for tests and for a new measurement)."""
+    """Forget counters and logged lines, for tests and for a new measurement."""
     forwards.clear()
     rows.clear()
     vars(audits).update(vars(Audits()))
     _said.clear()
-    _told_active.clear()

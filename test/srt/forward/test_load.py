@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from sglang_gemma4_yoco import plugin, seams
+from sglang_gemma4_yoco import plugin, seams, settings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.deciding import arguments
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 def refusal(caplog: pytest.LogCaptureFixture) -> str:
     """The one line that says why nothing is patched."""
     caplog.clear()
+    plugin.load.cache_clear()
     with caplog.at_level(logging.INFO, "sglang_gemma4_yoco"):
         plugin.load()
     [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
@@ -38,16 +39,19 @@ def refusal(caplog: pytest.LogCaptureFixture) -> str:
 NOT_A_NUMBER = ("few", "-1", "1.5", "", " 3", "\u0663")
 NO_ANSWER = ("on", "2", "", " 1")
 SETTINGS = {
-    "SGLANG_GEMMA4_YOCO": (NO_ANSWER, "use 1 (or leave it unset) to turn Gemma 4 fast prefill on"),
+    "SGLANG_GEMMA4_YOCO": (NO_ANSWER, "use 1 or 0, or leave it unset (1): 1 to turn"),
     "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS": (
         ("0", *NOT_A_NUMBER),
         "use a whole number from 1 up",
     ),
     "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": (NOT_A_NUMBER, "use a whole number from 0 up"),
-    "SGLANG_GEMMA4_YOCO_SELF_CHECK": (NO_ANSWER, "use 1 (or leave it unset) to compare with stock"),
+    "SGLANG_GEMMA4_YOCO_SELF_CHECK": (NO_ANSWER, "use 1 or 0, or leave it unset (1): 1 to compare"),
     "SGLANG_GEMMA4_YOCO_AUDIT": (NOT_A_NUMBER, "use a whole number from 0 up"),
-    "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 to turn the fast path off where"),
-    "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "use 1 (or leave it unset) to shorten"),
+    "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 or 0, or leave it unset (0): 1 to turn"),
+    "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (
+        NO_ANSWER,
+        "or leave it unset (1): 1 to shorten",
+    ),
 }
 
 
@@ -61,6 +65,18 @@ def test_a_setting_that_means_nothing(
         why = refusal(caplog)
         assert why.startswith(f"{name}={value!r} is not a valid value: ")
         assert remedy in why
+
+
+@pytest.mark.parametrize("setting", settings.VARIABLES)
+def test_a_setting_that_means_something(setting: str) -> None:
+    """It sets what it is named after, and nothing else."""
+    variable = settings.VARIABLES[setting]
+    values: dict[str, Any] = {"0": False, "1": True}
+    if variable.minimum is not None:
+        values = {str(number): number for number in (variable.minimum, 4096)}
+    for value, meaning in values.items():
+        expected = dataclasses.replace(settings.Settings(), **{setting: meaning})
+        assert settings.read({variable.name: value}) == expected
 
 
 # ---------------------------------------------------------------- names of SGLang's
