@@ -10,9 +10,8 @@ A wrong yes corrupts answers silently, a wrong no costs time. So everything is r
 known to read only the kept rows, and a batch whose host-side lengths are not plain lists is
 refused too. Only host fields that are the same on every rank are looked at.
 
-A field or argument that the installed SGLang does not have counts as unset. Where it should have
-it (a newer release may have renamed it) no batch of the server is admitted: ``seams.unseen``, asked
-once.
+A field that the installed SGLang does not have counts as unset. Where it should have it (a newer
+release may have renamed it) no batch of the server is admitted: ``seams.unseen``, asked once.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco.core import limits
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.deciding import arguments, backends, quantised, threshold
+from sglang_gemma4_yoco.deciding import threshold
 from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.deciding.threshold import TailCost
 from sglang_gemma4_yoco.tail.attention import OwnBackend
@@ -55,8 +55,8 @@ _NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS, REPLAY
 
 # A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
 _REFUSING_FIELDS = {
-    "spec_info": arguments.SPECULATIVE,
-    "return_hidden_states_before_norm": arguments.HIDDEN_STATES,
+    "spec_info": limits.SPECULATIVE,
+    "return_hidden_states_before_norm": limits.HIDDEN_STATES,
     "return_pooled_hidden_states": "pooled hidden states",
     "dimensions": EMBEDDINGS,
     "token_indices_to_pool": "setwise pooling",
@@ -66,16 +66,16 @@ _REFUSING_FIELDS = {
     "input_embeds": "input embeddings",
     "replace_embeds": "replaced embeddings",
     "encoder_lens": "an encoder-decoder batch",
-    "global_num_tokens_cpu": arguments.DP_ATTENTION,
-    "_original_forward_mode": arguments.DP_ATTENTION,
-    "attn_tp_sequence_sharded": arguments.SEQUENCE_PARALLEL,
-    "attn_cp_metadata": arguments.CONTEXT_PARALLEL,
-    "attn_dcp_metadata": arguments.CONTEXT_PARALLEL,
-    "dcp_kv_mask": arguments.CONTEXT_PARALLEL,
-    "kv_loc_cols": arguments.TWO_BATCH_OVERLAP,
-    "tbo_split_seq_index": arguments.TWO_BATCH_OVERLAP,
-    "tbo_parent_token_range": arguments.TWO_BATCH_OVERLAP,
-    "tbo_children": arguments.TWO_BATCH_OVERLAP,
+    "global_num_tokens_cpu": limits.DP_ATTENTION,
+    "_original_forward_mode": limits.DP_ATTENTION,
+    "attn_tp_sequence_sharded": limits.SEQUENCE_PARALLEL,
+    "attn_cp_metadata": limits.CONTEXT_PARALLEL,
+    "attn_dcp_metadata": limits.CONTEXT_PARALLEL,
+    "dcp_kv_mask": limits.CONTEXT_PARALLEL,
+    "kv_loc_cols": limits.TWO_BATCH_OVERLAP,
+    "tbo_split_seq_index": limits.TWO_BATCH_OVERLAP,
+    "tbo_parent_token_range": limits.TWO_BATCH_OVERLAP,
+    "tbo_children": limits.TWO_BATCH_OVERLAP,
     "full_prefill_cuda_graph_capture": CAPTURING,
     "encoder_swa_replay": "sliding-window replay",
     "engram_history": "n-gram embeddings",
@@ -91,24 +91,24 @@ _LAST_ROW_CAPTURES = (seams.CaptureHiddenMode.NULL, seams.CaptureHiddenMode.LAST
 
 def constant_reason(model: Any) -> str | None:
     """Why no batch of this process may take the fast path, or None."""
-    reason = unseen_reason() or arguments.server_reason() or model_reason(model)
+    reason = unseen_reason() or limits.server_reason() or model_reason(model)
     if reason is not None:
         return reason
     first = first_shared_layer(model.config)
     assert first is not None, "a model without a tail has been refused"
-    return quantised.coupled_reason(model, first)
+    return limits.linear_reason(model, first)
 
 
 def unseen_reason() -> str | None:
-    """Why nothing that is judged here can be relied on in this SGLang, or None."""
-    return seams.unseen(sorted(arguments.judged()), _REFUSING_FIELDS)
+    """Why the fields that are judged here cannot be relied on in this SGLang, or None."""
+    return seams.unseen(_REFUSING_FIELDS)
 
 
 def model_reason(model: Any) -> str | None:
     """Why the layers of this model cannot be cut, or None. Constant for a model."""
     if first_shared_layer(model.config) is None:
         return NO_SHARED_LAYERS
-    return None if seams.holds_all_layers(model) else arguments.PIPELINE
+    return None if seams.holds_all_layers(model) else limits.PIPELINE
 
 
 def is_news(reason: str) -> bool:
@@ -349,13 +349,13 @@ def _fields(forward_batch: Any, values: tuple[object, ...]) -> str | None:
             return reason
     algorithm = getattr(forward_batch, "spec_algorithm", None)
     speculates = algorithm is not None and not algorithm.is_none()
-    if speculates and getattr(algorithm, "name", None) not in arguments.LAST_ROW_DRAFTS:
-        return arguments.SPECULATIVE
+    if speculates and getattr(algorithm, "name", None) not in limits.LAST_ROW_DRAFTS:
+        return limits.SPECULATIVE
     capture = getattr(forward_batch, "capture_hidden_mode", None)
     if capture is not None and capture not in _LAST_ROW_CAPTURES and not speculates:
-        return arguments.HIDDEN_STATES
+        return limits.HIDDEN_STATES
     if any(adapter is not None for adapter in getattr(forward_batch, "lora_ids", None) or ()):
-        return arguments.LORA
+        return limits.LORA
     return None
 
 
@@ -470,7 +470,7 @@ def _backend(known: ServedModel) -> str | None:
     # when it was built.
     if current is None or current is known.backend:
         return None
-    return backends.why_not_tail(current)
+    return limits.tail_backend_reason(current)
 
 
 # -- when the model is called ----------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Reasons why a server or a batch is not cut, and whether cutting pays. They change nothing."""
+"""Which rows of a batch are kept, and whether cutting it pays."""

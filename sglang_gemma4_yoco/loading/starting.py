@@ -10,9 +10,9 @@ from sglang_gemma4_yoco import __version__, report, seams, settings
 from sglang_gemma4_yoco.checking import audit, proof, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.core import limits, ranks
 from sglang_gemma4_yoco.cutting import fallback, forward, gate, served
 from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.deciding import arguments, backends, ranks
 from sglang_gemma4_yoco.loading import repair
 from sglang_gemma4_yoco.tail import donor, graphs
 from sglang_gemma4_yoco.tail.attention import OwnBackend
@@ -37,14 +37,14 @@ def start(runner: Any, model: Any) -> None:
     reason = _constant_reason(runner, model)
     attention = _own_backend(runner) if reason is None else None
     if reason is None and attention is None:
-        reason = backends.NO_TAIL
-    reason = ranks.disagreement(_findings(reason)) or reason
+        reason = limits.NO_TAIL
+    reason = ranks.reason_ranks_differ(_findings(reason)) or reason
     known = ServedModel(model, reason, attention if reason is None else None)
     known.attach(gate.plan_ahead)
     _foretell(runner, model)
     if reason is not None:
         if gate.is_news(reason):
-            wrong = reason == arguments.WRONG_REPLAYS
+            wrong = reason == limits.WRONG_REPLAYS
             report.steps_aside(reason, logging.WARNING if wrong else logging.INFO)
         return
     _compile_kernels(known)
@@ -105,7 +105,7 @@ def _open_doors(known: ServedModel, runner: Any) -> None:
     if seams.RecordedPrefills.why_not(runner) is None:
         known.follow_replays(forward.replayed_prefill)
     reason = repair.doors_refused() or known.doors.find(runner)
-    reason = ranks.disagreement(f"{reason}, {known.doors.describe()}") or reason
+    reason = ranks.reason_ranks_differ(f"{reason}, {known.doors.describe()}") or reason
     if reason is not None:
         _do_not_reach(known, reason)
         return
@@ -123,7 +123,7 @@ def _defect_of_doors(known: ServedModel, found: Finding | None) -> str | None:
         return None
     wrong = found is not None and not found.is_rounding
     # A rank that leaves a recording would wait for one that runs it to its end.
-    others = ranks.disagreement(f"doors agree with stock: {not wrong}")
+    others = ranks.reason_ranks_differ(f"doors agree with stock: {not wrong}")
     return f"the check at start found {found}" if wrong else others
 
 
@@ -151,12 +151,12 @@ def record_tail(known: ServedModel, runner: Any) -> None:
     attention = known.attention
     assert attention is not None, "batches may be cut"
     reason = _attempt(lambda: graphs.why_not(runner, known.model, attention))
-    reason = ranks.disagreement(f"recorded: {reason}") or reason
+    reason = ranks.reason_ranks_differ(f"recorded: {reason}") or reason
     if reason is None:
         recorded, reason = _recorded(known, runner)
         # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
         rows = None if recorded is None else recorded.rows
-        reason = ranks.disagreement(f"replayed: {rows}") or reason
+        reason = ranks.reason_ranks_differ(f"replayed: {rows}") or reason
     if recorded is None or reason is not None:
         if recorded is not None:
             recorded.close()
@@ -213,7 +213,7 @@ def _check(known: ServedModel, runner: Any) -> Checked:
         report.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
         checked, unchecked = None, f"it could not be run: {type(failure).__name__}"
     known.checked = checked or Checked(unchecked=unchecked)
-    others = ranks.disagreement(f"agrees with stock: {known.checked.agrees}")
+    others = ranks.reason_ranks_differ(f"agrees with stock: {known.checked.agrees}")
     if others is not None or not known.checked.agrees:
         known.refuse(self_check.FAILED)
         found = "another rank's differs" if known.checked.agrees else known.checked.describe()
@@ -227,11 +227,10 @@ def _check(known: ServedModel, runner: Any) -> Checked:
 def _constant_reason(runner: Any, model: Any) -> str | None:
     if not runner.is_generation:
         return gate.EMBEDDINGS
-    main = runner.attn_backend
     return (
         gate.constant_reason(model)
-        or backends.why_not_main(main)
-        or backends.why_not_pool(runner.token_to_kv_pool, runner.dtype, main)
+        or limits.backend_reason(runner.attn_backend)
+        or limits.pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
 
@@ -255,7 +254,7 @@ def _own_backend(runner: Any) -> OwnBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
         tail = seams.build_attn_backend(runner)
-        if backends.TAIL in backends.can(type(tail)):
+        if limits.Ability.TAIL in limits.abilities(type(tail)):
             return OwnBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams, settings
-from sglang_gemma4_yoco.deciding import backends
+from sglang_gemma4_yoco.core import limits
 from sglang_gemma4_yoco.deciding.rows import KeptRows
 from sglang_gemma4_yoco.tail import layers, per_layer
 from sglang_gemma4_yoco.tail.attention import OwnBackend
@@ -77,7 +77,7 @@ def why_not(runner: Any, model: Any, attention: OwnBackend) -> str | None:
     if seams.recorded_decode_steps(runner) is None:
         return NO_GRAPHS
     kind = type(attention.tail)
-    if backends.RECORDED not in backends.can(kind):
+    if limits.Ability.CAPTURED not in limits.abilities(kind):
         return f"attention by {kind.__name__} is not known to be recordable"
     if not seams.decodes_like_extend(attention.tail):
         return NOT_DECODING

@@ -24,8 +24,8 @@ from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco.core import limits
 from sglang_gemma4_yoco.cutting import gate, served
-from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.loading import starting
 from sglang_gemma4_yoco.tail import donor
 from sglang_gemma4_yoco.tail.donor import DonorCut
@@ -204,7 +204,8 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
     reason = f"the attention backend {kind} is not proven"
     built: list[Any] = []
     with monkeypatch.context() as unproven, caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        unproven.setattr(type(engine.runner.attn_backend), backends.ATTRIBUTE, frozenset())
+        key = limits.backend_key(type(engine.runner.attn_backend))
+        unproven.setitem(limits.ATTENTION_BACKENDS, key, frozenset())
         unproven.setattr(seams, "build_attn_backend", built.append)
         engine.runner.init_attention_backends()
         assert built == []

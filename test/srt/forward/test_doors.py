@@ -34,11 +34,11 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.checking.checked import Checked
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.cutting import doors, fallback, gate
 from sglang_gemma4_yoco.cutting.doors import Door, Doors
 from sglang_gemma4_yoco.cutting.forward import ReplayedFront
 from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
 from sglang_gemma4_yoco.tail import donor
 from sglang_gemma4_yoco.tail.attention import OwnBackend
@@ -369,7 +369,9 @@ def test_wrong_doors_of_another_rank(
 ) -> None:
     known = starting.of(engine.text_model)
     with monkeypatch.context() as patched:
-        patched.setattr(ranks, "disagreement", lambda f: ranks.NOT_ALIKE if "agree" in f else None)
+        patched.setattr(
+            ranks, "reason_ranks_differ", lambda f: ranks.NOT_ALIKE if "agree" in f else None
+        )
         reopened(engine, caplog)
     assert known.doors.closed == ranks.NOT_ALIKE
 
@@ -527,7 +529,7 @@ def test_another_rank_without_them(
 ) -> None:
     with monkeypatch.context() as patched:
         differs = lambda found: ranks.NOT_ALIKE if "doors" in found else None  # noqa: E731
-        patched.setattr(ranks, "disagreement", differs)
+        patched.setattr(ranks, "reason_ranks_differ", differs)
         log = reopened(engine, caplog)
     assert ranks.NOT_ALIKE in log
     assert starting.of(engine.text_model).doors.closed == ranks.NOT_ALIKE

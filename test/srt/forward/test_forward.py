@@ -43,9 +43,9 @@ from observe import (
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.core import limits
 from sglang_gemma4_yoco.cutting import cut, fallback, forward, gate, served
 from sglang_gemma4_yoco.cutting.gate import plan_of
-from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.loading import patch, starting
 from sglang_gemma4_yoco.tail.donor import DonorCut
 from sglang_gemma4_yoco.tail.shadow import Shadows
@@ -563,7 +563,7 @@ def test_without_a_backend_of_the_tails_own_stock_serves(
 ) -> None:
     engine = without_own_backend
     assert starting.of(engine.text_model).attention is None
-    assert_stock(engine, backends.NO_TAIL, BATCHES[name])
+    assert_stock(engine, limits.NO_TAIL, BATCHES[name])
 
 
 def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:

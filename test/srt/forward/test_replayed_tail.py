@@ -56,8 +56,8 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
 from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import proof, rounding
+from sglang_gemma4_yoco.core import limits, ranks
 from sglang_gemma4_yoco.cutting import cut, fallback, gate
-from sglang_gemma4_yoco.deciding import backends, ranks
 from sglang_gemma4_yoco.loading import patch, starting
 from sglang_gemma4_yoco.settings import Settings
 from sglang_gemma4_yoco.tail import graphs
@@ -442,7 +442,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         elif fails == "every proof":
             broken.setattr(proof, "difference", lambda *_: rounding.defect("the recorded tail"))
         else:
-            broken.setattr(ranks, "disagreement", disagreement)
+            broken.setattr(ranks, "reason_ranks_differ", disagreement)
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
     known = starting.of(engine.text_model)
@@ -840,7 +840,8 @@ class TestReasons:
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         kind = type(engine.runner.attn_backend)
-        monkeypatch.setattr(kind, backends.ATTRIBUTE, frozenset({"front", "tail"}))
+        abilities = frozenset({limits.Ability.MAIN, limits.Ability.TAIL})
+        monkeypatch.setitem(limits.ATTENTION_BACKENDS, limits.backend_key(kind), abilities)
         assert reason(engine) == (
             "attention by WindowedTorchNativeBackend is not known to be recordable"
         )
@@ -917,7 +918,7 @@ class TestReasons:
 def test_the_refused_arguments_are_these() -> None:
     """And SGLang has them."""
     assert set(graphs._REFUSED) == set(REFUSED_ARGUMENTS)
-    assert seams.unseen(graphs._REFUSED, ()) is None
+    assert releases.unknown_arguments(graphs._REFUSED) == []
 
 
 def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,1 @@
+"""The mechanism: which servers and batches may be cut, and how one is."""
