@@ -198,7 +198,7 @@ class Ability(Enum):
 # By class: SGLang's own by name, others by module and name; a subclass is another one. Triton's is
 # shown by test; the others were read, 0.5.23 line by line and earlier releases by pattern. Gemma 4
 # gets no FlashAttention but version 4 in any of them.
-ATTENTION_BACKENDS = {
+PROVEN_BACKENDS = {
     "TritonAttnBackend": frozenset({Ability.MAIN, Ability.TAIL, Ability.CAPTURED}),
     "TRTLLMHAAttnBackend": frozenset({Ability.MAIN}),
     "FlashAttentionBackend": frozenset({Ability.MAIN}),
@@ -210,11 +210,11 @@ _SGLANG = "sglang.srt."  # its image models' classes have the same names
 
 def abilities(kind: type) -> frozenset[Ability]:
     """What attention backends of this very class can do."""
-    return ATTENTION_BACKENDS.get(backend_key(kind), frozenset())
+    return PROVEN_BACKENDS.get(backend_key(kind), frozenset())
 
 
 def backend_key(kind: type) -> str:
-    """What a class is called in ``ATTENTION_BACKENDS``."""
+    """What a class is called in ``PROVEN_BACKENDS``."""
     own = kind.__module__.startswith(_SGLANG)
     return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
 

@@ -159,7 +159,7 @@ def register_as_proven() -> None:
         FrontBackend: frozenset({limits.Ability.MAIN}),
     }
     for kind, abilities in proven.items():
-        limits.ATTENTION_BACKENDS.setdefault(limits.backend_key(kind), abilities)
+        limits.PROVEN_BACKENDS.setdefault(limits.backend_key(kind), abilities)
 
 
 def _heads(q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:

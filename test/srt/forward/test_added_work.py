@@ -205,7 +205,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
     built: list[Any] = []
     with monkeypatch.context() as unproven, caplog.at_level("INFO", "sglang_gemma4_yoco"):
         key = limits.backend_key(type(engine.runner.attn_backend))
-        unproven.setitem(limits.ATTENTION_BACKENDS, key, frozenset())
+        unproven.setitem(limits.PROVEN_BACKENDS, key, frozenset())
         unproven.setattr(seams, "build_attn_backend", built.append)
         engine.runner.init_attention_backends()
         assert built == []

@@ -184,7 +184,7 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
     """Nor does a class inherit what is known of its base."""
     with monkeypatch.context() as unproven:
         key = limits.backend_key(FrontBackend)
-        unproven.setitem(limits.ATTENTION_BACKENDS, key, frozenset())
+        unproven.setitem(limits.PROVEN_BACKENDS, key, frozenset())
         engine.runner.init_attention_backends()
         reason = starting.of(engine.text_model).constant_reason
         assert reason == "the attention backend FrontBackend is not proven"
@@ -220,6 +220,17 @@ def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, n
             assert starting.of(engine.text_model).constant_reason == limits.NO_TAIL
     engine.runner.init_attention_backends()
     assert starting.of(engine.text_model).constant_reason is None
+
+
+def test_another_packages_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one by the name of one of SGLang's."""
+    kind = type("XPUAttentionBackend", (FrontBackend,), {"__module__": "another"})
+    with monkeypatch.context() as others:
+        others.setitem(ATTENTION_BACKENDS, "intel_xpu", kind)
+        engine.runner.init_attention_backends()
+        reason = starting.of(engine.text_model).constant_reason
+        assert reason == "the attention backend XPUAttentionBackend is not proven"
+    engine.runner.init_attention_backends()
 
 
 @pytest.mark.parametrize(

@@ -342,26 +342,36 @@ def test_an_argument_of_the_server(engine: Engine, arguments: dict[str, Any]) ->
     assert_stock(engine, lambda _: releases.published(**arguments))
 
 
-@pytest.mark.skipif(
+AS_IN_A_NEWER_ONE = pytest.mark.skipif(
     not hasattr(ServerArgs, "__struct_fields__"), reason="as a release newer than 0.5.23 lists them"
 )
-@pytest.mark.parametrize("unknown", [True, False])
-def test_an_argument_that_nobody_has_judged(engine: Engine, unknown: bool) -> None:
-    """The engine's server sets it, as one of a later release might set what is new there."""
-    reviewed = limits.reviewed_arguments() - ({"max_total_tokens"} if unknown else set())
 
-    @contextmanager
-    def later(_: Any) -> Iterator[None]:
-        with (
-            mock.patch.object(seams, "LAST_TESTED", Version("0.5.16")),
-            mock.patch.object(limits, "reviewed_arguments", return_value=reviewed),
-        ):
-            yield
 
-    if unknown:
-        assert_stock(engine, later)
-        return
-    with while_deciding(engine, later):
+@contextmanager
+def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
+    """A later release, in which nobody knows these arguments; a server that sets others."""
+    reviewed = limits.reviewed_arguments() - set(unknown)
+    with (
+        mock.patch.object(seams, "LAST_TESTED", Version("0.5.16")),
+        mock.patch.object(limits, "reviewed_arguments", return_value=reviewed),
+        releases.published(**arguments),
+    ):
+        yield
+
+
+@AS_IN_A_NEWER_ONE
+def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
+    """As a server of a later release might set what is new there."""
+    assert_stock(engine, lambda _: newer("max_total_tokens", max_total_tokens=9))
+
+
+@AS_IN_A_NEWER_ONE
+@pytest.mark.parametrize(
+    "arguments", [{}, DRAFTS, {"disaggregation_mode": "prefill"}, {"offload_group_size": 0}]
+)
+def test_arguments_of_a_newer_release(engine: Engine, arguments: dict[str, Any]) -> None:
+    """Those that are known refuse nothing there that they do not refuse here."""
+    with while_deciding(engine, lambda _: newer(**arguments)):
         assert run(engine, engine.schedule(TWO_PROMPTS), "1").rows[-1] == len(TWO_PROMPTS)
 
 
@@ -493,7 +503,7 @@ def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.Monkey
     with monkeypatch.context() as others:
         others.setattr(starting.of(engine.text_model), "backend", None)
         key = limits.backend_key(type(engine.runner.attn_backend))
-        others.setitem(limits.ATTENTION_BACKENDS, key, frozenset({limits.Ability.MAIN}))
+        others.setitem(limits.PROVEN_BACKENDS, key, frozenset({limits.Ability.MAIN}))
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
     assert_fast(engine)

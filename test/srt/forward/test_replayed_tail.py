@@ -841,7 +841,7 @@ class TestReasons:
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         kind = type(engine.runner.attn_backend)
         abilities = frozenset({limits.Ability.MAIN, limits.Ability.TAIL})
-        monkeypatch.setitem(limits.ATTENTION_BACKENDS, limits.backend_key(kind), abilities)
+        monkeypatch.setitem(limits.PROVEN_BACKENDS, limits.backend_key(kind), abilities)
         assert reason(engine) == (
             "attention by WindowedTorchNativeBackend is not known to be recordable"
         )

@@ -351,7 +351,7 @@ class TestUnplannedTails:
     @pytest.fixture(autouse=True)
     def _proven(self, monkeypatch: pytest.MonkeyPatch) -> None:
         abilities = frozenset({limits.Ability.MAIN, limits.Ability.TAIL})
-        monkeypatch.setitem(limits.ATTENTION_BACKENDS, limits.backend_key(PlansNothing), abilities)
+        monkeypatch.setitem(limits.PROVEN_BACKENDS, limits.backend_key(PlansNothing), abilities)
 
     def reason(self, served: Any, batch: Any) -> str | None:
         decided = gate.at_the_forward(starting.of(served), batch)

@@ -326,7 +326,7 @@ def test_another_packages_backend_is_entered_by_its_whole_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     abilities = frozenset({limits.Ability.MAIN, limits.Ability.TAIL})
-    monkeypatch.setitem(limits.ATTENTION_BACKENDS, f"{__name__}.Foreign", abilities)
+    monkeypatch.setitem(limits.PROVEN_BACKENDS, f"{__name__}.Foreign", abilities)
     assert limits.backend_reason(of(Foreign)) is None
     assert limits.tail_backend_reason(of(Foreign)) is None
     heir = type("Heir", (Foreign,), {})
@@ -344,7 +344,7 @@ def test_the_listed_classes_exist() -> None:
     }
     for name, file in files.items():
         assert f"\nclass {name}(" in Path(f"{modules}{file}_backend.py").read_text()
-    assert files.keys() == {name for name in limits.ATTENTION_BACKENDS if "." not in name}
+    assert files.keys() == {name for name in limits.PROVEN_BACKENDS if "." not in name}
 
 
 @pytest.mark.parametrize(
