@@ -58,11 +58,11 @@ From the top down, each file knowing only those below it::
         per_layer.py  per-layer inputs, projected for the rows that each layer runs on
         shadow.py     methods replaced on single objects, and put back
 
-    deciding/     reasons why not; they change nothing
-        arguments.py  server arguments that refuse; harmless.py: those that do not, and why
-        backends.py   which attention backends and pools the fast path runs on
-        quantised.py  which linear layers compute each row for itself
-        ranks.py      may all tensor-parallel ranks? compared once, at start
+    core/         the mechanism
+        ranks.py      tensor-parallel ranks compare what they found out at start
+        limits.py     which servers are refused: arguments, attention, pools, linear layers
+
+    deciding/     which rows
         rows.py       which rows are kept (plain integers)
         threshold.py  whether skipping the others pays
 

@@ -29,7 +29,6 @@ from sglang_gemma4_yoco.captured import backend
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.deciding import backends
 
 _BUCKETS = (1, 2, 4, 8, 16, 32)
 
@@ -65,15 +64,19 @@ def buckets(most: int | None, requests: int) -> tuple[int, ...]:
     return tuple(rows for rows in _BUCKETS if rows <= largest)
 
 
-def why_not(runner: Any, state: ModelState) -> str | None:
-    """Why the tail of this server is not captured, or None."""
+def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
+    """Why the tail of this server is not captured, or None.
+
+    Args:
+        can_be_captured: decode steps of its attention backend.
+    """
     if settings.current.graph_rows == 0:
         return OFF
     if backend.captured_decode_steps(runner) is None:
         return NO_GRAPHS
     assert state.attention is not None
     tail = state.attention.tail
-    if backends.RECORDED not in backends.can(type(tail)):
+    if not can_be_captured:
         return f"attention by {type(tail).__name__} is not known to be capturable"
     if not state.attention.decodes:
         return NOT_DECODING
@@ -387,10 +390,10 @@ def drop(state: ModelState, reason: str) -> None:
         log.once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
 
 
-def prepare(runner: Any, state: ModelState) -> str | None:
-    """Why the tail of this server is not captured, or None; what was captured before is dropped."""
+def prepare(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
+    """``why_not``; what was captured before is dropped."""
     drop(state, NOT_YET)
-    return _attempt(lambda: why_not(runner, state))
+    return _attempt(lambda: why_not(runner, state, can_be_captured=can_be_captured))
 
 
 def capture(

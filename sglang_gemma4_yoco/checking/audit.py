@@ -31,11 +31,11 @@ from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, proof, replayed, rounding
 from sglang_gemma4_yoco.checking.layerwise import Forced, Trace
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.cutting.forward import Forwards, ReplayedFront
 from sglang_gemma4_yoco.cutting.gate import Plan
 from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
 DIFFERED = "an audited prefill differed from stock's"

@@ -14,8 +14,10 @@ from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState, TailRunner
-from sglang_gemma4_yoco.deciding import arguments
 
+SPECULATIVE = "speculative decoding"
+HIDDEN_STATES = "hidden states of all rows are returned"
+LORA = "LoRA"
 CAPTURING = "a CUDA graph is being captured"
 CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
@@ -27,6 +29,10 @@ NO_EXTEND = "the batch is no plain extend"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 _OTHER_MODE = "forward mode "
 
+# Frozen-KV MTP captures FULL, and of it reads the last row of each prompt: its draft model has no
+# K/V of its own that prompt rows would have to fill, and attends to the target's.
+LAST_ROW_DRAFTS = ("FROZEN_KV_MTP",)
+
 # What an operator need not hear of: such a batch is no prefill, or has nothing worth skipping; and
 # embeddings of these models end SGLang's own server, whose error should be the last line.
 _NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
@@ -34,8 +40,8 @@ _NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
 # A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
 # Other fields can be set on servers that are refused at start, or on those of other models.
 REFUSING_FIELDS = {
-    "spec_info": arguments.SPECULATIVE,
-    "return_hidden_states_before_norm": arguments.HIDDEN_STATES,
+    "spec_info": SPECULATIVE,
+    "return_hidden_states_before_norm": HIDDEN_STATES,
     "multi_item_delimiter_indices": "multi-item scoring",
     "input_embeds": "input embeddings",
     "replace_embeds": "replaced embeddings",
@@ -180,13 +186,13 @@ def _fields(state: ModelState, forward_batch: Any) -> str | None:
         return CAPTURE_IN_TAIL
     algorithm = getattr(forward_batch, "spec_algorithm", None)
     speculates = algorithm is not None and not algorithm.is_none()
-    if speculates and getattr(algorithm, "name", None) not in arguments.LAST_ROW_DRAFTS:
-        return arguments.SPECULATIVE
+    if speculates and getattr(algorithm, "name", None) not in LAST_ROW_DRAFTS:
+        return SPECULATIVE
     capture = getattr(forward_batch, "capture_hidden_mode", None)
     if capture not in _LAST_ROW_CAPTURES and not speculates:
-        return arguments.HIDDEN_STATES
+        return HIDDEN_STATES
     adapters = getattr(forward_batch, "lora_ids", None) or ()
-    return arguments.LORA if len(adapters) > list(adapters).count(None) else None
+    return LORA if len(adapters) > list(adapters).count(None) else None
 
 
 def _lengths(forward_batch: Any) -> str | None:

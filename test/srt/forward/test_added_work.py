@@ -27,8 +27,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.core import donor, gate
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -204,7 +203,8 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
     reason = f"the attention backend {kind} is not proven"
     built: list[Any] = []
     with monkeypatch.context() as unproven, caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        unproven.setattr(type(engine.runner.attn_backend), backends.ATTRIBUTE, frozenset())
+        key = limits.backend_key(type(engine.runner.attn_backend))
+        unproven.setitem(limits.PROVEN_BACKENDS, key, frozenset())
         unproven.setattr(seams, "build_attn_backend", built.append)
         engine.runner.init_attention_backends()
         assert built == []

@@ -58,12 +58,11 @@ from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.captured import backend, graphs, proof
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.core import cut, gate, per_layer
+from sglang_gemma4_yoco.core import cut, gate, per_layer, ranks
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.deciding import backends, ranks
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import halved_weights
 
 pytest.importorskip(
@@ -439,7 +438,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         elif fails == "every proof":
             broken.setattr(proof, "difference", lambda *_: rounding.defect("the captured tail"))
         else:
-            broken.setattr(ranks, "disagreement", disagreement)
+            broken.setattr(ranks, "reason_ranks_differ", disagreement)
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
     known = start.of(engine.text_model)
@@ -818,7 +817,8 @@ class TestReasons:
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         kind = type(engine.runner.attn_backend)
-        monkeypatch.setattr(kind, backends.ATTRIBUTE, frozenset({"front", "tail"}))
+        abilities = frozenset({limits.Ability.MAIN, limits.Ability.TAIL})
+        monkeypatch.setitem(limits.PROVEN_BACKENDS, limits.backend_key(kind), abilities)
         assert reason(engine) == (
             "attention by WindowedTorchNativeBackend is not known to be capturable"
         )
@@ -874,7 +874,7 @@ class TestReasons:
 def test_the_refused_arguments_are_these() -> None:
     """And SGLang has them."""
     assert set(graphs._REFUSED) == set(REFUSED_ARGUMENTS)
-    assert seams.unseen(graphs._REFUSED, ()) is None
+    assert releases.unknown_arguments(graphs._REFUSED) == []
 
 
 def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -26,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from batches import BATCHES, batch_of
@@ -39,10 +41,10 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, run, swit
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import forward, gate
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.deciding import backends, harmless, quantised
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.replaced import replaced
 from stand_ins import skip_on_older
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -340,16 +342,37 @@ def test_an_argument_of_the_server(engine: Engine, arguments: dict[str, Any]) ->
     assert_stock(engine, lambda _: releases.published(**arguments))
 
 
+AS_IN_A_NEWER_ONE = pytest.mark.skipif(
+    not hasattr(ServerArgs, "__struct_fields__"), reason="as a release newer than 0.5.23 lists them"
+)
+
+
+@contextmanager
+def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
+    """A later release, in which nobody knows these arguments; a server that sets others."""
+    reviewed = limits.reviewed_arguments() - set(unknown)
+    with (
+        mock.patch.object(seams, "LAST_TESTED", Version("0.5.16")),
+        mock.patch.object(limits, "reviewed_arguments", return_value=reviewed),
+        releases.published(**arguments),
+    ):
+        yield
+
+
+@AS_IN_A_NEWER_ONE
 def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
-    """The engine's server sets it, as one of a later release might set what is new there."""
+    """As a server of a later release might set what is new there."""
+    assert_stock(engine, lambda _: newer("max_total_tokens", max_total_tokens=9))
 
-    @contextmanager
-    def later(_: Any) -> Iterator[None]:
-        known = harmless.NAMES - {"max_total_tokens"}
-        with mock.patch.object(harmless, "NAMES", known):
-            yield
 
-    assert_stock(engine, later)
+@AS_IN_A_NEWER_ONE
+@pytest.mark.parametrize(
+    "arguments", [{}, DRAFTS, {"disaggregation_mode": "prefill"}, {"offload_group_size": 0}]
+)
+def test_arguments_of_a_newer_release(engine: Engine, arguments: dict[str, Any]) -> None:
+    """Those that are known refuse nothing there that they do not refuse here."""
+    with while_deciding(engine, lambda _: newer(**arguments)):
+        assert run(engine, engine.schedule(TWO_PROMPTS), "1").rows[-1] == len(TWO_PROMPTS)
 
 
 # ---------------------------------------------------------------- the layers of the tail
@@ -381,9 +404,9 @@ class Kind:
     amd: bool = False
 
 
-def scheme(name: str, **values: Any) -> dict[str, Any]:
+def scheme(name: str) -> dict[str, Any]:
     """What a layer has whose method asks a scheme."""
-    return {"scheme": type(name, (), values)()}
+    return {"scheme": type(name, (), {})()}
 
 
 # As SGLang names them. Methods that know by themselves, and schemes beside their methods.
@@ -416,7 +439,6 @@ SCHEMES = (
     ("QuarkLinearMethod", "QuarkW4A4MXFP4"),
     ("QuarkLinearMethod", "QuarkW8A8Fp8"),
 )
-ONE_SCALE = {"weight_scale": torch.ones(1)}
 EIGHT_BITS, FOUR_BITS = (SimpleNamespace(load_in_8bit=eight) for eight in (True, False))
 FP8, UNKNOWN = method("Fp8LinearMethod"), method("NewLinearMethod")
 BITS = "BitsAndBytesLinearMethod"
@@ -424,25 +446,10 @@ QUARK = method("QuarkLinearMethod")
 KINDS: dict[str, Kind] = {
     **{name: Kind(True, method(name)) for name in METHODS},
     **{name: Kind(True, method(of), scheme(name)) for of, name in SCHEMES},
-    "one scale, where each row has its own": Kind(True, FP8, ONE_SCALE),
-    "one scale, on AMD": Kind(False, FP8, ONE_SCALE, amd=True),
-    "many scales, on AMD": Kind(True, FP8, {"weight_scale": torch.ones(2)}, amd=True),
-    "no scale, on AMD": Kind(True, FP8, amd=True),
-    "a scale of the inputs' own, on AMD": Kind(
-        True, FP8, {**ONE_SCALE, "input_scale": torch.ones(1)}, amd=True
-    ),
-    "a scale for each token, on AMD": Kind(
-        True, method("Fp8LinearMethod", use_per_token_if_dynamic=True), ONE_SCALE, amd=True
-    ),
-    "Quark's one scale, on AMD": Kind(
-        False, QUARK, {**ONE_SCALE, **scheme("QuarkW8A8Fp8")}, amd=True
-    ),
-    "Quark's scale for each token, on AMD": Kind(
-        True, QUARK, {**ONE_SCALE, **scheme("QuarkW8A8Fp8", per_token=True)}, amd=True
-    ),
-    "weights that are kept twice, on AMD": Kind(
-        False, FP8, {"weight": SimpleNamespace(_ptpc_weight=None)}, amd=True
-    ),
+    "fp8 on AMD, where one scale for the batch is usual": Kind(False, FP8, amd=True),
+    "Quark's fp8 on AMD": Kind(False, QUARK, scheme("QuarkW8A8Fp8"), amd=True),
+    "Quark's mxfp4 on AMD": Kind(True, QUARK, scheme("QuarkW4A4MXFP4"), amd=True),
+    "plain on AMD": Kind(True, UnquantizedLinearMethod(), amd=True),
     "4 bits of bitsandbytes": Kind(True, method(BITS, quant_config=FOUR_BITS)),
     "8 bits of bitsandbytes": Kind(False, method(BITS, quant_config=EIGHT_BITS)),
     "AWQ by a scheme that is not known": Kind(
@@ -483,9 +490,7 @@ def test_a_kind_of_linear_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_no_other_kind_is_known() -> None:
-    assert set(METHODS) == quantised._APART
-    known = {(of, name) for of, names in quantised._SCHEMES_APART.items() for name in names}
-    assert set(SCHEMES) == known
+    assert {*METHODS, *map(".".join, SCHEMES)} == limits._INDEPENDENT_ROWS
 
 
 def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
@@ -497,7 +502,8 @@ def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
 def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as others:
         others.setattr(start.of(engine.text_model), "backend", None)
-        others.setattr(type(engine.runner.attn_backend), backends.ATTRIBUTE, frozenset({"front"}))
+        key = limits.backend_key(type(engine.runner.attn_backend))
+        others.setitem(limits.PROVEN_BACKENDS, key, frozenset({limits.Ability.MAIN}))
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
     assert_fast(engine)

@@ -32,17 +32,17 @@ from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, ba
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams, settings
-from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.checking.checked import Checked
-from sglang_gemma4_yoco.core import donor
-from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.cutting import doors, fallback, gate
 from sglang_gemma4_yoco.cutting.doors import Door, Doors
 from sglang_gemma4_yoco.cutting.forward import ReplayedFront
-from sglang_gemma4_yoco.deciding import ranks
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import repair, starting
+from sglang_gemma4_yoco.core import donor
+from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
 
 pytestmark = [
     pytest.mark.skipif(
@@ -368,7 +368,9 @@ def test_wrong_doors_of_another_rank(
 ) -> None:
     known = start.of(engine.text_model)
     with monkeypatch.context() as patched:
-        patched.setattr(ranks, "disagreement", lambda f: ranks.NOT_ALIKE if "agree" in f else None)
+        patched.setattr(
+            ranks, "reason_ranks_differ", lambda f: ranks.NOT_ALIKE if "agree" in f else None
+        )
         reopened(engine, caplog)
     assert known.doors.closed == ranks.NOT_ALIKE
 
@@ -526,7 +528,7 @@ def test_another_rank_without_them(
 ) -> None:
     with monkeypatch.context() as patched:
         differs = lambda found: ranks.NOT_ALIKE if "doors" in found else None  # noqa: E731
-        patched.setattr(ranks, "disagreement", differs)
+        patched.setattr(ranks, "reason_ranks_differ", differs)
         log = reopened(engine, caplog)
     assert ranks.NOT_ALIKE in log
     assert start.of(engine.text_model).doors.closed == ranks.NOT_ALIKE

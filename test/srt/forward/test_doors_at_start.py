@@ -19,7 +19,7 @@ from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import self_check
-from sglang_gemma4_yoco.deciding import ranks
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.loading import repair, starting
 
 pytestmark = [
@@ -46,7 +46,9 @@ def test_both_comparisons_close_them(
     """That of what was found, and that of what was checked."""
     known = start.of(engine.text_model)
     with monkeypatch.context() as patched, mock.patch.object(starting, "record_tail"):
-        patched.setattr(ranks, "disagreement", lambda f: ranks.NOT_ALIKE if asked in f else None)
+        patched.setattr(
+            ranks, "reason_ranks_differ", lambda f: ranks.NOT_ALIKE if asked in f else None
+        )
         starting.record(engine.runner, engine.text_model, from_ids=True)
     assert known.doors.closed == ranks.NOT_ALIKE
     known.forget_replays()

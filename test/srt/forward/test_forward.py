@@ -46,8 +46,7 @@ from sglang_gemma4_yoco.core import cut, forward, gate
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.loading import patch, start
+from sglang_gemma4_yoco.loading import limits, patch, start
 
 EVERY_CALL = range(10**9)
 
@@ -515,7 +514,7 @@ def test_without_a_backend_of_the_tails_own_stock_serves(
 ) -> None:
     engine = without_own_backend
     assert start.of(engine.text_model).attention is None
-    assert_stock(engine, backends.NO_TAIL, BATCHES[name])
+    assert_stock(engine, limits.NO_TAIL, BATCHES[name])
 
 
 def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
