@@ -151,7 +151,7 @@ class FrontBackend(WindowedTorchNativeBackend):
 
 def register_as_proven() -> None:
     """Enter these backends in the package's table, where the package is loaded."""
-    limits = sys.modules.get("sglang_gemma4_yoco.core.limits")
+    limits = sys.modules.get("sglang_gemma4_yoco.loading.limits")
     if limits is None:
         return
     proven = {

@@ -351,7 +351,10 @@ AS_IN_A_NEWER_ONE = pytest.mark.skipif(
 def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
     """A later release, in which nobody knows these arguments; a server that sets others."""
     reviewed = limits.reviewed_arguments() - set(unknown)
+    # SGLang's override for tests leaves the record of what was typed alone.
+    is_set = seams.arguments_set() | dict.fromkeys(arguments, True)
     with (
+        mock.patch.object(seams, "arguments_set", return_value=is_set),
         mock.patch.object(seams, "LAST_TESTED", Version("0.5.16")),
         mock.patch.object(limits, "reviewed_arguments", return_value=reviewed),
         releases.published(**arguments),
