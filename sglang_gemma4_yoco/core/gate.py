@@ -155,7 +155,13 @@ def check_eligibility(
         a metric's label.
     """
     # The mode first: it is what refuses an ineligible forward most often.
-    reason = _mode(forward_batch) or state.refused
+    mode = forward_batch.forward_mode
+    if isinstance(mode, seams.ForwardMode):
+        reason = None if mode in _EXTENDS else f"{_OTHER_MODE}{mode.name}"
+    else:  # whatever is not SGLang's own enum must at least answer SGLang's own question
+        extends = mode is not None and mode.is_extend_without_speculative()
+        reason = None if extends else NO_EXTEND
+    reason = reason or state.refused
     if reason is None and not in_graph and seams.is_capturing():
         reason = CAPTURING
     reason = reason or _fields(state, forward_batch) or _lengths(forward_batch)
@@ -167,14 +173,6 @@ def check_eligibility(
         bucket = state.captured.bucket_for(kept)
     eligible = Eligible(kept, intermediate, bucket)
     return _rows(state, forward_batch, eligible) or eligible
-
-
-def _mode(forward_batch: Any) -> str | None:
-    mode = forward_batch.forward_mode
-    if isinstance(mode, seams.ForwardMode):
-        return None if mode in _EXTENDS else f"{_OTHER_MODE}{mode.name}"
-    # Whatever is not SGLang's own enum must at least answer SGLang's own question.
-    return None if mode is not None and mode.is_extend_without_speculative() else NO_EXTEND
 
 
 def _fields(state: ModelState, forward_batch: Any) -> str | None:
