@@ -178,7 +178,7 @@ def outside_of_a_server() -> Iterator[None]:
 
 
 @pytest.fixture
-def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin finds SGLang as if it had not been loaded yet; what it wraps is put back."""
     from sglang_gemma4_yoco import plugin
     from sglang_gemma4_yoco.loading import patch
@@ -189,6 +189,8 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "_installed", {})
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))
+    yield
+    plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
 
 
 @pytest.fixture
