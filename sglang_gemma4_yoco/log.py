@@ -109,8 +109,16 @@ def _count(outcome: str, computed: int, skipped: int = 0) -> None:
     counted = {COMPUTED: computed, SKIPPED: skipped}
     forwards[outcome] += 1
     rows.update(counted)
-    for call in on_forward:
-        call(outcome, counted)
+    _observe(on_forward, outcome, counted)
+
+
+def _observe(observers: list[Callable[..., None]], *counted: object) -> None:
+    try:
+        for call in observers:
+            call(*counted)
+    except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
+        observers.clear()
+        failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
 
 
 def active(
@@ -147,8 +155,7 @@ def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
     audits.differ += not agrees
     audits.greedy_changes += greedy_changes
     audits.worst = max(audits.worst, excess)
-    for call in on_audit:
-        call(Audits(int(agrees), int(not agrees), greedy_changes, excess))
+    _observe(on_audit, Audits(int(agrees), int(not agrees), greedy_changes, excess))
 
 
 def reset() -> None:
