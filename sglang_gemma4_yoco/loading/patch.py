@@ -1,14 +1,11 @@
-"""Install the wrappers into SGLang's classes, and take them out again.
+"""Wrap SGLang's methods, on their classes.
 
-Wrapped are, on their classes:
-
-- ``Gemma4TextModel.forward``, which ``forward`` serves;
-- of ``ModelRunner`` what builds attention backends, and what records graphs; ``starting`` follows
-  each;
+- ``Gemma4TextModel.forward``, for ``core.forward``;
+- of ``ModelRunner`` what builds attention backends, and what captures graphs, for ``start``;
 - what a scheduler says of its state, and where its metrics are made, for ``metrics``.
 
-Two helpers are added to ``Gemma4TextModel`` (``published``). Nothing is replaced, so models that
-imported the class by name are patched too.
+Two helpers are added to ``Gemma4TextModel`` (``published``). No class is replaced, so models that
+imported it by name are patched too.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.core import forward, state
+from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import metrics, published, start
 
@@ -30,12 +27,8 @@ _Runner = seams.ModelRunner
 _Scheduler = seams.Scheduler
 _Collector = seams.SchedulerMetricsCollector
 
-# (class, attribute) -> (the original, our wrapper), while installed.
-_installed: dict[tuple[type, str], tuple[Any, Any]] = {}
-
-
-class AlreadyInstalledError(RuntimeError):
-    """This process's SGLang is patched by this package already."""
+# (class, attribute) -> the original, where it is wrapped.
+_installed: dict[tuple[type, str], Any] = {}
 
 
 def _with_start(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,41 +106,15 @@ def install() -> None:
     """Patch SGLang's classes in this process.
 
     Raises:
-        AlreadyInstalledError: nothing is changed.
-        seams.SeamError: the installed SGLang is not supported; nothing is changed.
+        seams.SeamError: the installed SGLang is not supported, or is patched already; nothing is
+            changed.
     """
-    if _installed:
-        raise AlreadyInstalledError(
-            "it is installed already in this process; call uninstall() first"
-        )
     seams.check()
     wrappers = {
         (patched, name): wrap(getattr(patched, name)) for (patched, name), wrap in WRAPPED.items()
     }
     for (patched, name), wrapper in wrappers.items():
-        _installed[patched, name] = (getattr(patched, name), wrapper)
+        _installed[patched, name] = getattr(patched, name)
         setattr(patched, name, wrapper)
     for name in seams.PUBLISHED_HELPERS:
         setattr(_Model, name, getattr(published, name))
-
-
-def uninstall() -> None:
-    """Put the very originals back, and let go of every model and backend.
-
-    Raises:
-        RuntimeError: another plugin has wrapped one of the methods since; taking ours out would
-            take theirs with it, so nothing is changed.
-    """
-    for (patched, name), (_, wrapper) in _installed.items():
-        if getattr(patched, name) is not wrapper:
-            raise RuntimeError(
-                f"{patched.__name__}.{name} was wrapped by someone else after this package; "
-                "take that wrapper out first"
-            )
-    for (patched, name), (original, _) in _installed.items():
-        setattr(patched, name, original)
-    for name in seams.PUBLISHED_HELPERS if _installed else ():
-        delattr(_Model, name)
-    _installed.clear()
-    while (attached := state.attached()) is not None:
-        attached.close()
