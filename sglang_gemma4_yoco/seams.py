@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
@@ -78,8 +78,7 @@ IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
 TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
-# Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see. Those that it
-# refuses when they are set are asked for by ``unseen``.
+# Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see.
 _REQUIRED_FIELDS = (
     "forward_mode",
     "batch_size",
@@ -102,7 +101,19 @@ _REQUIRED_FIELDS = (
     "lora_ids",
     "mm_input_embeds",
     "mm_inputs",
+    "spec_info",
+    "return_hidden_states_before_norm",
+    "multi_item_delimiter_indices",
+    "input_embeds",
+    "replace_embeds",
+    "full_prefill_cuda_graph_capture",
+    "kv_loc_cols",
 )
+# The first release that has a field. One that is not listed here has been in all of them.
+_FIELDS_SINCE = {
+    "full_prefill_cuda_graph_capture": Version("0.5.22"),
+    "kv_loc_cols": Version("0.5.22"),
+}
 _REQUIRED_MODES = ("EXTEND", "DECODE", "MIXED")
 _REQUIRED_OF_RUNNERS = (
     "init_attention_backends",
@@ -143,7 +154,9 @@ def _missing() -> Iterator[str]:
             "self, positions, hidden_states, per_layer_input, forward_batch, ...)"
         )
     fields = {field.name for field in dataclasses.fields(ForwardBatch)}
-    absent = [name for name in _REQUIRED_FIELDS if name not in fields]
+    installed = Version(version("sglang"))
+    due = [name for name in _REQUIRED_FIELDS if installed >= _FIELDS_SINCE.get(name, installed)]
+    absent = [name for name in due if name not in fields]
     if absent:
         yield f"ForwardBatch.{', .'.join(absent)}"
     absent = [name for name in _REQUIRED_MODES if name not in ForwardMode.__members__]
@@ -163,7 +176,7 @@ def _missing() -> Iterator[str]:
         for name in _REQUIRED_OF_RESIDUALS:
             if not callable(getattr(residual_batch, name, None)):
                 yield f"layer_boundary.residual.batch.{name}"
-    elif Version(version("sglang")) >= _FIRST_WITH_RESIDUAL_STREAM:
+    elif installed >= _FIRST_WITH_RESIDUAL_STREAM:
         yield "gemma4_causal.residual_batch"
 
 
@@ -189,21 +202,6 @@ def _installed() -> Version:
 def is_newer_than_tested() -> bool:
     """Whether the installed SGLang came out after the last release that was tested."""
     return _installed() > LAST_TESTED
-
-
-def unseen(fields: Iterable[str]) -> str | None:
-    """Why nobody can tell what a batch of the installed SGLang asks for, or None.
-
-    A newer release may have renamed a field: what it would refuse must not pass as unset.
-
-    Args:
-        fields: the fields of a batch that are judged.
-    """
-    absent = [name for name in fields if name not in ForwardBatch.__dataclass_fields__]
-    if not absent or not is_newer_than_tested():
-        return None
-    named = ", ".join(f"ForwardBatch.{name}" for name in absent)
-    return f"SGLang {_installed()} lacks {named}, which may go by another name now"
 
 
 def server_arguments() -> Callable[[str], Any] | None:

@@ -177,7 +177,8 @@ def check_eligibility(
 
 def _fields(state: ModelState, forward_batch: Any) -> str | None:
     for name, reason in REFUSING_FIELDS.items():
-        if getattr(forward_batch, name, None) not in (None, False):
+        value = getattr(forward_batch, name, None)
+        if value is not None and value is not False:  # a tensor is equal to neither, nor unequal
             return reason
     # Index i captures the input of layer i, which is all rows' up to the cut alone.
     if max(state.model.layers_to_capture or (0,)) >= state.cut:

@@ -118,6 +118,7 @@ class Gemma4Shape:
     """At most this many tokens per image: 70, 140, 280, 560 or 1120."""
     dtype: str = "float32"
     seed: int = 0
+    attention_bias: bool = False
     # What follows multiplies what ``randomise`` makes, so that 1 is tame: see ``TAMINGS``.
     sharpness: float = 1.0
     """Of the weights of q_norm and k_norm; head_dim ** 0.25 makes them about 1."""
@@ -374,6 +375,7 @@ def config_dict(shape: Gemma4Shape) -> dict[str, Any]:
         "layer_types": shape.layer_types,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
+        "attention_bias": shape.attention_bias,
         "head_dim": shape.head_dim,
         "global_head_dim": shape.global_head_dim,
         "intermediate_size": shape.intermediate_size,
@@ -466,7 +468,7 @@ def scale(model: Any, shape: Gemma4Shape) -> None:
         for name, weight in layer.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight *= sharpness[kind]
-            elif weight.dim() == 1:
+            elif weight.dim() == 1 and not name.endswith(".bias"):
                 weight[chosen] *= shape.outliers
                 if name.startswith("post_"):
                     weight *= shape.post_norms

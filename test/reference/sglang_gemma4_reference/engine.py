@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,8 +65,11 @@ def switched(value: str) -> AbstractContextManager[object]:
     """The fast path on (``1``) or off (``0``) for the span."""
     from sglang_gemma4_yoco.core import state  # whichever copy of the package is under test
 
-    known = state.attached()
-    return nullcontext() if known is None or value == "1" else known.refusing(SWITCHED_OFF)
+    span = ExitStack()
+    if value == "0":
+        for known in list(state._attached):  # an earlier engine may still be in memory
+            span.enter_context(known.refusing(SWITCHED_OFF))
+    return span
 
 
 class Engine:

@@ -1,15 +1,13 @@
 """What decides whether a forward is cut, each by itself: fields, arguments, backends, plans.
 
-SGLang sets most of these together with others, or in servers that a CPU cannot start. Here one is
-set on an ordinary batch, or published, while the package decides: while the batch is planned, or
-from the call of the model to that of its first layer, so that SGLang's own code never meets it;
-whether the forward was cut shows by the rows of its layers.
+SGLang sets most arguments together with others, or in servers that a CPU cannot start. Here one is
+published while the package decides: while the batch is planned, or from the call of the model to
+that of its first layer, so that SGLang's own code never meets it; whether the forward was cut shows
+by the rows of its layers.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,30 +26,24 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from batches import BATCHES, batch_of
-from forwards import (
-    TWO_PROMPTS,
-    assert_fast,
-)
+from batches import batch_of
+from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from layer_rows import FIRST_CUT, LAYERS
 from layer_rows import cut as cut_rows
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, run, switched
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams
-from sglang_gemma4_yoco.loading import limits
-from sglang_gemma4_yoco.core import forward, gate
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import skip_on_older
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 PLANNED, CALLED = "while it is planned", "when the model is called"
-WHEN = (PLANNED, CALLED)
 
 
 @contextmanager
@@ -67,15 +59,14 @@ def while_deciding(
 
         def decide(batch: Any) -> None:
             deciding.enter_context(entered(batch))
-            start.of(model).refused = gate.refused(model)
+            start.of(model).refused = start.model_reason(model)
 
-        def planning(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-            def init_forward_metadata(batch: Any) -> None:
-                with deciding:
-                    decide(batch)
-                    stock(batch)
+        stock = backend.init_forward_metadata
 
-            return init_forward_metadata
+        def planning(batch: Any) -> None:
+            with deciding:
+                decide(batch)
+                stock(batch)
 
         def called(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             decide(kwargs["forward_batch"] if "forward_batch" in kwargs else args[2])
@@ -84,15 +75,15 @@ def while_deciding(
             deciding.close()
 
         if when == PLANNED:
-            hooks.enter_context(Shadows()).add(backend, "init_forward_metadata", planning)
+            hooks.enter_context(replaced(backend, init_forward_metadata=planning))
         else:
             hooks.callback(model.register_forward_pre_hook(called, with_kwargs=True).remove)
             hooks.callback(model.layers[0].register_forward_pre_hook(decided).remove)
         yield
-    start.of(model).refused = gate.refused(model)
+    start.of(model).refused = start.model_reason(model)
 
 
-def assert_stock(
+def assert_served_by_stock(
     engine: Engine,
     entered: Callable[[Any], AbstractContextManager[None]],
     when: str = PLANNED,
@@ -105,182 +96,58 @@ def assert_stock(
     assert_fast(engine)
 
 
-FIELDS = (
-    "spec_info",
-    "return_hidden_states_before_norm",
-    "return_pooled_hidden_states",
-    "dimensions",
-    "token_indices_to_pool",
-    "decision_layouts",
-    "multi_item_delimiter_indices",
-    "token_type_ids",
-    "input_embeds",
-    "replace_embeds",
-    "encoder_lens",
-    "global_num_tokens_cpu",
-    "_original_forward_mode",
-    "attn_tp_sequence_sharded",
-    "attn_cp_metadata",
-    "attn_dcp_metadata",
-    "dcp_kv_mask",
-    "kv_loc_cols",
-    "tbo_split_seq_index",
-    "tbo_parent_token_range",
-    "tbo_children",
-    "full_prefill_cuda_graph_capture",
-    "encoder_swa_replay",
-    "engram_history",
-    "ngram_embedding_info",
-)
+class NotGiven(torch.Tensor):
+    """Embeddings that the model is not given: it takes ids or embeddings, and has ids."""
+
+    def bfloat16(self) -> None:  # type: ignore[override]
+        """What SGLang gives it."""
 
 
-@pytest.mark.parametrize("when", WHEN)
+# What refuses a batch where it is set: a value, and the reason.
+FIELDS: dict[str, tuple[object, str]] = {
+    "spec_info": (SimpleNamespace(), "speculative decoding"),
+    "return_hidden_states_before_norm": (True, "hidden states of all rows are returned"),
+    "multi_item_delimiter_indices": ([torch.tensor([1]), torch.tensor([2])], "multi-item scoring"),
+    "input_embeds": (torch.zeros(43, 64).as_subclass(NotGiven), "input embeddings"),
+    "replace_embeds": (torch.zeros(2, 64), "replaced embeddings"),
+    "full_prefill_cuda_graph_capture": (True, "a CUDA graph is being captured"),
+}
+
+
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_of_the_batch(engine: Engine, name: str, when: str) -> None:
-    """Also when it is set behind the plan's back."""
+def test_a_field_of_the_batch(engine: Engine, batches_with: Callable[..., None], name: str) -> None:
+    """As SGLang sets it on a server that passed its start; the next batch is cut."""
     skip_on_older("ForwardBatch", {name} - ForwardBatch.__dataclass_fields__.keys())
-
-    @contextmanager
-    def set_field(batch: Any) -> Iterator[None]:
-        before = getattr(batch, name)
-        assert before is None or before is False
-        setattr(batch, name, True)
-        try:
-            yield
-        finally:
-            setattr(batch, name, before)
-
-    assert_stock(engine, set_field, when)
+    value, reason = FIELDS[name]
+    unset = ForwardBatch.__dataclass_fields__[name].default
+    batches_with(**{name: value})
+    assert_stock(engine, reason)
+    batches_with(**{name: unset})
+    assert_fast(engine)
 
 
-# What a plan was made from besides those -> what stands there when the model is called. Each is
-# what the gate would admit, but for the last two.
-REPLACED: dict[str, Callable[[Any], object]] = {
-    "extend_seq_lens_cpu": copy.copy,
-    "extend_prefix_lens_cpu": copy.copy,
-    "forward_mode": lambda _: ForwardMode.MIXED,
-    "capture_hidden_mode": lambda _: CaptureHiddenMode.LAST,
-    "spec_algorithm": lambda _: SpeculativeAlgorithm.FROZEN_KV_MTP,
-    "lora_ids": lambda _: [None] * len(TWO_PROMPTS),
-    "contains_last_prefill_chunk": lambda _: False,
-    "extend_logprob_start_lens_cpu": lambda _: [0] * len(TWO_PROMPTS),
-    "return_logprob": lambda _: True,
-    "lora_ids of an adapter": lambda _: ["adapter"],
-    "extend_num_tokens": lambda before: before + 1,
-}
+def test_no_other_field_refuses() -> None:
+    assert FIELDS.keys() == gate.REFUSING_FIELDS.keys()
 
 
-@pytest.mark.parametrize("what", REPLACED)
-def test_what_a_plan_was_made_from_is_replaced(engine: Engine, what: str) -> None:
-    """Nothing tells then whether the plan still fits."""
-    name = what.partition(" ")[0]
-    skip_on_older("ForwardBatch", {name} - ForwardBatch.__dataclass_fields__.keys())
-
-    @contextmanager
-    def replaced(batch: Any) -> Iterator[None]:
-        before = getattr(batch, name)
-        setattr(batch, name, REPLACED[what](before))
-        assert getattr(batch, name) is not before
-        try:
-            yield
-        finally:
-            setattr(batch, name, before)
-
-    assert_stock(engine, replaced, CALLED)
-    assert log.forwards[gate.NOT_PLANNED] == (what not in list(REPLACED)[-2:])
-
-
-def test_a_plan_was_made_from_nothing_else() -> None:
-    fields = {name.partition(" ")[0] for name in REPLACED}
-    assert set(gate._JUDGED) == fields.union(FIELDS)
-
-
-def test_a_batch_that_does_not_tell_whether_it_finishes_is_read(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["engram_history", "encoder_lens", "dimensions"])
+def test_a_field_of_another_model_that_is_renamed(
+    engine: Engine,
+    restarted: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
-    """As the batches of SGLang's first releases do not."""
-    name = "contains_last_prefill_chunk"
-    skip_on_older("ForwardBatch", {name} - ForwardBatch.__dataclass_fields__.keys())
-
-    chunk = batch_of((20, 30), (0, 9), to_come=(21,))
-
-    @contextmanager
-    def without(batch: Any) -> Iterator[None]:
-        before = batch.__dict__.pop(name)
-        with monkeypatch.context() as absent:
-            absent.delattr(ForwardBatch, name)
-            yield
-        setattr(batch, name, before)
-
-    def count(_: Any, args: tuple[torch.Tensor, ...]) -> None:
-        rows.append(args[0].shape[0])
-
-    rows: list[int] = []
-    scheduled = engine.schedule(chunk)
-    hook = engine.text_model.layers[-1].mlp.register_forward_pre_hook(count)
-    try:
-        with (
-            while_deciding(engine, without, PLANNED),
-            while_deciding(engine, without, CALLED),
-            switched("1"),
-        ):
-            engine.forward(scheduled)
-    finally:
-        hook.remove()
-    assert rows == [len(chunk)]
+    """Nothing of Gemma 4 hangs on it: the package loads, and cuts."""
+    monkeypatch.delitem(ForwardBatch.__dataclass_fields__, name, raising=False)
+    monkeypatch.delattr(ForwardBatch, name, raising=False)
+    assert [lack for lack in seams._missing() if "ForwardBatch" in lack] == []
+    restarted()
+    assert_fast(engine)
 
 
-# What the host would know of two prompts of 40 and of 3 tokens -> what it says instead.
-LENGTHS: dict[str, dict[str, Any]] = {
-    "no list of new tokens": {"extend_seq_lens_cpu": (40, 3)},
-    "no list of cached ones": {"extend_prefix_lens_cpu": None},
-    "fewer that are cached": {"extend_prefix_lens_cpu": [0]},
-    "more requests": {"seq_lens": torch.tensor([40, 3, 1])},
-    "a request without new tokens": {"extend_seq_lens_cpu": [43, 0]},
-    "fewer tokens in all": {"extend_num_tokens": 42},
-    "more input ids": {"input_ids": torch.arange(44)},
-    "no list of logprobs": {"return_logprob": True, "extend_logprob_start_lens_cpu": None},
-    "fewer logprobs": {"return_logprob": True, "extend_logprob_start_lens_cpu": [0]},
-}
-
-
-@pytest.mark.parametrize("what", LENGTHS)
-def test_lengths_that_the_host_does_not_know(engine: Engine, what: str) -> None:
-    @contextmanager
-    def said(batch: Any) -> Iterator[None]:
-        before = {name: getattr(batch, name) for name in LENGTHS[what]}
-        vars(batch).update(LENGTHS[what])
-        try:
-            yield
-        finally:
-            vars(batch).update(before)
-
-    assert_stock(engine, said)
-    assert log.forwards[gate.UNKNOWN_LENGTHS] == 1
-
-
-@contextmanager
-def with_an_image(batch: Any) -> Iterator[None]:
-    batch.mm_input_embeds = torch.zeros(len(batch.input_ids), 1)
-    try:
-        yield
-    finally:
-        batch.mm_input_embeds = None
-
-
-def test_an_image_that_comes_to_suffixes(engine: Engine) -> None:
-    """Of last rows alone nothing changes: SGLang's model itself puts embeddings there."""
-    suffixes = BATCHES["input logprobs"]
-    with while_deciding(engine, with_an_image, CALLED):
-        seen = run(engine, engine.schedule(suffixes), "1")
-        assert seen.rows == [sum(len(prompt.new) for prompt in suffixes)] * LAYERS
-        assert log.forwards[gate.IMAGE_LOGPROBS] == 1
-        assert run(engine, engine.schedule(TWO_PROMPTS), "1").rows[-1] == len(TWO_PROMPTS)
-
-
-@pytest.mark.parametrize("when", WHEN)
-def test_a_graph_that_is_recorded(engine: Engine, when: str) -> None:
-    assert_stock(engine, lambda _: capture_mode.model_capture_mode(), when)
+@pytest.mark.parametrize("when", [PLANNED, CALLED])
+def test_a_graph_that_is_captured(engine: Engine, when: str) -> None:
+    assert_served_by_stock(engine, lambda _: capture_mode.model_capture_mode(), when)
     assert log.forwards[gate.CAPTURING] == 1
 
 
@@ -339,7 +206,7 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: ", ".join(a))
 def test_an_argument_of_the_server(engine: Engine, arguments: dict[str, Any]) -> None:
     skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
-    assert_stock(engine, lambda _: releases.published(**arguments))
+    assert_served_by_stock(engine, lambda _: releases.published(**arguments))
 
 
 AS_IN_A_NEWER_ONE = pytest.mark.skipif(
@@ -365,7 +232,7 @@ def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
 @AS_IN_A_NEWER_ONE
 def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
     """As a server of a later release might set what is new there."""
-    assert_stock(engine, lambda _: newer("max_total_tokens", max_total_tokens=9))
+    assert_served_by_stock(engine, lambda _: newer("max_total_tokens", max_total_tokens=9))
 
 
 @AS_IN_A_NEWER_ONE
@@ -482,12 +349,12 @@ def test_a_kind_of_linear_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch,
         changed.setattr(torch.version, "hip", "7.0" if kind.amd else None)
         for attribute, value in ({"quant_method": kind.computes} | kind.values).items():
             changed.setitem(vars(layer), attribute, value)
-        known.refused = refused = gate.refused(engine.text_model)
+        known.refused = refused = start.model_reason(engine.text_model)
         assert (refused is None) == kind.apart
     try:
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     finally:
-        known.refused = gate.refused(engine.text_model)
+        known.refused = start.model_reason(engine.text_model)
     total, kept = sum(len(prompt.new) for prompt in TWO_PROMPTS), len(TWO_PROMPTS)
     assert seen.rows == (cut_rows(total, kept) if kind.apart else [total] * LAYERS)
 
@@ -502,36 +369,18 @@ def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
     assert seen.rows[-1] == len(TWO_PROMPTS)
 
 
-def test_a_backend_that_is_not_proven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as others:
-        others.setattr(start.of(engine.text_model), "backend", None)
-        key = limits.backend_key(type(engine.runner.attn_backend))
-        others.setitem(limits.PROVEN_BACKENDS, key, frozenset({limits.Ability.MAIN}))
-        seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
-    assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
-    assert_fast(engine)
-
-
 def test_another_backend_than_the_one_that_was_planned_on(engine: Engine) -> None:
     another = engine.runner._get_attention_backend()
-    assert_stock(engine, lambda _: seams.attn_backend_switched(another), CALLED)
+    assert_served_by_stock(engine, lambda _: seams.attn_backend_switched(another), CALLED)
     assert log.forwards[gate.NOT_PLANNED] == 1
 
 
 def test_a_chunk_whose_last_rows_are_captured_is_read(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, batches_with: Callable[..., None]
 ) -> None:
     """Though it finishes no prompt."""
     chunk = batch_of((20, 60), (0, 30), to_come=(21, 22))
-    make = ForwardBatch.init_new
-
-    @functools.wraps(make)
-    def capturing(*args: Any, **kwargs: Any) -> ForwardBatch:
-        batch: ForwardBatch = make(*args, **kwargs)
-        batch.capture_hidden_mode = CaptureHiddenMode.LAST
-        return batch
-
-    monkeypatch.setattr(ForwardBatch, "init_new", capturing)
+    batches_with(capture_hidden_mode=CaptureHiddenMode.LAST)
     stock, fast = (run(engine, engine.schedule(chunk), switch) for switch in ("0", "1"))
     assert stock.rows[-1] == 90
     assert fast.rows[-1] == len(chunk)
@@ -567,24 +416,6 @@ def test_three_rows_that_nobody_reads_pay(engine: Engine, setting: Callable[...,
     assert log.forwards[gate.TOO_LITTLE] == 1
 
 
-def test_a_plan_that_fails_beside_other_ranks_ends_the_forward(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They go on with a tail, which this rank's stock forward would not fit."""
-    attention = start.of(engine.text_model).attention
-    assert attention is not None
-
-    def out_of_memory(_: Any) -> None:
-        raise MemoryError("planning")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(attention.tail, "init_forward_metadata", out_of_memory)
-        broken.setattr(fallback, "is_alone", lambda: False)
-        with pytest.raises(MemoryError, match="planning"):
-            run(engine, engine.schedule(TWO_PROMPTS), "1")
-    assert_fast(engine)
-
-
 def test_what_a_layer_had_of_its_own_is_used_and_put_back(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -604,16 +435,4 @@ def test_what_a_layer_had_of_its_own_is_used_and_put_back(
             assert calls == [0]
             assert layer.__dict__["forward"] is theirs
         layer.__dict__.pop("forward", None)  # where it was on the class, it stays there
-    assert_fast(engine)
-
-
-def test_attached_twice_is_taken_away_as_a_whole(engine: Engine) -> None:
-    known = start.of(engine.text_model)
-    assert known.attention is not None
-    known.attach(gate.plan_ahead)
-    known.close()
-    try:
-        assert "init_forward_metadata" not in known.attention.main.__dict__
-    finally:
-        engine.runner.init_attention_backends()
     assert_fast(engine)

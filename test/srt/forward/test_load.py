@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor import forward_context
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_gemma4_yoco import plugin, seams
 
@@ -84,6 +84,13 @@ FIELDS = (
     "lora_ids",
     "mm_input_embeds",
     "mm_inputs",
+    "spec_info",
+    "return_hidden_states_before_norm",
+    "multi_item_delimiter_indices",
+    "input_embeds",
+    "replace_embeds",
+    "full_prefill_cuda_graph_capture",
+    "kv_loc_cols",
     "residual_stream",
 )
 NAMES = {
@@ -99,6 +106,7 @@ NAMES = {
     "layer_boundary.residual.batch": ("set_written", "start"),
 }
 WITH_RESIDUALS = {"residual_stream", "set_written", "start"}
+FIELDS_SINCE = {"full_prefill_cuda_graph_capture": "0.5.22", "kv_loc_cols": "0.5.22"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,9 @@ def test_a_name_that_is_gone(
     if name in WITH_RESIDUALS and not seams.HAS_RESIDUAL_STREAM:
         pytest.skip("the batches of this SGLang carry no residual")
     if of == "ForwardBatch":
-        monkeypatch.setattr(seams, of, record(of, set(ForwardBatch.__dataclass_fields__) - {name}))
+        monkeypatch.setattr(seams, of, record(of, set(FIELDS) - {name}))
+        if name in FIELDS_SINCE:
+            monkeypatch.setattr(seams, "version", lambda _: FIELDS_SINCE[name])
     elif of == "ForwardMode":
         modes = {mode: None for mode in ForwardMode.__members__ if mode != name}
         monkeypatch.setattr(seams, of, SimpleNamespace(__members__=modes))
@@ -125,6 +135,15 @@ def test_a_name_that_is_gone(
     why = refusal(caplog)
     assert f"{of}.{name}" in why
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
+
+
+@pytest.mark.parametrize("name", FIELDS_SINCE)
+def test_a_field_that_a_release_never_had_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(seams, "ForwardBatch", record("ForwardBatch", set(FIELDS) - {name}))
+    monkeypatch.setattr(seams, "version", lambda _: "0.5.21")
+    assert list(seams._missing()) == []
 
 
 def record(name: str, fields: set[str]) -> type:
@@ -173,6 +192,7 @@ def test_a_residual_that_has_moved(
 
 def test_the_tables_are_complete() -> None:
     assert set(FIELDS) - WITH_RESIDUALS == set(seams._REQUIRED_FIELDS)
+    assert {n: str(first) for n, first in seams._FIELDS_SINCE.items()} == FIELDS_SINCE
     assert NAMES["ForwardMode"] == seams._REQUIRED_MODES
     assert NAMES["ModelRunner"] == seams._REQUIRED_OF_RUNNERS
     assert NAMES["forward_context"] == seams._REQUIRED_OF_CONTEXTS

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batches import batch_of
+from batches import BATCHES, batch_of
 from forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
-from layer_rows import LAYERS
 from observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import gate, state
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import limits, start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -27,12 +25,19 @@ def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
     return Engine(write_checkpoint(path, shape), **(ENGINE | arguments))
 
 
-def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
-    shape = dataclasses.replace(E2B_TINY, kv_shared_layers=0, layers=5)
-    engine = engine_of(tmp_path, shape)
-    assert start.of(engine.text_model).attention is None
+def assert_never_touched(engine: Engine) -> None:
+    """Nothing is known of its model: SGLang's own forward runs, and nothing is counted."""
+    assert state.find(engine.text_model) is None
+    assert start.of(engine.text_model).refused == start.NO_SHARED_LAYERS
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
-    assert_stock(engine, gate.NO_SHARED_LAYERS)
+    seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
+    total = sum(len(prompt.new) for prompt in TWO_PROMPTS)
+    assert seen.rows == [total] * len(engine.text_model.layers)
+    assert log.forwards == {}
+
+
+def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
+    assert_never_touched(engine_of(tmp_path, replace(E2B_TINY, kv_shared_layers=0, layers=5)))
 
 
 def test_a_model_of_shared_layers_alone_is_never_touched(
@@ -45,13 +50,17 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
     with monkeypatch.context() as assistant:
         assistant.setattr(config, "num_kv_shared_layers", config.num_hidden_layers)
         restarted()
-        assert state.find(engine.text_model) is None
-        assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
-        seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
-        assert log.forwards[gate.NO_SHARED_LAYERS] == 1
+        assert_never_touched(engine)
     restarted()
     assert_fast(engine)
+
+
+def test_projections_with_a_bias(tmp_path: Path) -> None:
+    """Their K and V are columns of all that SGLang's own projection computes."""
+    engine = engine_of(tmp_path, replace(E2B_TINY, attention_bias=True))
+    assert all(layer.self_attn.qkv_proj.bias.any() for layer in engine.text_model.layers)
+    for prompts in BATCHES.values():
+        assert_fast(engine, prompts)
 
 
 def test_an_embedding_server_is_refused(

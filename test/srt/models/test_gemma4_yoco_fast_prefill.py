@@ -16,8 +16,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
+from sglang_gemma4_yoco import plugin
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.loading import patch, start
+from sglang_gemma4_yoco.loading import start
 
 
 class ExtendMode:
@@ -86,13 +87,9 @@ def model(shared: int = 20, capture: list[int] | None = None) -> StandIn:
 def _installed(setting: Callable[..., None]) -> Iterator[None]:
     """The patch, in a process that serves nothing, whatever other tests have started in it."""
     setting(min_skipped_rows=None)
-    ours = not patch.is_installed()
-    if ours:
-        patch.install()
+    plugin.load()  # as any process of SGLang's does, once
     with releases.unpublished():
         yield
-    if ours:
-        patch.uninstall()
 
 
 def reason_of(served: StandIn, forward_batch: SimpleNamespace) -> str | None:
@@ -110,8 +107,8 @@ def test_eligibility_default_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_eligibility_no_kv_shared_layers() -> None:
     assert model(shared=0)._yoco_eligibility(batch([10, 5, 7])) is False
-    assert reason_of(model(shared=0), batch([10, 5, 7])) == gate.NO_SHARED_LAYERS
-    assert gate.model_reason(model(shared=0)) == gate.NO_SHARED_LAYERS
+    assert reason_of(model(shared=0), batch([10, 5, 7])) == start.NO_SHARED_LAYERS
+    assert start.model_reason(model(shared=0)) == start.NO_SHARED_LAYERS
 
 
 def test_eligibility_pure_decode_batch() -> None:

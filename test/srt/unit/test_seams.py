@@ -23,6 +23,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
 )
 
 from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.core.attention import TailBackend
 from stand_ins import prefill_graphs
 
 
@@ -115,6 +116,14 @@ def test_an_untested_release_does_not_decode(monkeypatch: pytest.MonkeyPatch) ->
     assert not seams.decodes_like_extend(OtherBackend(511))
     assert seams.decodes_like_extend(Planning(None))
     assert seams.decodes_like_extend(object())
+
+
+def test_the_tails_own_backend_decides_whether_the_tail_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.0"))
+    assert TailBackend(Planning(511), object()).decodes
+    assert not TailBackend(object(), Planning(511)).decodes
 
 
 # ---------------------------------------------------------------- recorded prefills

@@ -1,0 +1,86 @@
+"""The published helper, called by a forward that is not the package's, on SGLang's Triton backend.
+
+Triton's decode step by itself sees one key fewer in a window than its prefill does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from packaging.version import Version
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from batches import batch_of
+from observe import TOLERANCE, switched
+from sglang_gemma4_reference import interpreter, releases
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import seams
+
+interpreter.make_quick()
+
+WINDOW = 5
+SHAPE = replace(
+    E2B_TINY, layers=6, kv_shared_layers=3, sliding_per_full=1, heads=2, sliding_window=WINDOW
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    engine = Engine(
+        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE),
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=512,
+        max_running_requests=8,
+        triton_attention_num_kv_splits=2,
+    )
+    assert type(engine.runner.attn_backend) is TritonAttnBackend
+    return engine
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_kept_row_sees_the_whole_window(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, planned: bool, decodes: bool
+) -> None:
+    """On the tail's own backend, and on the runner's where the package has planned nothing."""
+    if not decodes and planned:
+        pytest.skip("the tail's backend was asked at start")
+    if not decodes:
+        monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.0"))
+    model, main = engine.text_model, engine.runner.attn_backend
+    tail = [layer.self_attn for layer in model.layers[3:]]
+    scheduled = engine.schedule(batch_of((0, WINDOW + 3), (WINDOW + 1, 2), (0, WINDOW - 1)))
+    with switched("0"):
+        engine.forward(scheduled)  # K and V are in the cache
+    batch = releases.forward_batch(scheduled, engine.runner)
+    attention = next(a for a in tail if seams.keys_in_window(a.attn) == WINDOW)
+    width = attention.num_heads * attention.head_dim
+    queries = torch.randn(len(batch.input_ids), width, generator=torch.manual_seed(0))
+
+    def attend(rows: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = attention.attn(
+            rows, None, None, forward_batch=batch, save_kv_cache=False
+        )
+        return attended.reshape(rows.shape)
+
+    span = forward_context(ForwardContext(attn_backend=main))
+    with span, switched("1" if planned else "0"), torch.no_grad():
+        main.init_forward_metadata(batch)
+        whole = attend(queries)
+        rows, *_, index, restore = model._yoco_truncate_to_last_tokens(
+            queries, batch.positions, None, batch
+        )
+        try:
+            assert batch.forward_mode.is_decode() is decodes
+            assert (seams.current_attn_backend() is main) is not planned
+            kept = attend(rows)
+        finally:
+            restore()
+        assert len(index) == 3
+        torch.testing.assert_close(kept, whole[index], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(attend(queries), whole, atol=0, rtol=0)
