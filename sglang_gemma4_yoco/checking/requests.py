@@ -8,10 +8,9 @@ edge. What is cached is random K and V. All that was written is put back in the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ from sglang_gemma4_yoco.core.state import ModelState
 NO_ROOM = "the pools are too small for it"
 _NEW = 7  # tokens of a request
 _BEYOND = 2  # tokens of one, after the window of its first one
+
+_Places = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class NotComparableError(Exception):
@@ -78,14 +79,17 @@ class SyntheticRequests:
 
     Attributes:
         lens: their new tokens.
+        requests: they themselves.
+        device: the runner's.
     """
 
     def __init__(self, runner: Any, state: ModelState, requests: Sequence[Request]) -> None:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
+        self.device = runner.device
         self._runner = runner
-        self._layers = _layers_with_keys(state)
         self._generator = torch.Generator(runner.device).manual_seed(1)
+        self._caches = self._new_tokens(state)
         self._before = self._others()
 
     def run(self, starts: Sequence[int] | None = None, *, finishes: bool = True) -> Run:
@@ -95,36 +99,44 @@ class SyntheticRequests:
             starts: the new token from which on a request wants input logprobs; None without any.
             finishes: some request's prompt ends here.
         """
-        for cache, slots in self._caches:  # what is not written must not look as if it were
-            cache[slots] = random_like(cache[slots], self._generator).to(cache.dtype)
+        for pair, slots in self._caches.values():
+            for cache in pair:  # what is not written must not look as if it were
+                cache[slots] = random_like(cache[slots], self._generator).to(cache.dtype)
         batch = prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         with report.unheard() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
-        found = [cache[slots] for cache, slots in self._caches]
-        caches = {layer: found[2 * n : 2 * n + 2] for n, layer in enumerate(self._layers)}
+        items = self._caches.items()
+        caches = {layer: [cache[slots] for cache in pair] for layer, (pair, slots) in items}
         return Run(logits, caches, next(iter(outcomes), None))
+
+    def write(self, caches: Mapping[int, Sequence[torch.Tensor]], layers: Iterable[int]) -> None:
+        """Write K and V that another run has left, for the new tokens in these layers."""
+        for layer in layers:
+            pair, slots = self._caches[layer]
+            for cache, values in zip(pair, caches[layer], strict=True):
+                cache[slots] = values
 
     def others_changed(self) -> bool:
         """Whether any slot that is not for a new token of these has been written to."""
         return not all(map(torch.equal, self._before, self._others()))
 
-    @cached_property
-    def _caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of each layer, and where the new tokens are in them."""
-        pool, caches = self._runner.token_to_kv_pool, []
-        for layer in self._layers:
+    def _new_tokens(self, state: ModelState) -> dict[int, _Places]:
+        """By layer K and V, and where the new tokens are in them."""
+        pool, found = self._runner.token_to_kv_pool, {}
+        for layer in _layers_with_keys(state):
             window = seams.is_in_window_pool(pool, layer)
-            places = [(r.window_slots if window else r.slots)[r.cached :] for r in self.requests]
-            caches += [(cache, torch.cat(places)) for cache in pool.get_kv_buffer(layer)]
-        return caches
+            slots = [(r.window_slots if window else r.slots)[r.cached :] for r in self.requests]
+            found[layer] = pool.get_kv_buffer(layer), torch.cat(slots)
+        return found
 
     def _others(self) -> list[torch.Tensor]:
         """Copies of what is borrowed; zeros for the new tokens, and for slot 0 of the padding."""
-        last, copies = _last_slot(self.requests), []
-        for cache, slots in self._caches:
-            copies.append(cache[: last + 1].clone())
-            copies[-1][slots] = 0
-            copies[-1][0] = 0
+        end, copies = _last_slot(self.requests) + 1, []
+        for pair, slots in self._caches.values():
+            for cache in pair:
+                copies.append(cache[:end].clone())
+                copies[-1][slots] = 0
+                copies[-1][0] = 0
         return copies
 
 
