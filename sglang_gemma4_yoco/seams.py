@@ -518,6 +518,11 @@ def is_plain_pool(pool: Any) -> bool:
     return type(pool) is MHATokenToKVPool
 
 
+@cache
+def _triton_class(kind: type) -> type | None:
+    return next((base for base in kind.__mro__ if base.__name__ == "TritonAttnBackend"), None)
+
+
 def _counts_the_window_short(backend: Any) -> bool:
     """Whether a decode step of ``backend`` sees one key fewer in its window than an extend row.
 
@@ -525,21 +530,8 @@ def _counts_the_window_short(backend: Any) -> bool:
     keys before the row, which itself is the W-th; in decode the row's own key is among them. With
     W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
     """
-    return _triton_class(backend) is not None and _has_window(backend)
-
-
-def _triton_class(backend: Any) -> type | None:
-    kind: type = type(backend)
-    return _triton_class_of(kind)
-
-
-@cache
-def _triton_class_of(kind: type) -> type | None:
-    return next((base for base in kind.__mro__ if base.__name__ == "TritonAttnBackend"), None)
-
-
-def _has_window(backend: Any) -> bool:
-    return (getattr(backend, "sliding_window_size", None) or 0) > 0
+    windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
+    return windowed and _triton_class(type(backend)) is not None
 
 
 def decodes_like_extend(backend: Any) -> bool:
@@ -547,9 +539,7 @@ def decodes_like_extend(backend: Any) -> bool:
 
     In a release newer than the last one that was tested the planner may count otherwise.
     """
-    if not _counts_the_window_short(backend):
-        return True
-    return not is_newer_than_tested()
+    return not _counts_the_window_short(backend) or not is_newer_than_tested()
 
 
 def plan(backend: Any, forward_batch: Any) -> None:
@@ -558,14 +548,15 @@ def plan(backend: Any, forward_batch: Any) -> None:
     From 0.5.22 on nothing is read from the device for it; before, Triton's planner reads twice how
     much there is to translate into the window's pool.
     """
-    decode = forward_batch.forward_mode is ForwardMode.DECODE
+    if not _counts_the_window_short(backend):
+        backend.init_forward_metadata(forward_batch)
+        return
     with ExitStack() as span:
-        if decode:
+        if forward_batch.forward_mode is ForwardMode.DECODE:
             span.enter_context(whole_window(backend))
-        planner = _window_planner(_triton_class(backend))
-        if planner is not None and _has_window(backend):
-            requests = forward_batch.batch_size
-            span.enter_context(_room_for_windows(backend, planner, requests))
+        planner = _window_planner(type(backend))
+        if planner is not None:
+            span.enter_context(_allocated_windows(backend, planner, forward_batch.batch_size))
         backend.init_forward_metadata(forward_batch)
 
 
@@ -587,11 +578,10 @@ _WINDOW_PLANNER = "update_sliding_window_buffer"
 
 
 @cache
-def _window_planner(triton_class: type | None) -> ModuleType | None:
+def _window_planner(kind: type) -> ModuleType | None:
     """The module whose function plans windows, if it writes into a buffer that it is given."""
-    if triton_class is None:
-        return None
-    module = sys.modules[triton_class.__module__]
+    triton = _triton_class(kind)
+    module = None if triton is None else sys.modules[triton.__module__]
     function = getattr(module, _WINDOW_PLANNER, None)
     if function is None or "window_kv_indices" not in _parameters(function):
         return None
@@ -599,18 +589,18 @@ def _window_planner(triton_class: type | None) -> ModuleType | None:
 
 
 @contextmanager
-def _room_for_windows(backend: Any, planner: ModuleType, requests: int) -> Iterator[None]:
+def _allocated_windows(backend: Any, planner: ModuleType, requests: int) -> Iterator[None]:
     """Have the windows' keys written into a buffer that is large enough for any.
 
     Left to itself the planner reads from the device how many keys there are, to allocate as much.
     It writes one request's after the other's and says where each begins, so nobody reads what lies
-    behind the last. Recording into a CUDA graph it is given a buffer in this very way.
+    after the last. Capturing a CUDA graph it is given a buffer in this very way.
     """
     stock = getattr(planner, _WINDOW_PLANNER)
-    room = torch.empty(
+    buffer = torch.empty(
         requests * backend.sliding_window_size, dtype=torch.int64, device=backend.device
     )
-    setattr(planner, _WINDOW_PLANNER, partial(stock, window_kv_indices=room))
+    setattr(planner, _WINDOW_PLANNER, partial(stock, window_kv_indices=buffer))
     try:
         yield
     finally:
@@ -759,10 +749,13 @@ def write_keys_and_values(
         k, v: [T, kv_heads, head_dim].
     """
     pool, slots = tail.token_to_kv_pool, forward_batch.out_cache_loc
+    # An intermediate chunk runs no attention of the donor, which would wait here until a cache has
+    # loaded the K and V of the prefix; the next batch does not wait again.
+    pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
         planned = None
-        if _triton_class(main) is not None:
+        if _triton_class(type(main)) is not None:
             planned = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         window_slots = pool.translate_loc_from_full_to_swa(slots) if planned is None else planned
     if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them
@@ -784,11 +777,6 @@ def cache_of(
     if is_in_window_pool(pool, layer):
         slots = pool.translate_loc_from_full_to_swa(slots)
     return pool.get_kv_buffer(layer), slots
-
-
-def wait_for_kv(pool: Any, layer: int) -> None:
-    """Wait, as attention waits, until K and V of this layer are in the pool."""
-    pool.get_kv_buffer(layer)
 
 
 # -- the residual stream and the layers ------------------------------------------------------

@@ -219,8 +219,8 @@ def audited(engine: Engine, known: Any, draws: random.Random, number: int, resul
 
 def proved(known: Any, runner: Any, result: Result) -> None:
     """Every graph of the recorded tail, full and padded."""
-    rows = known.graphs.rows
-    found = [one.excess for size in rows for one in proof.findings(known.graphs, runner, size)]
+    rows = known.captured.rows
+    found = [one.excess for size in rows for one in proof.findings(known.captured, runner, size)]
     result.proof, result.proved = max(found), len(found)
 
 
@@ -268,7 +268,7 @@ def judge(
         raise SystemExit(f"{result.model}: {checked.describe()}")
     result.check, result.seconds = checked.worst.excess, checked.seconds
     result.apart, result.noise = checked.apart or 0.0, checked.noise or 0.0
-    if known.graphs is not None:
+    if known.captured is not None:
         proved(known, engine.runner, result)
     audited(engine, known, draws, number, result)
     if result.model in TIMED and result.dtype == "bfloat16":

@@ -330,7 +330,7 @@ def record(engine: Any) -> None:
 
     releases.record_decode_steps(engine.runner)
     known = start.of(engine.text_model)
-    if known.graphs is None:
+    if known.captured is None:
         raise NotActiveError(f"the tail is launched: {known.launched_because}")
     engine.runner.decode_cuda_graph_runner = None
 
@@ -385,7 +385,7 @@ def served(engine: Any, way: str) -> Iterator[None]:
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    from sglang_gemma4_yoco.cutting import gate
+    from sglang_gemma4_yoco.core import gate
 
     synchronize = synchronizer(engine)
     # Front-only answers nothing, so no gate would ever admit it.
@@ -594,9 +594,9 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
     from sglang_gemma4_reference.engine import Prompt
     from sglang_gemma4_yoco.cutting.gate import plan_ahead
-    from sglang_gemma4_yoco.cutting.served import ServedModel, find
+    from sglang_gemma4_yoco.cutting.served import ModelState, find
     from sglang_gemma4_yoco.loading import patch
-    from sglang_gemma4_yoco.tail.attention import OwnBackend
+    from sglang_gemma4_yoco.core.attention import TailBackend
 
     class Backend:
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -608,7 +608,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     backend, model = Backend(), engine.text_model
     plain_plan = backend.init_forward_metadata
     attached = find(model)
-    known = ServedModel(model, None, OwnBackend(backend, Backend()))
+    known = ModelState(model, None, TailBackend(backend, Backend()))
     known.attach(plan_ahead)
     wrapped = patch._with_fast_prefill(stock)
     # Every row is read, which is found out last but one.

@@ -19,16 +19,16 @@ import torch
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.cutting import cut
-from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.kept import KeptRows
 from sglang_gemma4_yoco.tail import donor, layers, per_layer
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.core.replaced import replaced
 
-Breakage = Callable[[ServedModel], AbstractContextManager[bool]]
+Breakage = Callable[[ModelState], AbstractContextManager[bool]]
 
 
 @contextmanager
-def _window(known: ServedModel, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
+def _window(known: ModelState, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
     """The tail's rows see so many keys more in their windows."""
     attention, layers = known.attention, known.model.layers[known.first_shared - 1 :]
     assert attention is not None
@@ -72,7 +72,7 @@ def _window(known: ServedModel, *, more: int, donor_alone: bool = False) -> Iter
 
 
 @contextmanager
-def _other_pool(known: ServedModel) -> Iterator[bool]:
+def _other_pool(known: ModelState) -> Iterator[bool]:
     """Slots of the full pool are looked up in the window's."""
     assert known.attention is not None
     tail = known.attention.tail
@@ -111,7 +111,7 @@ def _layers_run(wrong: Callable[..., Any]) -> Breakage:
     """``wrong`` is called with what runs the layers behind the cut, and its arguments by name."""
 
     @contextmanager
-    def breakage(_: ServedModel) -> Iterator[bool]:
+    def breakage(_: ModelState) -> Iterator[bool]:
         stock = layers.run
         names = inspect.signature(stock)
 
@@ -129,7 +129,7 @@ def _positions(stock: Callable[..., Any], positions: torch.Tensor, **others: Any
 
 
 @contextmanager
-def _next_request(_: ServedModel) -> Iterator[bool]:
+def _next_request(_: ModelState) -> Iterator[bool]:
     stock = KeptRows.indices
 
     def indices(kept: KeptRows) -> list[int]:
@@ -141,7 +141,7 @@ def _next_request(_: ServedModel) -> Iterator[bool]:
 
 
 @contextmanager
-def _keys(_: ServedModel, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
+def _keys(_: ModelState, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
     stock = donor.keys_and_values
 
     def keys_and_values(*args: Any) -> Any:
@@ -153,7 +153,7 @@ def _keys(_: ServedModel, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
 
 
 @contextmanager
-def _inputs(known: ServedModel, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
+def _inputs(known: ModelState, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
     """``wrong`` is called with the tail's per-layer inputs, [B, layers, width]."""
     stock = per_layer.SplitInputs.kept
     with mock.patch.object(per_layer.SplitInputs, "kept", lambda inputs: wrong(stock(inputs))):
@@ -173,7 +173,7 @@ def _no_norm(stock: Callable[..., Any], **given: Any) -> Any:
 
 
 @contextmanager
-def _scattered(_: ServedModel) -> Iterator[bool]:
+def _scattered(_: ModelState) -> Iterator[bool]:
     def scatter(this: Any, front: torch.Tensor, rows: torch.Tensor) -> None:
         front.index_copy_(0, (this.plan.tail.index - 1).clamp_min(0), rows)
 
@@ -196,7 +196,7 @@ def _skipped_layer(stock: Callable[..., Any], model: Any, first: int, **others: 
 
 
 @contextmanager
-def _never_written(_: ServedModel) -> Iterator[bool]:
+def _never_written(_: ModelState) -> Iterator[bool]:
     """K and V of chunks that nobody reads."""
     stock = cut.Cut.write_keys_and_values
 
@@ -209,9 +209,9 @@ def _never_written(_: ServedModel) -> Iterator[bool]:
 
 
 @contextmanager
-def _stale(known: ServedModel, name: str) -> Iterator[bool]:
+def _stale(known: ModelState, name: str) -> Iterator[bool]:
     """A static input is never filled in, for any number of requests."""
-    tail = known.graphs
+    tail = known.captured
     if tail is None or getattr(tail._inputs, name) is None:
         yield False
         return

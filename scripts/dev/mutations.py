@@ -374,8 +374,8 @@ _WRITTEN = [
         ("the tail of an unread chunk is planned", "        if not tail.unread:  # else",
          "        if True:  # else", f"{REPLAYED}::test_no_tail_is_planned_for_an_unread_chunk"),
         ("a replayed tail's batch is rewritten, for nobody",
-         "            if known.graphs is not None:\n",
-         "            assert tail.fields\n            if known.graphs is not None:\n",
+         "            if known.captured is not None:\n",
+         "            assert tail.fields\n            if known.captured is not None:\n",
          f"{REPLAYED}::test_a_replay_costs_the_host_no_more_than_its_inputs"),
     ),
     *of(
@@ -554,12 +554,12 @@ _WRITTEN = [
          "return f\"",
          f"{RANKS}::test_ranks_are_checked_together[with_settings_of_its_own]"),
         ("what the ranks found out is forgotten",
-         "ServedModel(model, reason, attention if",
-         "ServedModel(model, None, attention if",
+         "ModelState(model, reason, attention if",
+         "ModelState(model, None, attention if",
          f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
         ("a rank plans for a tail that the others refuse",
-         "ServedModel(model, reason, attention if reason is None else None)",
-         "ServedModel(model, reason, attention)",
+         "ModelState(model, reason, attention if reason is None else None)",
+         "ModelState(model, reason, attention)",
          f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
     ),
     *of(
@@ -1125,8 +1125,8 @@ _WRITTEN = [
         ("the tail's per-layer embeddings are those of the batch before",
          "            inputs.embedded.copy_(behind)\n", "            pass\n", DOORS),
         ("the tail's per-layer embeddings are the front's",
-         "model.get_per_layer_inputs(ids)[:, self._known.first_cut :]",
-         "model.get_per_layer_inputs(ids)[:, : len(model.layers) - self._known.first_cut]", DOORS),
+         "model.get_per_layer_inputs(ids)[:, self._known.cut :]",
+         "model.get_per_layer_inputs(ids)[:, : len(model.layers) - self._known.cut]", DOORS),
         ("the tail's rows are lost",
          "            output.index_copy_(0, plan.tail.index, plan.replay.run())\n",
          "            plan.replay.run()\n", DOORS),
@@ -1472,7 +1472,7 @@ _WRITTEN = [
     *of(
         "cutting/gate.py",
         ("a replayed tail costs as a launched one",
-         "    if known.graphs is not None and known.graphs.size_for(kept) is not None:\n"
+         "    if known.captured is not None and known.captured.size_for(kept) is not None:\n"
          "        beside",
          "    if False:\n"
          "        beside",
@@ -1533,7 +1533,7 @@ _WRITTEN = [
         ("nothing to skip", "    if rows == total:\n        return NOTHING_TO_SKIP\n", "",
          f"{FORWARD}::test_a_refused_batch_is_the_stock_forward_bit_for_bit"),
         ("given up, and going on",
-         "return fallback.GIVEN_UP if fallback.given_up() else None", "return None", GIVES_UP),
+         "return forward.GIVEN_UP if fallback.given_up() else None", "return None", GIVES_UP),
         ("logprobs of an image prompt",
          "return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None",
          "return None", f"{IMAGES}::test_input_logprobs_beside_an_image_are_stock"),

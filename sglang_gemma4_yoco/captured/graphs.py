@@ -225,12 +225,14 @@ class TailGraphs:
     """The captured tail of one model.
 
     Attributes:
+        attentions: the ``RadixAttention`` of each layer of the tail.
         seconds: how long the capture took.
     """
 
     def __init__(self, runner: Any, state: ModelState) -> None:
         """Prepare for the capture; nothing is captured yet."""
         assert state.attention is not None
+        self.attentions = [layer.self_attn.attn for layer in state.tail_layers]
         self.seconds = 0.0
         self._state = state
         self._backend = state.attention.tail

@@ -31,14 +31,10 @@ _ROUNDINGS = 2.0
 _BEYOND = 9  # tokens, of the request, before the window of its last one
 
 
-def prove(graphs: TailGraphs, runner: Any, attentions: list[Any]) -> None:
-    """Compare every graph with the eager layers, and drop what differs, with one error line.
-
-    Args:
-        attentions: the ``RadixAttention`` of each layer of the tail.
-    """
+def prove(graphs: TailGraphs, runner: Any) -> None:
+    """Compare every graph with the eager layers, and drop what differs, with one error line."""
     for size in graphs.rows:
-        largest = rounding.worst(findings(graphs, runner, attentions, size))
+        largest = rounding.worst(findings(graphs, runner, size))
         if not largest.is_rounding:
             graphs.drop(size)
             report.error(
@@ -48,11 +44,11 @@ def prove(graphs: TailGraphs, runner: Any, attentions: list[Any]) -> None:
             )
 
 
-def findings(graphs: TailGraphs, runner: Any, attentions: list[Any], size: int) -> list[Finding]:
+def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
     """What the graph for ``size`` rows gives, compared: with most padding, and with none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
-    with _a_request(runner, attentions, generator) as tokens:
+    with _a_request(runner, graphs.attentions, generator) as tokens:
         return [
             difference(*graphs.difference(size, _random(graphs.inputs(rows), tokens, generator)))
             for rows in sorted({fewest, size})

@@ -12,13 +12,14 @@ Hence a second backend over the same memory pools, planned right after the first
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.core.kept import rewritten
+from sglang_gemma4_yoco.core.replaced import replaced
 
 _ROWS = 2  # of the step that compiles: Triton compiles anew for arguments that are 1
 
@@ -36,6 +37,17 @@ class TailBackend:
         self.main = main
         self.tail = tail
         self.decodes: bool = seams.decodes_like_extend(tail)
+
+    def followed_by(self, state: Any) -> AbstractContextManager[None]:
+        """In the span ``state.planner`` gets each batch, no decode step, that SGLang has planned."""
+        stock = self.main.init_forward_metadata
+
+        def init_forward_metadata(forward_batch: Any) -> None:
+            stock(forward_batch)
+            if forward_batch.forward_mode is not seams.ForwardMode.DECODE:
+                state.planner(state, forward_batch)
+
+        return replaced(self.main, init_forward_metadata=init_forward_metadata)
 
     def plan(self, forward_batch: Any, fields: Mapping[str, object]) -> Any:
         """The metadata of the tail's batch. The next plan may overwrite the buffers it is in."""
@@ -57,20 +69,6 @@ class TailBackend:
                 yield
         finally:
             self.tail.forward_metadata = None
-
-    def write_keys_and_values(
-        self, attention: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Write K and V of all rows of a batch, for the layers that read them.
-
-        Args:
-            attention: the ``RadixAttention`` of their layer.
-            k, v: [T, kv_heads, head_dim].
-        """
-        # An intermediate chunk runs no attention of the donor, which would wait until a cache has
-        # loaded the prefix's K and V; the next batch does not wait again.
-        seams.wait_for_kv(self.tail.token_to_kv_pool, attention.layer_id)
-        seams.write_keys_and_values(self.main, self.tail, attention, forward_batch, k, v)
 
     @torch.no_grad()
     def compile_kernels(self, attentions: Iterable[Any]) -> None:

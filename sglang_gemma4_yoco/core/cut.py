@@ -24,7 +24,6 @@ from sglang_gemma4_yoco.core.state import ModelState, TailRunner
 
 OTHER_INPUTS = "the model is called without per-layer embeddings"
 OTHER_NORM = "the model does something else between its layers and its norm"
-OTHER_LAYERS = "the model runs other layers than it is told to"
 STREAM_PENDING = "the residual stream is not written before the tail"
 OTHER_ROWS = "the model's rows are not those of the batch"
 
@@ -49,17 +48,14 @@ class Plan:
         attention: what the tail attends on.
         runner: runs the tail, its attention planned; None of an intermediate chunk, whose rows
             nobody reads.
+        outcome: what its forward is counted as.
     """
 
     batch: Any
     tail: TailBatch
     attention: TailBackend
     runner: TailRunner | None
-
-    @property
-    def outcome(self) -> str:
-        """What its forward is counted as."""
-        return report.TAIL_SKIPPED if self.runner is None else self.runner.outcome
+    outcome: str
 
 
 def prefill(
@@ -94,9 +90,12 @@ def write_keys_and_values(
     state: ModelState, plan: Plan, front: torch.Tensor, positions: torch.Tensor
 ) -> None:
     """Write K and V of layer S-1 for all rows, from its input [T, hidden]."""
-    layer = state.tail_layers[0]
+    layer, attention = state.tail_layers[0], plan.attention
     k, v = donor.keys_and_values(layer.self_attn, layer.input_layernorm(front), positions)
-    plan.attention.write_keys_and_values(layer.self_attn.attn, plan.batch, k, v)
+    # From the front's plan of this batch, into the pools of both.
+    seams.write_keys_and_values(
+        attention.main, attention.tail, layer.self_attn.attn, plan.batch, k, v
+    )
 
 
 @contextmanager
@@ -112,10 +111,9 @@ def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]
     )
 
     def unchanged(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+        # A residual update that is still owed comes as a second argument.
         if others or settings:
             raise NotCuttableError(OTHER_NORM)
-        if not seams.residual_is_written(plan.batch, rows):
-            raise NotCuttableError(STREAM_PENDING)
         normed.append(True)
         return rows
 
@@ -138,28 +136,22 @@ class EagerTail:
     """The tail of one batch, its layers launched one by one.
 
     Attributes:
-        metadata: of the tail's attention.
+        metadata: of the tail's attention, as ``attention`` has planned it.
     """
 
     state: ModelState
     batch: Any
     tail: TailBatch
+    attention: TailBackend
     metadata: Any
     outcome: str = report.ACTIVE
     buffers: Buffers | None = None
-
-    @classmethod
-    def plan(cls, state: ModelState, forward_batch: Any, tail: TailBatch) -> EagerTail:
-        """Plan the tail's attention; the batch is not changed."""
-        assert state.attention is not None
-        return cls(state, forward_batch, tail, state.attention.plan(forward_batch, tail.fields))
 
     def run(
         self, front: torch.Tensor, positions: torch.Tensor, kept_inputs: KeptInputs
     ) -> torch.Tensor:
         """The kept rows [B, hidden], normed, from all rows [T, hidden] at the cut."""
-        attention, index = self.state.attention, self.tail.index
-        assert attention is not None
+        attention, index = self.attention, self.tail.index
         rows, positions = front.index_select(0, index), positions.index_select(0, index)
         fields = {**self.tail.fields, "positions": positions}
         inputs = kept_inputs()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -55,10 +55,7 @@ def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch.compiler.is_compiling():
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
-
-        def run() -> Any:
-            return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
-
+        run = partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
         state = self.__dict__.get(ENTRY)
         if state is None:
             return run()

@@ -14,7 +14,7 @@ from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState, TailRunner
-from sglang_gemma4_yoco.deciding import arguments, backends
+from sglang_gemma4_yoco.deciding import arguments
 
 CAPTURING = "a CUDA graph is being captured"
 CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
@@ -92,20 +92,18 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
 
 def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
     """The plan of an eligible batch, its attention planned."""
-    attention, runner = state.attention, None
+    attention = state.attention
     assert attention is not None, "without a backend of the tail's own all batches are refused"
     tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
-    if not eligible.is_intermediate_chunk:
-        runner = _runner(state, forward_batch, tail, eligible.bucket)
-    return Plan(forward_batch, tail, attention, runner)
-
-
-def _runner(
-    state: ModelState, forward_batch: Any, tail: TailBatch, bucket: int | None
-) -> TailRunner:
-    if bucket is None or state.captured is None:
-        return EagerTail.plan(state, forward_batch, tail)
-    return state.captured.plan(forward_batch, tail, bucket)
+    if eligible.is_intermediate_chunk:
+        return Plan(forward_batch, tail, attention, None, report.TAIL_SKIPPED)
+    runner: TailRunner
+    if eligible.bucket is None or state.captured is None:
+        metadata = attention.plan(forward_batch, tail.fields)
+        runner = EagerTail(state, forward_batch, tail, attention, metadata)
+    else:
+        runner = state.captured.plan(forward_batch, tail, eligible.bucket)
+    return Plan(forward_batch, tail, attention, runner, runner.outcome)
 
 
 def decision(state: ModelState, forward_batch: Any) -> Plan | str:
@@ -162,7 +160,7 @@ def check_eligibility(
     if state.captured is not None and not intermediate:
         bucket = state.captured.bucket_for(kept)
     eligible = Eligible(kept, intermediate, bucket)
-    return _rows(state, forward_batch, eligible) or _backend(state) or eligible
+    return _rows(state, forward_batch, eligible) or eligible
 
 
 def _mode(forward_batch: Any) -> str | None:
@@ -267,16 +265,6 @@ def is_multimodal(forward_batch: Any) -> bool:
     return getattr(forward_batch, "mm_input_embeds", None) is not None or any(
         request is not None for request in inputs
     )
-
-
-def _backend(state: ModelState) -> str | None:
-    """Why the tail cannot run in a forward on the current attention backend, or None."""
-    current = seams.current_attn_backend()
-    # Outside of a forward there is none, and nothing is computed; the runner's own was looked at
-    # when it was built.
-    if current is None or (state.attention is not None and current is state.attention.main):
-        return None
-    return backends.why_not_tail(current)
 
 
 def is_worth_cutting(

@@ -40,6 +40,8 @@ class KeptRows:
         start_loc: the place of request i's first kept row among the kept ones.
         indices: the kept rows among the T rows, ascending.
         total: T.
+        count: rows kept, m_0 + m_1 + ...
+        one_per_request: every request keeps exactly its last row: the tail is a decode step.
     """
 
     lens: list[int]
@@ -47,6 +49,8 @@ class KeptRows:
     start_loc: list[int]
     indices: list[int]
     total: int
+    count: int
+    one_per_request: bool
 
     @classmethod
     def suffixes(
@@ -68,26 +72,20 @@ class KeptRows:
         >>> KeptRows.suffixes([5, 4, 3], [0, 0, 7], logprob_starts=[2, 4, 0]).lens
         [3, 1, 3]
         """
-        kept = cls([], [], [], [], sum(extend_lens))
+        lens: list[int] = []
+        kept_prefixes: list[int] = []
+        start_loc: list[int] = []
+        indices: list[int] = []
         end = 0
         for request, n in enumerate(extend_lens):
             m = 1 if logprob_starts is None else min(max(n - logprob_starts[request], 1), n)
             end += n
-            kept.lens.append(m)
-            kept.prefix_lens.append(prefix_lens[request] + n - m)
-            kept.start_loc.append(len(kept.indices))
-            kept.indices.extend(range(end - m, end))
-        return kept
-
-    @property
-    def count(self) -> int:
-        """Rows kept, m_0 + m_1 + ..."""
-        return len(self.indices)
-
-    @property
-    def one_per_request(self) -> bool:
-        """Whether every request keeps exactly its last row, so that the tail is a decode step."""
-        return len(self.indices) == len(self.lens)
+            lens.append(m)
+            kept_prefixes.append(prefix_lens[request] + n - m)
+            start_loc.append(len(indices))
+            indices.extend(range(end - m, end))
+        count = len(indices)
+        return cls(lens, kept_prefixes, start_loc, indices, end, count, count == len(lens))
 
 
 @dataclass(frozen=True)
@@ -177,12 +175,13 @@ def rewritten(forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None
     Fields that this SGLang's batch does not have are left out. The residual stream goes with the
     rows: it is put back too, whatever the span made of it.
     """
-    names = [name for name in (*fields, "residual_stream") if hasattr(forward_batch, name)]
-    saved = {name: getattr(forward_batch, name) for name in names}
+    saved: dict[str, object] = {}
     try:
-        for name in names:
-            if name in fields:
-                setattr(forward_batch, name, fields[name])
+        for name, value in (*fields.items(), ("residual_stream", None)):
+            if hasattr(forward_batch, name):
+                saved[name] = getattr(forward_batch, name)
+                if name in fields:
+                    setattr(forward_batch, name, value)
         yield
     finally:
         for name, value in saved.items():

@@ -17,13 +17,14 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     class's; other instances, and the class, are untouched. ``owner`` may be a module of Python.
     """
     own = owner.__dict__
-    before = [(name, own.get(name, _ABSENT)) for name in attributes]
+    before: dict[str, object] = {}
+    for name in attributes:
+        before[name] = own.get(name, _ABSENT)
     own.update(attributes)
     try:
         yield
     finally:
-        for name, value in before:
+        own.update(before)
+        for name, value in before.items():
             if value is _ABSENT:
-                own.pop(name, None)
-            else:
-                own[name] = value
+                del own[name]

@@ -10,11 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
-from sglang_gemma4_yoco.core.replaced import replaced
 
 #: Where a model has its ``ModelState``, and a batch its plan.
 ENTRY = "_yoco"
@@ -129,18 +127,8 @@ class ModelState:
         self.model.__dict__[ENTRY] = self
         _attached.add(self)
         self.planner = planner
-        if self.attention is None:
-            return
-        stock = self.attention.main.init_forward_metadata
-
-        def init_forward_metadata(forward_batch: Any) -> None:
-            stock(forward_batch)
-            if forward_batch.forward_mode is not seams.ForwardMode.DECODE:
-                self.planner(self, forward_batch)
-
-        self._patches.enter_context(
-            replaced(self.attention.main, init_forward_metadata=init_forward_metadata)
-        )
+        if self.attention is not None:
+            self._patches.enter_context(self.attention.followed_by(self))
 
     def close(self) -> None:
         """Leave the runner's backend and the model as they were."""

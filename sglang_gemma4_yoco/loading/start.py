@@ -124,7 +124,7 @@ def capturing(runner: Any, model: Any) -> Iterator[None]:
 
 def set_up(runner: Any, state: ModelState) -> None:
     """Capture the tail, and compare the model with stock when nobody is served yet."""
-    _capture_tail(runner, state)
+    capture_tail(runner, state)
     first = "check" not in state.facts
     checked = _check(runner, state) if first else None
     if prefill_graphs is not None and state.refused is None:
@@ -136,17 +136,16 @@ def set_up(runner: Any, state: ModelState) -> None:
         )
 
 
-def _capture_tail(runner: Any, state: ModelState) -> None:
+def capture_tail(runner: Any, state: ModelState) -> None:
     """Capture the tail, on all ranks or on none.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    attentions = [layer.self_attn.attn for layer in state.tail_layers]
     reason = graphs.prepare(runner, state)
     reason = ranks.disagreement(f"captured: {reason}") or reason
     if reason is None:
-        tail = graphs.capture(runner, state, lambda tail: proof.prove(tail, runner, attentions))
+        tail = graphs.capture(runner, state, lambda tail: proof.prove(tail, runner))
         # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
         rows = tail if isinstance(tail, str) else tail.rows
         reason = ranks.disagreement(f"replayed: {rows}")

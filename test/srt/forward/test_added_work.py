@@ -24,11 +24,10 @@ from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams, settings
-from sglang_gemma4_yoco.cutting import gate, served
+from sglang_gemma4_yoco.core import gate, state
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import donor
-from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.core import donor
 from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -294,7 +293,7 @@ def test_one_entry_is_all_that_a_model_carries(engine: Engine) -> None:
     added = {name for name in vars(engine.text_model) if "yoco" in name}
     assert added == {"_yoco"}
     known = start.of(engine.text_model)
-    assert served.find(engine.text_model) is known
+    assert state.find(engine.text_model) is known
     engine.runner.init_attention_backends()
     assert start.of(engine.text_model) is not known
     known = start.of(engine.text_model)

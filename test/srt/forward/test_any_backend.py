@@ -32,7 +32,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams
 from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail.attention import OwnBackend
+from sglang_gemma4_yoco.core.attention import TailBackend
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -57,7 +57,7 @@ def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
     return engine
 
 
-def attention(engine: Engine) -> OwnBackend:
+def attention(engine: Engine) -> TailBackend:
     known = start.of(engine.text_model)
     assert known.attention is not None, known.refused
     return known.attention

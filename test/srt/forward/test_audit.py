@@ -30,7 +30,6 @@ from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.cutting.forward import Forwards
 from sglang_gemma4_yoco.loading import metrics, starting
-from sglang_gemma4_yoco.tail.donor import DonorCut
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

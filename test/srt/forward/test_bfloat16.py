@@ -35,10 +35,10 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting.served import ServedModel
-from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.kept import KeptRows
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.core.replaced import replaced
 
 WINDOW = E2B_TINY.sliding_window
 ALL = {
@@ -145,7 +145,7 @@ def test_each_layer(engine: Engine, name: str) -> None:
 
 
 @contextmanager
-def _the_rows_before(_: ServedModel) -> Iterator[bool]:
+def _the_rows_before(_: ModelState) -> Iterator[bool]:
     stock = KeptRows.indices
 
     def indices(kept: KeptRows) -> list[int]:
@@ -156,7 +156,7 @@ def _the_rows_before(_: ServedModel) -> Iterator[bool]:
 
 
 @contextmanager
-def _scores_a_quarter_too_large(known: ServedModel) -> Iterator[bool]:
+def _scores_a_quarter_too_large(known: ModelState) -> Iterator[bool]:
     """Of the layers behind the donor."""
     assert known.attention is not None
 

@@ -36,7 +36,7 @@ from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.checking import proof
 from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import donor
+from sglang_gemma4_yoco.core import donor
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -89,8 +89,8 @@ def test_what_is_broken_is_found(recorded: Engine, way: str) -> None:
 def test_a_recorded_tail_is_replayed(recorded: Engine) -> None:
     """Once given stock's rows, and once as it serves; a replay runs no Python."""
     known = start.of(recorded.text_model)
-    assert known.graphs is not None
-    assert known.graphs.rows[-1] >= REQUESTS
+    assert known.captured is not None
+    assert known.captured.rows[-1] >= REQUESTS
     with counted(recorded) as forwards:
         assert checked(recorded).agrees
     suffix, total = NEW[0] - 2 + 1 + NEW[2], sum(NEW)

@@ -39,10 +39,10 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, run, swit
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams
-from sglang_gemma4_yoco.cutting import fallback, gate
+from sglang_gemma4_yoco.core import forward, gate
 from sglang_gemma4_yoco.deciding import backends, harmless, quantised
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.core.replaced import replaced
 from stand_ins import skip_on_older
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")

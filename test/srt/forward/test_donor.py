@@ -1,4 +1,4 @@
-"""When layer K-1 is cut less deep, or not at all: on SGLang's own layers, weights and streams.
+"""The donor, layer S-1, and what comes to the cut: on SGLang's own layers, weights and streams.
 
 Each refusal is brought about on the real engine, and the rows show what became of the cut. Where a
 wrong yes would only cost accuracy, that it would is shown as well.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,33 +22,23 @@ from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
 from batches import BATCHES, batch_of
 from breakages import as_returned
-from forwards import (
-    assert_fast,
-    assert_served_by_stock,
-    assert_untouched,
-    norms_that_add_in_place,
-    with_image,
-)
-from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from forwards import assert_fast, assert_served_by_stock, assert_stock, assert_untouched
+from layer_rows import FIRST_CUT, LAYERS
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams, settings
-from sglang_gemma4_yoco.cutting import cut, fallback
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import donor, per_layer
-from sglang_gemma4_yoco.tail.donor import DonorCut
-from sglang_gemma4_yoco.tail.shadow import Shadows
 from stand_ins import Doubled, Packed, halved_weights
 
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    vars(start.of(engine.text_model)).pop("donor_cut", None)
     report.reset()
-    fallback.reset()
     yield
-    vars(start.of(engine.text_model)).pop("donor_cut", None)
+    state = start.of(engine.text_model)
+    state.failures_in_a_row, state.refused = 0, None
 
 
 def donor_layer(engine: Engine) -> Any:
@@ -95,7 +85,7 @@ NOT_PLAIN: dict[str, Callable[[Any], None]] = {
     "a class of tensors": _store(lambda weight: weight.as_subclass(Packed)),
     "fp8": _store(lambda weight: weight.to(torch.float8_e4m3fn)),
     "packed for the CPU": _give(use_intel_amx_backend=True),
-    "a bias of which nobody knows": _lose("bias"),
+    "a bias": _give(bias=torch.zeros(1)),
 }
 
 
@@ -116,7 +106,8 @@ def test_projections_that_cannot_be_sliced(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sglangs_unquantised_layers_can_be_sliced(bias: bool, dtype: torch.dtype) -> None:
-    assert seams.is_plain_linear(ReplicatedLinear(16, 32, bias=bias, params_dtype=dtype))
+    plain = seams.is_plain_linear(ReplicatedLinear(16, 32, bias=bias, params_dtype=dtype))
+    assert plain is not bias
 
 
 @pytest.mark.parametrize(
@@ -168,6 +159,7 @@ def test_per_layer_inputs_whose_weights_are_not_plain(
     prompts = BATCHES[name]
     doubled(engine.text_model.per_layer_model_projection)
     assert not per_layer.can_be_split(engine.text_model)
+    engine.runner.init_attention_backends()  # when a server starts, its weights are what they are
     total = sum(len(prompt.new) for prompt in prompts)
     assert_fast(engine, prompts, projected=[(total, LAYERS)])
 
@@ -183,7 +175,6 @@ class AnotherAttention(Gemma4Attention):
     """As a model of another kind would derive it."""
 
 
-@pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(
     ("of", "kind", "reason"),
     [
@@ -196,63 +187,19 @@ class AnotherAttention(Gemma4Attention):
     ],
     ids=["layer", "attention"],
 )
-def test_a_donor_of_another_kind_is_left_alone(
+def test_a_donor_of_another_kind_refuses_the_server(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     of: Callable[[Any], Any],
     kind: type,
     reason: str,
-    name: str,
 ) -> None:
-    monkeypatch.setattr(of(donor_layer(engine)), "__class__", kind)
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        assert_fast(engine, BATCHES[name], DonorCut.NONE)
-        assert_fast(engine, BATCHES[name], DonorCut.NONE)
-    [told] = [m for m in caplog.messages if "because" in m]
-    assert "cut before layer 4" in told
-    assert told.endswith(f"because {reason}")
-
-
-class Negating(Gemma4Attention):
-    """Does something of its own."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output: torch.Tensor = -super().forward(*args, **kwargs)
-        return output
-
-
-def test_the_first_shared_layer_runs_its_own_code(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the cut comes before it; nobody has asked what it is."""
-    start.of(engine.text_model).donor_cut = DonorCut.NONE
-    attention = engine.text_model.layers[FIRST_SHARED].self_attn
-    monkeypatch.setattr(attention, "__class__", Negating)
-    assert_fast(engine, BATCHES["one prompt"], DonorCut.NONE)
-
-
-def without(owner: Any, name: str) -> Any:
-    """A shallow copy of a real module that lacks one of its parts."""
-    lacking = copy.copy(owner)
-    for kind in ("_modules", "_parameters", "_buffers"):
-        lacking.__dict__[kind] = {n: v for n, v in owner.__dict__[kind].items() if n != name}
-    lacking.__dict__.pop(name, None)
-    return lacking
-
-
-@pytest.mark.parametrize("name", [*donor._LAYER_PARTS, *donor._ATTENTION_PARTS])
-def test_a_donor_that_lacks_a_part_is_left_alone(engine: Engine, name: str) -> None:
-    model, layer = engine.text_model, donor_layer(engine)
-    if name in donor._LAYER_PARTS:
-        layer = without(layer, name)
-    else:
-        layer = without(layer, "self_attn")
-        layer.self_attn = without(donor_layer(engine).self_attn, name)
-    layers = [*model.layers[:FIRST_CUT], layer, *model.layers[FIRST_SHARED:]]
-    lacking = SimpleNamespace(config=model.config, layers=layers)
-    assert donor.why_not_inside(model) is None
-    assert donor.why_not_inside(lacking) == f"layer {FIRST_CUT} lacks {name}"
+    with monkeypatch.context() as other:
+        other.setattr(of(donor_layer(engine)), "__class__", kind)
+        engine.runner.init_attention_backends()
+        assert_stock(engine, reason)
+    engine.runner.init_attention_backends()
+    assert_fast(engine)
 
 
 @pytest.mark.parametrize(("first", "inside"), [(2, True), (1, False)])
@@ -264,93 +211,27 @@ def test_a_donor_without_a_layer_before_it_is_left_alone(
     config = SimpleNamespace(num_hidden_layers=LAYERS, num_kv_shared_layers=LAYERS - first)
     model = SimpleNamespace(config=config, layers=engine.text_model.layers)
     reason = None if inside else "there is no layer before the donor"
-    assert donor.why_not_inside(model) == reason
+    assert donor.why_not(model) == reason
 
 
 # ---------------------------------------------------------------- what comes to the cut
 
 
-def owing_an_update(engine: Engine) -> Shadows:
-    """Have layer K-2 leave half of its output's columns as an update that is still to be added.
-
-    SGLang's next boundary adds it: the stock forward computes what it did, bit for bit.
-    """
-    from sglang.srt.layers.layer_boundary.residual.add_norm import PlainAdd
-    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
-
-    class AddedLater(PlainAdd):
-        """A layer that writes its output itself is followed by one that takes no plain update."""
-
-        is_plain_add = False
-
-    def leaving(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def finish(hidden_states: torch.Tensor, forward_batch: Any) -> torch.Tensor:
-            output = stock(hidden_states, forward_batch)
-            owed = output.clone()
-            owed[:, ::2] = 0
-            hidden, forward_batch.residual_stream = ResidualStream.from_handoff(
-                owed, output - owed, AddedLater()
-            )
-            rows: torch.Tensor = hidden
-            return rows
-
-        return finish
-
-    shadows = Shadows()
-    shadows.add(engine.text_model.layers[FIRST_CUT - 1].ffn_boundary, "finish", leaving)
-    return shadows
-
-
-WITH_AN_IMAGE = "image"
-
-
-def assert_steps_aside(engine: Engine, name: str, cut_at: DonorCut, reason: str) -> None:
-    """The forward comes to the cut, is given up there, and is run again as stock."""
-    start.of(engine.text_model).donor_cut = cut_at
-    scheduled = engine.schedule(BATCHES["one prompt" if name == WITH_AN_IMAGE else name])
-    if name == WITH_AN_IMAGE:
-        with_image(engine, scheduled)
+def assert_refused_late(engine: Engine, reason: str) -> None:
+    """The forward comes to the cut, is given up there, and is run again as stock; then the path
+    is off, and no later forward pays twice."""
+    scheduled = engine.schedule(BATCHES["three, two of them cached"])
     stock = run(engine, scheduled, "0")
     report.reset()
-    seen = run(engine, scheduled, "1")
+    seen, later = run(engine, scheduled, "1"), run(engine, scheduled, "1")
     total = stock.rows[0]
-    front = FIRST_SHARED - (cut_at is not DonorCut.NONE)
-    assert stock.rows == [total] * LAYERS
-    assert seen.rows == [total] * front + stock.rows
-    assert_served_by_stock(stock, seen)
+    assert stock.rows == later.rows == [total] * LAYERS
+    assert seen.rows == [total] * FIRST_CUT + stock.rows
+    for one in (seen, later):
+        assert_served_by_stock(stock, one)
     assert_untouched(engine)
-    assert report.forwards == {reason: 1}
-
-
-@pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
-@pytest.mark.parametrize("norms", ["as on a CPU", "as on a GPU"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_residual_that_is_owed_an_update(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: int, norms: str
-) -> None:
-    """On all ranks alike, so that each may run stock by itself; embeddings are put back for it."""
-    monkeypatch.setattr(fallback, "is_alone", lambda: ranks == 1)
-    in_place = norms_that_add_in_place(engine) if norms == "as on a GPU" else nullcontext()
-    owing = owing_an_update(engine)
-    try:
-        with in_place:
-            for name in (*BATCHES, WITH_AN_IMAGE):
-                assert_steps_aside(engine, name, DonorCut.KEYS_AND_VALUES, cut.STREAM_PENDING)
-    finally:
-        owing.close()
-    start.of(engine.text_model).donor_cut = DonorCut.KEYS_AND_VALUES
-    assert_fast(engine, BATCHES["one prompt"])
-
-
-@pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
-def test_an_update_that_is_added_before_the_cut_is_nobodys_matter(engine: Engine) -> None:
-    """Layer K-1 runs as stock where the cut comes before layer K, and writes the residual."""
-    start.of(engine.text_model).donor_cut = DonorCut.NONE
-    owing = owing_an_update(engine)
-    try:
-        assert_fast(engine, BATCHES["one prompt"], DonorCut.NONE)
-    finally:
-        owing.close()
+    assert report.forwards == {reason: 2}
+    assert start.of(engine.text_model).refused == reason
 
 
 def test_an_update_that_the_norm_would_add(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,22 +246,48 @@ def test_an_update_that_the_norm_would_add(engine: Engine, monkeypatch: pytest.M
         return normed
 
     monkeypatch.setattr(type(model.norm), "__call__", adding)
-    assert_steps_aside(engine, "one prompt", DonorCut.KEYS_AND_VALUES, cut.OTHER_NORM)
+    assert_refused_late(engine, cut.OTHER_NORM)
+
+
+def test_a_norm_that_is_called_twice(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are the answer by then, of which no tail begins."""
+    model = engine.text_model
+    call = type(model.norm).__call__
+
+    def twice(norm: Any, rows: torch.Tensor, *others: Any) -> Any:
+        if norm is model.norm and not others:
+            call(norm, rows)
+        return call(norm, rows, *others)
+
+    monkeypatch.setattr(type(model.norm), "__call__", twice)
+    assert_refused_late(engine, cut.OTHER_NORM)
+
+
+def test_something_else_before_the_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that the norm gets in another tensor are the rows that the tail begins with."""
+    model = engine.text_model
+    call = type(model.norm).__call__
+
+    def of_a_copy(norm: Any, rows: torch.Tensor, *others: Any) -> Any:
+        return call(norm, rows.clone() if norm is model.norm else rows, *others)
+
+    monkeypatch.setattr(type(model.norm), "__call__", of_a_copy)
+    assert_fast(engine)
 
 
 @pytest.mark.parametrize("rows", [-1, 1])
-@pytest.mark.parametrize("cut_at", list(DonorCut))
 def test_rows_that_are_not_the_batchs(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, cut_at: DonorCut, rows: int
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """As padding for a kernel would bring: once, so that stock can serve the batch."""
-    last = FIRST_SHARED - 1 if cut_at is DonorCut.NONE else FIRST_CUT - 1
+    last = FIRST_CUT - 1
     padded: list[torch.Tensor] = []
 
     def padding(stock: Callable[..., Any]) -> Callable[..., Any]:
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
             output = stock(layer, *args, **kwargs)
-            if padded or not settings.current.enabled or layer is not model.layers[last]:
+            is_fast = model.end_layer == FIRST_CUT
+            if padded or not is_fast or layer is not model.layers[last]:
                 return output
             hidden = seams.layer_rows(output)
             padded.append(hidden)
@@ -393,7 +300,7 @@ def test_rows_that_are_not_the_batchs(
     model = engine.text_model
     kind = type(model.layers[last])
     monkeypatch.setattr(kind, "forward", padding(kind.forward))
-    assert_steps_aside(engine, "three, two of them cached", cut_at, cut.OTHER_ROWS)
+    assert_refused_late(engine, cut.OTHER_ROWS)
     assert len(padded) == 1
 
 
@@ -426,20 +333,3 @@ class TestResidualIsWritten:
         assert not seams.residual_is_written(self.batch(stream), residual)
         stream.write(residual)
         assert seams.residual_is_written(self.batch(stream), residual)
-
-
-@pytest.mark.skipif(
-    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
-)
-@pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
-def test_an_unread_chunk_that_is_owed_an_update(engine: Engine) -> None:
-    """Its K and V would be those of half a residual."""
-    scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
-    owing = owing_an_update(engine)
-    try:
-        stock, seen = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    finally:
-        owing.close()
-    assert seen.rows == [90] * FIRST_CUT + stock.rows
-    assert_served_by_stock(stock, seen)
-    assert report.forwards[cut.STREAM_PENDING] == 1

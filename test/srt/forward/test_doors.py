@@ -37,13 +37,12 @@ from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.cutting import doors, fallback, gate
 from sglang_gemma4_yoco.cutting.doors import Door, Doors
 from sglang_gemma4_yoco.cutting.forward import ReplayedFront
-from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
-from sglang_gemma4_yoco.tail import donor
-from sglang_gemma4_yoco.tail.attention import OwnBackend
-from sglang_gemma4_yoco.tail.donor import DonorCut
-from sglang_gemma4_yoco.tail.graphs import TailGraphs
+from sglang_gemma4_yoco.core import donor
+from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
 
 pytestmark = [
     pytest.mark.skipif(
@@ -77,7 +76,7 @@ def engine(recorded_engine: Engine) -> Iterator[Engine]:
     known = start.of(recorded_engine.text_model)
     known.refused = None
     known.checked = Checked(unchecked="of an earlier test")
-    if known.graphs is None:
+    if known.captured is None:
         record_tail(recorded_engine, ROWS)
     elif known.doors.closed is not None:
         starting._open_doors(known, recorded_engine.runner)
@@ -155,7 +154,7 @@ def test_media_that_sglang_replays_are_not_cut(engine: Engine) -> None:
 def test_switched_off(engine: Engine) -> None:
     """A refused batch runs the recording to its end, and nothing is planned for it."""
     batch = engine.schedule(FULL)
-    with mock.patch.object(OwnBackend, "plan", side_effect=InjectedError):
+    with mock.patch.object(TailBackend, "plan", side_effect=InjectedError):
         seen = run(engine, batch)
     assert (seen.segments, seen.outcomes) == (WHOLE, {gate.OFF: 1})
 
@@ -195,7 +194,7 @@ def test_a_cut_before_layer_k(engine: Engine) -> None:
     """One segment more, whose break has written K and V itself."""
     for prompts in (FULL, batch_of((30, 40), (0, 7), (90, 1)), batch_of((0, 20), to_come=(7,))):
         batch, unread = engine.schedule(prompts), prefill_replays.is_unread(prompts)
-        with mock.patch.object(OwnBackend, "write_keys_and_values", side_effect=InjectedError):
+        with mock.patch.object(TailBackend, "write_keys_and_values", side_effect=InjectedError):
             outcome = assert_served_alike(engine, prompts)
             seen = run(engine, batch, fast=True, unread=unread)
         assert outcome == (report.FRONT_REPLAYED if unread else report.ALL_REPLAYED)
@@ -226,7 +225,7 @@ def test_a_failure_behind_the_door(
         if where == "index_copy":
             patched.setattr(ReplayedFront, "_fill", broken)
         else:
-            patched.setattr(OwnBackend, where, broken)
+            patched.setattr(TailBackend, where, broken)
         assert_served_by_stock(engine, batch_of((0, 30), (4, 5)))
     assert broken.called
     assert assert_served_alike(engine, FULL) == report.ALL_REPLAYED
@@ -349,7 +348,7 @@ def assert_served_alike_without_doors(engine: Engine) -> dict[str, int]:
 def test_forgotten_keys_are_found_at_start(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with mock.patch.object(OwnBackend, "write_keys_and_values"):
+    with mock.patch.object(TailBackend, "write_keys_and_values"):
         log = reopened(engine, caplog)
     assert "its self-check at start failed" in log  # the eager cut writes them so as well
 
@@ -379,7 +378,7 @@ def test_doors_that_no_check_leaves_by(
 ) -> None:
     """Nobody knows whether they are right, so they are closed."""
     with monkeypatch.context() as patched:
-        patched.setattr(ServedModel, "by_recordings", ServedModel.eagerly)
+        patched.setattr(ModelState, "by_recordings", ModelState.eagerly)
         log = reopened(engine, caplog)
     assert self_check.NO_DOOR_TAKEN in log
     assert start.of(engine.text_model).doors.closed is not None
@@ -408,9 +407,9 @@ def test_the_check_leaves_by_recordings_of_any_size(
 
 
 def test_a_door_that_writes_elsewhere(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    stock = OwnBackend.write_keys_and_values
+    stock = TailBackend.write_keys_and_values
 
-    def write(self: OwnBackend, attention: Any, batch: Any, k: Any, v: Any) -> None:
+    def write(self: TailBackend, attention: Any, batch: Any, k: Any, v: Any) -> None:
         stock(self, attention, batch, k, v)
         if start.of(engine.text_model).replaying is batch:
             table = engine.runner.req_to_token_pool.req_to_token
@@ -418,7 +417,7 @@ def test_a_door_that_writes_elsewhere(engine: Engine, caplog: pytest.LogCaptureF
             keys, slots = seams.cache_of(self.tail, attention.layer_id, first)
             keys[0][slots] += 1
 
-    with mock.patch.object(OwnBackend, "write_keys_and_values", write):
+    with mock.patch.object(TailBackend, "write_keys_and_values", write):
         log = reopened(engine, caplog)
     assert self_check.OTHERS_SLOTS in log
     assert start.of(engine.text_model).doors.closed is not None
@@ -656,12 +655,12 @@ def test_an_audit_that_finds_keys_elsewhere(engine: Engine) -> None:
     """What lies at the door is right, and what is written is not."""
     batch = engine.schedule(FULL)
     stock = run(engine, batch)
-    write = OwnBackend.write_keys_and_values
+    write = TailBackend.write_keys_and_values
 
-    def reversed_(self: OwnBackend, attention: Any, batch: Any, k: Any, v: Any) -> None:
+    def reversed_(self: TailBackend, attention: Any, batch: Any, k: Any, v: Any) -> None:
         write(self, attention, batch, k.flip(0), v.flip(0))
 
-    with audited(engine), mock.patch.object(OwnBackend, "write_keys_and_values", reversed_):
+    with audited(engine), mock.patch.object(TailBackend, "write_keys_and_values", reversed_):
         seen = run(engine, batch, fast=True)
     assert counts() == (0, 1)
     assert torch.equal(seen.logits, stock.logits)

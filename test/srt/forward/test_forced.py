@@ -20,7 +20,7 @@ from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.core.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

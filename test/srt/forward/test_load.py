@@ -17,7 +17,7 @@ from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_gemma4_yoco import plugin, seams
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.deciding import arguments
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")

@@ -13,7 +13,7 @@ from batches import batch_of
 from forwards import assert_fast, assert_stock
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

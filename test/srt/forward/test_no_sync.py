@@ -41,10 +41,10 @@ from sglang_gemma4_reference import host_reads, interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams
-from sglang_gemma4_yoco.cutting import cut, gate
+from sglang_gemma4_yoco.core import cut, gate
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
-from sglang_gemma4_yoco.tail.batch import Tail
+from sglang_gemma4_yoco.core.kept import TailBatch
 
 PACKAGE = str(Path(cut.__file__).parent)
 

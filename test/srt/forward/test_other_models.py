@@ -16,7 +16,7 @@ from observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import gate, served
+from sglang_gemma4_yoco.core import gate, state
 from sglang_gemma4_yoco.deciding import arguments
 from sglang_gemma4_yoco.loading import start
 
@@ -45,7 +45,7 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
     with monkeypatch.context() as assistant:
         assistant.setattr(config, "num_kv_shared_layers", config.num_hidden_layers)
         restarted()
-        assert served.find(engine.text_model) is None
+        assert state.find(engine.text_model) is None
         assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS

@@ -36,7 +36,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.commands.servers import choose_ports
-from sglang_gemma4_yoco.cutting import gate, served
+from sglang_gemma4_yoco.core import gate, state
 from sglang_gemma4_yoco.cutting.doors import Doors
 from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import start
@@ -101,7 +101,7 @@ def assert_stock(engine: Engine, reason: str | None) -> None:
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert fast.rows == stock.rows == whole(70)
     assert_same_answers(stock, fast, 0.0)
-    known = served.find(engine.text_model)
+    known = state.find(engine.text_model)
     assert (known and known.refused) == reason
     if reason == ranks.NOT_ALIKE:
         assert known is not None
@@ -163,7 +163,7 @@ def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None
     known = start.of(engine.text_model)
     with settings.changed(graph_rows=0 if rank == 1 else 2):
         releases.record_decode_steps(engine.runner)
-    assert known.graphs is None
+    assert known.captured is None
     assert known.launched_because == ranks.NOT_ALIKE
     assert_every_batch_is_cut(engine)
 
@@ -182,7 +182,7 @@ def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
 
     with mock.patch.object(proof, "prove", strict):
         releases.record_decode_steps(engine.runner)
-    assert known.graphs is None
+    assert known.captured is None
     assert known.launched_because == ranks.NOT_ALIKE
     assert_every_batch_is_cut(engine)
 
@@ -217,7 +217,7 @@ def with_doors_on_one_rank(rank: int, port: int, path: Path) -> None:
     with mock.patch.object(Doors, "find", lost), recorded_prefills(rank, port, path) as engine:
         known = start.of(engine.text_model)
         assert known.doors.closed == ranks.NOT_ALIKE
-        assert known.graphs is not None
+        assert known.captured is not None
         batch = engine.schedule(BATCHES["one prompt"][0])
         stock, fast = (replay(engine, batch, fast=on) for on in (False, True))
         assert (stock.segments, fast.segments) == (LAYERS + 1, LAYERS + 1)
@@ -269,7 +269,7 @@ def with_audits(rank: int, port: int, path: Path) -> None:
     """Both run every batch again; what one of them finds turns the path off on both."""
     from sglang_gemma4_yoco import report
     from sglang_gemma4_yoco.checking import audit
-    from sglang_gemma4_yoco.tail import donor
+    from sglang_gemma4_yoco.core import donor
 
     audited = {settings.name_of(field): "1" for field in ("audit", "audit_strict")}
     with mock.patch.dict(os.environ, audited):

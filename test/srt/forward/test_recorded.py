@@ -34,7 +34,7 @@ from observe import switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.cutting.gate import plan_of
 from sglang_gemma4_yoco.deciding import arguments
 from sglang_gemma4_yoco.loading import start

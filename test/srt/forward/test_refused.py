@@ -32,7 +32,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.deciding import arguments
 from sglang_gemma4_yoco.loading import start
 from stand_ins import halved_weights, server_args, skip_on_older

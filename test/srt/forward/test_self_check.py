@@ -31,8 +31,8 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
-from sglang_gemma4_yoco.cutting import fallback, gate
-from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.core import forward, gate
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -220,7 +220,7 @@ def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) 
 
 
 @pytest.fixture
-def started(engine: Engine) -> Iterator[ServedModel]:
+def started(engine: Engine) -> Iterator[ModelState]:
     """What is known of the engine's model before its graphs are recorded."""
     engine.runner.init_attention_backends()
     yield start.of(engine.text_model)
@@ -229,7 +229,7 @@ def started(engine: Engine) -> Iterator[ServedModel]:
 
 
 def test_the_start_line_says_what_was_found(
-    started: ServedModel, engine: Engine, caplog: pytest.LogCaptureFixture
+    started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert started.checked is None
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
@@ -241,7 +241,7 @@ def test_the_start_line_says_what_was_found(
 
 
 def test_a_server_that_fails_is_served_by_stock(
-    started: ServedModel, engine: Engine, caplog: pytest.LogCaptureFixture
+    started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     breakage = BREAKAGES["rows of the next request"]
     with settings.changed(self_check=True), breakage(started), caplog.at_level("INFO"):
@@ -256,7 +256,7 @@ def test_a_server_that_fails_is_served_by_stock(
     assert_stock(engine, self_check.FAILED)
 
 
-def test_it_is_made_once(started: ServedModel, engine: Engine) -> None:
+def test_it_is_made_once(started: ModelState, engine: Engine) -> None:
     """Weights that are replaced have their graphs recorded anew, while prefixes are cached."""
     starting.record(engine.runner, engine.text_model)
     first = started.checked
@@ -267,7 +267,7 @@ def test_it_is_made_once(started: ServedModel, engine: Engine) -> None:
 
 
 def test_the_operator_has_a_say(
-    started: ServedModel, engine: Engine, setting: Callable[..., None]
+    started: ModelState, engine: Engine, setting: Callable[..., None]
 ) -> None:
     setting(self_check=False)
     with counted(engine) as forwards:
@@ -303,7 +303,7 @@ def test_what_cannot_be_compared_is_said(engine: Engine, monkeypatch: pytest.Mon
 
 
 def test_a_check_that_cannot_be_run_costs_nothing(
-    started: ServedModel, engine: Engine, caplog: pytest.LogCaptureFixture
+    started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with failing(engine, "first layer"):
         starting.record(engine.runner, engine.text_model)

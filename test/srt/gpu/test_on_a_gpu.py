@@ -30,7 +30,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import graphs
-from sglang_gemma4_yoco.tail.graphs import TailGraphs
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
 
 LEAST_COSINE = 0.9999  # of the logits, off against on
 LARGEST_KV_ERROR = 0.02  # relative, of the L2 norm of a layer's K or V
@@ -61,11 +61,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def tail(engine: Engine) -> TailGraphs:
     """The recorded tail."""
     known = start.of(engine.text_model)
-    if known.graphs is None:
+    if known.captured is None:
         releases.record_decode_steps(engine.runner)
         engine.runner.decode_cuda_graph_runner = None
-    assert known.graphs is not None, known.launched_because
-    return known.graphs
+    assert known.captured is not None, known.launched_because
+    return known.captured
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_what_recording_costs(engine: Engine, launched: None) -> None:
     used = (free - torch.cuda.mem_get_info()[0]) / 2**20
     print(f"recording: {used:.0f} MiB")
     engine.runner.decode_cuda_graph_runner = None
-    assert known.graphs is not None, known.launched_because
+    assert known.captured is not None, known.launched_because
     assert used <= 200
 
 
@@ -236,14 +236,14 @@ def test_a_recording_that_fails_leaves_a_working_device(
         broken.setattr(TailGraphs, "_tail", waiting)
         releases.record_decode_steps(engine.runner)
     known = start.of(engine.text_model)
-    assert known.graphs is None
+    assert known.captured is None
     assert known.launched_because.startswith("recording failed")
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
     assert_alike(engine, BATCHES["600 tokens"], report.ACTIVE)
     starting.record_tail(known, engine.runner)
     engine.runner.decode_cuda_graph_runner = None
-    assert known.graphs is not None, known.launched_because
+    assert known.captured is not None, known.launched_because
     assert_alike(engine, BATCHES["600 tokens"], report.TAIL_REPLAYED)
 
 

@@ -17,8 +17,8 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import tensors_in
 from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail.graphs import TailGraphs
 
 
 @contextmanager
@@ -43,8 +43,8 @@ def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGrap
     """
     known = start.of(engine.text_model)
     with settings.changed(graph_rows=rows), recorded_decode_steps(engine):
-        recorded = known.graphs
-    assert recorded is not None, known.launched_because
+        recorded = known.captured
+    assert isinstance(recorded, TailGraphs), known.facts["tail"]
     assert recorded.rows[-1] == (of or rows)
     return recorded
 

@@ -113,10 +113,10 @@ def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[st
         return 0, EAGERLY
     logprobs = [p for p in prompts if 0 <= p.logprob_start < len(p.cached) + len(p.new)]
     if is_unread(prompts) and not logprobs:
-        return known.first_cut + 1, frozenset({report.FRONT_REPLAYED})
+        return known.cut + 1, frozenset({report.FRONT_REPLAYED})
     one_each = all(p.logprob_start == len(p.cached) + len(p.new) - 1 for p in logprobs)
-    if one_each and known.graphs is not None and len(prompts) <= known.graphs.rows[-1]:
-        return known.first_cut + 1, frozenset({report.ALL_REPLAYED})
+    if one_each and known.captured is not None and len(prompts) <= known.captured.rows[-1]:
+        return known.cut + 1, frozenset({report.ALL_REPLAYED})
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 

@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import patch, start
 
 

@@ -16,7 +16,7 @@ import bench_gpu
 import gpu_report
 from generated import begin, end
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 
 SCRIPT = Path(bench_gpu.__file__)
 COMMAND = [sys.executable, str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--commit", "c0ffee"]

@@ -23,7 +23,7 @@ from layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 
 pytestmark = [
     pytest.mark.usefixtures("forgotten_reports"),

@@ -18,7 +18,7 @@ import mutation_check
 from mutation_check import ALL, BEHAVIOURAL, Control, Results, Verdict
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken, table_entries
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.deciding import arguments, backends, quantised
 from sglang_gemma4_yoco.tail import graphs
 

@@ -13,7 +13,7 @@ import pytest
 from ask import Answer, assert_same_answers, compare, generate, tokens
 from layer_rows import UNREAD, assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, Server
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.tail_failures import slow_prefills
 from sglang_gemma4_reference.workload import Client
 from sglang_gemma4_yoco import report, settings
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics
 
 if not releases.records_prefills():

@@ -18,7 +18,7 @@ from layer_rows import assert_all_fast, without_audit
 from server import CHUNK, Server, running
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import __version__, report, settings
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics
 
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"

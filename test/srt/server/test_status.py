@@ -18,7 +18,7 @@ from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_yoco import __version__, report
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.loading import metrics
 
 Captured = pytest.CaptureFixture[str]
@@ -73,21 +73,21 @@ def test_a_server_that_gave_up_is_not_active(
     with running(tiny_checkpoint, tmp_path, switch=None) as server:
         assert told(capsys, server.url)[0] == 0
         server.failures.write_text("1")
-        for number in range(fallback.LIMIT):
+        for number in range(forward.LIMIT):
             assert told(capsys, server.url)[0] == 0
             generate(server, tokens(40, seed=number))
-        assert len(tail_failures.told(server.failures)) == fallback.LIMIT
+        assert len(tail_failures.told(server.failures)) == forward.LIMIT
         code, out, err = told(capsys, server.url)
         assert (code, err) == (1, [])
-        assert out[-1] == f"The fast path is NOT active: {fallback.GIVEN_UP}"
-        generate(server, tokens(40, seed=fallback.LIMIT))
+        assert out[-1] == f"The fast path is NOT active: {forward.GIVEN_UP}"
+        generate(server, tokens(40, seed=forward.LIMIT))
         code, out, _ = told(capsys, "--json", server.url)
         [state] = json.loads(out[-1])["schedulers"]
     assert code == 1
-    assert (state["active"], state["reason"]) == (False, fallback.GIVEN_UP)
-    assert state["forwards"][report.FAILED] == fallback.LIMIT
-    assert state["forwards"][fallback.GIVEN_UP] == 1
-    assert len(tail_failures.told(server.failures)) == fallback.LIMIT
+    assert (state["active"], state["reason"]) == (False, forward.GIVEN_UP)
+    assert state["forwards"][report.FAILED] == forward.LIMIT
+    assert state["forwards"][forward.GIVEN_UP] == 1
+    assert len(tail_failures.told(server.failures)) == forward.LIMIT
 
 
 # ---------------------------------------------------------------- what is no such server

@@ -47,10 +47,9 @@ from sglang_gemma4_reference.checkpoint import (
 )
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import donor
-from sglang_gemma4_yoco.tail.donor import DonorCut
+from sglang_gemma4_yoco.core import donor
 
 interpreter.make_quick()
 interpreter.make_exact()

@@ -44,7 +44,6 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
-from sglang_gemma4_yoco.tail.donor import DonorCut
 
 interpreter.make_quick()
 

@@ -18,7 +18,7 @@ from sglang_gemma4_reference import interpreter, prefill_graphs, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import gate
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import start
 
 interpreter.make_quick()

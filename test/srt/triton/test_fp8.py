@@ -25,7 +25,7 @@ from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report, seams
-from sglang_gemma4_yoco.cutting import fallback
+from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import graphs, per_layer
 
@@ -119,7 +119,7 @@ def test_an_unread_chunk(engine: Engine) -> None:
 
 def test_its_tail_is_not_recorded(engine: Engine) -> None:
     known = start.of(engine.text_model)
-    assert known.graphs is None
+    assert known.captured is None
     assert known.attention is not None
     assert graphs.why_not(engine.runner, engine.text_model, known.attention) in (
         graphs.NO_GRAPHS,

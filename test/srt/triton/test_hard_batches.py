@@ -47,10 +47,9 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import fallback, gate
+from sglang_gemma4_yoco.core import forward, gate
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import graphs
-from sglang_gemma4_yoco.tail.donor import DonorCut
 
 interpreter.make_quick()
 
@@ -279,7 +278,7 @@ def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
     report.reset()
     if backend != RECORDED:
         known.drop_graphs(graphs.OFF)
-    elif known.graphs is None or known.graphs.first != known.first_cut:
+    elif known.captured is None or known.captured.first != known.cut:
         record_tail(engine, MOST_RECORDED)
     try:
         yield
@@ -348,7 +347,7 @@ def assert_fast(
     attention = start.of(engine.text_model).attention
     assert attention is not None
     if wanted is not None and backend == RECORDED and is_replayed(prompts, wanted):
-        wanted = replayed(wanted, start.of(engine.text_model).first_cut)
+        wanted = replayed(wanted, start.of(engine.text_model).cut)
     if wanted is None:
         assert_stock(engine, prompts, seen)
     else:

@@ -35,7 +35,7 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import report
-from sglang_gemma4_yoco.cutting import fallback, gate
+from sglang_gemma4_yoco.core import forward, gate
 
 interpreter.make_quick()
 

@@ -46,13 +46,13 @@ from test_backends import MAINS, POOLS
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.cutting import cut, fallback, gate
+from sglang_gemma4_yoco.core import cut, forward, gate
 from sglang_gemma4_yoco.cutting.gate import Refusal
-from sglang_gemma4_yoco.cutting.served import ServedModel
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.deciding import arguments, backends, harmless, quantised, ranks
-from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.core.kept import KeptRows
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail.attention import OwnBackend
+from sglang_gemma4_yoco.core.attention import TailBackend
 from stand_ins import eligible_batch, model, reason_of, skip_on_older
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -393,7 +393,7 @@ def test_a_front_that_is_replayed(
         return rows if kept.one_per_request and kept.count <= rows else None
 
     known.doors.closed = server.get("closed")
-    known.graphs = SimpleNamespace(size_for=size_for) if rows else None  # type: ignore[assignment]
+    known.captured = SimpleNamespace(size_for=size_for) if rows else None  # type: ignore[assignment]
     with enable_breakable_cuda_graph():  # as SGLang has it while it replays
         known.replaying = batch
         assert gate.ineligible_reason(known, batch) == reason
@@ -437,10 +437,10 @@ def test_too_few_rows_to_skip(setting: Callable[..., None]) -> None:
 def test_failures_in_a_row() -> None:
     fallback.reset()
     try:
-        for _ in range(fallback.LIMIT):
+        for _ in range(forward.LIMIT):
             assert reason_of(model(), eligible_batch()) is None
             fallback.failed(RuntimeError("a failure"))
-        assert reason_of(model(), eligible_batch()) == fallback.GIVEN_UP
+        assert reason_of(model(), eligible_batch()) == forward.GIVEN_UP
     finally:
         fallback.reset()
     assert reason_of(model(), eligible_batch()) is None
@@ -474,7 +474,7 @@ class TestUnplannedTails:
     def test_batches_that_were_not_planned(self) -> None:
         main, other, tail = (PlansNothing() for _ in range(3))
         planned = self.model()
-        known = ServedModel(planned, None, OwnBackend(main, tail))
+        known = ModelState(planned, None, TailBackend(main, tail))
         known.attach(gate.plan_ahead)
         batch = eligible_batch()
         for current in (main, other):
@@ -696,7 +696,7 @@ SHOWN_BY = {
         ("recorded by A, without breaks", "there are none", "what they return is no tensor"),
         "unit/test_seams.py::test_recordings_that_cannot_be_left",
     ),
-    fallback.GIVEN_UP: "unit/test_gate.py::test_failures_in_a_row",
+    forward.GIVEN_UP: "unit/test_gate.py::test_failures_in_a_row",
     backends.NO_TAIL: (
         "forward/test_forward.py::test_without_a_backend_of_the_tails_own_stock_serves"
     ),

@@ -113,10 +113,10 @@ def test_whatever_turns_the_path_off_is_told(serving: Serving) -> None:
     assert says(None)
     with settings.changed(enabled=False):
         assert says(gate.OFF)
-    for _ in range(fallback.LIMIT):
+    for _ in range(forward.LIMIT):
         assert says(None)
         fallback.failed(RuntimeError("a failure"))
-    assert says(fallback.GIVEN_UP)
+    assert says(forward.GIVEN_UP)
     fallback.reset()
     for reason in (self_check.FAILED, audit.DIFFERED):
         serving.refused = reason

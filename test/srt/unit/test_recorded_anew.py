@@ -10,7 +10,7 @@ import pytest
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
-from sglang_gemma4_yoco.cutting import served
+from sglang_gemma4_yoco.core import state
 from sglang_gemma4_yoco.cutting.doors import NOT_YET, Doors
 from sglang_gemma4_yoco.loading import start
 

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.checking.rounding import Finding
-from sglang_gemma4_yoco.cutting import served
+from sglang_gemma4_yoco.core import state
 from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
 from stand_ins import prefill_graphs

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_gemma4_yoco.deciding.rows import KeptRows
+from sglang_gemma4_yoco.core.kept import KeptRows
 
 requests = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8

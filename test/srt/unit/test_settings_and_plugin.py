@@ -79,7 +79,7 @@ def test_load_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, not_loaded: None
 ) -> None:
     from sglang_gemma4_yoco import seams
-    from sglang_gemma4_yoco.cutting import served
+    from sglang_gemma4_yoco.core import state
     from sglang_gemma4_yoco.loading import metrics, patch
 
     def broken() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.core.replaced import replaced
 
 
 class Thing:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-from sglang_gemma4_yoco.tail.batch import Tail, rewritten
+from sglang_gemma4_yoco.core.kept import TailBatch, rewritten
 from stand_ins import tail_of
 
 

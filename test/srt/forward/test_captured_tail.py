@@ -1,6 +1,6 @@
-"""The recorded tail on the ModelRunner: when it is replayed, what it must give, how it is let go.
+"""The captured tail on the ModelRunner: when it is replayed, what it must give, how it is let go.
 
-What is recorded are operations on a CPU (``recorder``). A replay runs no Python of the layers: rows
+What is captured are operations on a CPU (``recorder``). A replay runs no Python of the layers: rows
 and modules of the tail are not seen, which shows that it ran. On Triton: ``test_hard_batches``.
 """
 
@@ -36,7 +36,7 @@ from forwards import (
     assert_untouched,
     norms_that_add_in_place,
 )
-from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from layer_rows import FIRST_CUT, LAYERS
 from media import MediaPrompt, assert_same_inputs, media_batch
 from observe import (
     TOLERANCE,
@@ -52,18 +52,18 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import report, seams, settings
-from sglang_gemma4_yoco.checking import proof, rounding
-from sglang_gemma4_yoco.cutting import cut, fallback, gate
+from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco.captured import backend, graphs, proof
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.checking import rounding
+from sglang_gemma4_yoco.core import cut, gate, per_layer
+from sglang_gemma4_yoco.core import state as states
+from sglang_gemma4_yoco.core.cut import Plan
+from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.deciding import backends, ranks
-from sglang_gemma4_yoco.loading import patch, start
-from sglang_gemma4_yoco.settings import Settings
-from sglang_gemma4_yoco.tail import graphs
-from sglang_gemma4_yoco.tail.donor import DonorCut
-from sglang_gemma4_yoco.tail.graphs import TailGraphs
-from sglang_gemma4_yoco.tail.shadow import Shadows
+from sglang_gemma4_yoco.loading import start
 from stand_ins import halved_weights
 
 pytest.importorskip(
@@ -85,19 +85,18 @@ def engine(tiny_checkpoint: Path) -> Engine:
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
     """The engine's recorded tail, from layer K-1 on; whoever lets it go has it recorded anew."""
-    known = start.of(engine.text_model)
-    return known.graphs or record_tail(engine, MOST)
+    captured = start.of(engine.text_model).captured
+    return captured if isinstance(captured, TailGraphs) else record_tail(engine, MOST)
 
 
 def assert_replayed(
-    engine: Engine, prompts: Sequence[Prompt], *, first: int = FIRST_CUT, launched: bool = False
+    engine: Engine, prompts: Sequence[Prompt], *, eager: bool = False
 ) -> tuple[Observed, Observed]:
     """``prompts`` are served as by stock, and the tail's Python runs, or not."""
-    donor = start.of(engine.text_model).donor_cut
-    wanted = expected(engine, prompts, donor)
+    wanted = expected(engine, prompts)
     assert wanted is not None
-    if not launched:
-        wanted = replayed(wanted, first)
+    if not eager:
+        wanted = replayed(wanted, FIRST_CUT)
     scheduled = engine.schedule(prompts)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)
@@ -110,15 +109,21 @@ def assert_replayed(
     return stock, fast
 
 
+def why_eager(engine: Engine) -> str:
+    """Why its tail is not captured, as /server_info says."""
+    said: str = start.of(engine.text_model).facts["tail"]
+    assert said.startswith("eager (")
+    return said[len("eager (") : -1]
+
+
 def outcomes() -> dict[str, int]:
     """How forwards with the fast path on ended, since reports were forgotten."""
-    off = gate.OFF
-    return {outcome: n for outcome, n in report.forwards.items() if outcome != off}
+    return {outcome: n for outcome, n in report.forwards.items() if outcome != SWITCHED_OFF}
 
 
 def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
     """The recorder's own graphs, by row count."""
-    found: dict[int, RecordedGraph] = tail._recorded._backend.graphs
+    found: dict[int, RecordedGraph] = tail._captured._backend.graphs
     return found
 
 
@@ -137,14 +142,14 @@ class Ran:
 def watched_replays(tail: TailGraphs) -> Iterator[list[Ran]]:
     """Yields the replays of the span."""
     seen: list[Ran] = []
-    replay = seams.GraphBackend.replay
+    replay = backend.GraphBackend.replay
 
     def noting(backend: Any, size: int) -> Any:
         inputs = {name: t[:size].clone() for name, t in vars(tail._inputs).items()}
         seen.append(Ran(size, inputs))
         return replay(backend, size)
 
-    with mock.patch.object(seams.GraphBackend, "replay", noting):
+    with mock.patch.object(backend.GraphBackend, "replay", noting):
         yield seen
 
 
@@ -166,8 +171,7 @@ def test_one_row_of_each_request(
     assert ran.size == size
     assert ran.inputs["lengths"].tolist() == [40, 8, 91, 53][:requests] + [1] * (size - requests)
     padding = {name: rows[requests:] for name, rows in ran.inputs.items()}
-    for name in ("requests", "rows", "embeds", "embedded"):
-        assert not padding[name].any(), name
+    assert not padding["requests"].any()
     assert outcomes() == {report.TAIL_REPLAYED: 2}
     assert tail.rows == (1, 2, 4)
 
@@ -181,45 +185,33 @@ def test_one_row_of_each_request(
     ],
 )
 def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:
-    assert_replayed(engine, prompts, launched=True)
+    assert_replayed(engine, prompts, eager=True)
     assert report.TAIL_REPLAYED not in report.forwards
     assert_replayed(engine, TWO_PROMPTS)
 
 
 def test_no_tail_is_planned_for_an_unread_chunk(engine: Engine, tail: TailGraphs) -> None:
-    """Neither for a graph, which there is for its rows, nor to be launched."""
+    """Neither for a graph, which there is for its rows, nor to run eagerly."""
     known = start.of(engine.text_model)
     assert known.attention is not None
     chunks = batch_of((0, 9), (3, 5), to_come=(7, 8))
     with (
-        mock.patch.object(known.attention, "plan", wraps=known.attention.plan) as launched,
-        mock.patch.object(tail, "planned", wraps=tail.planned) as replayed,
+        mock.patch.object(known.attention, "plan", wraps=known.attention.plan) as eager,
+        mock.patch.object(tail, "plan", wraps=tail.plan) as replayed,
     ):
-        assert_replayed(engine, chunks, launched=True)
-        assert (launched.call_count, replayed.call_count) == (0, 0)
+        assert_replayed(engine, chunks, eager=True)
+        assert (eager.call_count, replayed.call_count) == (0, 0)
         assert_replayed(engine, TWO_PROMPTS)
-        assert (launched.call_count, replayed.call_count) == (0, 1)
-
-
-@pytest.mark.parametrize("name", ["one prompt", "three, two of them cached"])
-def test_a_cut_before_the_first_shared_layer(engine: Engine, name: str) -> None:
-    known = start.of(engine.text_model)
-    known.donor_cut = DonorCut.NONE
-    try:
-        assert record_tail(engine, MOST).first == FIRST_SHARED
-        assert_replayed(engine, BATCHES[name], first=FIRST_SHARED)
-    finally:
-        del known.donor_cut
-        known.drop_graphs(graphs.NOT_YET)
+        assert (eager.call_count, replayed.call_count) == (0, 1)
 
 
 @pytest.mark.parametrize("name", ["one prompt", "three, two of them cached"])
 def test_a_donor_whose_weights_are_not_plain(engine: Engine, name: str) -> None:
     known = start.of(engine.text_model)
     with halved_weights(engine.text_model.layers[FIRST_CUT].self_attn.qkv_proj):
-        assert record_tail(engine, MOST).first == FIRST_CUT
+        record_tail(engine, MOST)
         assert_replayed(engine, BATCHES[name])
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
 
 
 @pytest.mark.parametrize("cached", [0, 5])
@@ -330,43 +322,53 @@ class Gathered(TorchDispatchMode):
 
 
 def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: TailGraphs) -> None:
-    """They are gathered once each, attention is planned once, in the graph's own buffers, and what
-    is the same for all batches of so many rows is made once."""
-    known, replays, indices = start.of(engine.text_model), [], []
+    """They are gathered once each, and attention is planned once, in the graph's own buffers."""
+    known, indices = start.of(engine.text_model), []
     assert known.attention is not None
-    calls: list[str] = []
+    planner, calls = known.attention.tail, []
 
-    def noting(name: str) -> Callable[[Any], Any]:
-        def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                calls.append(name)
-                return stock(*args, **kwargs)
+    def noting(name: str) -> Callable[..., Any]:
+        stock = getattr(planner, name)
 
-            return noted
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return stock(*args, **kwargs)
 
-        return wrap
+        return noted
 
-    def look(*_: Any) -> None:
-        assert isinstance(known.planned, gate.Plan)
-        replays.append(known.planned.replay)
-        indices.append(known.planned.tail.index)
-        assert "fields" not in vars(known.planned.tail)  # nobody rewrites the batch
+    def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        plan = getattr(batch, states.ENTRY)
+        assert isinstance(plan, Plan)
+        indices.append(plan.tail.index)
+        assert "fields" not in vars(plan.tail)  # nobody rewrites the batch
 
     scheduled = engine.schedule(TWO_PROMPTS)
     run(engine, scheduled, "1")
-    hook = engine.text_model.register_forward_pre_hook(look)
+    hook = engine.text_model.register_forward_pre_hook(look, with_kwargs=True)
+    names = ("init_forward_metadata", "init_forward_metadata_out_graph")
     try:
-        with Shadows() as shadows, Gathered(indices) as gathered, observe.switched("1"):
-            for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
-                shadows.add(known.attention.tail, name, noting(name))
+        with replaced(planner, **{n: noting(n) for n in names}), Gathered(indices) as gathered:
             engine.forward(scheduled)
             engine.forward(scheduled)
     finally:
         hook.remove()
     assert outcomes() == {report.TAIL_REPLAYED: 3}
-    assert replays[0] is replays[1] is not None
     assert gathered.times == 2 * len(("rows", "positions", "embeds", "embedded"))
     assert calls == ["init_forward_metadata_out_graph"] * 2
+
+
+def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine) -> None:
+    """In SGLang's pool, memory that is free while one of its graphs is captured may be in use."""
+    known = start.of(engine.text_model)
+    graphs.drop(known, graphs.NOT_YET)
+    with recorded_decode_steps(engine) as decode_steps:
+        assert isinstance(known.captured, TailGraphs)
+        ours = known.captured._captured
+        assert ours._backend is not decode_steps.backend
+        assert ours.pool is ours._backend._pool
+        assert ours.pool is not decode_steps.backend._pool
+    graphs.drop(known, graphs.NOT_YET)
 
 
 @pytest.fixture
@@ -377,32 +379,27 @@ def buffers(engine: Engine) -> Iterator[Callable[[], list[str]]]:
     """
     known = start.of(engine.text_model)
     assert known.attention is not None
-    backend = known.attention.tail
-    known.drop_graphs(graphs.NOT_YET)
+    planner = known.attention.tail
+    graphs.drop(known, graphs.NOT_YET)
+    stock = planner.init_forward_metadata_out_graph
 
-    def allocating(_: Any) -> Callable[[int, int], None]:
-        def init_cuda_graph_state(most: int, tokens: int) -> None:
-            assert most == tokens
-            backend.cuda_graph_kv_indices = torch.zeros(most)
+    def allocating(most: int, tokens: int) -> None:
+        assert most == tokens
+        planner.cuda_graph_kv_indices = torch.zeros(most)
 
-        return init_cuda_graph_state
-
-    def planning(stock: Callable[..., None]) -> Callable[..., None]:
-        def init_forward_metadata_out_graph(*args: Any, **kwargs: Any) -> None:
-            stock(*args, **kwargs)
-            backend.forward_metadata = object()
-
-        return init_forward_metadata_out_graph
+    def planning(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        planner.forward_metadata = object()
 
     def left() -> list[str]:
-        names = [name for name in vars(backend) if name.startswith("cuda_graph_")]
-        return names + ["a plan"] * (backend.forward_metadata is not None)
+        names = [name for name in vars(planner) if name.startswith("cuda_graph_")]
+        return names + ["a plan"] * (planner.forward_metadata is not None)
 
-    with Shadows() as shadows:
-        shadows.add(backend, "init_cuda_graph_state", allocating)
-        shadows.add(backend, "init_forward_metadata_out_graph", planning)
+    with replaced(
+        planner, init_cuda_graph_state=allocating, init_forward_metadata_out_graph=planning
+    ):
         yield left
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
 
 
 def test_nothing_is_held_of_a_tail_that_is_let_go(
@@ -411,22 +408,22 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     """At once: nothing waits for Python's collector of cycles, which knows no GPU's memory."""
     known = start.of(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
-    assert known.graphs is not None
+    assert isinstance(known.captured, TailGraphs)
     assert buffers() == ["cuda_graph_kv_indices"]
-    batches = [graph.batch for graph in known.graphs._graphs.values()]
+    batches = [graph.batch for graph in known.captured._graphs.values()]
     assert [getattr(batch, "residual_stream", None) for batch in batches] == [None] * 3
     assert_replayed(engine, TWO_PROMPTS)
     gc.collect()
     gc.disable()
     try:
-        known.drop_graphs(graphs.NOT_YET)
+        graphs.drop(known, graphs.NOT_YET)
         assert [one() for one in held] == [None]
     finally:
         gc.enable()
     assert buffers() == []
 
 
-@pytest.mark.parametrize("fails", ["recording", "every proof", "another rank"])
+@pytest.mark.parametrize("fails", ["capture", "every proof", "another rank"])
 def test_nothing_is_held_of_a_tail_that_is_not_used(
     engine: Engine, buffers: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -437,23 +434,23 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         return ranks.NOT_ALIKE if findings.startswith("replayed: (") else None
 
     with monkeypatch.context() as broken:
-        if fails == "recording":
-            broken.setattr(seams.GraphBackend, "record", impossible)
+        if fails == "capture":
+            broken.setattr(backend.GraphBackend, "capture", impossible)
         elif fails == "every proof":
-            broken.setattr(proof, "difference", lambda *_: rounding.defect("the recorded tail"))
+            broken.setattr(proof, "difference", lambda *_: rounding.defect("the captured tail"))
         else:
             broken.setattr(ranks, "disagreement", disagreement)
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
     known = start.of(engine.text_model)
     because = {
-        "recording": "recording failed: InjectedError",
+        "capture": "capturing failed: InjectedError",
         "every proof": graphs.NONE_GOOD,
         "another rank": ranks.NOT_ALIKE,
     }
-    assert (known.graphs, known.launched_because) == (None, because[fails])
+    assert (known.captured, why_eager(engine)) == (None, because[fails])
     assert buffers() == []
-    assert_replayed(engine, TWO_PROMPTS, launched=True)
+    assert_replayed(engine, TWO_PROMPTS, eager=True)
 
 
 def test_norms_that_add_in_place(engine: Engine) -> None:
@@ -462,31 +459,31 @@ def test_norms_that_add_in_place(engine: Engine) -> None:
     A graph is compared with the same inputs twice, and would find them changed.
     """
     known = start.of(engine.text_model)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
     with norms_that_add_in_place(engine):
         assert record_tail(engine, MOST).rows == (1, 2, 4)
         for prompts in (TWO_PROMPTS, batch_of((0, 9), (3, 5), (40, 2))):
             assert_replayed(engine, prompts)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
 
 
 def test_recorded_in_inference_mode(engine: Engine) -> None:
     """As SGLang does for new weights; its forwards need not be in that mode."""
     known = start.of(engine.text_model)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
     with torch.inference_mode():
         record_tail(engine, MOST)
     assert_replayed(engine, TWO_PROMPTS)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
 
 
 def test_all_row_counts_by_default(engine: Engine) -> None:
     known = start.of(engine.text_model)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
     with recorded_decode_steps(engine):
-        assert known.graphs is not None, known.launched_because
-        assert known.graphs.rows == (1, 2, 4, 8, 16, 32)
-    known.drop_graphs(graphs.NOT_YET)
+        assert isinstance(known.captured, TailGraphs), why_eager(engine)
+        assert known.captured.rows == (1, 2, 4, 8, 16, 32)
+    graphs.drop(known, graphs.NOT_YET)
 
 
 # ---------------------------------------------------------------- when it pays
@@ -498,7 +495,7 @@ def test_by_default_one_skipped_row_is_enough(
     setting(min_skipped_rows=None)
     two_tokens = batch_of((0, 2))
     assert_replayed(engine, two_tokens)
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
     observe.assert_stock(engine, two_tokens, run(engine, engine.schedule(two_tokens), "1"))
     assert outcomes() == {report.TAIL_REPLAYED: 1, gate.TOO_LITTLE: 1}
 
@@ -519,14 +516,14 @@ def test_on_a_gpu_a_launched_tail_must_skip_many(
 ) -> None:
     """As if the backend's device were one; of an unread chunk nothing is launched."""
     known = start.of(engine.text_model)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
     setting(min_skipped_rows=None)
     monkeypatch.setitem(known.__dict__, "on_gpu", True)
     short, long, unread = batch_of((0, 1024)), batch_of((0, 1025)), batch_of((0, 9), to_come=(7,))
     observe.assert_stock(engine, short, run(engine, engine.schedule(short), "1"))
-    assert_replayed(engine, long, launched=True)
+    assert_replayed(engine, long, eager=True)
     if releases.tells_unread_chunks():
-        assert_replayed(engine, unread, launched=True)
+        assert_replayed(engine, unread, eager=True)
     assert outcomes()[gate.TOO_LITTLE] == 1
 
 
@@ -558,38 +555,19 @@ def test_each_input_is_filled_for_each_batch(engine: Engine, tail: TailGraphs, n
     prompts, static = batch_of((0, 40), (5, 3)), getattr(tail._inputs, name)
     scheduled = engine.schedule(prompts)
     stock = run(engine, scheduled, "0")
-    replay = seams.GraphBackend.replay
+    replay = backend.GraphBackend.replay
 
     def stale(backend: Any, key: int) -> Any:
         other = static[:2].flip(0) if name != "rows" else static[:2].neg()
         static[:2].copy_(other)
         return replay(backend, key)
 
-    with mock.patch.object(seams.GraphBackend, "replay", stale):
+    with mock.patch.object(backend.GraphBackend, "replay", stale):
         fast = run(engine, scheduled, "1")
     assert fast.rows == [43] * FIRST_CUT
     want, got = stock.output.next_token_logits, fast.output.next_token_logits
     assert (want - got).abs().max() > 100 * TOLERANCE
     assert_replayed(engine, prompts)
-
-
-def test_loads_of_prefixes_are_waited_for(engine: Engine, tail: TailGraphs) -> None:
-    """A cache that loads them layer by layer is told of by whoever asks for a layer's K and V."""
-    asked: list[int] = []
-    pool = engine.runner.token_to_kv_pool
-    stock = pool.get_kv_buffer
-
-    def noting(layer: int) -> Any:
-        asked.append(layer)
-        return stock(layer)
-
-    scheduled = engine.schedule(TWO_PROMPTS)
-    with mock.patch.object(pool, "get_kv_buffer", noting):
-        fast = run(engine, scheduled, "1")
-    assert fast.rows == [sum(scheduled.extend_lens)] * FIRST_CUT
-    read = {layer.self_attn.attn.layer_id for layer in engine.text_model.layers[FIRST_CUT:]}
-    assert set(asked) == read
-    assert FIRST_CUT in read
 
 
 def test_new_weights_are_recorded_anew(engine: Engine, tail: TailGraphs) -> None:
@@ -604,7 +582,7 @@ def test_new_weights_are_recorded_anew(engine: Engine, tail: TailGraphs) -> None
         assert_replayed(engine, TWO_PROMPTS)
     finally:
         weight.data = old
-        start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+        graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
 
 
 # ---------------------------------------------------------------- it proves itself
@@ -629,7 +607,7 @@ def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: Tai
 
 def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> None:
     """So that a key more or less in a window shows."""
-    attentions = [layer.self_attn.attn for layer in tail.layers]
+    attentions = tail.attentions
     caches = [buffer for attention in attentions for buffer in _caches(engine, attention)]
     with proof._a_request(engine.runner, attentions, torch.Generator().manual_seed(0)) as tokens:
         assert tokens > E2B_TINY.sliding_window
@@ -681,20 +659,20 @@ def test_a_graph_that_differs_is_not_used(
         with caplog.at_level("ERROR", "sglang_gemma4_yoco"):
             proof.prove(tail, engine.runner)
         [record] = [r for r in caplog.records if r.name == report.logger.name]
-        assert "the tail recorded for 2 rows differs" in record.getMessage()
+        assert "the tail captured for 2 rows differs" in record.getMessage()
         assert tail.rows == (1, 4)
         assert_replayed(engine, TWO_PROMPTS)  # by the next larger one
     finally:
-        start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+        graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
 
 
 def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     known = start.of(engine.text_model)
-    monkeypatch.setattr(proof, "difference", lambda *_: rounding.defect("the recorded tail"))
-    with pytest.raises(AssertionError, match="no graph gave what the launched layers give"):
+    monkeypatch.setattr(proof, "difference", lambda *_: rounding.defect("the captured tail"))
+    with pytest.raises(AssertionError, match=graphs.NONE_GOOD):
         record_tail(engine, MOST)
-    assert known.graphs is None
-    assert_replayed(engine, TWO_PROMPTS, launched=True)
+    assert known.captured is None
+    assert_replayed(engine, TWO_PROMPTS, eager=True)
 
 
 # ---------------------------------------------------------------- failures
@@ -704,19 +682,19 @@ def test_a_failing_recording_leaves_a_working_server(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = start.of(engine.text_model)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
 
     def impossible(*_: Any) -> None:
         raise InjectedError("no memory for a graph")
 
     with monkeypatch.context() as broken:
-        broken.setattr(seams.GraphBackend, "record", impossible)
-        with pytest.raises(AssertionError, match="recording failed: InjectedError"):
+        broken.setattr(backend.GraphBackend, "capture", impossible)
+        with pytest.raises(AssertionError, match="capturing failed: InjectedError"):
             record_tail(engine, MOST)
-    assert known.graphs is None
+    assert known.captured is None
     [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "no memory for a graph" in record.getMessage()
-    assert_replayed(engine, TWO_PROMPTS, launched=True)
+    assert_replayed(engine, TWO_PROMPTS, eager=True)
 
 
 def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
@@ -724,18 +702,18 @@ def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
 ) -> None:
     """They have recorded theirs, and wait in its collectives for this one."""
     known = start.of(engine.text_model)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(known, graphs.NOT_YET)
 
     def impossible(*_: Any) -> None:
         raise InjectedError("on one rank")
 
     with monkeypatch.context() as broken:
-        broken.setattr(seams.GraphBackend, "record", impossible)
-        broken.setattr(fallback, "is_alone", lambda: False)
+        broken.setattr(backend.GraphBackend, "capture", impossible)
+        broken.setattr(seams, "is_single_rank", lambda: False)
         with pytest.raises(InjectedError, match="on one rank"):
             record_tail(engine, MOST)
-    assert known.graphs is None
-    assert_replayed(engine, TWO_PROMPTS, launched=True)
+    assert known.captured is None
+    assert_replayed(engine, TWO_PROMPTS, eager=True)
 
 
 def test_a_failing_replay_is_served_by_stock(
@@ -749,7 +727,7 @@ def test_a_failing_replay_is_served_by_stock(
     def impossible(*_: Any) -> None:
         raise InjectedError("no graph")
 
-    with mock.patch.object(seams.GraphBackend, "replay", impossible):
+    with mock.patch.object(backend.GraphBackend, "replay", impossible):
         fast = run(engine, scheduled, "1")
     total = sum(scheduled.extend_lens)
     assert fast.rows == [total] * FIRST_CUT + [total] * LAYERS
@@ -758,11 +736,11 @@ def test_a_failing_replay_is_served_by_stock(
     assert_same_answers(stock, fast, 0.0)
     assert outcomes() == {report.FAILED: 1}
     assert tail.rows == ()
-    assert_replayed(engine, TWO_PROMPTS, launched=True)
+    assert_replayed(engine, TWO_PROMPTS, eager=True)
     assert outcomes() == {report.FAILED: 1, report.ACTIVE: 1}
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-    assert said[-1].endswith("tail launched (a replay failed: InjectedError)")
-    assert said[-2].endswith("is launched layer by layer: a replay failed: InjectedError")
+    assert any(line.endswith("runs eagerly: a replay failed: InjectedError") for line in said)
+    assert why_eager(engine) == "a replay failed: InjectedError"
 
 
 def test_a_failure_elsewhere_keeps_the_graphs(engine: Engine, tail: TailGraphs) -> None:
@@ -783,20 +761,20 @@ def test_a_failure_elsewhere_keeps_the_graphs(engine: Engine, tail: TailGraphs) 
 
 
 def reason(engine: Engine) -> str:
-    """Why the tail is launched after SGLang has recorded its graphs."""
-    known = start.of(engine.text_model)
-    starting.record_tail(known, engine.runner)
-    assert known.graphs is None
-    return known.launched_because
+    """Why the tail is eager after SGLang has captured its graphs."""
+    state = start.of(engine.text_model)
+    start.capture_tail(engine.runner, state)
+    assert state.captured is None
+    return why_eager(engine)
 
 
 @pytest.fixture
 def recordable(engine: Engine) -> Iterator[None]:
     """SGLang has recorded decode steps, and but for the test's reason the tail could be."""
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
-    with mock.patch.object(seams, "recorded_decode_steps", return_value=mock.Mock()):
+    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
+    with mock.patch.object(backend, "captured_decode_steps", return_value=mock.Mock()):
         yield
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
 
 
 def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
@@ -836,24 +814,23 @@ class TestReasons:
     def test_switched_off(self, engine: Engine, setting: Callable[..., None]) -> None:
         setting(graph_rows=0)
         assert reason(engine) == graphs.OFF
-        assert_replayed(engine, TWO_PROMPTS, launched=True)
+        assert_replayed(engine, TWO_PROMPTS, eager=True)
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         kind = type(engine.runner.attn_backend)
         monkeypatch.setattr(kind, backends.ATTRIBUTE, frozenset({"front", "tail"}))
         assert reason(engine) == (
-            "attention by WindowedTorchNativeBackend is not known to be recordable"
+            "attention by WindowedTorchNativeBackend is not known to be capturable"
         )
 
     def test_a_planner_that_is_not_proven(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(seams, "decodes_like_extend", lambda _: False)
+        monkeypatch.setattr(start.of(engine.text_model).attention, "decodes", False)
         assert reason(engine) == graphs.NOT_DECODING
 
     def test_quantised_inputs(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        projection = engine.text_model.per_layer_model_projection
-        monkeypatch.setattr(projection, "quant_method", object())
+        monkeypatch.setattr(start.of(engine.text_model), "splits_per_layer_inputs", False)
         assert reason(engine) == graphs.QUANTISED
 
     @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
@@ -865,7 +842,7 @@ class TestReasons:
                 seams, "server_arguments", lambda: lambda asked: asked == name or stock(asked)
             )
             assert reason(engine).startswith(f"--{name.replace('_', '-')}: ")
-        assert_replayed(engine, TWO_PROMPTS, launched=True)
+        assert_replayed(engine, TWO_PROMPTS, eager=True)
 
     def test_lent_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
@@ -878,7 +855,7 @@ class TestReasons:
         pool = engine.runner.token_to_kv_pool
         monkeypatch.setattr(pool.full_kv_pool, "post_capture_active", True, raising=False)
         monkeypatch.setattr(type(pool), "post_capture_active", True, raising=False)
-        assert reason(engine) == graphs.BACKED_LATER
+        assert reason(engine) == graphs.ALLOCATED_LATER
 
     @pytest.mark.parametrize("part", [None, "full_kv_pool", "swa_kv_pool"])
     def test_prefixes_that_are_loaded_while_layers_run(
@@ -890,28 +867,8 @@ class TestReasons:
         assert reason(engine) == graphs.LOADED_MEANWHILE
 
     def test_too_little_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(seams, "free_device_memory", lambda _: 900 << 20)
+        monkeypatch.setattr(backend, "free_device_memory", lambda _: 900 << 20)
         assert reason(engine) == "only 900 MiB of the GPU's memory are free"
-
-    def test_just_enough_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of 4 rows: the numbers of all their slots, and the sums of 3 parts of 5 heads, which are
-        7 wide, and 11 where they have a window. Three times what is needed, and a GiB besides."""
-        known = start.of(engine.text_model)
-        assert known.attention is not None
-        backend = known.attention.tail
-        has = {"num_head": 5, "max_kv_splits": 3, "v_head_dim": 7, "swa_v_head_dim": 11}
-        for name, value in has.items():
-            monkeypatch.setattr(backend, name, value, raising=False)
-        slots = engine.runner.req_to_token_pool.req_to_token.shape[1]
-        needed = 4 * (8 * slots + 4 * 5 * 3 * (7 + 11)) + (64 << 20)
-        monkeypatch.setattr(settings, "current", Settings(graph_rows=4))
-        for free in ((1 << 30) + 3 * needed, (1 << 30) + 3 * needed - 1):
-            monkeypatch.setattr(seams, "free_device_memory", lambda _, free=free: free)
-            because = graphs.why_not(engine.runner, engine.text_model, known.attention)
-            enough = free == (1 << 30) + 3 * needed
-            assert because == (
-                None if enough else f"only {free >> 20} MiB of the GPU's memory are free"
-            )
 
 
 def test_the_refused_arguments_are_these() -> None:
@@ -921,122 +878,74 @@ def test_the_refused_arguments_are_these() -> None:
 
 
 def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    state = start.of(engine.text_model)
+    graphs.drop(state, graphs.NOT_YET)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         record_tail(engine, MOST)
         for _ in range(2):
             assert_replayed(engine, TWO_PROMPTS)
     said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
-    [recorded] = [line for line in said if "the tail is recorded" in line]
-    [active] = [line for line in said if "is active" in line]
-    assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in recorded
-    assert active.endswith(f"planned ahead, tail replayed for up to {MOST} rows")
+    [captured] = [line for line in said if "the tail is captured" in line]
+    [_] = [line for line in said if "is active" in line]
+    assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
+    assert state.facts["tail"] == f"captured for up to {MOST} rows"
 
 
 def test_only_as_many_rows_as_are_asked_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
     assert record_tail(engine, 2).rows == (1, 2)
     assert_replayed(engine, TWO_PROMPTS)
-    assert_replayed(engine, batch_of((0, 9), (0, 8), (0, 7)), launched=True)
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    assert_replayed(engine, batch_of((0, 9), (0, 8), (0, 7)), eager=True)
+    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
 
 
 def test_no_more_rows_than_requests_can_run(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attention backend's buffers have room for so many requests."""
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
     pool = SimpleNamespace(**vars(engine.runner.req_to_token_pool))
     pool.size = 3
     with monkeypatch.context() as small:
         small.setattr(engine.runner, "req_to_token_pool", pool)
         assert record_tail(engine, MOST, of=2).rows == (1, 2)
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
 
 
 def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
     """New backends, new buffers: what was recorded on the old ones is let go."""
     engine.runner.init_attention_backends()
     assert tail.rows == ()
-    known = start.of(engine.text_model)
-    assert known.launched_because == graphs.NOT_YET
-    assert_replayed(engine, TWO_PROMPTS, launched=True)
-    known.close()
-    engine.runner.init_attention_backends()
-
-
-def test_uninstalled(engine: Engine, tail: TailGraphs) -> None:
-    patch.uninstall()
-    try:
-        assert tail.rows == ()
-        stock = engine.schedule(TWO_PROMPTS)
-        assert run(engine, stock, "1").rows == [sum(stock.extend_lens)] * LAYERS
-    finally:
-        patch.install()
-    engine.runner.init_attention_backends()
+    assert start.of(engine.text_model).captured is None
+    assert_replayed(engine, TWO_PROMPTS, eager=True)
 
 
 def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGraphs) -> None:
-    """A caller of the text model may leave them out; the graph was recorded with them."""
+    """A caller of the text model may leave them out; the graph was captured with them."""
     with mock.patch.object(type(engine.text_model), "get_per_layer_inputs", return_value=None):
         scheduled = engine.schedule(TWO_PROMPTS)
         stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert fast.rows == stock.rows
+    assert fast.rows[-LAYERS:] == stock.rows
     assert_same_answers(stock, fast, 0.0)
-    assert_replayed(engine, TWO_PROMPTS)
+    assert outcomes() == {cut.OTHER_INPUTS: 1}
+    engine.runner.init_attention_backends()
 
 
-def test_inputs_that_were_not_projected(engine: Engine, tail: TailGraphs) -> None:
+def test_inputs_that_were_not_projected(
+    engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those in the graph's memory are of the batch before, and nobody may take them for these."""
     model, scheduled = engine.text_model, engine.schedule(TWO_PROMPTS)
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
     report.reset()
     stock = run(engine, scheduled, "0")
     unseen = partial(type(model).project_per_layer_inputs, model)
-    with mock.patch.object(cut.Cut, "_projecting", return_value=unseen):
+    with monkeypatch.context() as other:
+        other.setattr(per_layer.PerLayerInputs, "project", lambda _, *args: unseen(*args))
         fast = run(engine, scheduled, "1")
     assert fast.rows[-LAYERS:] == stock.rows
     assert_same_answers(stock, fast, 0.0)
     assert outcomes() == {cut.OTHER_INPUTS: 1}
-
-
-def test_a_norm_that_is_called_twice(engine: Engine, tail: TailGraphs) -> None:
-    """Its rows are the answer by then, of which no tail begins."""
-    norm = type(engine.text_model.norm)
-    call = norm.__call__
-
-    def twice(self: Any, hidden_states: torch.Tensor, *args: Any) -> Any:
-        if self is engine.text_model.norm:
-            call(self, hidden_states, *args)
-        return call(self, hidden_states, *args)
-
-    scheduled = engine.schedule(TWO_PROMPTS)
-    with mock.patch.object(norm, "__call__", twice):
-        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, 0.0)
-    assert outcomes() == {cut.OTHER_NORM: 1}
-
-
-def test_something_else_before_the_norm_is_served_by_stock(
-    engine: Engine, tail: TailGraphs
-) -> None:
-    """The graph ends behind the norm: rows that another operation has changed since are not its."""
-    norm = type(engine.text_model.norm)
-    call = norm.__call__
-
-    def of_a_copy(self: Any, hidden_states: torch.Tensor, *args: Any) -> Any:
-        copied = hidden_states.clone() if self is engine.text_model.norm else hidden_states
-        return call(self, copied, *args)
-
-    scheduled = engine.schedule(TWO_PROMPTS)
-    with mock.patch.object(norm, "__call__", of_a_copy):
-        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert fast.rows == stock.rows[:FIRST_CUT] + stock.rows
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, 0.0)
-    assert outcomes() == {cut.OTHER_NORM: 1}
-    assert_replayed(engine, TWO_PROMPTS)
+    engine.runner.init_attention_backends()
