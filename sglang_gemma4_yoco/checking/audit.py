@@ -55,6 +55,7 @@ class Auditor:
         self._state = state
         self._processor = processor
         self._every = every
+        self._turns_off = settings.current.audit_strict
         self._forwards = 0
         self._lines = 0
         self._waiting = ExitStack()  # for the logits of an audited forward
@@ -97,7 +98,8 @@ class Auditor:
         stock.keys = [cache[slots] for cache in caches]
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
             _, found = self._on_stocks_rows(plan, stock)  # before the eager tail is planned
-            eager = EagerTail.plan(self._state, plan.batch, plan.tail)
+            metadata = plan.attention.plan(plan.batch, plan.tail.fields)
+            eager = EagerTail(self._state, plan.batch, plan.tail, plan.attention, metadata)
             plan = replace(plan, runner=eager)
         rows, found_eagerly = self._on_stocks_rows(plan, stock)
         return output, rows, found + found_eagerly
@@ -148,7 +150,7 @@ class Auditor:
         report.audited(excess, agrees=agrees, greedy_changes=changes)
         if not agrees:
             self._log(plan, worst if not worst.is_rounding else rounding.defect(ANOTHERS))
-            if settings.current.audit_strict:
+            if self._turns_off:
                 self._state.refuse(DIFFERED)
                 report.steps_aside(DIFFERED, logging.ERROR)
         return agrees

@@ -105,7 +105,8 @@ class Stock:
 # -- hooks -----------------------------------------------------------------------------------------
 
 
-def _called(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def called(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a function was called with, by the names of its parameters."""
     return dict(zip(names, args, strict=False)) | kwargs
 
 
@@ -145,7 +146,7 @@ def before_the_cut(state: ModelState, stock: Stock, *, force: bool) -> Iterator[
     """In the span ``stock`` takes down the inputs of layers before the cut, or forces them."""
 
     def hook(number: int, _: Any, args: Any, kwargs: Any) -> None:
-        rows = _called(_LAYER, args, kwargs)["hidden_states"]
+        rows = called(_LAYER, args, kwargs)["hidden_states"]
         if force:
             rows.copy_(stock.before[number])
         else:
@@ -189,7 +190,7 @@ class _Watching:
         return rows.index_select(0, self._stock.index)
 
     def before_layer(self, layer: int, _: Any, args: Any, kwargs: Any) -> None:
-        stock, call = self._stock, _called(_LAYER, args, kwargs)
+        stock, call = self._stock, called(_LAYER, args, kwargs)
         stock.inputs[layer] = self._kept(call["hidden_states"])
         if layer == self._cut:
             stock.front, stock.positions = call["hidden_states"].clone(), call["positions"].clone()
@@ -198,13 +199,13 @@ class _Watching:
         self._stock.outputs[layer] = self._kept(seams.layer_rows(output))
 
     def before_attention(self, layer: int, attention: Any, args: Any, kwargs: Any) -> None:
-        call = _called(_ATTENTION, args, kwargs)
+        call = called(_ATTENTION, args, kwargs)
         self._stock.queries[layer] = self._kept(_heads(attention, call["q"]))
 
     def after_attention(
         self, layer: int, attention: Any, args: Any, kwargs: Any, output: torch.Tensor
     ) -> None:
-        call = _called(_ATTENTION, args, kwargs)
+        call = called(_ATTENTION, args, kwargs)
         self._stock.attended[layer] = self._kept(_heads(attention, output))
         self._stock.averaged[layer] = self._kept(_average(attention, call))
 
@@ -283,12 +284,12 @@ class _Forcing:
     ) -> None:
         self.seen: set[int] = set()
         self._state = state
-        self._plan = plan
+        self._cache = donor_cache(state, plan)  # now: the tail's batch has other slots
         self._stock = stock
         self._compared = compared
 
     def before_layer(self, layer: int, _: Any, args: Any, kwargs: Any) -> None:
-        call, stock = _called(_LAYER, args, kwargs), self._stock
+        call, stock = called(_LAYER, args, kwargs), self._stock
         rows, expected = call["hidden_states"], stock.inputs[layer]
         if layer == self._state.cut:
             self._compared.append(Comparison.of("rows at the cut", expected, rows, _OF_LAYER))
@@ -307,7 +308,7 @@ class _Forcing:
         self._compared.append(Comparison.of(what, expected, rows, _OF_LAYER, size=size))
 
     def before_attention(self, layer: int, attention: Any, args: Any, kwargs: Any) -> None:
-        call, expected = _called(_ATTENTION, args, kwargs), self._stock.queries[layer]
+        call, expected = called(_ATTENTION, args, kwargs), self._stock.queries[layer]
         if layer == self._state.cut:
             self._force_keys_and_values(layer)
         found = _heads(attention, call["q"])
@@ -319,7 +320,7 @@ class _Forcing:
 
     def _force_keys_and_values(self, layer: int) -> None:
         """Those of the pool, where layer S-1 and those that share with it read them."""
-        caches, slots = donor_cache(self._state, self._plan)
+        caches, slots = self._cache
         found = [cache[slots] for cache in caches]
         self._compared += compare_keys_and_values(layer, self._stock.keys, found)
         for cache, values in zip(caches, self._stock.keys, strict=True):
@@ -328,7 +329,7 @@ class _Forcing:
     def after_attention(
         self, layer: int, attention: Any, args: Any, kwargs: Any, output: torch.Tensor
     ) -> torch.Tensor:
-        stock, call = self._stock, _called(_ATTENTION, args, kwargs)
+        stock, call = self._stock, called(_ATTENTION, args, kwargs)
         for what, expected, found, besides in (
             ("attention", stock.attended, output, self._of_scores(layer, attention)),
             ("mean of the values", stock.averaged, _average(attention, call), None),

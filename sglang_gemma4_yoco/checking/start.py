@@ -50,6 +50,7 @@ RAISED = "the fast path raised an error"
 NO_NUMBERS = "logits that are no numbers"
 OTHERS_ROW = "logits nearer to another request's than to its own"
 OTHERS_SLOTS = "slots that are not the requests' were written to"
+_MODEL = ("input_ids", "positions", "forward_batch")
 _BEING_CHECKED = "it is being compared with stock"
 # In bf16 sharp attention may make of a request's logits others, as far from all of stock's, by some
 # tenths. Those of another request are nearer to stock's of that by far more.
@@ -189,9 +190,10 @@ class BothPaths:
         """The cut, made of stock's rows; those of ``stock`` are kept."""
         forward = _OnStocksRows(self._state, stock)
 
-        def run(_: Any, __: Any, forward_batch: Any, *___: Any, **____: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            batch = layerwise.called(_MODEL, args, kwargs)["forward_batch"]
             self._requests.write(self._run.caches, self._front_layers)
-            return core_forward.serve(self._state, forward_batch, forward)
+            return core_forward.serve(self._state, batch, forward)
 
         with replaced(self._state.model, forward=run):
             seen = self._cut(starts, finishes=finishes)
