@@ -359,10 +359,10 @@ def random_prompt(engine: Any, length: int, seed: int) -> Any:
 
 def assert_path(engine: Any, batch: Any, length: int) -> None:
     """Raise ``NotActiveError`` unless a prefill of ``batch`` takes the fast path."""
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
 
     path, _ = bench_prefill.path_taken(engine, batch, one_prompt(length))
-    if path not in (report.ACTIVE, report.TAIL_REPLAYED):
+    if path not in (log.TAIL_EAGER, log.TAIL_CAPTURED):
         raise NotActiveError(f"{length} tokens: {path}")
 
 
@@ -883,12 +883,12 @@ class Answer:
     @classmethod
     def of(cls, engine: Any, batch: Any, way: str) -> Answer:
         """Run it, over K and V that are poisoned."""
-        from sglang_gemma4_yoco import report
+        from sglang_gemma4_yoco import log
 
         engine.poison(batch)
-        report.forwards.clear()
+        log.forwards.clear()
         logits = bench_prefill.timed(engine, batch, way)[1].double()
-        return cls(", ".join(report.forwards), logits, engine.written(batch))
+        return cls(", ".join(log.forwards), logits, engine.written(batch))
 
     def beside(self, other: Answer) -> dict[str, Any]:
         """How far it is from another one, which is taken for right."""
@@ -931,13 +931,13 @@ def four_times(engine: Any, batch: Any, length: int, repeats: int) -> dict[str, 
     Raises:
         NotActiveError: a way is not what it is said to be.
     """
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
 
     for way in FOUR_WAYS:
         logits = bench_prefill.timed(engine, batch, way)[1]
     assert_path(engine, batch, length)
     path = bench_prefill.replayed(engine, batch, length, logits)[ON_REPLAYED].path
-    if path != report.ALL_REPLAYED:
+    if path != log.EXIT_CAPTURED:
         raise NotActiveError(f"{length} tokens, replayed: {path}")
     seconds: dict[str, list[float]] = {way: [] for way in FOUR_WAYS}
     for repeat in range(repeats):

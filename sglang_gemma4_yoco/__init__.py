@@ -1,74 +1,61 @@
 """YOCO fast prefill for Gemma 4 E2B and E4B under SGLang.
 
-The last layers of these models read K/V that earlier layers wrote and write none themselves
-(arXiv:2405.05254 calls such a stack "You Only Cache Once"). In prefill they therefore need only
-the rows whose output somebody reads: normally one row per request. This package patches SGLang's
-``Gemma4TextModel`` at run time so that all other rows skip those layers.
+The last layers of these models read K and V that earlier layers wrote and write none themselves
+(arXiv:2405.05254 calls such a stack "You Only Cache Once"; vLLM calls the idea "KV sharing fast
+prefill"). In prefill they therefore need only the rows whose output is used: normally the last row
+of each request. This package patches SGLang's ``Gemma4TextModel`` at run time so that all other
+rows skip those layers.
 
 SGLang loads it by itself through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_YOCO=0``
 turns it off. Importing this module imports neither torch nor SGLang.
 
+One prefill on its way. S is the first KV-shared layer of L; layer S-1, the donor, is the last one
+with K and V of its own::
+
+    1  SGLang plans the batch's attention; then core/gate.py decides whether the batch may be cut,
+       and leaves a Plan on it: the kept rows (core/kept.py) and who runs the tail on them
+    2  SGLang calls the model; core/forward.py takes the Plan from the batch
+    3  core/cut.py has the model run layers 0 .. S-2 on all rows, by its own loop
+    4  the donor's K and V are written for all rows (core/donor.py)
+    5  the tail, layers S-1 .. L-1 and the norm, runs on the kept rows: eagerly (core/cut.py), or
+       from a captured graph (captured/graphs.py)
+    6  its rows are scattered into what the model returns; if anything failed, stock serves the batch
+
 From the top down, each file knowing only those below it::
 
-    plugin.py     what SGLang calls: settings and seams judged, then patched, or refused in one line
-
-    commands/     what an operator runs, in no server
-        main.py       the command line, one module for each command
-        doctor.py     would it be active, before a server is started
-        preflight.py  what that asks of SGLang: other plugins, the model, a server's flags
-        ceiling.py    what a model can save at most, by arithmetic
-        findings.py   what was found: lines to read, facts for a program, the verdict
-        status.py     is it active on a running server
-        verify.py     the same answers here, and sooner?
-        servers.py    stock and fast servers: started, asked, seen to be so
-        prompts.py    what they are asked; examination.py, timing.py: how
-        agreement.py  how far answers are apart, and may be; verdict.py: are they?
-        table.py      for a terminal; page.py: for a browser
-
-    loading/      into SGLang's classes, once for each process and each runner
-        patch.py      SGLang's methods wrapped, and put back
-        starting.py   when a runner starts: facts found out, tail recorded, compared with stock
-        repair.py     SGLang's recording of prefills, repaired where it is asked for by name
-        metrics.py    the counters in SGLang's metrics and in /server_info
-        published.py  two helpers for those who cut a batch themselves
-
-    checking/     does it give what stock gives, here and with these weights?
-        audit.py      every N-th prefill both ways, while the server serves
-        self_check.py a few prefills both ways, before it serves
-        replayed.py   a prefill that left SGLang's recording, and the recording run to its end
-        proof.py      a graph must give what the launched layers give
-        layerwise.py  each layer given what stock's was given, and compared
-        rounding.py   how far two computations of the same numbers are apart, in roundings
-        borrowed.py   a server's slots, borrowed for requests of nobody's
-
-    cutting/      one batch on its way
-        forward.py    one forward: cut, or served by stock
-        cut.py        all rows to the last donor layer, kept rows behind it
-        gate.py       may it be cut, and how? In the order of time: planned ahead, asked again
-        fallback.py   when the fast path fails, stock serves the batch
-        served.py     what is known of the served model and of its current batch
-        doors.py      where SGLang's recorded prefills can be left
-
-    tail/         what runs on the kept rows
-        batch.py      the batch as the tail sees it, rewritten and restored
-        attention.py  an attention backend of the tail's own, planned ahead
-        graphs.py     the tail recorded for a few row counts, and replayed
-        layers.py     the layers behind the cut, launched or while they are recorded
-        donor.py      the last donor layer: K and V for all rows, the rest for kept ones
-        per_layer.py  per-layer inputs, projected for the rows that each layer runs on
-        shadow.py     methods replaced on single objects, and put back
-
-    deciding/     reasons why not; they change nothing
-        arguments.py  server arguments that refuse; harmless.py: those that do not, and why
-        backends.py   which attention backends and pools the fast path runs on
-        quantised.py  which linear layers compute each row for itself
-        ranks.py      may all tensor-parallel ranks? compared once, at start
-        rows.py       which rows are kept (plain integers)
-        threshold.py  whether skipping the others pays
-
-    report.py     log lines and counters
-    settings.py   what the operator has set, read and judged once
-    seams.py      everything that depends on the installed SGLang's version
+    plugin.py          what SGLang calls: patch it, or say in one line why not
+    commands/          what an operator runs: doctor, status, verify
+    loading/           when a process and a runner start
+        patch.py           SGLang's methods wrapped
+        start.py           may this server's prefills be cut? capture the tail, check, announce
+        limits.py          why not: server arguments, attention, pools, linear layers
+        metrics.py         /server_info and /metrics
+        published.py       two helpers for those who cut a batch themselves
+    prefill_graphs/    exits from SGLang's captured prefills; nothing else knows of them
+    captured/          the tail captured in CUDA graphs
+        graphs.py          capture, plan, replay
+        backend.py         SGLang's graph backend
+        proof.py           each graph against the same layers run eagerly
+    checking/          does it give what stock gives, on this machine and with these weights?
+        audit.py           every N-th prefill once more as stock, while it serves
+        start.py           once, before it serves
+        layerwise.py       each step of the fast path given stock's numbers, and compared
+        requests.py        synthetic requests in borrowed slots
+        rounding.py        how far apart is rounding
+    core/              the mechanism; it knows nothing of the folders above
+        forward.py         one forward: cut, or served by stock
+        gate.py            eligibility and plan of a batch
+        cut.py             layers before the cut, K and V, tail, scatter
+        donor.py           K and V of the donor for all rows
+        per_layer.py       per-layer inputs split by layers and rows
+        state.py           what is known of a served model
+        attention.py       the tail's own attention backend
+        kept.py            kept rows, and the batch as the tail sees it
+        ranks.py           tensor-parallel ranks agree
+        replaced.py        attributes of one object replaced for a span
+    log.py             log lines and counters
+    settings.py        environment variables, read once
+    seams.py           what depends on the installed SGLang
 """
 
 from __future__ import annotations

@@ -1,28 +1,27 @@
 """The entry point that SGLang calls in every process before it serves.
 
-SGLang's loader catches every exception of a plugin and goes on without it, so a failure here
-must speak for itself: one line that says whether the fast path is installed, and why not.
-Refusals are errors, because at this point a spawned rank has not configured logging yet and
-would drop an INFO line. That the path is on, or is switched off, is said when a model is served.
+SGLang's loader catches every exception of a plugin and goes on without it, so a failure here is one
+error line of its own. Lines that must be seen are warnings or errors: no process of a server has
+configured logging yet, and Python then drops INFO lines.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from contextlib import suppress
+import logging
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
+from multiprocessing import parent_process
 
 from packaging.requirements import Requirement
 
-from sglang_gemma4_yoco import __version__, report, settings
-from sglang_gemma4_yoco.report import logger
+from sglang_gemma4_yoco import __version__, settings
 
 DISTRIBUTION = "sglang-gemma4-yoco"
 GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
 
-#: Why SGLang was left as it was when the plugin was loaded here; None while it was not.
+logger = logging.getLogger(__package__)
+
+#: Why ``load`` has left SGLang as it was; None while it has not.
 left_alone: str | None = None
 
 
@@ -31,9 +30,7 @@ class UnsupportedError(RuntimeError):
 
 
 def check_version() -> None:
-    """Compare the installed SGLang with the range that this package's metadata asks for.
-
-    Nothing of SGLang is imported: a release out of range may lack the very modules.
+    """Compare the installed SGLang with the range in this package's metadata; import nothing of it.
 
     Raises:
         UnsupportedError: SGLang is missing, or out of the range.
@@ -51,102 +48,47 @@ def check_version() -> None:
             )
 
 
-def _say_so_when_a_model_is_served() -> None:
-    """Wrap the one method that a runner calls when its model is loaded. Raises what imports raise.
+def _install() -> None:
+    """Patch SGLang's classes.
 
-    By then logging is configured: a log without a line would look like one without the package.
+    Raises:
+        Exception: this SGLang cannot be patched; nothing is changed.
     """
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    stock = ModelRunner.init_attention_backends
-
-    @functools.wraps(stock)
-    def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names = {type(module).__name__ for module in self.model.modules()}
-        if "Gemma4TextModel" in names and not getattr(self, "is_draft_worker", False):
-            report.once(f"Gemma 4 fast prefill {__version__} is off: {settings.SWITCH}=0")
-        return stock(self, *args, **kwargs)
-
-    ModelRunner.init_attention_backends = init_attention_backends
-
-
-def _say_so_in_server_info(reason: str) -> None:
-    """Have schedulers answer that the path is not active, and why. Raises what imports raise.
-
-    What a server with the patch answers is ``metrics.state``, of which this has every entry.
-    """
-    from sglang.srt.managers.scheduler import Scheduler
-
-    stock = Scheduler.get_internal_state
-    nothing = dict.fromkeys(("cut", "tail", "doors", "check", "audits"))
-    state = {"version": __version__, "active": False, "reason": reason, **nothing}
-
-    @functools.wraps(stock)
-    def get_internal_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = stock(self, *args, **kwargs)
-        with suppress(Exception):  # SGLang's answer is worth more than ours
-            output.internal_state[NAME] = {**state, "forwards": {}, "rows": {}}
-        return output
-
-    Scheduler.get_internal_state = get_internal_state
-
-
-def _leave_alone(reason: str) -> None:
-    """Remember why, and answer so. Never raises: what the patch lacks may be missing here too."""
-    global left_alone
-    left_alone = reason
-    with suppress(Exception):
-        _say_so_in_server_info(reason)
-
-
-def _is_installed() -> bool:
-    """Whether this process's SGLang is patched already. Imports nothing."""
-    patch = sys.modules.get("sglang_gemma4_yoco.loading.patch")
-    return patch is not None and bool(patch.is_installed())
-
-
-def load() -> None:
-    """Install the patch into this process's SGLang, or say in one line why not. Never raises."""
-    if _is_installed():
+    check_version()
+    try:  # with the switch at 0 nothing of SGLang is imported
+        from sglang_gemma4_yoco import seams
+        from sglang_gemma4_yoco.loading import patch
+    except ImportError as missing:
+        raise UnsupportedError(
+            f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
+            "Install a supported SGLang, or a newer sglang-gemma4-yoco"
+        ) from missing
+    patch.install()
+    if seams.is_newer_than_tested():
         logger.warning(
-            "Gemma 4 fast prefill %s is loaded a second time; the first stays installed",
-            __version__,
+            "Gemma 4 fast prefill %s is installed; SGLang %s is newer than %s, the last release "
+            "that it was tested with",
+            *(__version__, version("sglang"), seams.LAST_TESTED),
         )
-        return
-    try:
-        if not settings.load().enabled:
-            logger.info("Gemma 4 fast prefill %s is off: %s=0", __version__, settings.SWITCH)
-            _leave_alone(f"{settings.SWITCH}=0")
-            _say_so_when_a_model_is_served()
-            return
-        check_version()
-        # Imported late: with the switch off no model of SGLang's is touched.
-        try:
-            from sglang_gemma4_yoco.loading import patch
-        except ImportError as missing:
-            raise UnsupportedError(
-                f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
-                "Install a supported SGLang, or a newer sglang-gemma4-yoco"
-            ) from missing
+    else:
+        logger.info("Gemma 4 fast prefill %s is installed", __version__)
 
-        patch.install()
+
+@functools.cache  # another call in this process does nothing
+def load() -> None:
+    """Patch this process's SGLang, or log in one line why it is left as it is. Never raises."""
+    global left_alone
+    try:
+        if settings.load().enabled:
+            _install()
+            return
+        left_alone = f"{settings.SWITCH}=0"
+        # A server has the line once: from the process that starts the others.
+        level = logging.WARNING if parent_process() is None else logging.INFO
+        logger.log(level, "Gemma 4 fast prefill %s is off: %s", __version__, left_alone)
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down
+        left_alone = str(refusal) or repr(refusal)
         logger.error(
             "Gemma 4 fast prefill %s is NOT installed, the server runs unpatched: %s",
-            __version__,
-            refusal or repr(refusal),
+            *(__version__, left_alone),
         )
-        _leave_alone(str(refusal) or repr(refusal))
-    else:
-        from sglang_gemma4_yoco import seams
-
-        if seams.is_newer_than_tested():
-            logger.warning(
-                "Gemma 4 fast prefill %s is installed; SGLang %s is newer than %s, the last "
-                "release that it was tested with",
-                __version__,
-                version("sglang"),
-                seams.LAST_TESTED,
-            )
-        else:
-            logger.info("Gemma 4 fast prefill %s is installed", __version__)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import torch
 from packaging.version import Version
-from sglang.srt.distributed import parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -54,9 +53,8 @@ from sglang.srt.models import gemma4_causal as gemma4_causal
 from sglang.srt.observability.metrics_collector import (
     SchedulerMetricsCollector as SchedulerMetricsCollector,
 )
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
-from torch.distributed import distributed_c10d
 
 try:
     # 0.5.20 and later: the record keeps what was typed, resolution is kept beside it.
@@ -104,25 +102,6 @@ _REQUIRED_FIELDS = (
     "mm_input_embeds",
     "mm_inputs",
 )
-# The first release that has a name which the gate judges. One that is not listed here has been in
-# all of them, and none has gone so far.
-_SINCE = {
-    "ServerArgs.enable_dense_mlp_attn_tp": Version("0.5.19"),
-    "ServerArgs.enable_layernorm_sp": Version("0.5.19"),
-    "ServerArgs.enable_unified_cache_external_linker": Version("0.5.20"),
-    "ServerArgs.attn_dp_size": Version("0.5.22"),
-    "ServerArgs.enable_kv_cache_sharding": Version("0.5.22"),
-    "ServerArgs.enable_amd_monokernel": Version("0.5.23"),
-    "ServerArgs.enable_nvidia_megakernel": Version("0.5.23"),
-    "ServerArgs.enable_return_aux_hidden_states": Version("0.5.23"),
-    "ForwardBatch.attn_tp_sequence_sharded": Version("0.5.20"),
-    "ForwardBatch.encoder_swa_replay": Version("0.5.21"),
-    "ForwardBatch.engram_history": Version("0.5.21"),
-    "ForwardBatch.token_indices_to_pool": Version("0.5.21"),
-    "ForwardBatch.decision_layouts": Version("0.5.22"),
-    "ForwardBatch.full_prefill_cuda_graph_capture": Version("0.5.22"),
-    "ForwardBatch.kv_loc_cols": Version("0.5.22"),
-}
 _REQUIRED_MODES = ("EXTEND", "DECODE", "MIXED")
 _REQUIRED_OF_RUNNERS = (
     "init_attention_backends",
@@ -211,34 +190,25 @@ def is_newer_than_tested() -> bool:
     return _installed() > LAST_TESTED
 
 
-def _has(owner: type, name: str) -> bool:
-    # A field whose default is made anew for each object is no attribute of its class.
-    return name in getattr(owner, "__dataclass_fields__", ()) or hasattr(owner, name)
+def unseen(fields: Iterable[str]) -> str | None:
+    """Why nobody can tell what a batch of the installed SGLang asks for, or None.
 
-
-def unseen(arguments: Iterable[str], fields: Iterable[str]) -> str | None:
-    """Why nobody can tell what a server or a batch of the installed SGLang asks for, or None.
-
-    A name that has gone may have been renamed: what it would refuse must not pass as unset. A
-    release older than a name has nothing that goes by it.
+    A newer release may have renamed a field: what it would refuse must not pass as unset.
 
     Args:
-        arguments: the server arguments that are judged.
         fields: the fields of a batch that are judged.
     """
-    installed = Version(version("sglang"))
-    judged = [(ServerArgs, name) for name in arguments] + [(ForwardBatch, name) for name in fields]
-    absent = [f"{owner.__name__}.{name}" for owner, name in judged if not _has(owner, name)]
-    lacking = [name for name in absent if name not in _SINCE or installed >= _SINCE[name]]
-    if not lacking:
+    absent = [name for name in fields if name not in ForwardBatch.__dataclass_fields__]
+    if not absent or not is_newer_than_tested():
         return None
-    return f"SGLang {installed} lacks {', '.join(lacking)}, which may go by another name now"
+    named = ", ".join(f"ForwardBatch.{name}" for name in absent)
+    return f"SGLang {_installed()} lacks {named}, which may go by another name now"
 
 
 def server_arguments() -> Callable[[str], Any] | None:
     """Look-up of the running server's arguments by name, as resolved; None outside of a server.
 
-    An argument that this SGLang does not have is None; ``unseen`` tells whether it should have it.
+    An argument that this SGLang does not have is None.
     """
     args = _published()
     if args is None:
@@ -248,46 +218,20 @@ def server_arguments() -> Callable[[str], Any] | None:
     return lambda name: resolution_result(args, name) if hasattr(args, name) else None
 
 
-def set_arguments(but_for: Container[str]) -> list[str]:
-    """Arguments of the running server that are not what they are when nobody sets them.
-
-    Args:
-        but_for: those that nobody asks about.
-
-    Raises:
-        SeamError: this SGLang's arguments cannot be listed.
-    """
-    args = _published()
-    return [
-        f"--{name.replace('_', '-')}"
-        for name, default in ({} if args is None else argument_defaults()).items()
-        if name not in but_for and getattr(args, name, default) != default
-    ]
-
-
-def argument_defaults() -> dict[str, Any]:
-    """All server arguments of the installed SGLang, and what they are when nobody sets them.
+def arguments_set() -> dict[str, bool]:
+    """Every argument of the installed SGLang, and whether the running server was given it.
 
     Raises:
         SeamError: they cannot be listed.
     """
-    if dataclasses.is_dataclass(ServerArgs):
-        return {
-            field.name: _default(field, dataclasses.MISSING)
-            for field in dataclasses.fields(ServerArgs)
-        }
-    if not issubclass(ServerArgs, msgspec.Struct):
+    if not issubclass(ServerArgs, msgspec.Struct):  # 0.5.21 and later; only newer ones are asked
         raise SeamError("the server's arguments are no record whose fields can be listed")
-    return {  # 0.5.21 and later
-        field.name: _default(field, msgspec.NODEFAULT)
-        for field in msgspec.structs.fields(ServerArgs)
-    }
-
-
-def _default(field: Any, missing: object) -> Any:
-    if field.default is not missing:
-        return field.default
-    return None if field.default_factory is missing else field.default_factory()
+    args, given = _published(), {}
+    for field in msgspec.structs.fields(ServerArgs):
+        made = field.default_factory
+        default = field.default if made is msgspec.NODEFAULT else made()
+        given[field.name] = getattr(args, field.name, default) != default
+    return given
 
 
 def _published() -> Any | None:
@@ -338,12 +282,7 @@ def tensor_parallel_group() -> Any | None:
     argument = server_arguments()
     if argument is None or (argument("tp_size") or 1) == 1:
         return None
-    return parallel_state.get_tp_group()
-
-
-def rendezvous_store() -> Any:
-    """The key-value store through which this server's ranks found each other."""
-    return distributed_c10d._get_default_store()
+    return get_parallel().tp_group
 
 
 def prefill_graph() -> str | None:

@@ -1,8 +1,7 @@
-"""What the operator has set: read and judged once, when the plugin is loaded.
+"""The settings: environment variables, read and checked once when the plugin is loaded.
 
-Settings are environment variables, because a plugin cannot add flags to SGLang's parser, and
-because spawned ranks inherit the environment. ``current`` holds them from then on; a variable that
-changes later changes nothing. Importing this module imports neither torch nor SGLang.
+A plugin cannot add flags to SGLang's parser, and spawned ranks inherit the environment. A variable
+that changes later changes nothing. Importing this module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -10,159 +9,130 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
-_MEANING = {"1": True, "0": False}
+
+
+def _setting(default: int | None, explanation: str, *, minimum: int | None = None) -> Any:
+    unset = "automatic" if default is None else str(int(default))
+    metadata = {"unset": unset, "help": explanation, "minimum": minimum}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds in this process; the defaults are what holds where nothing is set.
+    """Every setting of this process: its type, its default, and for people what its values do."""
 
-    Attributes:
-        enabled: the fast path is wanted.
-        min_skipped_rows: so many rows a batch must be able to skip; None for the measured rule,
-            ``threshold``.
-        graph_rows: the tail is recorded for up to so many rows, 0 for none; None for as many as are
-            worth it.
-        self_check: prefills are compared with stock's when the server starts.
-        audit: one of so many shortened prefills is run again as stock; 0 for none.
-        audit_strict: an audit that finds a defect turns the fast path off.
-        prefill_graphs: prefills that SGLang replays are shortened as well, and its recording of
-            them is repaired where the operator has asked for them by name.
-    """
-
-    enabled: bool = True
-    min_skipped_rows: int | None = None
-    graph_rows: int | None = None
-    self_check: bool = True
-    audit: int = 0
-    audit_strict: bool = False
-    prefill_graphs: bool = True
+    enabled: bool = _setting(
+        True, "1 to turn Gemma 4 fast prefill on, 0 to turn it off: then SGLang is left as it is"
+    )
+    min_skipped_rows: int | None = _setting(
+        None,
+        "prefills run on the fast path if the KV-shared layers can skip so many rows of the batch; "
+        "1: whenever they can skip one; unset: where measurements show it to be faster",
+        minimum=1,
+    )
+    graph_rows: int | None = _setting(
+        None,
+        "the KV-shared layers are captured in CUDA graphs for up to so many rows of a prefill; "
+        "0: they are not captured; unset: for as many rows as are worth it",
+        minimum=0,
+    )
+    self_check: bool = _setting(
+        True, "1 to compare prefills with stock SGLang's when the server starts, 0 not to"
+    )
+    audit: int = _setting(
+        0,
+        "one of so many prefills on the fast path is run again as stock, and compared; 0: none",
+        minimum=0,
+    )
+    audit_strict: bool = _setting(
+        False, "1 to turn the fast path off when an audit finds a defect, 0 to log the defect only"
+    )
+    prefill_graphs: bool = _setting(
+        True,
+        "1 to shorten prefills that SGLang replays from CUDA graphs as well, and to repair their "
+        "capture where --cuda-graph-backend-prefill asks for it; 0 for neither",
+    )
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable.
+    """The environment variable of a setting: its name, and for people what holds if it is unset.
 
-    Attributes:
-        name: its name.
-        unset: what holds where it is unset, for people.
-        remedy: which values it accepts, and what they do, for people.
-        least: the smallest whole number that it accepts; None for one of ``1`` (yes) and ``0``.
+    ``minimum`` is the smallest whole number that it accepts; None where it accepts 1 and 0.
     """
 
     name: str
     unset: str
-    remedy: str
-    least: int | None = None
+    help: str
+    minimum: int | None
 
-    def read(self, value: str) -> int | bool:
-        """What ``value`` means.
+    @property
+    def accepts(self) -> str:
+        """The accepted values, for people."""
+        return "1 or 0" if self.minimum is None else f"a whole number from {self.minimum} up"
 
-        Raises:
-            ValueError: nothing; the message names the variable and what it accepts.
-        """
-        if self.least is None and value in _MEANING:
-            return _MEANING[value]
-        if self.least is not None and value.isascii() and value.isdecimal():
-            number = int(value)
-            if number >= self.least:
-                return number
-        raise ValueError(f"{self.name}={value!r} is not a valid value: {self.remedy}")
+    def read(self, value: str) -> bool | int:
+        """Parse ``value``; a ``ValueError`` names the variable and what it accepts."""
+        if self.minimum is None and value in ("0", "1"):
+            return value == "1"
+        is_number = self.minimum is not None and value.isascii() and value.isdecimal()
+        if is_number and int(value) >= (self.minimum or 0):
+            return int(value)
+        accepted = f"use {self.accepts}, or leave it unset ({self.unset}): {self.help}"
+        raise ValueError(f"{self.name}={value!r} is not a valid value: {accepted}")
 
 
-def _number(name: str, least: int, smallest: str, unset: str) -> Variable:
-    remedy = f"use a whole number from {least} up ({least}: {smallest}), or leave it unset: {unset}"
-    return Variable(name, unset, remedy, least)
+def name_of(setting: str) -> str:
+    """The environment variable that sets this field of ``Settings``."""
+    return SWITCH if setting == "enabled" else f"{SWITCH}_{setting.upper()}"
 
 
 #: Every variable, by the field of ``Settings`` that it sets.
 VARIABLES: Mapping[str, Variable] = {
-    "enabled": Variable(
-        SWITCH,
-        "on",
-        "use 1 (or leave it unset) to turn Gemma 4 fast prefill on, 0 to turn it off",
-    ),
-    "min_skipped_rows": _number(
-        f"{SWITCH}_MIN_SKIPPED_ROWS",
-        1,
-        "the fast path runs whenever it can skip a row",
-        "the measured rule",
-    ),
-    "graph_rows": _number(
-        f"{SWITCH}_GRAPH_ROWS",
-        0,
-        "the tail is never recorded",
-        "as many as are worth recording",
-    ),
-    "self_check": Variable(
-        f"{SWITCH}_SELF_CHECK",
-        "prefills are compared with stock's at start",
-        "use 1 (or leave it unset) to compare with stock at start, 0 not to",
-    ),
-    "audit": _number(f"{SWITCH}_AUDIT", 0, "no prefill is audited", "none is audited"),
-    "audit_strict": Variable(
-        f"{SWITCH}_AUDIT_STRICT",
-        "an audit that differs is logged",
-        "use 1 to turn the fast path off where an audit differs, 0 (or leave it unset) not to",
-    ),
-    "prefill_graphs": Variable(
-        f"{SWITCH}_PREFILL_GRAPHS",
-        "prefills that SGLang replays are shortened as well",
-        "use 1 (or leave it unset) to shorten prefills that SGLang replays from CUDA graphs, and "
-        "to repair their recording where --cuda-graph-backend-prefill asks for it; 0 for neither",
-    ),
+    one.name: Variable(name_of(one.name), **one.metadata) for one in fields(Settings)
 }
 
-#: What holds in this process.
+#: The settings of this process.
 current = Settings()
 
 
-def name_of(field: str) -> str:
-    """The environment variable that sets this field of ``Settings``."""
-    return VARIABLES[field].name
-
-
 def read(environment: Mapping[str, str]) -> Settings:
-    """What is set there. Where the fast path is switched off, nothing else is judged.
+    """The settings in ``environment``; ``ValueError`` as of ``Variable.read``.
 
-    Raises:
-        ValueError: a variable has a value that it does not accept; the message names both.
+    Where the fast path is switched off, no other variable is read.
     """
-    chosen: dict[str, Any] = {}
-    for field, variable in VARIABLES.items():
-        if variable.name in environment:
-            chosen[field] = variable.read(environment[variable.name])
-        if chosen.get("enabled") is False:
-            break
+    if environment.get(SWITCH) == "0":
+        return Settings(enabled=False)
+    chosen: dict[str, Any] = {
+        setting: variable.read(environment[variable.name])
+        for setting, variable in VARIABLES.items()
+        if variable.name in environment
+    }
     return Settings(**chosen)
 
 
 def unknown(environment: Mapping[str, str]) -> list[str]:
-    """Variables that are named like a setting, and are none."""
+    """Variables that are named like a setting and are none."""
     known = {variable.name for variable in VARIABLES.values()}
     return sorted(name for name in environment if name.startswith(SWITCH) and name not in known)
 
 
 def load() -> Settings:
-    """Read this process's environment; what is set there is ``current`` from now on.
-
-    Raises:
-        ValueError: as ``read``; ``current`` stays.
-    """
+    """Make the settings of this process's environment ``current``; if one is invalid, raise."""
     global current
     current = read(os.environ)
     return current
 
 
 @contextmanager
-def changed(**fields: Any) -> Iterator[None]:
+def changed(**values: Any) -> Iterator[None]:
     """Other settings in the span, by their fields."""
     global current
-    before, current = current, replace(current, **fields)
+    before, current = current, replace(current, **values)
     try:
         yield
     finally:

@@ -63,7 +63,7 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco import report, settings
+from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import audit, rounding
@@ -202,7 +202,7 @@ def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
 
 def audited(engine: Engine, state: Any, draws: random.Random, number: int, result: Result) -> None:
     """Random prefills, every one audited."""
-    report.reset()
+    log.reset()
     with settings.changed(audit=1):
         state.after_cut = audit.auditor(engine.runner, state)
     try:
@@ -212,8 +212,8 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
                 engine.forward(batch, unread=draws.random() < 0.15)
     finally:
         state.after_cut = None
-    result.audited = report.audits.agree + report.audits.differ
-    result.audits = report.audits.worst
+    result.audited = log.audits.agree + log.audits.differ
+    result.audits = log.audits.worst
 
 
 def proved(state: Any, runner: Any, result: Result) -> None:

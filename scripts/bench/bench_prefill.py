@@ -331,7 +331,7 @@ def record(engine: Any) -> None:
     releases.record_decode_steps(engine.runner)
     known = start.of(engine.text_model)
     if known.captured is None:
-        raise NotActiveError(f"the tail is launched: {known.launched_because}")
+        raise NotActiveError(f"the tail is {known.facts['tail']}")
     engine.runner.decode_cuda_graph_runner = None
 
 
@@ -365,9 +365,9 @@ def synchronizer(engine: Any) -> Callable[[], None]:
 
 def switched(way: str) -> AbstractContextManager[None]:
     """The fast path of this process on or off for the span, as the way says."""
-    from sglang_gemma4_yoco import settings
+    from sglang_gemma4_reference import engine
 
-    return settings.changed(enabled=way not in ("off", OFF_REPLAYED))
+    return engine.switched("0" if way in ("off", OFF_REPLAYED) else "1")
 
 
 @contextmanager
@@ -389,7 +389,7 @@ def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
 
     synchronize = synchronizer(engine)
     # Front-only answers nothing, so no gate would ever admit it.
-    pretended = mock.patch.object(gate, "is_unread", return_value=True)
+    pretended = mock.patch.object(gate, "is_intermediate_chunk", return_value=True)
     with served(engine, way), pretended if way == "front" else nullcontext():
         synchronize()
         began = time.perf_counter()
@@ -419,15 +419,15 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
     Raises:
         NotActiveError: rows and report contradict each other, or nothing was reported.
     """
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
 
-    report.forwards.clear()
+    log.forwards.clear()
     rows = rows_of_forward(engine, batch)
-    ((outcome, _),) = report.forwards.items() or (("nothing reported", 0),)
-    replayed = outcome == report.TAIL_REPLAYED
+    ((outcome, _),) = log.forwards.items() or (("nothing reported", 0),)
+    replayed = outcome == log.TAIL_CAPTURED
     launched = 0 if replayed else load.kept
     fast = rows[0] == load.total > load.kept and rows[-1] == launched
-    if fast != (replayed or outcome == report.ACTIVE) or outcome == "nothing reported":
+    if fast != (replayed or outcome == log.TAIL_EAGER) or outcome == "nothing reported":
         raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
     return outcome, rows
 
@@ -457,18 +457,18 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
     Raises:
         NotActiveError: nothing was reported of the fast path.
     """
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
 
     if rows not in recorded_rows(engine):
         return {}
     found = {}
     for way in REPLAYED:
-        report.forwards.clear()
+        log.forwards.clear()
         logits = timed(engine, batch, way)[1].clone()
-        if len(report.forwards) != 1:
-            raise NotActiveError(f"{way}: the package reports {dict(report.forwards)}")
+        if len(log.forwards) != 1:
+            raise NotActiveError(f"{way}: the package reports {dict(log.forwards)}")
         found[way] = Replayed(
-            path=next(iter(report.forwards)),
+            path=next(iter(log.forwards)),
             max_logit_difference=float((logits - stock).abs().max()),
             same_tokens=bool((logits.argmax(-1) == stock.argmax(-1)).all()),
         )
@@ -593,10 +593,10 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     from sglang_gemma4_reference.engine import Prompt
-    from sglang_gemma4_yoco.cutting.gate import plan_ahead
-    from sglang_gemma4_yoco.cutting.served import ModelState, find
-    from sglang_gemma4_yoco.loading import patch
+    from sglang_gemma4_yoco.core import gate
     from sglang_gemma4_yoco.core.attention import TailBackend
+    from sglang_gemma4_yoco.core.forward import with_fast_prefill
+    from sglang_gemma4_yoco.core.state import ENTRY, ModelState, find
 
     class Backend:
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -609,8 +609,8 @@ def measure_gate(engine: Any) -> dict[str, float]:
     plain_plan = backend.init_forward_metadata
     attached = find(model)
     known = ModelState(model, None, TailBackend(backend, Backend()))
-    known.attach(plan_ahead)
-    wrapped = patch._with_fast_prefill(stock)
+    known.attach(gate.plan_batch)
+    wrapped = with_fast_prefill(stock)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     prefill = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
@@ -638,7 +638,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     finally:
         known.close()
         if attached is not None:
-            model.__dict__["_yoco"] = attached
+            model.__dict__[ENTRY] = attached
 
 
 def show(points: Sequence[Point], gate: dict[str, float]) -> None:

@@ -104,17 +104,17 @@ class _Regions:
             for layer, region in _begins(model.config).items():
                 hook = model.layers[layer].register_forward_pre_hook(self._entering(region))
                 stack.callback(hook.remove)
-            # The fast path runs its tail in the place of the norm.
+            # On the fast path a norm that changes nothing comes before K and V and the tail.
             hook = model.norm.register_forward_pre_hook(self._at_the_norm)
             stack.callback(hook.remove)
-            hook = model.norm.register_forward_hook(self._entering("rest"))
+            hook = model.register_forward_hook(self._entering("rest"))
             stack.callback(hook.remove)
             self._since = time.perf_counter()
             yield
             self.enter("rest")
 
     def _at_the_norm(self, *_: Any) -> None:
-        self.enter({"front": "donor layer", "donor layer": "tail"}.get(self._now, "rest"))
+        self.enter("donor layer" if self._now == "front" else "rest")
 
     def _entering(self, region: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:

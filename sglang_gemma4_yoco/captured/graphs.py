@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.captured import backend
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.deciding import backends
 
 _BUCKETS = (1, 2, 4, 8, 16, 32)
 
@@ -65,15 +64,19 @@ def buckets(most: int | None, requests: int) -> tuple[int, ...]:
     return tuple(rows for rows in _BUCKETS if rows <= largest)
 
 
-def why_not(runner: Any, state: ModelState) -> str | None:
-    """Why the tail of this server is not captured, or None."""
+def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
+    """Why the tail of this server is not captured, or None.
+
+    Args:
+        can_be_captured: decode steps of its attention backend.
+    """
     if settings.current.graph_rows == 0:
         return OFF
     if backend.captured_decode_steps(runner) is None:
         return NO_GRAPHS
     assert state.attention is not None
     tail = state.attention.tail
-    if backends.RECORDED not in backends.can(type(tail)):
+    if not can_be_captured:
         return f"attention by {type(tail).__name__} is not known to be capturable"
     if not state.attention.decodes:
         return NOT_DECODING
@@ -203,7 +206,7 @@ class _Graph:
 class Replay:
     """A graph, planned for the tail of one batch; a ``TailRunner``."""
 
-    outcome = report.TAIL_REPLAYED
+    outcome = log.TAIL_CAPTURED
 
     def __init__(self, graphs: TailGraphs, bucket: int, inputs: Inputs, index: torch.Tensor):
         self._graphs = graphs
@@ -384,13 +387,13 @@ def drop(state: ModelState, reason: str) -> None:
     if isinstance(captured, TailGraphs):
         captured.close()
     if reason != NOT_YET:
-        report.once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
+        log.once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
 
 
-def prepare(runner: Any, state: ModelState) -> str | None:
-    """Why the tail of this server is not captured, or None; what was captured before is dropped."""
+def prepare(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
+    """``why_not``; what was captured before is dropped."""
     drop(state, NOT_YET)
-    return _attempt(lambda: why_not(runner, state))
+    return _attempt(lambda: why_not(runner, state, can_be_captured=can_be_captured))
 
 
 def capture(
@@ -422,7 +425,7 @@ def use(state: ModelState, tail: TailGraphs) -> None:
     """Replay tails from now on."""
     state.captured = tail
     state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
-    report.once(
+    log.once(
         f"Gemma 4 fast prefill: the tail is captured from layer {state.cut} on for "
         f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
     )
@@ -435,5 +438,5 @@ def _attempt(step: Callable[[], str | None]) -> str | None:
     except Exception as failure:
         if not seams.is_single_rank():
             raise
-        report.failure("Gemma 4 fast prefill: capturing the tail failed", failure)
+        log.failure("Gemma 4 fast prefill: capturing the tail failed", failure)
         return f"capturing failed: {type(failure).__name__}"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured.graphs import Inputs, TailGraphs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
@@ -37,7 +37,7 @@ def prove(graphs: TailGraphs, runner: Any) -> None:
         largest = rounding.worst(findings(graphs, runner, size))
         if not largest.is_rounding:
             graphs.drop(size)
-            report.error(
+            log.error(
                 f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
                 f"eager one (relative error {largest.error:.1e}, up to "
                 f"{largest.allowed:.1e} is rounding) and is not used"

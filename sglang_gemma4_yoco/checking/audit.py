@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.deciding import ranks
 
 DIFFERED = "an audited prefill differed from stock's"
 ANOTHERS = "another rank has found a defect"
@@ -44,7 +44,7 @@ def auditor(runner: Any, state: ModelState) -> Auditor | None:
     if processor is not None:
         return Auditor(state, processor, settings.current.audit)
     reason = f"{type(runner.model).__name__} has no logits processor"
-    report.once(f"Gemma 4 fast prefill is not audited: {reason}", logging.WARNING)
+    log.once(f"Gemma 4 fast prefill is not audited: {reason}", logging.WARNING)
     return None
 
 
@@ -77,7 +77,7 @@ class Auditor:
             if not seams.is_single_rank():
                 raise
             self._state.after_cut = None
-            report.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
+            log.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
             rows.copy_(fast)
             return output
         if plan.runner is None:
@@ -147,12 +147,12 @@ class Auditor:
         worst = rounding.worst(found)
         excess = ranks.largest(worst.excess)
         agrees = excess <= 1
-        report.audited(excess, agrees=agrees, greedy_changes=changes)
+        log.audited(excess, agrees=agrees, greedy_changes=changes)
         if not agrees:
             self._log(plan, worst if not worst.is_rounding else rounding.defect(ANOTHERS))
             if self._turns_off:
                 self._state.refuse(DIFFERED)
-                report.steps_aside(DIFFERED, logging.ERROR)
+                log.server_refused(DIFFERED, logging.ERROR)
         return agrees
 
     def _log(self, plan: Plan, worst: Finding) -> None:
@@ -161,7 +161,7 @@ class Auditor:
             return
         batch = plan.batch
         starts = batch.extend_logprob_start_lens_cpu if batch.return_logprob else None
-        report.error(
+        log.error(
             f"Gemma 4 fast prefill: an audited prefill differs from stock's: {worst}; new tokens "
             f"{batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, logprobs from "
             f"{starts}, {plan.outcome}"

@@ -18,7 +18,7 @@ from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
@@ -103,7 +103,7 @@ class SyntheticRequests:
             for cache in pair:  # what is not written must not look as if it were
                 cache[slots] = random_like(cache[slots], self._generator).to(cache.dtype)
         batch = prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
-        with report.unheard() as outcomes:
+        with log.not_counted() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
         items = self._caches.items()
         caches = {layer: [cache[slots] for cache in pair] for layer, (pair, slots) in items}

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.captured.backend import is_allocated_after_capture
 from sglang_gemma4_yoco.checking import layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
@@ -171,7 +171,7 @@ class BothPaths:
             found += self._on_stocks_rows(suffixes, self._starts)
             found += self._on_stocks_rows(last, finishes=False)
         if self._is_captured():
-            found += self._on_stocks_rows(last, outcome=report.TAIL_REPLAYED)
+            found += self._on_stocks_rows(last, outcome=log.TAIL_CAPTURED)
         found += self._as_served()
         if self._requests.others_changed():
             found.append(rounding.defect(OTHERS_SLOTS))
@@ -238,9 +238,9 @@ class BothPaths:
 
     def _cut(self, starts: Sequence[int] | None, *, finishes: bool = True) -> Run:
         run = self._requests.run(starts, finishes=finishes)
-        if run.outcome == report.FAILED:
+        if run.outcome == log.FAILED:
             raise FastPathError
-        if run.outcome not in report.CUT:
+        if run.outcome not in log.CUT:
             raise NotComparableError(run.outcome or NOT_SEEN)
         return run
 

@@ -21,8 +21,7 @@ from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
 from sglang_gemma4_yoco.cutting import gate
-from sglang_gemma4_yoco.deciding import arguments
-from sglang_gemma4_yoco.loading import metrics, patch, repair
+from sglang_gemma4_yoco.loading import limits, metrics, patch, repair
 from sglang_gemma4_yoco.tail import donor
 
 _MODEL_FLAGS = ("--model-path", "--model")
@@ -238,7 +237,7 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)
     why = seams.prefill_graph_error(multimodal=multimodal)
-    cut = patch.is_installed() and not (gate.unseen_reason() or arguments.server_reason())
+    cut = patch.is_installed() and not (gate.unseen_reason() or limits.server_reason())
     repaired = cut and repair.needed_for(multimodal=multimodal) is not None
     if why is None or repaired:
         how = f"SGLang's recording is repaired ({why})" if repaired else "SGLang records them"
@@ -300,7 +299,7 @@ def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None
         findings.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
         findings.refusals.append(gate.EMBEDDINGS)
-    findings.refusals += filter(None, (gate.unseen_reason(), arguments.server_reason()))
+    findings.refusals += filter(None, (gate.unseen_reason(), limits.server_reason()))
     quantised = next(filter(None, map(argument, _QUANTISING)), None) or _quantised(config)
     if quantised is not None:
         findings.unknowns.append(

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.settings import SWITCH
 
@@ -349,7 +349,7 @@ def check_switch(server: Server) -> Counter[str]:
             That is read from the server's own counters, and of a stock one from its log as well.
     """
     forwards = server.forwards()
-    active = not report.CUT.isdisjoint(forwards)
+    active = not log.CUT.isdisjoint(forwards)
     if not server.fast:
         active = active or bool(server.log_lines(ACTIVE_MARK))
     if active == server.fast:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, report
+from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import prompts as kinds
 from sglang_gemma4_yoco.commands.agreement import Answer, Comparison, beyond
 from sglang_gemma4_yoco.commands.examination import Found, Plan
@@ -92,9 +92,9 @@ def problems(plan: Plan, stock: Found, fast: Found) -> list[str]:
         for kind, one in of_fast.items()
         for sentence in beyond(one, of_stock.values(), exact=plan.exact)
     ]
-    if fast.forwards[report.FAILED]:
+    if fast.forwards[log.FAILED]:
         found.append(
-            f"{fast.forwards[report.FAILED]} prefills failed on the fast path; see server-on.log"
+            f"{fast.forwards[log.FAILED]} prefills failed on the fast path; see server-on.log"
         )
     return found
 

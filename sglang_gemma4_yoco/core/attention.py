@@ -39,7 +39,7 @@ class TailBackend:
         self.decodes: bool = seams.decodes_like_extend(tail)
 
     def followed_by(self, state: Any) -> AbstractContextManager[None]:
-        """In the span ``state.planner`` gets each batch, no decode step, that SGLang has planned."""
+        """In the span ``state.planner`` gets each batch that SGLang plans; no decode step."""
         stock = self.main.init_forward_metadata
 
         def init_forward_metadata(forward_batch: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import donor
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.kept import TailBatch
@@ -144,7 +144,7 @@ class EagerTail:
     tail: TailBatch
     attention: TailBackend
     metadata: Any
-    outcome: str = report.ACTIVE
+    outcome: str = log.TAIL_EAGER
     buffers: Buffers | None = None
 
     def run(

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import cut, gate
 from sglang_gemma4_yoco.core.cut import NotCuttableError, Plan
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
@@ -75,13 +75,13 @@ def serve(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
     except NotCuttableError as late:  # on all ranks alike, as any refusal
         decided = str(late)
         state.refuse(decided)
-        report.steps_aside(decided, logging.ERROR)
+        log.server_refused(decided, logging.ERROR)
     except Exception as failure:
         if not seams.is_single_rank():
             raise
         _failed(state, failure, rows)
         return forward.stock()
-    report.stepped_aside(decided, rows, tell=gate.is_news(decided))
+    log.batch_refused(decided, rows, logged=gate.is_news(decided))
     return forward.stock()
 
 
@@ -90,7 +90,7 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     state.failures_in_a_row = 0
     kept = plan.tail.kept
     computed = 0 if plan.runner is None else kept.count
-    report.active(
+    log.active(
         state.model,
         lambda: f"{type(state.model).__name__}, {state.describe()}",
         forward.outcome(plan),
@@ -102,11 +102,11 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
 
 def _failed(state: ModelState, failure: Exception, rows: int) -> None:
     """The fast path has failed for so many rows, and stock is about to serve them."""
-    report.failed(failure, rows)
+    log.failed(failure, rows)
     state.failures_in_a_row += 1
     if state.failures_in_a_row == LIMIT:
         state.refuse(GIVEN_UP)
-        report.steps_aside(GIVEN_UP, logging.ERROR)
+        log.server_refused(GIVEN_UP, logging.ERROR)
     # The traceback keeps the first try's tensors alive, memory that the second one needs.
     traceback.clear_frames(failure.__traceback__)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState, TailRunner
-from sglang_gemma4_yoco.deciding import arguments
 
+SPECULATIVE = "speculative decoding"
+HIDDEN_STATES = "hidden states of all rows are returned"
+LORA = "LoRA"
 CAPTURING = "a CUDA graph is being captured"
 CAPTURE_IN_TAIL = "hidden states behind the cut are captured"
 UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
@@ -27,6 +29,10 @@ NO_EXTEND = "the batch is no plain extend"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 _OTHER_MODE = "forward mode "
 
+# Frozen-KV MTP captures FULL, and of it reads the last row of each prompt: its draft model has no
+# K/V of its own that prompt rows would have to fill, and attends to the target's.
+LAST_ROW_DRAFTS = ("FROZEN_KV_MTP",)
+
 # What an operator need not hear of: such a batch is no prefill, or has nothing worth skipping; and
 # embeddings of these models end SGLang's own server, whose error should be the last line.
 _NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
@@ -34,8 +40,8 @@ _NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
 # A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
 # Other fields can be set on servers that are refused at start, or on those of other models.
 REFUSING_FIELDS = {
-    "spec_info": arguments.SPECULATIVE,
-    "return_hidden_states_before_norm": arguments.HIDDEN_STATES,
+    "spec_info": SPECULATIVE,
+    "return_hidden_states_before_norm": HIDDEN_STATES,
     "multi_item_delimiter_indices": "multi-item scoring",
     "input_embeds": "input embeddings",
     "replace_embeds": "replaced embeddings",
@@ -79,7 +85,7 @@ def plan_batch(state: ModelState, forward_batch: Any) -> None:
     except Exception as failure:
         if not seams.is_single_rank():
             raise  # the other ranks go on with a tail
-        report.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
+        log.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
         decided = NOT_PLANNED
     setattr(forward_batch, ENTRY, decided)
 
@@ -96,7 +102,7 @@ def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
     assert attention is not None, "without a backend of the tail's own all batches are refused"
     tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
     if eligible.is_intermediate_chunk:
-        return Plan(forward_batch, tail, attention, None, report.TAIL_SKIPPED)
+        return Plan(forward_batch, tail, attention, None, log.TAIL_SKIPPED)
     runner: TailRunner
     if eligible.bucket is None or state.captured is None:
         metadata = attention.plan(forward_batch, tail.fields)
@@ -149,7 +155,13 @@ def check_eligibility(
         a metric's label.
     """
     # The mode first: it is what refuses an ineligible forward most often.
-    reason = _mode(forward_batch) or state.refused
+    mode = forward_batch.forward_mode
+    if isinstance(mode, seams.ForwardMode):
+        reason = None if mode in _EXTENDS else f"{_OTHER_MODE}{mode.name}"
+    else:  # whatever is not SGLang's own enum must at least answer SGLang's own question
+        extends = mode is not None and mode.is_extend_without_speculative()
+        reason = None if extends else NO_EXTEND
+    reason = reason or state.refused
     if reason is None and not in_graph and seams.is_capturing():
         reason = CAPTURING
     reason = reason or _fields(state, forward_batch) or _lengths(forward_batch)
@@ -163,14 +175,6 @@ def check_eligibility(
     return _rows(state, forward_batch, eligible) or eligible
 
 
-def _mode(forward_batch: Any) -> str | None:
-    mode = forward_batch.forward_mode
-    if isinstance(mode, seams.ForwardMode):
-        return None if mode in _EXTENDS else f"{_OTHER_MODE}{mode.name}"
-    # Whatever is not SGLang's own enum must at least answer SGLang's own question.
-    return None if mode is not None and mode.is_extend_without_speculative() else NO_EXTEND
-
-
 def _fields(state: ModelState, forward_batch: Any) -> str | None:
     for name, reason in REFUSING_FIELDS.items():
         if getattr(forward_batch, name, None) not in (None, False):
@@ -180,13 +184,13 @@ def _fields(state: ModelState, forward_batch: Any) -> str | None:
         return CAPTURE_IN_TAIL
     algorithm = getattr(forward_batch, "spec_algorithm", None)
     speculates = algorithm is not None and not algorithm.is_none()
-    if speculates and getattr(algorithm, "name", None) not in arguments.LAST_ROW_DRAFTS:
-        return arguments.SPECULATIVE
+    if speculates and getattr(algorithm, "name", None) not in LAST_ROW_DRAFTS:
+        return SPECULATIVE
     capture = getattr(forward_batch, "capture_hidden_mode", None)
     if capture not in _LAST_ROW_CAPTURES and not speculates:
-        return arguments.HIDDEN_STATES
+        return HIDDEN_STATES
     adapters = getattr(forward_batch, "lora_ids", None) or ()
-    return arguments.LORA if len(adapters) > list(adapters).count(None) else None
+    return LORA if len(adapters) > list(adapters).count(None) else None
 
 
 def _lengths(forward_batch: Any) -> str | None:

@@ -2,109 +2,74 @@
 
 SGLang's endpoint collects what all processes of a server count in a directory that they share, so
 counters that are made here appear there by themselves. They have the labels of SGLang's own
-scheduler, taken from its collector of metrics when that is made; one rank counts for its group, as
-SGLang's do.
+scheduler metrics, when those are made; one rank counts for its group, as there.
 
-``prometheus_client`` is imported then and not before. When it is imported it decides whether
-processes share a directory, and SGLang names that directory after it has loaded its plugins.
+``prometheus_client`` is imported then, and not before. On import it decides whether processes share
+a directory, and SGLang names that directory after it has loaded its plugins.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, report, seams
-from sglang_gemma4_yoco.core import state as core
-from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco import __version__, log, seams
+from sglang_gemma4_yoco.core.state import attached
 
-#: What /server_info has it under, in the internal state of each scheduler.
+#: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
 
 
 def state() -> dict[str, Any]:
-    """What this process would say of itself, as JSON has it.
+    """This process's entry in /server_info.
 
-    ``active``: batches may be cut, None where that cannot be told; ``reason``: why not; ``cut``,
-    ``tail``: where, and how the tail runs; ``doors``: whether prefills that SGLang replays may be
-    cut; ``check``: what came of the check at start; ``forwards`` by outcome; ``rows``, of prefills
-    at the last layer, by what became of them; ``audits``, None where nothing is audited.
+    ``active``: batches may be cut; ``reason``: why not; ``cut``, ``tail``: where, and how the tail
+    runs; ``prefill_graphs``: whether prefills that SGLang replays may be cut; ``check``: the result
+    of the check at start; ``forwards`` by outcome; ``rows`` of prefills by whether the last layer
+    computed them; ``audits``: None where nothing is audited.
 
-    A number that is not finite is a word, as JSON has no such numbers. An entry that cannot be told
-    is None, and ``untold`` has why, by its name; it is there in that case alone.
+    JSON has no numbers that are not finite, so those are words.
     """
-    told: dict[str, Any] = {"version": __version__}
-    untold: dict[str, str] = {}
-    for name, entry in _entries(core.attached()).items():
-        try:
-            told[name] = plain(entry())
-        except Exception as failure:  # noqa: BLE001 - the other entries are worth telling
-            told[name], untold[name] = None, _because(failure)
-    return {**told, "untold": untold} if untold else told
-
-
-def _entries(known: ModelState | None) -> dict[str, Callable[[], Any]]:
-    """What tells each entry of ``state``."""
-    reason = NO_MODEL if known is None else known.refused
-    facts = {} if known is None else known.facts
-    audited = (known is not None and known.after_cut is not None) or (
-        report.audits != report.Audits()
-    )
-    entries: dict[str, Callable[[], Any]] = {
-        "active": lambda: reason is None,
-        "reason": lambda: reason,
-        "cut": lambda: None if known is None or reason else known.describe(),
+    served = attached()
+    reason = NO_MODEL if served is None else served.refused
+    facts = {} if served is None else served.facts
+    # A strict audit that finds a defect ends the audits; their result stays.
+    audited = log.audits != log.Audits() or (served is not None and served.after_cut is not None)
+    entry = {
+        "version": __version__,
+        "active": reason is None,
+        "reason": reason,
+        "cut": None if served is None or reason is not None else served.describe(),
+        **{name: facts.get(name) for name in ("tail", "prefill_graphs", "check")},
+        "forwards": log.forwards,
+        "rows": log.rows,
+        "audits": asdict(log.audits) if audited else None,
     }
-    for name in ("tail", "doors", "check"):
-        entries[name] = partial(facts.get, name)
-    return {
-        **entries,
-        "forwards": lambda: report.forwards,
-        "rows": lambda: report.rows,
-        "audits": lambda: asdict(report.audits) if audited else None,
-    }
+    return {name: finite(value) for name, value in entry.items()}
 
 
-def _because(failure: Exception) -> str:
-    report.failure("Gemma 4 fast prefill: /server_info lacks a part of its state", failure)
-    return repr(failure)
+def finite(value: Any) -> Any:
+    """``value`` with a word for each number in it that is not finite.
 
-
-def plain(value: Any) -> Any:
-    """``value`` as whoever reads its JSON has it, with a word for each number that is not finite.
-
-    >>> plain({"a": (1, 2.5, math.inf), "b": math.nan})
-    {'a': [1, 2.5, 'infinite'], 'b': 'not a number'}
-
-    Raises:
-        TypeError, ValueError: JSON has nothing like it.
+    >>> finite({"worst": math.inf, "check": {"allowed": 0.5}})
+    {'worst': 'infinite', 'check': {'allowed': 0.5}}
     """
-    # SGLang's encoders want UTF-8, which is less than JSON allows.
-    text = json.dumps(_with_words(value), allow_nan=False, ensure_ascii=False)
-    return json.loads(text.encode())
-
-
-def _with_words(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _with_words(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_words(part) for part in value]
+        return {name: finite(part) for name, part in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return "not a number" if math.isnan(value) else "infinite" if value > 0 else "-infinite"
     return value
 
 
-def add_to(internal_state: Any) -> None:
-    """Put ``state`` into what a scheduler answers to /server_info. Never raises."""
+def add_to(output: Any) -> None:
+    """Put ``state`` into a scheduler's answer to /server_info. Never raises."""
     try:
-        internal_state.internal_state[ENTRY] = state()
+        output.internal_state[ENTRY] = state()
     except Exception as failure:  # noqa: BLE001 - SGLang's answer is worth more than ours
-        report.failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
+        log.failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
 
 
 def collect(labels: Mapping[str, Any]) -> None:
@@ -118,19 +83,13 @@ def collect(labels: Mapping[str, Any]) -> None:
     if labels.get("tp_rank", 0) != 0 and not every_rank:
         return
     try:
-        tell = _counters(labels)
-        for outcome, forwards in report.forwards.items():
-            tell(outcome, {}, forwards)
-        tell(None, report.rows, 0)
-        tell_audit = _audit_metrics(labels)
+        _count_forwards(labels)
+        _count_audits(labels)
     except Exception as failure:  # noqa: BLE001 - a server without these metrics serves as well
-        report.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
-    else:
-        report.observe(tell)
-        report.observe_audits(tell_audit)
+        log.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
 
 
-def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
+def _count_forwards(labels: Mapping[str, Any]) -> None:
     from prometheus_client import Counter
 
     forwards = Counter(
@@ -143,18 +102,22 @@ def _counters(labels: Mapping[str, Any]) -> Callable[..., None]:
         "Rows of prefills, by whether the KV-shared layers have computed them.",
         [*labels, "part"],
     )
-    parts = {part: rows.labels(**labels, part=part) for part in report.PARTS}
 
-    def tell(outcome: str | None, counted: Mapping[str, int], times: int = 1) -> None:
-        if outcome is not None:
-            forwards.labels(**labels, outcome=outcome).inc(times)
+    parts = {part: rows.labels(**labels, part=part) for part in log.PARTS}
+
+    def count(outcome: str, counted: Mapping[str, int], times: int = 1) -> None:
+        forwards.labels(**labels, outcome=outcome).inc(times)
         for part, number in counted.items():
             parts[part].inc(number)
 
-    return tell
+    for outcome, times in log.forwards.items():
+        count(outcome, {}, times)
+    for part, number in log.rows.items():
+        parts[part].inc(number)
+    log.on_forward.append(count)
 
 
-def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]:
+def _count_audits(labels: Mapping[str, Any]) -> None:
     from prometheus_client import Counter, Gauge
 
     audits = Counter(
@@ -173,16 +136,12 @@ def _audit_metrics(labels: Mapping[str, Any]) -> Callable[[report.Audits], None]
         [*labels],
         multiprocess_mode="max",
     ).labels(**labels)
-    agree = audits.labels(**labels, result="agrees")
-    differ = audits.labels(**labels, result="differs")
-    so_far = 0.0
 
-    def tell(audit: report.Audits) -> None:
-        nonlocal so_far
-        agree.inc(audit.agree)
-        differ.inc(audit.differ)
+    def count(audit: log.Audits) -> None:
+        audits.labels(**labels, result="agrees").inc(audit.agree)
+        audits.labels(**labels, result="differs").inc(audit.differ)
         changes.inc(audit.greedy_changes)
-        so_far = max(so_far, audit.worst)
-        worst.set(so_far)
+        worst.set(log.audits.worst)
 
-    return tell
+    count(log.audits)
+    log.on_audit.append(count)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.cutting import served
 from sglang_gemma4_yoco.tail.shadow import Shadows
 
@@ -61,7 +61,7 @@ def repaired(runner: Any, model: Any) -> Iterator[bool]:
     if why is None:
         yield False
         return
-    report.once(
+    log.once(
         "Gemma 4 fast prefill: SGLang's recording of prefill CUDA graphs is repaired for this "
         f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it as "
         "it is"

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, report, seams, settings
+from sglang_gemma4_yoco import __version__, log, seams, settings
 from sglang_gemma4_yoco.captured import graphs, proof
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.core import donor, gate
+from sglang_gemma4_yoco.core import donor, gate, ranks
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.state import ModelState, find, first_shared_layer
-from sglang_gemma4_yoco.deciding import arguments, backends, quantised, ranks
+from sglang_gemma4_yoco.loading import limits
 
 try:
     from sglang_gemma4_yoco import prefill_graphs
@@ -28,12 +28,12 @@ NO_SHARED_LAYERS = "the model has no KV-shared tail"
 def model_reason(model: Any) -> str | None:
     """Why no batch of this model, in a server with these arguments, may be cut; or None."""
     first = first_shared_layer(model.config)
-    reason = seams.unseen(sorted(arguments.judged()), ()) or arguments.server_reason()
+    reason = limits.server_reason()
     if reason is not None or first is None:
         return reason or NO_SHARED_LAYERS
     if not seams.holds_all_layers(model):
-        return arguments.PIPELINE
-    return quantised.coupled_reason(model, first)
+        return limits.PIPELINE
+    return limits.linear_reason(model, first)
 
 
 def of(model: Any) -> ModelState:
@@ -52,16 +52,20 @@ def start(runner: Any, model: Any) -> None:
     reason, attention = _runner_reason(runner, model), None
     if reason is None:
         attention = _tail_backend(runner)
-        reason = backends.NO_TAIL if attention is None else None
-    found = f"{__version__}, refused: {reason}, {settings.current}"
-    reason = ranks.disagreement(found) or reason
+        reason = limits.NO_TAIL if attention is None else None
+    # By its arguments a server is refused on all ranks, so there is nothing to compare. With
+    # several machines there may be nobody to ask: another one may not have this package.
+    if reason is None or limits.server_reason() is None:
+        found = f"{__version__}, refused: {reason}, {settings.current}"
+        reason = ranks.reason_ranks_differ(found) or reason
     state = ModelState(model, reason, attention if reason is None else None)
     state.attach(gate.plan_batch)
+    state.on_close(lambda: graphs.drop(state, graphs.NOT_YET))
     if reason is None:
         _compile_kernels(state)
     elif gate.is_news(reason):
-        wrong = reason == arguments.WRONG_REPLAYS
-        report.steps_aside(reason, logging.WARNING if wrong else logging.INFO)
+        wrong = reason == limits.WRONG_REPLAYS
+        log.server_refused(reason, logging.WARNING if wrong else logging.INFO)
 
 
 def _runner_reason(runner: Any, model: Any) -> str | None:
@@ -71,8 +75,8 @@ def _runner_reason(runner: Any, model: Any) -> str | None:
     return (
         model_reason(model)
         or donor.why_not(model)
-        or backends.why_not_main(main)
-        or backends.why_not_pool(runner.token_to_kv_pool, runner.dtype, main)
+        or limits.backend_reason(main)
+        or limits.pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
 
@@ -80,12 +84,12 @@ def _tail_backend(runner: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
         tail = seams.build_attn_backend(runner)
-        if backends.TAIL in backends.can(type(tail)):
+        if limits.Ability.TAIL in limits.abilities(type(tail)):
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
         failure = repr(raised)
-    report.once(
+    log.once(
         f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
         logging.WARNING,
     )
@@ -99,7 +103,7 @@ def _compile_kernels(state: ModelState) -> None:
         assert state.attention is not None
         state.attention.compile_kernels([layer.self_attn for layer in state.tail_layers])
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
-        report.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
+        log.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
 
 # -- SGLang captures its own graphs ----------------------------------------------------------------
@@ -131,7 +135,7 @@ def set_up(runner: Any, state: ModelState) -> None:
         prefill_graphs.attach(runner, state)
     if checked is not None and state.refused is None:
         state.after_cut = audit.auditor(runner, state)
-        report.once(
+        log.once(
             f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked.describe()}"
         )
 
@@ -142,13 +146,16 @@ def capture_tail(runner: Any, state: ModelState) -> None:
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    reason = graphs.prepare(runner, state)
-    reason = ranks.disagreement(f"captured: {reason}") or reason
+    assert state.attention is not None
+    abilities = limits.abilities(type(state.attention.tail))
+    able = limits.Ability.CAPTURED in abilities
+    reason = graphs.prepare(runner, state, can_be_captured=able)
+    reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
     if reason is None:
         tail = graphs.capture(runner, state, lambda tail: proof.prove(tail, runner))
         # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
         rows = tail if isinstance(tail, str) else tail.rows
-        reason = ranks.disagreement(f"replayed: {rows}")
+        reason = ranks.reason_ranks_differ(f"replayed: {rows}")
         if reason is None and not isinstance(tail, str):
             graphs.use(state, tail)
             return
@@ -171,12 +178,12 @@ def _check(runner: Any, state: ModelState) -> Checked:
     except Exception as failure:
         if not seams.is_single_rank():
             raise
-        report.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
+        log.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
         checked = Checked(unchecked=f"it could not be run: {type(failure).__name__}")
     state.facts["check"] = checked.facts()
-    others = ranks.disagreement(f"agrees with stock: {checked.agrees}")
+    others = ranks.reason_ranks_differ(f"agrees with stock: {checked.agrees}")
     if others is not None or not checked.agrees:
         state.refuse(check.FAILED)
         found = "another rank's differs" if checked.agrees else checked.describe()
-        report.error(f"Gemma 4 fast prefill is off for this server: {check.FAILED}; {found}")
+        log.error(f"Gemma 4 fast prefill is off for this server: {check.FAILED}; {found}")
     return checked

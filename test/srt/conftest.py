@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,14 +101,6 @@ def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
-@pytest.fixture(autouse=True)
-def _no_warnings_of_our_own() -> Iterator[None]:
-    """A warning that the product's code causes is an error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", module=r"sglang_gemma4_yoco\.")
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Gemma 4 of 8 layers, the last 4 of them KV-shared, with a window of 32."""
@@ -171,13 +162,10 @@ def engine(tiny_checkpoint: Path) -> Engine:
 
 
 @pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def setting() -> Iterator[Callable[..., None]]:
     """Have these settings, by their fields, from here on."""
-
-    def change(**fields: Any) -> None:
-        monkeypatch.setattr(settings, "current", dataclasses.replace(settings.current, **fields))
-
-    return change
+    with ExitStack() as stack:
+        yield lambda **fields: stack.enter_context(settings.changed(**fields))
 
 
 @pytest.fixture
@@ -190,26 +178,29 @@ def outside_of_a_server() -> Iterator[None]:
 
 
 @pytest.fixture
-def not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin finds SGLang as if it had not been loaded yet; what it wraps is put back."""
     from sglang_gemma4_yoco import plugin
     from sglang_gemma4_yoco.loading import patch
 
+    plugin.load.cache_clear()
     monkeypatch.setattr(plugin, "left_alone", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "_installed", {})
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))
+    yield
+    plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
 
 
 @pytest.fixture
 def forgotten_reports() -> Iterator[None]:
     """Nothing is counted yet, and nothing said."""
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
 
-    report.reset()
+    log.reset()
     yield
-    report.reset()
+    log.reset()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,8 +61,6 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     A decode step can be recorded, and one that verifies drafts, its attention as one node of each
     layer.
     """
-
-    gemma4_yoco = frozenset({"front", "tail", "recorded"})
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare."""
@@ -149,7 +148,18 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
 class FrontBackend(WindowedTorchNativeBackend):
     """The same under a name of its own, as a server's backend that no tail may run on."""
 
-    gemma4_yoco = frozenset({"front"})
+
+def register_as_proven() -> None:
+    """Enter these backends in the package's table, where the package is loaded."""
+    limits = sys.modules.get("sglang_gemma4_yoco.loading.limits")
+    if limits is None:
+        return
+    proven = {
+        WindowedTorchNativeBackend: frozenset(limits.Ability),
+        FrontBackend: frozenset({limits.Ability.MAIN}),
+    }
+    for kind, abilities in proven.items():
+        limits.PROVEN_BACKENDS.setdefault(limits.backend_key(kind), abilities)
 
 
 def _heads(q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:

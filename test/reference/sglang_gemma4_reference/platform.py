@@ -165,15 +165,17 @@ def _deal_out_cores(processes: int) -> None:
 
 def create_attention_backend(runner: ModelRunner) -> AttentionBackend:
     """Build the backend that serves under the name ``triton``."""
-    from sglang_gemma4_reference.attention import WindowedTorchNativeBackend
+    from sglang_gemma4_reference.attention import WindowedTorchNativeBackend, register_as_proven
 
+    register_as_proven()
     return WindowedTorchNativeBackend(runner)
 
 
 def create_front_backend(runner: ModelRunner) -> AttentionBackend:
     """Build the backend that serves under the names ``FRONT_NAMES``."""
-    from sglang_gemma4_reference.attention import FrontBackend
+    from sglang_gemma4_reference.attention import FrontBackend, register_as_proven
 
+    register_as_proven()
     return FrontBackend(runner)
 
 

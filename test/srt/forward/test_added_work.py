@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +24,10 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams, settings
-from sglang_gemma4_yoco.core import gate, state
-from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.core import donor
+from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco.core import donor, gate
+from sglang_gemma4_yoco.core import state as states
+from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -118,7 +118,7 @@ def test_no_variable_is_read_in_a_forward(engine: Engine, environment: Counting)
         environment.asked.clear()
         engine.forward(scheduled)
         assert not [name for name in environment.asked if name.startswith(settings.SWITCH)]
-    assert report.forwards == {report.ACTIVE: 2, gate.NOTHING_TO_SKIP: 1}
+    assert log.forwards == {log.TAIL_EAGER: 2, gate.NOTHING_TO_SKIP: 1}
 
 
 # ---------------------------------------------------------------- the gate
@@ -128,13 +128,13 @@ def test_no_variable_is_read_in_a_forward(engine: Engine, environment: Counting)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The batches that the gate is asked about."""
     batches: list[Any] = []
-    stock = gate.judge
+    stock = gate.check_eligibility
 
-    def counting(known: Any, forward_batch: Any) -> Any:
+    def counting(state: Any, forward_batch: Any) -> Any:
         batches.append(forward_batch)
-        return stock(known, forward_batch)
+        return stock(state, forward_batch)
 
-    monkeypatch.setattr(gate, "judge", counting)
+    monkeypatch.setattr(gate, "check_eligibility", counting)
     return batches
 
 
@@ -179,7 +179,7 @@ def test_all_that_the_host_knows_travels_at_once(
 
     with Operations() as ran, monkeypatch.context() as noted:
         noted.setattr(torch.Tensor, "to", noting)
-        tail = tail_of(forward_batch, engine.runner.attn_backend)
+        tail = tail_of(forward_batch)
         assert tail.fields
     assert copied == [(torch.device("cpu"), {"non_blocking": True}), (torch.int32, {})]
     assert {"cumsum", "sub", "arange", "ones_like"}.isdisjoint(ran.names)
@@ -203,12 +203,13 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
     reason = f"the attention backend {kind} is not proven"
     built: list[Any] = []
     with monkeypatch.context() as unproven, caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        unproven.setattr(type(engine.runner.attn_backend), backends.ATTRIBUTE, frozenset())
+        key = limits.backend_key(type(engine.runner.attn_backend))
+        unproven.setitem(limits.PROVEN_BACKENDS, key, frozenset())
         unproven.setattr(seams, "build_attn_backend", built.append)
         engine.runner.init_attention_backends()
         assert built == []
         assert start.of(engine.text_model).attention is None
-        said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
+        said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
         assert said == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
         assert_stock(engine, reason)
     engine.runner.init_attention_backends()
@@ -217,7 +218,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
 
 @pytest.fixture
 def projected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """(what, rows) of each time that the donor's K and V, or its queries, are computed apart."""
+    """(what, rows) of each time that the donor's K and V are computed apart."""
     seen: list[tuple[str, int]] = []
 
     def noting(name: str) -> None:
@@ -230,7 +231,6 @@ def projected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         monkeypatch.setattr(donor, name, noted)
 
     noting("keys_and_values")
-    noting("queries")
     return seen
 
 
@@ -241,34 +241,8 @@ def test_the_donors_kernels_are_compiled_at_start(
     engine.runner.init_attention_backends()
     few, many = donor._FEW, donor._MANY
     assert 1 < few <= 256 < many
-    parts = ("keys_and_values", "queries")
-    assert projected == [(part, rows) for rows in (few, many) for part in parts]
+    assert projected == [("keys_and_values", rows) for rows in (few, many)]
     assert_fast(engine)
-
-
-def test_the_cut_is_decided_on_a_backend_over_the_runners_pools(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its cache's type decides how deep the cut may be, and at start no backend is current."""
-    asked: list[Any] = []
-    with monkeypatch.context() as watched:
-        watched.setattr(seams, "kv_cache_dtype", asked.append)
-        engine.runner.init_attention_backends()
-        assert start.of(engine.text_model).donor_cut is DonorCut.KEYS_AND_VALUES
-    assert len(asked) == 1
-    assert asked[0] is not engine.runner.attn_backend
-    engine.runner.init_attention_backends()
-
-
-def test_kernels_that_are_not_needed_are_not_compiled(
-    engine: Engine, projected: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as shallow:
-        shallow.setattr(donor, "why_not_keys_and_values", lambda *_: "a reason")
-        engine.runner.init_attention_backends()
-        assert start.of(engine.text_model).donor_cut is DonorCut.NONE
-    assert projected == []
-    engine.runner.init_attention_backends()
 
 
 def test_kernels_that_cannot_be_compiled_are_no_servers_end(
@@ -280,7 +254,7 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
     with monkeypatch.context() as broken:
         broken.setattr(donor, "compile_kernels", impossible)
         engine.runner.init_attention_backends()
-    [record] = [r for r in caplog.records if r.name == report.logger.name]
+    [record] = [r for r in caplog.records if r.name == log.logger.name]
     assert "no compiler" in record.getMessage()
     assert record.exc_info
     assert_fast(engine)
@@ -291,17 +265,41 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
 
 def test_one_entry_is_all_that_a_model_carries(engine: Engine) -> None:
     added = {name for name in vars(engine.text_model) if "yoco" in name}
-    assert added == {"_yoco"}
-    known = start.of(engine.text_model)
-    assert state.find(engine.text_model) is known
+    assert added == {states.ENTRY}
+    state = states.find(engine.text_model)
     engine.runner.init_attention_backends()
-    assert start.of(engine.text_model) is not known
-    known = start.of(engine.text_model)
-    known.close()
+    again = states.find(engine.text_model)
+    assert again is not None
+    assert again is not state
+    again.close()
     assert not {name for name in vars(engine.text_model) if "yoco" in name}
-    # Asked about once more, the model gets one that knows of no backend; stock serves its batches.
+    # Stock serves the batches of a model of which nothing is known.
     scheduled = engine.schedule(TWO_PROMPTS)
     assert run(engine, scheduled, "1").rows[-1] == sum(scheduled.extend_lens)
-    assert start.of(engine.text_model).attention is None
     engine.runner.init_attention_backends()
     assert_fast(engine)
+
+
+# ---------------------------------------------------------------- what a reader must follow
+
+
+def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> None:
+    """Its planning included, on an eager tail; lambdas and generators are counted too."""
+    scheduled = engine.schedule(TWO_PROMPTS)
+    run(engine, scheduled, "1")  # the first one is logged
+    batch = releases.forward_batch(scheduled, engine.runner)
+    entered: set[tuple[str, str]] = set()
+
+    def entering(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            entered.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    with torch.no_grad():
+        sys.setprofile(entering)
+        try:
+            engine.runner.forward(batch)
+        finally:
+            sys.setprofile(None)
+    assert log.forwards == {log.TAIL_EAGER: 2}
+    assert len(entered) <= 60, sorted(entered)
+    assert len({file for file, _ in entered}) <= 10

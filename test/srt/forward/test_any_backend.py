@@ -29,8 +29,8 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams
-from sglang_gemma4_yoco.deciding import backends
+from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.core.attention import TailBackend
 
@@ -98,7 +98,7 @@ def test_forwards(engine: Engine, name: str) -> None:
 
 
 def test_the_log_names_both(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, report.logger.name):
+    with caplog.at_level(logging.INFO, log.logger.name):
         run(engine, engine.schedule(BATCHES["one prompt"]), "1")
     main = type(engine.runner.attn_backend).__name__
     [said] = [r.getMessage() for r in caplog.records if " is active" in r.getMessage()]
@@ -123,7 +123,7 @@ def test_the_recorded_tail(engine: Engine) -> None:
             assert fast.rows == [rows for rows in cut(total, 0) if rows]
             assert_same_cache(stock, fast)
             assert_same_answers(stock, fast, TOLERANCE)
-        assert report.forwards[report.TAIL_REPLAYED] == 2
+        assert log.forwards[log.TAIL_CAPTURED] == 2
     finally:
         engine.runner.init_attention_backends()
 
@@ -171,19 +171,20 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
         engine.runner.init_attention_backends()
         known = start.of(engine.text_model)
         assert known.attention is None
-        assert known.refused == backends.NO_TAIL
+        assert known.refused == limits.NO_TAIL
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert report.forwards[backends.NO_TAIL] == 1
+        assert log.forwards[limits.NO_TAIL] == 1
     engine.runner.init_attention_backends()
     assert start.of(engine.text_model).refused is None
 
 
 def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a class inherit what its base says of itself."""
-    with monkeypatch.context() as silent:
-        silent.delattr(FrontBackend, backends.ATTRIBUTE)
+    """Nor does a class inherit what is known of its base."""
+    with monkeypatch.context() as unproven:
+        key = limits.backend_key(FrontBackend)
+        unproven.setitem(limits.PROVEN_BACKENDS, key, frozenset())
         engine.runner.init_attention_backends()
         reason = start.of(engine.text_model).refused
         assert reason == "the attention backend FrontBackend is not proven"
@@ -192,17 +193,11 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
     assert start.of(engine.text_model).refused is None
 
 
-# The class of SGLang's by this name, what it has -> whether it may be main; none may be the tail's.
-SGLANGS: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "TRT-LLM": ("TRTLLMHAAttnBackend", {}, None),
-    "XPU": ("XPUAttentionBackend", {}, None),
-    "FlashAttention 4": ("FlashAttentionBackend", {"fa_impl_ver": 4}, None),
-    "FlashAttention 3": (
-        *("FlashAttentionBackend", {"fa_impl_ver": 3}),
-        "FlashAttention 3 is not proven",
-    ),
+# SGLang's classes: whether one may be main; none of them may be the tail's.
+SGLANGS: dict[str, str | None] = {
+    **dict.fromkeys(("TRTLLMHAAttnBackend", "XPUAttentionBackend", "FlashAttentionBackend")),
     **{
-        name: (name, {}, f"the attention backend {name} is not proven")
+        name: f"the attention backend {name} is not proven"
         for name in ("AiterAttnBackend", "AscendAttnBackend", "IntelAMXAttnBackend")
     },
 }
@@ -211,12 +206,10 @@ SGLANGS: dict[str, tuple[str, dict[str, Any], str | None]] = {
 @pytest.mark.parametrize("name", SGLANGS)
 def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """By the names of their classes; what they would compute, the reference does here."""
-    kind, values, reason = SGLANGS[name]
+    reason = SGLANGS[name]
     module = {"__module__": "sglang.srt.layers.attention.a"}
     with monkeypatch.context() as others:
-        others.setitem(
-            ATTENTION_BACKENDS, "intel_xpu", type(kind, (FrontBackend,), module | values)
-        )
+        others.setitem(ATTENTION_BACKENDS, "intel_xpu", type(name, (FrontBackend,), module))
         engine.runner.init_attention_backends()
         assert start.of(engine.text_model).refused == reason
         seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
@@ -224,9 +217,20 @@ def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, n
         if reason is None:
             others.setattr(seams, "build_attn_backend", out_of_memory)
             engine.runner.init_attention_backends()
-            assert start.of(engine.text_model).refused == backends.NO_TAIL
+            assert start.of(engine.text_model).refused == limits.NO_TAIL
     engine.runner.init_attention_backends()
     assert start.of(engine.text_model).refused is None
+
+
+def test_another_packages_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one by the name of one of SGLang's."""
+    kind = type("XPUAttentionBackend", (FrontBackend,), {"__module__": "another"})
+    with monkeypatch.context() as others:
+        others.setitem(ATTENTION_BACKENDS, "intel_xpu", kind)
+        engine.runner.init_attention_backends()
+        reason = start.of(engine.text_model).refused
+        assert reason == "the attention backend XPUAttentionBackend is not proven"
+    engine.runner.init_attention_backends()
 
 
 @pytest.mark.parametrize(
@@ -305,12 +309,10 @@ def refused(checkpoint: Path, **arguments: Any) -> str | None:
     return start.of(start(checkpoint, **arguments).text_model).refused
 
 
-def test_a_rounded_cache_beside_another_backend(tiny_checkpoint: Path) -> None:
-    kind = torch.float8_e4m3fn
-    reason = refused(tiny_checkpoint, kv_cache_dtype="fp8_e4m3")
-    assert reason == f"a KV cache of {kind} beside FrontBackend"
-    admitted = refused(tiny_checkpoint, attention_backend="triton", kv_cache_dtype="fp8_e4m3")
-    assert admitted is None
+@pytest.mark.parametrize("backend", ["intel_xpu", "triton"])
+def test_a_rounded_cache(tiny_checkpoint: Path, backend: str) -> None:
+    reason = refused(tiny_checkpoint, attention_backend=backend, kv_cache_dtype="fp8_e4m3")
+    assert reason == "a KV cache of torch.float8_e4m3fn beside weights of torch.float32"
 
 
 def test_pools_that_are_laid_out_by_heads(
@@ -324,4 +326,4 @@ def test_pools_that_are_laid_out_by_heads(
 def test_another_name_for_the_same_backend_is_no_other_kind(tiny_checkpoint: Path) -> None:
     engine = start(tiny_checkpoint, attention_backend="triton")
     assert attention(engine).description == "planned ahead"
-    assert backends.TAIL in backends.can(type(attention(engine).main))
+    assert limits.tail_backend_reason(attention(engine).main) is None

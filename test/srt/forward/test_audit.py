@@ -24,7 +24,7 @@ from layer_rows import FIRST_CUT, LAYERS
 from observe import assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import audit, rounding
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.core import cut
@@ -48,8 +48,8 @@ def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     assert_same_cache(unaudited, both)
     assert torch.equal(both.output.next_token_logits, unaudited.output.next_token_logits)
     assert counts() == (1, 0)
-    assert 0 < report.audits.worst < 0.5  # of what is rounding
-    assert report.audits.greedy_changes == 0
+    assert 0 < log.audits.worst < 0.5  # of what is rounding
+    assert log.audits.greedy_changes == 0
     assert_untouched(engine)
     assert "forward" not in vars(engine.runner.model.logits_processor)
 
@@ -59,7 +59,7 @@ def test_one_of_so_many(engine: Engine) -> None:
         audits = []
         for _ in range(7):
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-            audits.append(report.audits.agree)
+            audits.append(log.audits.agree)
         assert audits == [0, 0, 1, 1, 1, 2, 2]
 
 
@@ -75,7 +75,7 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine), pytest.MonkeyPatch.context() as broken, switched("1"):
         engine.forward(scheduled, unread=True)
-        assert report.forwards[report.TAIL_SKIPPED] == 1
+        assert log.forwards[log.TAIL_SKIPPED] == 1
         assert counts() == (1, 0)
         with_larger_keys(broken)
         engine.forward(scheduled, unread=True)
@@ -121,7 +121,7 @@ def test_what_differs_is_answered_by_stock(
     with audited(engine), caplog.at_level("ERROR", "sglang_gemma4_yoco"):
         seen = run(engine, scheduled, "1")
     assert counts() == (0, 1)
-    assert report.audits.worst > 1e-3
+    assert log.audits.worst > 1e-3
     assert torch.equal(seen.output.next_token_logits, stock.output.next_token_logits)
     if stock.output.input_token_logprobs is not None:
         assert torch.equal(seen.output.input_token_logprobs, stock.output.input_token_logprobs)
@@ -131,7 +131,7 @@ def test_what_differs_is_answered_by_stock(
     line = record.getMessage()
     lengths = [len(prompt.new) for prompt in prompts]
     assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
-    assert line.endswith(f", {report.ACTIVE}")
+    assert line.endswith(f", {log.TAIL_EAGER}")
     assert start.of(engine.text_model).refused is None
 
 
@@ -203,7 +203,7 @@ def test_changed_tokens_are_counted(engine: Engine, monkeypatch: pytest.MonkeyPa
     _other_rows(monkeypatch)
     with audited(engine):
         run(engine, engine.schedule(batch_of((0, 9), (20, 30), (3, 5))), "1")
-    assert report.audits.greedy_changes == 3
+    assert log.audits.greedy_changes == 3
 
 
 def test_lines_end_and_counts_go_on(
@@ -355,5 +355,5 @@ def test_the_state_has_them(engine: Engine) -> None:
             "agree": 1,
             "differ": 0,
             "greedy_changes": 0,
-            "worst": report.audits.worst,
+            "worst": log.audits.worst,
         }

@@ -54,16 +54,15 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.captured import backend, graphs, proof
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.core import cut, gate, per_layer
+from sglang_gemma4_yoco.core import cut, gate, per_layer, ranks
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.deciding import backends, ranks
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import halved_weights
 
 pytest.importorskip(
@@ -118,7 +117,7 @@ def why_eager(engine: Engine) -> str:
 
 def outcomes() -> dict[str, int]:
     """How forwards with the fast path on ended, since reports were forgotten."""
-    return {outcome: n for outcome, n in report.forwards.items() if outcome != SWITCHED_OFF}
+    return {outcome: n for outcome, n in log.forwards.items() if outcome != SWITCHED_OFF}
 
 
 def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
@@ -172,7 +171,7 @@ def test_one_row_of_each_request(
     assert ran.inputs["lengths"].tolist() == [40, 8, 91, 53][:requests] + [1] * (size - requests)
     padding = {name: rows[requests:] for name, rows in ran.inputs.items()}
     assert not padding["requests"].any()
-    assert outcomes() == {report.TAIL_REPLAYED: 2}
+    assert outcomes() == {log.TAIL_CAPTURED: 2}
     assert tail.rows == (1, 2, 4)
 
 
@@ -186,7 +185,7 @@ def test_one_row_of_each_request(
 )
 def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:
     assert_replayed(engine, prompts, eager=True)
-    assert report.TAIL_REPLAYED not in report.forwards
+    assert log.TAIL_CAPTURED not in log.forwards
     assert_replayed(engine, TWO_PROMPTS)
 
 
@@ -238,7 +237,7 @@ def test_chunks_and_the_steps_after_them(engine: Engine, tail: TailGraphs) -> No
         seen[switch].append(run(engine, batch, switch))
         seen[switch] += [step(engine, batch, [7, 9], switch) for _ in range(2)]
     assert seen["1"][1].rows == [80] * FIRST_CUT
-    assert report.forwards[report.TAIL_REPLAYED] == 1
+    assert log.forwards[log.TAIL_CAPTURED] == 1
     for stock, fast in zip(seen["0"], seen["1"], strict=True):
         assert_same_cache(stock, fast)
     for stock, fast in zip(seen["0"][1:], seen["1"][1:], strict=True):
@@ -252,7 +251,7 @@ def test_prefixes_of_replayed_prefills_are_as_good(engine: Engine, tail: TailGra
     fast = run(engine, engine.schedule(prompts, prefix="1"), "1")
     assert fast.rows == [21] * FIRST_CUT
     assert_same_answers(stock, fast, TOLERANCE)
-    assert outcomes() == {report.TAIL_REPLAYED: 2}
+    assert outcomes() == {log.TAIL_CAPTURED: 2}
 
 
 def test_batches_leave_nothing_to_one_another(engine: Engine, tail: TailGraphs) -> None:
@@ -353,7 +352,7 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
             engine.forward(scheduled)
     finally:
         hook.remove()
-    assert outcomes() == {report.TAIL_REPLAYED: 3}
+    assert outcomes() == {log.TAIL_CAPTURED: 3}
     assert gathered.times == 2 * len(("rows", "positions", "embeds", "embedded"))
     assert calls == ["init_forward_metadata_out_graph"] * 2
 
@@ -439,7 +438,7 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         elif fails == "every proof":
             broken.setattr(proof, "difference", lambda *_: rounding.defect("the captured tail"))
         else:
-            broken.setattr(ranks, "disagreement", disagreement)
+            broken.setattr(ranks, "reason_ranks_differ", disagreement)
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
     known = start.of(engine.text_model)
@@ -497,7 +496,7 @@ def test_by_default_one_skipped_row_is_enough(
     assert_replayed(engine, two_tokens)
     graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
     observe.assert_stock(engine, two_tokens, run(engine, engine.schedule(two_tokens), "1"))
-    assert outcomes() == {report.TAIL_REPLAYED: 1, gate.TOO_LITTLE: 1}
+    assert outcomes() == {log.TAIL_CAPTURED: 1, gate.TOO_LITTLE: 1}
 
 
 def test_suffixes_must_skip_as_many_as_ever(
@@ -658,7 +657,7 @@ def test_a_graph_that_differs_is_not_used(
     try:
         with caplog.at_level("ERROR", "sglang_gemma4_yoco"):
             proof.prove(tail, engine.runner)
-        [record] = [r for r in caplog.records if r.name == report.logger.name]
+        [record] = [r for r in caplog.records if r.name == log.logger.name]
         assert "the tail captured for 2 rows differs" in record.getMessage()
         assert tail.rows == (1, 4)
         assert_replayed(engine, TWO_PROMPTS)  # by the next larger one
@@ -734,10 +733,10 @@ def test_a_failing_replay_is_served_by_stock(
     assert_same_objects(fast)
     assert_same_cache(stock, fast)
     assert_same_answers(stock, fast, 0.0)
-    assert outcomes() == {report.FAILED: 1}
+    assert outcomes() == {log.FAILED: 1}
     assert tail.rows == ()
     assert_replayed(engine, TWO_PROMPTS, eager=True)
-    assert outcomes() == {report.FAILED: 1, report.ACTIVE: 1}
+    assert outcomes() == {log.FAILED: 1, log.TAIL_EAGER: 1}
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     assert any(line.endswith("runs eagerly: a replay failed: InjectedError") for line in said)
     assert why_eager(engine) == "a replay failed: InjectedError"
@@ -818,7 +817,8 @@ class TestReasons:
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         kind = type(engine.runner.attn_backend)
-        monkeypatch.setattr(kind, backends.ATTRIBUTE, frozenset({"front", "tail"}))
+        abilities = frozenset({limits.Ability.MAIN, limits.Ability.TAIL})
+        monkeypatch.setitem(limits.PROVEN_BACKENDS, limits.backend_key(kind), abilities)
         assert reason(engine) == (
             "attention by WindowedTorchNativeBackend is not known to be capturable"
         )
@@ -874,7 +874,7 @@ class TestReasons:
 def test_the_refused_arguments_are_these() -> None:
     """And SGLang has them."""
     assert set(graphs._REFUSED) == set(REFUSED_ARGUMENTS)
-    assert seams.unseen(graphs._REFUSED, ()) is None
+    assert releases.unknown_arguments(graphs._REFUSED) == []
 
 
 def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -884,7 +884,7 @@ def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> No
         record_tail(engine, MOST)
         for _ in range(2):
             assert_replayed(engine, TWO_PROMPTS)
-    said = [r.getMessage() for r in caplog.records if r.name == report.logger.name]
+    said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
     [captured] = [line for line in said if "the tail is captured" in line]
     [_] = [line for line in said if "is active" in line]
     assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
@@ -939,7 +939,7 @@ def test_inputs_that_were_not_projected(
     """Those in the graph's memory are of the batch before, and nobody may take them for these."""
     model, scheduled = engine.text_model, engine.schedule(TWO_PROMPTS)
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
-    report.reset()
+    log.reset()
     stock = run(engine, scheduled, "0")
     unseen = partial(type(model).project_per_layer_inputs, model)
     with monkeypatch.context() as other:

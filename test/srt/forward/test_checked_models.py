@@ -32,7 +32,7 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
 from sglang_gemma4_yoco.checking import start as check
@@ -109,7 +109,7 @@ def test_a_captured_tail_that_is_not_replayed(
     captured: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is known of it then."""
-    monkeypatch.setattr(Replay, "outcome", report.ACTIVE)
+    monkeypatch.setattr(Replay, "outcome", log.TAIL_EAGER)
     assert checked(captured) == Checked(unchecked=check.NOT_REPLAYED)
 
 
@@ -155,9 +155,9 @@ def test_audits_of_random_traffic(captured: Engine, in_place: bool) -> None:
             batch = captured.schedule(traffic(draws, vocabulary))
             captured.forward(batch, unread=number % 6 == 5)
     assert counts() == (12, 0)
-    assert report.audits.worst < 0.5
-    assert report.forwards[report.TAIL_REPLAYED] > 0
-    assert report.forwards[report.ACTIVE] > 0
+    assert log.audits.worst < 0.5
+    assert log.forwards[log.TAIL_CAPTURED] > 0
+    assert log.forwards[log.TAIL_EAGER] > 0
     assert_untouched(captured)
 
 
@@ -228,7 +228,7 @@ def test_an_audit_finds_what_is_broken(captured: Engine, way: str, batch: str) -
             pytest.skip("this model has no place for it")
         output = captured.forward(scheduled, unread=batch == CHUNK)
     assert counts() == (0, 1)
-    assert report.audits.worst > ENOUGH
+    assert log.audits.worst > ENOUGH
     if batch != CHUNK:
         assert torch.equal(output.next_token_logits, stock.output.next_token_logits)
     for now, then in zip(captured.kv(), stock.kv, strict=True):

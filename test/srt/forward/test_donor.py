@@ -27,7 +27,7 @@ from layer_rows import FIRST_CUT, LAYERS
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.loading import start
 from stand_ins import Doubled, Packed, halved_weights
@@ -35,7 +35,7 @@ from stand_ins import Doubled, Packed, halved_weights
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    report.reset()
+    log.reset()
     yield
     state = start.of(engine.text_model)
     state.failures_in_a_row, state.refused = 0, None
@@ -139,7 +139,7 @@ def test_an_unread_chunk_in_a_donor_whose_weights_are_not_plain(
 ) -> None:
     doubled(donor_layer(engine).self_attn.qkv_proj)
     assert_fast(engine, batch_of((20, 60), (0, 30), to_come=(21, 22)))
-    assert report.forwards[report.TAIL_SKIPPED] > 0
+    assert log.forwards[log.TAIL_SKIPPED] > 0
 
 
 def test_slicing_them_all_the_same_would_show(
@@ -222,7 +222,7 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     is off, and no later forward pays twice."""
     scheduled = engine.schedule(BATCHES["three, two of them cached"])
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     seen, later = run(engine, scheduled, "1"), run(engine, scheduled, "1")
     total = stock.rows[0]
     assert stock.rows == later.rows == [total] * LAYERS
@@ -230,7 +230,7 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     for one in (seen, later):
         assert_served_by_stock(stock, one)
     assert_untouched(engine)
-    assert report.forwards == {reason: 2}
+    assert log.forwards == {reason: 2}
     assert start.of(engine.text_model).refused == reason
 
 

@@ -31,14 +31,14 @@ from prefill_replays import RECORDED, ROWS, assert_served_alike, close, run
 from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, batches
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import self_check
 from sglang_gemma4_yoco.checking.checked import Checked
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.cutting import doors, fallback, gate
 from sglang_gemma4_yoco.cutting.doors import Door, Doors
 from sglang_gemma4_yoco.cutting.forward import ReplayedFront
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
 from sglang_gemma4_yoco.core import donor
 from sglang_gemma4_yoco.core.attention import TailBackend
@@ -101,34 +101,34 @@ def test_random_batches(engine: Engine) -> None:
     for batch in HARD:
         property_ = example(batch)(property_)
     property_()
-    assert outcomes.count(report.ALL_REPLAYED) >= 5
-    assert outcomes.count(report.FRONT_REPLAYED) >= 1
+    assert outcomes.count(log.EXIT_CAPTURED) >= 5
+    assert outcomes.count(log.EXIT_SKIPPED) >= 1
     assert outcomes.count(gate.NOT_RECORDED) >= 5
-    assert not {gate.REPLAYED, gate.NOT_PLANNED, report.FAILED} & set(outcomes)
+    assert not {gate.REPLAYED, gate.NOT_PLANNED, log.FAILED} & set(outcomes)
 
 
 @pytest.mark.parametrize("rows", [8, 9, 15, 16, 17, 33, 63, 64, 65, 127, 128])
 def test_padded_rows(engine: Engine, rows: int) -> None:
     """A bucket that is full, one row short of it, or half empty."""
-    assert assert_served_alike(engine, batch_of((0, rows))) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, batch_of((0, rows))) == log.EXIT_CAPTURED
 
 
 @pytest.mark.parametrize("rows", [7, 129, 200])
 def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
     """SGLang runs them eagerly, and they are cut as ever."""
-    assert assert_served_alike(engine, batch_of((0, rows))) == report.TAIL_REPLAYED
+    assert assert_served_alike(engine, batch_of((0, rows))) == log.TAIL_CAPTURED
 
 
 def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     fits = batch_of((0, 9), (3, 5), (40, 2), (0, 33))
-    assert assert_served_alike(engine, fits) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, fits) == log.EXIT_CAPTURED
     assert assert_served_alike(engine, [*fits, *batch_of((7, 1))]) == gate.NOT_RECORDED
 
 
 def test_decoding_requests_beside_a_prompt(engine: Engine) -> None:
     decoding = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((40, 1))]
     prompts = [*batch_of((0, 20), (5, 9)), *decoding]
-    assert assert_served_alike(engine, prompts) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, prompts) == log.EXIT_CAPTURED
 
 
 def test_media_run_eagerly(engine: Engine) -> None:
@@ -140,7 +140,7 @@ def test_media_run_eagerly(engine: Engine) -> None:
     scheduled = media_batch(engine, picture)
     fast = run(engine, scheduled, fast=True)
     assert (stock.segments, fast.segments) == (0, 0)
-    assert fast.outcomes == {report.TAIL_REPLAYED: 1}
+    assert fast.outcomes == {log.TAIL_CAPTURED: 1}
     close(fast.logits, stock.logits)
     close(fast.cache, stock.cache)
 
@@ -168,7 +168,7 @@ def test_too_little_to_skip_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyP
         chunk = batch_of((0, 20), to_come=(7,))
         unread = run(engine, engine.schedule(chunk), fast=True, unread=True)
     assert (short.segments, short.outcomes) == (WHOLE, {gate.TOO_LITTLE: 1})
-    assert (unread.segments, unread.outcomes) == (BY_THE_DOOR, {report.FRONT_REPLAYED: 1})
+    assert (unread.segments, unread.outcomes) == (BY_THE_DOOR, {log.EXIT_SKIPPED: 1})
 
 
 # ---------------------------------------------------------------- a cut before layer K
@@ -197,7 +197,7 @@ def test_a_cut_before_layer_k(engine: Engine) -> None:
         with mock.patch.object(TailBackend, "write_keys_and_values", side_effect=InjectedError):
             outcome = assert_served_alike(engine, prompts)
             seen = run(engine, batch, fast=True, unread=unread)
-        assert outcome == (report.FRONT_REPLAYED if unread else report.ALL_REPLAYED)
+        assert outcome == (log.EXIT_SKIPPED if unread else log.EXIT_CAPTURED)
         assert seen.segments == FIRST_SHARED + 1
 
 
@@ -209,7 +209,7 @@ def assert_served_by_stock(engine: Engine, prompts: list[Prompt]) -> Any:
     batch = engine.schedule(prompts)
     stock = run(engine, batch)
     fast = run(engine, batch, fast=True)
-    assert fast.outcomes == {report.FAILED: 1}
+    assert fast.outcomes == {log.FAILED: 1}
     assert torch.equal(fast.logits, stock.logits)
     assert all(map(torch.equal, fast.cache, stock.cache))
     assert fast.segments in (WHOLE, 2 * WHOLE)  # of one recording, which counts its latest replay
@@ -228,7 +228,7 @@ def test_a_failure_behind_the_door(
             patched.setattr(TailBackend, where, broken)
         assert_served_by_stock(engine, batch_of((0, 30), (4, 5)))
     assert broken.called
-    assert assert_served_alike(engine, FULL) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
 
 
 def test_with_other_ranks_a_failure_is_raised(
@@ -243,7 +243,7 @@ def test_with_other_ranks_a_failure_is_raised(
             run(engine, batch, fast=True)
     assert known.planned is None
     assert known.replaying is None
-    assert assert_served_alike(engine, FULL) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
 
 
 def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,8 +254,8 @@ def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptu
     assert "the tail is launched layer by layer: a replay failed: InjectedError" in caplog.text
     assert assert_served_alike(engine, FULL) == gate.NOT_RECORDED
     chunk = batch_of((0, 20), to_come=(7,))
-    assert assert_served_alike(engine, chunk) == report.FRONT_REPLAYED
-    assert assert_served_alike(engine, batch_of((0, 200))) == report.ACTIVE
+    assert assert_served_alike(engine, chunk) == log.EXIT_SKIPPED
+    assert assert_served_alike(engine, batch_of((0, 200))) == log.TAIL_EAGER
 
 
 # ---------------------------------------------------------------- opened, and closed
@@ -266,7 +266,7 @@ def reopened(engine: Engine, caplog: pytest.LogCaptureFixture) -> str:
     known = start.of(engine.text_model)
     known.checked = None
     caplog.clear()
-    report.reset()
+    log.reset()
     tail_is_recorded = mock.patch.object(starting, "record_tail")
     with caplog.at_level(logging.INFO), tail_is_recorded:
         starting.record(engine.runner, engine.text_model, from_ids=True)
@@ -330,7 +330,7 @@ def test_wrong_doors_are_closed_at_start(
     assert known.refused is None
     assert assert_served_alike_without_doors(engine) == {gate.REPLAYED: 1}
     assert run(engine, engine.schedule(batch_of((0, 200))), fast=True).outcomes == {
-        report.TAIL_REPLAYED: 1
+        log.TAIL_CAPTURED: 1
     }
 
 
@@ -368,7 +368,9 @@ def test_wrong_doors_of_another_rank(
 ) -> None:
     known = start.of(engine.text_model)
     with monkeypatch.context() as patched:
-        patched.setattr(ranks, "disagreement", lambda f: ranks.NOT_ALIKE if "agree" in f else None)
+        patched.setattr(
+            ranks, "reason_ranks_differ", lambda f: ranks.NOT_ALIKE if "agree" in f else None
+        )
         reopened(engine, caplog)
     assert known.doors.closed == ranks.NOT_ALIKE
 
@@ -432,7 +434,7 @@ def test_rows_that_nobody_writes_are_numbers(engine: Engine) -> None:
     known.recorded_from_ids(engine.runner)
     starting._open_doors(known, engine.runner)
     batch = engine.schedule(FULL)
-    with mock.patch.object(report, "active"):
+    with mock.patch.object(log, "active"):
         run(engine, batch, fast=True)
     for output in engine.runner.prefill_cuda_graph_runner.backend._outputs.values():
         assert output.isfinite().all()
@@ -526,7 +528,7 @@ def test_another_rank_without_them(
 ) -> None:
     with monkeypatch.context() as patched:
         differs = lambda found: ranks.NOT_ALIKE if "doors" in found else None  # noqa: E731
-        patched.setattr(ranks, "disagreement", differs)
+        patched.setattr(ranks, "reason_ranks_differ", differs)
         log = reopened(engine, caplog)
     assert ranks.NOT_ALIKE in log
     assert start.of(engine.text_model).doors.closed == ranks.NOT_ALIKE
@@ -614,7 +616,7 @@ def test_recorded_anew(engine: Engine) -> None:
     with torch.no_grad():
         runner.init_prefill_cuda_graph()
     record_tail(engine, ROWS)
-    assert assert_served_alike(engine, FULL) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
 
 
 # ---------------------------------------------------------------- audited
@@ -630,7 +632,7 @@ def test_audits(engine: Engine, prompts: list[Prompt]) -> None:
     with audited(engine):
         seen = run(engine, batch, fast=True, unread=unread)
     assert counts() == (1, 0)
-    assert 0 <= report.audits.worst < 0.5
+    assert 0 <= log.audits.worst < 0.5
     assert seen.outcomes == unaudited.outcomes
     assert seen.segments == 2 * WHOLE  # of one recording, which counts its latest replay
     assert all(map(torch.equal, seen.cache, unaudited.cache))

@@ -17,9 +17,9 @@ from forwards import ENGINE, InjectedError
 from prefill_replays import RECORDED, ROWS, assert_served_alike, run
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import self_check
-from sglang_gemma4_yoco.deciding import ranks
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.loading import repair, starting
 
 pytestmark = [
@@ -46,13 +46,15 @@ def test_both_comparisons_close_them(
     """That of what was found, and that of what was checked."""
     known = start.of(engine.text_model)
     with monkeypatch.context() as patched, mock.patch.object(starting, "record_tail"):
-        patched.setattr(ranks, "disagreement", lambda f: ranks.NOT_ALIKE if asked in f else None)
+        patched.setattr(
+            ranks, "reason_ranks_differ", lambda f: ranks.NOT_ALIKE if asked in f else None
+        )
         starting.record(engine.runner, engine.text_model, from_ids=True)
     assert known.doors.closed == ranks.NOT_ALIKE
     known.forget_replays()
     known.recorded_from_ids(engine.runner)
     starting._open_doors(known, engine.runner)
-    assert assert_served_alike(engine, batch_of((0, 64))) == report.ALL_REPLAYED
+    assert assert_served_alike(engine, batch_of((0, 64))) == log.EXIT_CAPTURED
 
 
 def test_a_repair_that_nobody_asked_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +83,7 @@ def test_a_launched_front_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patched, settings.changed(min_skipped_rows=None):
         patched.setitem(vars(known), "on_gpu", True)
         seen = run(engine, engine.schedule(batch_of((0, 7))), fast=True)
-    assert (seen.segments, seen.outcomes) == (0, {report.TAIL_REPLAYED: 1})
+    assert (seen.segments, seen.outcomes) == (0, {log.TAIL_CAPTURED: 1})
 
 
 def test_who_checks_doors_looks_at_nothing_else(engine: Engine) -> None:

@@ -41,20 +41,19 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import cut, forward, gate
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.loading import patch, start
+from sglang_gemma4_yoco.loading import limits, patch, start
 
 EVERY_CALL = range(10**9)
 
 
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    report.reset()
+    log.reset()
     yield
     state = start.of(engine.text_model)
     state.failures_in_a_row, state.refused = 0, None
@@ -179,16 +178,16 @@ def test_a_failure_is_served_by_stock(
     if name == "image":
         with_image(engine, scheduled)
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     with failing(engine, place) as calls, caplog.at_level("INFO", "sglang_gemma4_yoco"):
         seen = run(engine, scheduled, "1")
     assert calls == [0, 1]
     assert len(seen.rows) > LAYERS or place == "first layer"
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert report.forwards == {report.FAILED: 1}
+    assert log.forwards == {log.FAILED: 1}
     # SGLang has lines of its own, about the first image.
-    (record,) = [r for r in caplog.records if r.name == report.logger.name]
+    (record,) = [r for r in caplog.records if r.name == log.logger.name]
     assert record.levelname == "ERROR"
     assert "InjectedError" in record.getMessage()
     assert record.exc_info
@@ -204,15 +203,15 @@ def test_a_failure_is_served_by_stock(
 def test_a_failing_intermediate_chunk_is_served_by_stock(engine: Engine, place: str) -> None:
     scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     with failing(engine, place) as calls:
         seen = run(engine, scheduled, "1")
     if place != "first layer":
         assert calls == []  # it does not run
-        assert report.forwards == {report.TAIL_SKIPPED: 1}
+        assert log.forwards == {log.TAIL_SKIPPED: 1}
         return
     assert_served_by_stock(stock, seen)
-    assert report.forwards == {report.FAILED: 1}
+    assert log.forwards == {log.FAILED: 1}
 
 
 def test_each_kind_of_failure_is_told_once(
@@ -234,7 +233,7 @@ def test_each_kind_of_failure_is_told_once(
         InjectedError,
     ]
     assert len(caplog.records) == 2
-    assert report.forwards == {report.FAILED: 4}
+    assert log.forwards == {log.FAILED: 4}
 
 
 def test_failures_in_a_row_turn_the_fast_path_off(
@@ -242,17 +241,17 @@ def test_failures_in_a_row_turn_the_fast_path_off(
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         for _ in range(forward.LIMIT):
-            assert report.forwards[forward.GIVEN_UP] == 0
+            assert log.forwards[forward.GIVEN_UP] == 0
             with failing(engine, "last tail layer"):
                 assert_served_by_stock(stock, run(engine, scheduled, "1"))
         for _ in range(3):
             after = run(engine, scheduled, "1")
             assert after.rows == stock.rows
             assert_same_answers(stock, after, 0.0)
-    assert report.forwards == {report.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
+    assert log.forwards == {log.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
     first, off = [record for record in caplog.records if record.levelname == "ERROR"]
     assert first.exc_info
     assert forward.GIVEN_UP in off.getMessage()
@@ -269,7 +268,7 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
             with failing(engine, "last tail layer"):
                 run(engine, scheduled, "1")
         assert run(engine, scheduled, "1").rows[-1] == 1
-    assert report.forwards == {report.FAILED: 3 * (forward.LIMIT - 1), report.ACTIVE: 3}
+    assert log.forwards == {log.FAILED: 3 * (forward.LIMIT - 1), log.TAIL_EAGER: 3}
 
 
 def test_a_forward_that_never_comes_to_its_norm(
@@ -297,7 +296,7 @@ def test_a_forward_that_never_comes_to_its_norm(
         assert forward.serve(state, batch, run_by_hand)[0] == 2
     assert ends == [FIRST_CUT, LAYERS]
     assert planned_for(batch) is None
-    assert (report.forwards, audits) == ({cut.OTHER_NORM: 1}, [])
+    assert (log.forwards, audits) == ({cut.OTHER_NORM: 1}, [])
     assert state.refused == cut.OTHER_NORM
     assert_untouched(engine)
 
@@ -312,13 +311,13 @@ def test_a_cut_that_cannot_begin(engine: Engine, monkeypatch: pytest.MonkeyPatch
 
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
     with monkeypatch.context() as broken:
         broken.setattr(cut, "replaced", failing)
         seen = run(engine, scheduled, "1")
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert report.forwards == {report.FAILED: 1}
+    assert log.forwards == {log.FAILED: 1}
 
 
 def test_a_mode_without_new_tokens(engine: Engine) -> None:
@@ -328,8 +327,8 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     state = start.of(engine.text_model)
     idle = forward.EagerForward(state, batch.positions, None, lambda: "stock's")
     assert forward.serve(state, batch, idle) == "stock's"
-    assert report.forwards == {"forward mode IDLE": 1}
-    assert report.rows == {report.COMPUTED: 0, report.SKIPPED: 0}
+    assert log.forwards == {"forward mode IDLE": 1}
+    assert log.rows == {log.COMPUTED: 0, log.SKIPPED: 0}
 
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
@@ -370,7 +369,7 @@ def test_what_is_no_failure_propagates_at_once(engine: Engine, error: type[BaseE
     ):
         engine.forward(scheduled)
     assert calls == [0]
-    assert not report.forwards
+    assert not log.forwards
     assert_untouched(engine)
     assert_fast(engine, BATCHES["one prompt"])
 
@@ -380,7 +379,7 @@ def test_a_failing_gate_is_served_by_stock(
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    report.reset()
+    log.reset()
 
     def surprised(*_: Any) -> str | None:
         raise AttributeError("a batch without lengths")
@@ -393,7 +392,7 @@ def test_a_failing_gate_is_served_by_stock(
         broken.setattr(seams, "is_single_rank", lambda: False)
         with pytest.raises(AttributeError, match="without lengths"):
             run(engine, scheduled, "1")
-    assert report.forwards == {gate.NOT_PLANNED: 1}
+    assert log.forwards == {gate.NOT_PLANNED: 1}
     assert [r.levelname for r in caplog.records if r.name == "sglang_gemma4_yoco"] == ["ERROR"]
     assert_fast(engine, BATCHES["one prompt"])
 
@@ -455,7 +454,7 @@ def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     assert fast.rows == stock.rows
     assert_same_objects(fast)
     assert_same_answers(stock, fast, 0.0)
-    assert report.forwards[gate.NOT_PLANNED] == 1
+    assert log.forwards[gate.NOT_PLANNED] == 1
     (record,) = [r for r in caplog.records if "planning the tail" in r.getMessage()]
     assert record.exc_info
     assert_fast(engine, BATCHES["one prompt"])
@@ -475,11 +474,11 @@ def test_a_batch_that_was_not_planned_runs_as_stock(
     unpatched = functools.partial(type(attention.main).init_forward_metadata, attention.main)
     with monkeypatch.context() as bypassed:
         bypassed.setattr(attention.main, "init_forward_metadata", unpatched)
-        report.reset()
+        log.reset()
         fast = run(engine, scheduled, "1")
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
-    assert report.forwards == {gate.NOT_PLANNED: 1}
+    assert log.forwards == {gate.NOT_PLANNED: 1}
     assert_fast(engine, BATCHES["one prompt"])
 
 
@@ -493,7 +492,7 @@ def test_decode_goes_straight_through(
     for switch in ("0", "1"):
         scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
         run(engine, scheduled, switch)
-        report.reset()
+        log.reset()
         caplog.clear()
         asked: list[Any] = []
         with monkeypatch.context() as counted, caplog.at_level("DEBUG", "sglang_gemma4_yoco"):
@@ -501,7 +500,7 @@ def test_decode_goes_straight_through(
             counted.setattr(attention.tail, "init_forward_metadata", asked.append)
             steps.append(step(engine, scheduled, [30, 31], switch))
         assert asked == []
-        assert not report.forwards
+        assert not log.forwards
         assert [r for r in caplog.records if r.name == "sglang_gemma4_yoco"] == []
     stock, fast = steps
     assert fast.rows == stock.rows == [2] * LAYERS
@@ -515,7 +514,7 @@ def test_without_a_backend_of_the_tails_own_stock_serves(
 ) -> None:
     engine = without_own_backend
     assert start.of(engine.text_model).attention is None
-    assert_stock(engine, backends.NO_TAIL, BATCHES[name])
+    assert_stock(engine, limits.NO_TAIL, BATCHES[name])
 
 
 def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
@@ -554,7 +553,7 @@ def test_the_fast_path_says_once_that_it_is_active(
     (line,) = [m for m in caplog.messages if "active" in m]
     for part in ("Gemma4TextModel", "layer 3", "of 8", type(engine.runner.attn_backend).__name__):
         assert part in line
-    assert report.forwards[report.ACTIVE] == 3
+    assert log.forwards[log.TAIL_EAGER] == 3
 
 
 def test_each_reason_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -565,4 +564,4 @@ def test_each_reason_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixtu
     assert [m for m in caplog.messages if SWITCHED_OFF in m] == [
         f"Gemma 4 fast prefill steps aside: {SWITCHED_OFF}"
     ]
-    assert report.forwards[SWITCHED_OFF] == 3
+    assert log.forwards[SWITCHED_OFF] == 3

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,6 @@ from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_gemma4_yoco import plugin, seams
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.deciding import arguments
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 
@@ -174,62 +171,9 @@ def test_a_residual_that_has_moved(
     assert "gemma4_causal.residual_batch" not in list(seams._missing())
 
 
-# What a server or a batch can be asked for is in a release, or came with this one.
-CAME_WITH = {
-    "0.5.18": (),
-    "0.5.19": ("enable_dense_mlp_attn_tp", "enable_layernorm_sp"),
-    "0.5.20": ("enable_unified_cache_external_linker", "attn_tp_sequence_sharded"),
-    "0.5.21": ("encoder_swa_replay", "engram_history", "token_indices_to_pool"),
-    "0.5.22": (
-        "attn_dp_size",
-        "enable_kv_cache_sharding",
-        "decision_layouts",
-        "full_prefill_cuda_graph_capture",
-        "kv_loc_cols",
-    ),
-    "0.5.23": (
-        "enable_amd_monokernel",
-        "enable_nvidia_megakernel",
-        "enable_return_aux_hidden_states",
-    ),
-}
-
-
-@pytest.fixture
-def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[str]], str | None]:
-    """Why no batch is cut on this release of SGLang, from which these names have gone besides."""
-
-    def reason(installed: str, gone: set[str]) -> str | None:
-        releases = list(CAME_WITH)
-        later = releases[releases.index(installed) + 1 :] if installed in CAME_WITH else releases
-        absent = gone.union(*(CAME_WITH[other] for other in later))
-        listed = arguments.judged() - absent
-        monkeypatch.setattr(seams, "ServerArgs", record("ServerArgs", set(listed)))
-        fields = gate._REFUSING_FIELDS.keys() - absent
-        monkeypatch.setattr(seams, "ForwardBatch", record("ForwardBatch", fields))
-        monkeypatch.setattr(seams, "version", lambda _: installed)
-        return gate.unseen_reason()
-
-    return reason
-
-
-@pytest.mark.parametrize("installed", ["0.5.17", *CAME_WITH])
-def test_what_a_release_never_had_is_not_missed(
-    release: Callable[[str, set[str]], str | None], installed: str
-) -> None:
-    """But from the first release on that has it."""
-    assert release(installed, set()) is None
-    for name in CAME_WITH.get(installed, ("dwdp_size", "dcp_kv_mask")):
-        of = "ServerArgs" if name in arguments.judged() else "ForwardBatch"
-        lacks = f"SGLang {installed} lacks {of}.{name}, which may go by another name now"
-        assert release(installed, {name}) == lacks
-
-
 def test_the_tables_are_complete() -> None:
     assert set(FIELDS) - WITH_RESIDUALS == set(seams._REQUIRED_FIELDS)
     assert NAMES["ForwardMode"] == seams._REQUIRED_MODES
     assert NAMES["ModelRunner"] == seams._REQUIRED_OF_RUNNERS
     assert NAMES["forward_context"] == seams._REQUIRED_OF_CONTEXTS
     assert NAMES["layer_boundary.residual.batch"] == seams._REQUIRED_OF_RESIDUALS
-    came = {name for names in CAME_WITH.values() for name in names}
-    assert came == {name.partition(".")[2] for name in seams._SINCE}

@@ -12,7 +12,7 @@ import pytest
 from batches import batch_of
 from forwards import assert_fast, assert_stock
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import gate
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -39,7 +39,7 @@ def test_rows_that_are_worth_skipping(engine: Engine, total: int, kept: int, pay
     prompts = batch_of((0, total), logprob_start=total - kept)
     if pays:
         assert_fast(engine, prompts)
-        assert report.forwards[gate.TOO_LITTLE] == 0
+        assert log.forwards[gate.TOO_LITTLE] == 0
     else:
         assert_stock(engine, gate.TOO_LITTLE, prompts)
 

@@ -40,11 +40,11 @@ from own_process import INTERPRETER, is_set_up, template_of
 from sglang_gemma4_reference import host_reads, interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import cut, gate
+from sglang_gemma4_yoco.core.kept import TailBatch
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
-from sglang_gemma4_yoco.core.kept import TailBatch
 
 PACKAGE = str(Path(cut.__file__).parent)
 
@@ -269,7 +269,7 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
         patch.undo()
         for hook in hooks:
             hook.remove()
-    assert report.forwards
+    assert log.forwards
     if name == "an unfinished chunk":  # which has no tail
         assert events == ["plan main", *(f"layer {i}" for i in range(FIRST_CUT))]
     else:
@@ -358,11 +358,11 @@ def assert_no_more_reads_on_triton(engine: Engine, scheduled: Any) -> None:
         hook = engine.text_model.register_forward_pre_hook(
             lambda *_, reads=reads: planned.append(in_sglang(reads))
         )
-        report.reset()
+        log.reset()
         with spans(reads), switched(switch), reads:
             engine.forward(scheduled)
         hook.remove()
-        assert (report.forwards[report.ACTIVE] == 1) == (switch == "1")
+        assert (log.forwards[log.TAIL_EAGER] == 1) == (switch == "1")
         assert [read for read in reads.seen if read.span is not None] == []
         whole.append(in_sglang(reads))
     stock_plan, fast_plan = planned
@@ -435,12 +435,12 @@ def check_on_gpu(checkpoint: Path) -> None:
             engine.text_model.__dict__["forward"] = refusing_waits
             try:
                 with switched(switch):
-                    report.reset()
+                    log.reset()
                     engine.forward(scheduled, unread=name == "an unfinished chunk")
             finally:
                 del engine.text_model.__dict__["forward"]
-            ran = set(report.forwards) & {report.ACTIVE, report.TAIL_SKIPPED}
-            assert bool(ran) == (switch == "1"), report.forwards
+            ran = set(log.forwards) & {log.TAIL_EAGER, log.TAIL_SKIPPED}
+            assert bool(ran) == (switch == "1"), log.forwards
     assert waits == 2 * len(BATCHES)
 
 

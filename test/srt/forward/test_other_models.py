@@ -15,9 +15,9 @@ from layer_rows import LAYERS
 from observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import gate, state
-from sglang_gemma4_yoco.deciding import arguments
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -49,7 +49,7 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
         assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
-        assert report.forwards[gate.NO_SHARED_LAYERS] == 1
+        assert log.forwards[gate.NO_SHARED_LAYERS] == 1
     restarted()
     assert_fast(engine)
 
@@ -69,5 +69,5 @@ def test_an_embedding_server_is_refused(
 def test_a_server_that_overlaps_two_batches_is_refused(tiny_checkpoint: Path) -> None:
     """A whole engine that is started with a refused argument; ``test_refused`` has all others."""
     engine = Engine(tiny_checkpoint, **ENGINE, enable_two_batch_overlap=True)
-    assert_stock(engine, arguments.TWO_BATCH_OVERLAP, batch_of((30, 40), (0, 9)))
-    assert report.forwards[report.ACTIVE] == 0
+    assert_stock(engine, limits.TWO_BATCH_OVERLAP, batch_of((30, 40), (0, 9)))
+    assert log.forwards[log.TAIL_EAGER] == 0

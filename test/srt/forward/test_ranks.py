@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from itertools import repeat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.distributed import parallel_state
 from sglang.srt.platforms import interface
-from torch.distributed import HashStore
 from torch.multiprocessing.spawn import start_processes
 
 from forked import preloaded
@@ -34,11 +28,11 @@ from prefill_replays import run as replay
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.commands.servers import choose_ports
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core import gate, state
 from sglang_gemma4_yoco.cutting.doors import Doors
-from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import start
 
 RANKS = 2
@@ -120,31 +114,6 @@ def with_the_package(rank: int, port: int, shared_head: Path, head_each: Path) -
         assert_stock(start(rank, shared_head, port), ranks.NOT_ALIKE)
 
 
-def with_the_package_on_one_rank(rank: int, port: int, path: Path) -> None:
-    if rank == 1:
-        os.environ["SGLANG_PLUGINS"] = "gemma4_row_trace"  # no other plugin is loaded
-    with mock.patch.object(ranks, "_PATIENCE", timedelta(seconds=2)):
-        assert_stock(start(rank, path, port), ranks.NOT_ALL if rank == 0 else None)
-
-
-def with_a_late_rank(rank: int, port: int, path: Path) -> None:
-    """Rank 1 comes when rank 0 has waited in vain and written down what follows from that."""
-    compare = ranks.compare
-
-    def late(store: Any, name: str, *others: Any) -> str | None:
-        store.wait([f"{name}/verdict"], timedelta(seconds=_DEADLINE))
-        return compare(store, name, *others)
-
-    with (
-        mock.patch.object(ranks, "_PATIENCE", timedelta(seconds=2)),
-        mock.patch.object(ranks, "compare", late if rank == 1 else compare),
-    ):
-        engine = start(rank, path, port)
-    # Before any forward: ranks that cut differently would wait for each other in the first one.
-    assert start.of(engine.text_model).refused == ranks.NOT_ALL
-    assert_stock(engine, ranks.NOT_ALL)
-
-
 def with_the_recorded_tail(rank: int, port: int, path: Path) -> None:
     """Its collectives are recorded too: one behind each attention, and one behind each FFN."""
     from decode_graphs import record_tail
@@ -203,8 +172,8 @@ def with_doors(rank: int, port: int, path: Path) -> None:
     """The collectives of a recording are run up to the door, then those of the tail."""
     with recorded_prefills(rank, port, path) as engine:
         outcomes = [assert_served_alike(engine, prompts) for prompts, _ in BATCHES.values()]
-        assert outcomes[::3] == [report.ALL_REPLAYED, report.FRONT_REPLAYED]
-        assert outcomes[1:3] == [report.ALL_REPLAYED, gate.NOT_RECORDED]
+        assert outcomes[::3] == [log.EXIT_CAPTURED, log.EXIT_SKIPPED]
+        assert outcomes[1:3] == [log.EXIT_CAPTURED, gate.NOT_RECORDED]
 
 
 def with_doors_on_one_rank(rank: int, port: int, path: Path) -> None:
@@ -265,9 +234,31 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
     assert_stock(engine, self_check.FAILED)
 
 
+def with_a_check_that_raises_on_one_rank(rank: int, port: int, path: Path) -> None:
+    """It ends that rank; and the other, which waits for it, when it is gone."""
+    from sglang_gemma4_yoco.checking import self_check
+
+    engine = start(rank, path, port)
+    known = start.of(engine.text_model)
+    known.checked = None
+    found = self_check.check(engine.runner, known)
+
+    def check(*_: Any) -> Any:
+        if rank == 1:
+            raise MemoryError("of this rank alone")
+        return found
+
+    gone = "of this rank alone" if rank == 1 else "closed by peer|reset by peer"
+    with (
+        mock.patch.object(self_check, "check", check),
+        pytest.raises((MemoryError, RuntimeError), match=gone),
+    ):
+        starting.record(engine.runner, engine.text_model)
+
+
 def with_audits(rank: int, port: int, path: Path) -> None:
     """Both run every batch again; what one of them finds turns the path off on both."""
-    from sglang_gemma4_yoco import report
+    from sglang_gemma4_yoco import log
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.core import donor
 
@@ -278,7 +269,7 @@ def with_audits(rank: int, port: int, path: Path) -> None:
     scheduled = engine.schedule(prompts)
     again = cut(70, kept)[FIRST_CUT:]
     assert run(engine, scheduled, "1").rows == [*cut(70, kept), *whole(70), *again]
-    assert (report.audits.agree, report.audits.differ) == (1, 0)
+    assert (log.audits.agree, log.audits.differ) == (1, 0)
     stock = donor.keys_and_values
 
     def other(*args: Any) -> Any:
@@ -287,39 +278,8 @@ def with_audits(rank: int, port: int, path: Path) -> None:
 
     with mock.patch.object(donor, "keys_and_values", other):
         run(engine, scheduled, "1")
-    assert (report.audits.agree, report.audits.differ) == (1, 1)
+    assert (log.audits.agree, log.audits.differ) == (1, 1)
     assert_stock(engine, audit.DIFFERED)
-
-
-def test_groups_beside_each_other() -> None:
-    """Of a pipeline's stages: each is one mind, and knows nothing of the others'.
-
-    Each rank is a thread here, with a coordinator of its own, as SGLang's processes have one.
-    """
-    store, here, found = HashStore(), threading.local(), {}
-    findings = {0: "a", 1: "a", 2: "b", 3: "c", 4: "d", 5: "d"}
-
-    def rank_of(rank: int) -> None:
-        group = list(range(rank // RANKS * RANKS, rank // RANKS * RANKS + RANKS))
-        here.group = SimpleNamespace(ranks=group, rank_in_group=rank % RANKS)
-        found[rank] = ranks.disagreement(findings[rank])
-
-    world = SimpleNamespace(ranks=list(findings), rank_in_group=0)
-    with (
-        mock.patch.object(ranks, "_comparisons", repeat(0)),
-        mock.patch.object(ranks, "_PATIENCE", timedelta(seconds=20)),
-        mock.patch.object(seams, "rendezvous_store", return_value=store),
-        mock.patch.object(parallel_state, "get_tp_group", side_effect=lambda: here.group),
-        mock.patch.object(parallel_state, "get_world_group", return_value=world),
-        releases.published(tp_size=RANKS, pp_size=3),
-    ):
-        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in findings]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    alike, unlike = dict.fromkeys((0, 1, 4, 5)), dict.fromkeys((2, 3), ranks.NOT_ALIKE)
-    assert found == alike | unlike
 
 
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
@@ -352,12 +312,18 @@ def test_recordings_are_left_by_all_ranks_or_by_none(
     on_all_ranks(work, tiny_checkpoint)
 
 
-def test_a_rank_without_the_package_is_waited_for_once(tiny_checkpoint: Path) -> None:
-    on_all_ranks(with_the_package_on_one_rank, tiny_checkpoint)
+def test_a_check_that_raises_on_one_rank_ends_the_server(tiny_checkpoint: Path) -> None:
+    on_all_ranks(with_a_check_that_raises_on_one_rank, tiny_checkpoint)
 
 
-def test_a_rank_that_comes_late_steps_aside_with_the_others(tiny_checkpoint: Path) -> None:
-    on_all_ranks(with_a_late_rank, tiny_checkpoint)
+def test_nobody_is_asked_where_all_know() -> None:
+    """A rank alone; and ranks on another machine, which may not have this package."""
+    assert ranks.reason_ranks_differ("anything") is None
+    with (
+        releases.published(tp_size=RANKS, nnodes=2),
+        mock.patch.object(seams, "tensor_parallel_group", return_value=object()),
+    ):
+        assert ranks.reason_ranks_differ("anything") is None
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.cutting.gate import plan_of
-from sglang_gemma4_yoco.deciding import arguments
 from sglang_gemma4_yoco.loading import start
 
 REPLAYED = "does not reach prefills that are replayed"
@@ -121,7 +121,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     assert got == want
     assert torch.equal(computed_by_stock, expected)
     assert torch.equal(computed, expected)
-    assert not report.forwards
+    assert not log.forwards
     torch._dynamo.reset()
 
 
@@ -319,11 +319,11 @@ def test_copied_positions_beside_prefill_graphs(
     monkeypatch.setenv(seams.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
-    (record,) = [r for r in caplog.records if arguments.WRONG_REPLAYS in r.getMessage()]
+    (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS in r.getMessage()]
     assert record.levelname == "WARNING"
     assert "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION" in record.getMessage()
     assert "unset it" in record.getMessage()
-    assert_stock(engine, arguments.WRONG_REPLAYS)
+    assert_stock(engine, limits.WRONG_REPLAYS)
     restarted()
     assert_fast(engine)
 

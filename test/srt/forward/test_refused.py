@@ -15,9 +15,11 @@ from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from batches import batch_of
@@ -31,9 +33,9 @@ from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.deciding import arguments
 from sglang_gemma4_yoco.loading import start
 from stand_ins import halved_weights, server_args, skip_on_older
 
@@ -45,14 +47,14 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 ROWS = [torch.tensor([1, 5]), torch.tensor([0])]  # of each request, what a readout wants
 
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    ("hidden states", {"capture_hidden_mode": CaptureHiddenMode.FULL}, arguments.HIDDEN_STATES),
+    ("hidden states", {"capture_hidden_mode": CaptureHiddenMode.FULL}, limits.HIDDEN_STATES),
     (
         "hidden states of EAGLE",
         {
             "capture_hidden_mode": CaptureHiddenMode.FULL,
             "spec_algorithm": SpeculativeAlgorithm.EAGLE,
         },
-        arguments.SPECULATIVE,
+        limits.SPECULATIVE,
     ),
     (
         "hidden states of DFlash",
@@ -60,11 +62,11 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
             "capture_hidden_mode": CaptureHiddenMode.FULL,
             "spec_algorithm": SpeculativeAlgorithm.DFLASH,
         },
-        arguments.SPECULATIVE,
+        limits.SPECULATIVE,
     ),
     ("pooled hidden states", {"return_pooled_hidden_states": True}, "pooled hidden states"),
     ("matryoshka embeddings", {"dimensions": [8, 8]}, gate.EMBEDDINGS),
-    ("a LoRA row", {"lora_ids": [None, "adapter"]}, arguments.LORA),
+    ("a LoRA row", {"lora_ids": [None, "adapter"]}, limits.LORA),
     ("a split batch", {"tbo_split_seq_index": 1}, "two-batch overlap"),
     (
         "token types",
@@ -185,28 +187,28 @@ NO_CHUNKS = {"chunked_prefill_size": -1, "disable_overlap_schedule": True}
 LORA_SHAPE = {"max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
 DP = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 
-DRAFTS_BESIDE_ROLES = f"{arguments.SPECULATIVE} beside prefill-decode disaggregation"
+DRAFTS_BESIDE_ROLES = f"{limits.SPECULATIVE} beside prefill-decode disaggregation"
 
 # Of one rank each, with what SGLang wants beside the argument that is refused.
 SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),
-    ({"enable_dense_mlp_attn_tp": True}, arguments.DP_ATTENTION),
-    ({"moe_dense_tp_size": 1}, arguments.DP_ATTENTION),
-    ({"enable_attn_tp_input_scattered": True}, arguments.SEQUENCE_PARALLEL),
-    ({"disable_attn_tp_gather": True}, arguments.SEQUENCE_PARALLEL),
-    (CP_STRATEGY, arguments.CONTEXT_PARALLEL),
-    ({"elastic_ep_backend": "mooncake"}, arguments.EXPERT_PARALLEL),
-    ({"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}, arguments.TWO_BATCH_OVERLAP),
+    ({"enable_dense_mlp_attn_tp": True}, limits.DP_ATTENTION),
+    ({"moe_dense_tp_size": 1}, limits.DP_ATTENTION),
+    ({"enable_attn_tp_input_scattered": True}, limits.SEQUENCE_PARALLEL),
+    ({"disable_attn_tp_gather": True}, limits.SEQUENCE_PARALLEL),
+    (CP_STRATEGY, limits.CONTEXT_PARALLEL),
+    ({"elastic_ep_backend": "mooncake"}, limits.EXPERT_PARALLEL),
+    ({"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}, limits.TWO_BATCH_OVERLAP),
     ({"enable_single_batch_overlap": True}, "single-batch overlap"),
     ({"enable_pdmux": True, **NO_CHUNKS}, "PD multiplexing"),
     ({"forward_hooks": [{"name": "a"}]}, "forward hooks, which may read any row"),
-    ({"enable_lora": True, **LORA_SHAPE}, arguments.LORA),
-    ({"lora_paths": ["name=path"]}, arguments.LORA),
-    ({"enable_return_hidden_states": True}, arguments.HIDDEN_STATES),
-    ({"speculative_algorithm": "NGRAM"}, arguments.SPECULATIVE),
+    ({"enable_lora": True, **LORA_SHAPE}, limits.LORA),
+    ({"lora_paths": ["name=path"]}, limits.LORA),
+    ({"enable_return_hidden_states": True}, limits.HIDDEN_STATES),
+    ({"speculative_algorithm": "NGRAM"}, limits.SPECULATIVE),
     (
         {**DRAFTS, "enable_return_hidden_states": True},
-        f"{arguments.HIDDEN_STATES}, beside speculative decoding",
+        f"{limits.HIDDEN_STATES}, beside speculative decoding",
     ),
     ({**DRAFTS, "disaggregation_mode": "decode"}, DRAFTS_BESIDE_ROLES),
     ({**DRAFTS, "disaggregation_mode": "prefill"}, DRAFTS_BESIDE_ROLES),
@@ -260,7 +262,7 @@ def test_a_model_that_lacks_a_layer(
     """When the server starts, as a pipeline's stages do; it has all of them when it serves."""
     with LACKING[lacking](engine.text_model):
         restarted()
-    assert_stock(engine, arguments.PIPELINE)
+    assert_stock(engine, limits.PIPELINE)
     restarted()
     assert_fast(engine)
 
@@ -269,16 +271,16 @@ def test_a_model_that_lacks_a_layer(
 # forward in ``test_ranks`` and ``test_parallel``.
 SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
     ({"tp_size": 2}, None),
-    (DP, arguments.DP_ATTENTION),
-    ({**DP, "enable_dp_lm_head": True}, arguments.DP_ATTENTION),
-    ({"tp_size": 2, "attn_cp_size": 2}, arguments.CONTEXT_PARALLEL),
-    ({"tp_size": 2, "dcp_size": 2}, arguments.CONTEXT_PARALLEL),
-    ({"tp_size": 2, "ep_size": 2}, arguments.EXPERT_PARALLEL),
+    (DP, limits.DP_ATTENTION),
+    ({**DP, "enable_dp_lm_head": True}, limits.DP_ATTENTION),
+    ({"tp_size": 2, "attn_cp_size": 2}, limits.CONTEXT_PARALLEL),
+    ({"tp_size": 2, "dcp_size": 2}, limits.CONTEXT_PARALLEL),
+    ({"tp_size": 2, "ep_size": 2}, limits.EXPERT_PARALLEL),
     (
         {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000"},
         "ranks on several machines",
     ),
-    ({"tp_size": 2, "pp_size": 2}, arguments.PIPELINE),
+    ({"tp_size": 2, "pp_size": 2}, limits.PIPELINE),
     ({**DRAFTS, "tp_size": 2}, None),
     ({"disaggregation_mode": "prefill"}, None),
     ({"offload_group_size": 0}, None),
@@ -305,11 +307,14 @@ def test_refused_servers_of_several_ranks(
         assert gate.refused(engine.text_model) == reason
 
 
+@pytest.mark.skipif(
+    not hasattr(ServerArgs, "__struct_fields__"), reason="as a release newer than 0.5.23 lists them"
+)
 @pytest.mark.parametrize(
-    ("module", "table", "old", "new"),
+    ("module", "table", "old", "name", "new"),
     [
-        (arguments, "_REFUSING_ARGUMENTS", "enable_lora", "ServerArgs.enable_adapters"),
-        (gate, "_REFUSING_FIELDS", "token_type_ids", "ForwardBatch.token_kinds"),
+        (limits, "_REFUSING_ARGUMENTS", "enable_lora", "enable_adapters", "--enable-adapters"),
+        (gate, "_REFUSING_FIELDS", "token_type_ids", "token_kinds", "ForwardBatch.token_kinds"),
     ],
 )
 def test_a_renamed_name_is_said_when_the_server_starts(
@@ -320,11 +325,12 @@ def test_a_renamed_name_is_said_when_the_server_starts(
     module: ModuleType,
     table: str,
     old: str,
+    name: str,
     new: str,
 ) -> None:
-    """As on a release that has given the argument, or the field, another name."""
+    """As on a newer release that has given the argument, or the field, another name."""
+    monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.16"))
     entries = getattr(module, table)
-    _, _, name = new.partition(".")
     changed = {name if entry == old else entry: reason for entry, reason in entries.items()}
     monkeypatch.setattr(module, table, changed)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
@@ -359,7 +365,7 @@ def test_input_embeddings_are_refused_by_the_model_itself(
     batches_with(input_embeds=torch.zeros(ROWS_IN_ALL, E2B_TINY.hidden_size))
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         run(engine, batch, switch)
-    assert report.forwards[report.ACTIVE] == 0
+    assert log.forwards[log.TAIL_EAGER] == 0
     batches_with(input_embeds=None)
     assert_fast(engine)
 
@@ -380,4 +386,4 @@ def test_hidden_states_beside_drafts(engine: Engine) -> None:
     both = {"speculative_algorithm": "FROZEN_KV_MTP", "enable_return_hidden_states": True}
     with releases.published(**both):
         told = gate.refused(engine.text_model)
-    assert told == f"{arguments.HIDDEN_STATES}, beside speculative decoding"
+    assert told == f"{limits.HIDDEN_STATES}, beside speculative decoding"

@@ -31,7 +31,7 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
@@ -82,11 +82,11 @@ def test_both_paths_are_taken(engine: Engine) -> None:
 
 
 def test_nothing_is_left(engine: Engine) -> None:
-    before, reported = everything(engine), dict(report.forwards)
+    before, reported = everything(engine), dict(log.forwards)
     assert checked(engine).agrees
     after = everything(engine)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert dict(report.forwards) == reported
+    assert dict(log.forwards) == reported
     assert_untouched(engine)
     assert_unhooked(engine)
     assert_fast(engine)
@@ -96,8 +96,8 @@ def test_nothing_is_counted_or_said(engine: Engine, caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         checked(engine)
     assert [r.getMessage() for r in caplog.records if "fast prefill" in r.getMessage()] == []
-    assert not report.forwards
-    assert not report.rows
+    assert not log.forwards
+    assert not log.rows
 
 
 @pytest.mark.parametrize("place", ["first layer", "donor's attention", "last tail layer"])
@@ -326,7 +326,7 @@ def test_what_cannot_be_compared_is_said(engine: Engine, monkeypatch: pytest.Mon
         refused.setattr(seams, "is_capturing", lambda: True)
         assert checked(engine) == Checked(unchecked=gate.CAPTURING)
     with monkeypatch.context() as unseen:
-        unseen.setattr(report, "_count", lambda *_, **__: None)
+        unseen.setattr(log, "_count", lambda *_, **__: None)
         assert checked(engine) == Checked(unchecked=check.NOT_SEEN)
     norm = engine.text_model.norm.weight
     right = norm.data.clone()

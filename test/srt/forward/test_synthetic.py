@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import requests
 from sglang_gemma4_yoco.checking.requests import NotComparableError, synthetic_requests
 from sglang_gemma4_yoco.loading import start
@@ -21,12 +21,12 @@ def test_they_run_on_whichever_path_is_on(engine: Engine) -> None:
         fast = synthetic.run()
         with state.refusing("it is stock's turn"):
             stock = synthetic.run()
-        assert (fast.outcome, stock.outcome) == (report.ACTIVE, "it is stock's turn")
+        assert (fast.outcome, stock.outcome) == (log.TAIL_EAGER, "it is stock's turn")
         assert torch.allclose(fast.logits, stock.logits, atol=1e-4)
-        assert synthetic.run([2, 6, 0]).outcome == report.ACTIVE
-        assert synthetic.run(finishes=False).outcome == report.TAIL_SKIPPED
+        assert synthetic.run([2, 6, 0]).outcome == log.TAIL_EAGER
+        assert synthetic.run(finishes=False).outcome == log.TAIL_SKIPPED
         assert not synthetic.others_changed()
-    assert not report.forwards
+    assert not log.forwards
 
 
 def test_writes_to_other_slots_are_seen(engine: Engine) -> None:

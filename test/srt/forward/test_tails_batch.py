@@ -25,11 +25,11 @@ from observe import run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.cutting.gate import plan_of
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.core.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -239,7 +239,7 @@ class TestPlansThatNobodyUses:
             bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert report.forwards == {gate.NOT_PLANNED: 1}
+        assert log.forwards == {gate.NOT_PLANNED: 1}
 
     def test_a_refused_batch_is_not_held(self, engine: Engine) -> None:
         held: list[weakref.ref[Any]] = []
@@ -255,5 +255,5 @@ class TestPlansThatNobodyUses:
             handle.remove()
         gc.collect()
         [batch] = held
-        assert report.forwards == {gate.NOTHING_TO_SKIP: 1}
+        assert log.forwards == {gate.NOTHING_TO_SKIP: 1}
         assert batch() is None

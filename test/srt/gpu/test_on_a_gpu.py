@@ -27,10 +27,10 @@ from observe import run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import graphs
-from sglang_gemma4_yoco.captured.graphs import TailGraphs
 
 LEAST_COSINE = 0.9999  # of the logits, off against on
 LARGEST_KV_ERROR = 0.02  # relative, of the L2 norm of a layer's K or V
@@ -76,14 +76,14 @@ def launched(engine: Engine) -> None:
 
 def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> None:
     scheduled = engine.schedule(prompts)
-    report.reset()
+    log.reset()
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert report.forwards[outcome] == 1, report.forwards
+    assert log.forwards[outcome] == 1, log.forwards
     for layer, (wanted, got) in enumerate(zip(stock.kv, fast.kv, strict=True)):
         for one, other in zip(wanted, got, strict=True):
             error = (one.double() - other.double()).norm() / one.double().norm()
             assert error <= LARGEST_KV_ERROR, f"layer {layer}: {error:.1e}"
-    if outcome == report.TAIL_SKIPPED:
+    if outcome == log.TAIL_SKIPPED:
         return
     wanted, got = stock.output.next_token_logits, fast.output.next_token_logits
     must_have_spread(wanted)
@@ -93,9 +93,9 @@ def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> Non
 
 def outcome_of(name: str, *, recorded: bool) -> str:
     if name == "an unfinished chunk" and releases.tells_unread_chunks():
-        return report.TAIL_SKIPPED
+        return log.TAIL_SKIPPED
     eager = name in ("more rows than are recorded", "input logprobs")
-    return report.TAIL_REPLAYED if recorded and not eager else report.ACTIVE
+    return log.TAIL_CAPTURED if recorded and not eager else log.TAIL_EAGER
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -141,10 +141,10 @@ def test_the_host_waits_for_nothing(
     for switch in ("0", "1"):
         with switched(switch):
             engine.forward(scheduled)  # compiles its kernels
-            report.reset()
+            log.reset()
             with refusing_waits(engine):
                 engine.forward(scheduled)
-    assert report.forwards[outcome_of(name, recorded=kind == "replayed")] == 1
+    assert log.forwards[outcome_of(name, recorded=kind == "replayed")] == 1
 
 
 def launches(forward: Callable[[], Any]) -> Counter[str]:
@@ -240,11 +240,11 @@ def test_a_recording_that_fails_leaves_a_working_device(
     assert known.launched_because.startswith("recording failed")
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
-    assert_alike(engine, BATCHES["600 tokens"], report.ACTIVE)
+    assert_alike(engine, BATCHES["600 tokens"], log.TAIL_EAGER)
     starting.record_tail(known, engine.runner)
     engine.runner.decode_cuda_graph_runner = None
     assert known.captured is not None, known.launched_because
-    assert_alike(engine, BATCHES["600 tokens"], report.TAIL_REPLAYED)
+    assert_alike(engine, BATCHES["600 tokens"], log.TAIL_CAPTURED)
 
 
 def test_decode_steps_after_a_replay(engine: Engine, tail: TailGraphs) -> None:

@@ -38,7 +38,7 @@ from bench_prefill import (
 )
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.loading import start
 
 ON_A_CPU = os.environ["YOCO_TEST_GPU"] == "cpu"
@@ -151,8 +151,8 @@ def test_it_leaves_by_the_door(engine: Engine, name: str) -> None:
     """As the cut that is launched; and up to the door it is the recording that stock replays."""
     # The door first: the tail's inputs are still another batch's then.
     replayed, launched, stock = answers(engine, BATCHES[name], ON_REPLAYED, "on", OFF_REPLAYED)
-    assert launched.path == report.TAIL_REPLAYED
-    assert replayed.path == report.ALL_REPLAYED
+    assert launched.path == log.TAIL_CAPTURED
+    assert replayed.path == log.EXIT_CAPTURED
     assert_right(replayed, launched)
     assert_right(replayed, stock)
     assert replayed.beside(stock)["same_cache"]
@@ -163,18 +163,18 @@ def test_an_unread_chunk_writes_what_stock_writes(engine: Engine) -> None:
     batch, caches = engine.schedule(UNREAD), []
     for way in (OFF_REPLAYED, ON_REPLAYED):
         engine.poison(batch)
-        report.reset()
+        log.reset()
         with served(engine, way):
             engine.forward(batch, unread=True)
         caches.append(engine.written(batch))
-    assert report.forwards[report.FRONT_REPLAYED] == 1, report.forwards
+    assert log.forwards[log.EXIT_SKIPPED] == 1, log.forwards
     assert all(map(torch.equal, *caches))
 
 
 @pytest.mark.usefixtures("doors")
 def test_a_refused_batch_runs_to_its_end(engine: Engine) -> None:
     stock, refused = answers(engine, LOGPROBS, OFF_REPLAYED, ON_REPLAYED)
-    assert refused.path not in report.CUT
+    assert refused.path not in log.CUT
     found = refused.beside(stock)
     assert found["same_logits"], found
     assert found["same_cache"], found

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report, settings
+from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import start
@@ -28,4 +28,4 @@ def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator
 
 def counts() -> tuple[int, int]:
     """Of all audits so far, those that agree and those that found a defect."""
-    return report.audits.agree, report.audits.differ
+    return log.audits.agree, log.audits.differ

@@ -31,7 +31,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import donor
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import find
@@ -69,11 +69,11 @@ def assert_fast(
 
 def assert_stock(engine: Engine, reason: str, prompts: Sequence[Prompt] = TWO_PROMPTS) -> Observed:
     """The switch makes no difference to anything that is computed, and the reason is counted."""
-    scheduled, before = engine.schedule(prompts), report.forwards[reason]
+    scheduled, before = engine.schedule(prompts), log.forwards[reason]
     stock, refused = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)
     observe.assert_stock(engine, prompts, refused)
-    assert report.forwards[reason] == before + 1
+    assert log.forwards[reason] == before + 1
     assert_served_by_stock(stock, refused)
     captured = stock.output.hidden_states
     if captured is not None:

@@ -19,7 +19,7 @@ import torch
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.cutting.doors import Doors
 from sglang_gemma4_yoco.cutting.gate import NOT_RECORDED, NOTHING_TO_SKIP, OFF
 from sglang_gemma4_yoco.loading import start
@@ -63,14 +63,14 @@ def run(
     refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
     engine.poison(batch)
     recorder.replays.clear()
-    before = report.forwards.copy()
+    before = log.forwards.copy()
     with refused if eagerly else nullcontext(), switched("1" if fast else "0"):
         output = engine.forward(batch, unread=unread)
     replays = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
     logprobs = output.input_token_logprobs
     return Run(
         sum(graph.ran for graph in replays),
-        dict(report.forwards - before),
+        dict(log.forwards - before),
         output.next_token_logits.clone(),
         None if logprobs is None else torch.as_tensor(logprobs).clone(),
         [part[1:] for pair in engine.kv() for part in pair],
@@ -102,7 +102,7 @@ def strict_doors() -> Iterator[None]:
         yield
 
 
-EAGERLY = frozenset({report.ACTIVE, report.TAIL_REPLAYED, report.TAIL_SKIPPED, NOTHING_TO_SKIP})
+EAGERLY = frozenset({log.TAIL_EAGER, log.TAIL_CAPTURED, log.TAIL_SKIPPED, NOTHING_TO_SKIP})
 TO_THE_END = frozenset({NOT_RECORDED, NOTHING_TO_SKIP})
 
 
@@ -113,10 +113,10 @@ def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[st
         return 0, EAGERLY
     logprobs = [p for p in prompts if 0 <= p.logprob_start < len(p.cached) + len(p.new)]
     if is_unread(prompts) and not logprobs:
-        return known.cut + 1, frozenset({report.FRONT_REPLAYED})
+        return known.cut + 1, frozenset({log.EXIT_SKIPPED})
     one_each = all(p.logprob_start == len(p.cached) + len(p.new) - 1 for p in logprobs)
     if one_each and known.captured is not None and len(prompts) <= known.captured.rows[-1]:
-        return known.cut + 1, frozenset({report.ALL_REPLAYED})
+        return known.cut + 1, frozenset({log.EXIT_CAPTURED})
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 

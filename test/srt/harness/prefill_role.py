@@ -31,7 +31,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.engine import switched
 from sglang_gemma4_reference.row_trace import Prefill, observe
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 
 CHUNK = 64
 
@@ -108,7 +108,7 @@ class PrefillRole:
         scheduler = self._scheduler
         assert scheduler.flush_cache(), "a request of before holds memory"
         self._overwrite_the_pools()
-        report.reset()
+        log.reset()
         self._served = Served()
         self._room_of = {room: request.name for room, request in enumerate(requests, 1)}
         scheduler.gracefully_exit, scheduler.last_batch = False, None
@@ -116,7 +116,7 @@ class PrefillRole:
             for room, request in enumerate(requests, 1):
                 scheduler.handle_generate_request(_tokenized(request, room))
             scheduler.run_event_loop()
-        self._served.outcomes = dict(report.forwards)
+        self._served.outcomes = dict(log.forwards)
         return self._served
 
     @property

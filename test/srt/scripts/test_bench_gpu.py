@@ -15,7 +15,7 @@ import pytest
 import bench_gpu
 import gpu_report
 from generated import begin, end
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import gate
 
 SCRIPT = Path(bench_gpu.__file__)
@@ -60,7 +60,7 @@ def test_every_part_is_measured(finished: Path) -> None:
     summary = {key: part["summary"] for key, part in document["parts"].items()}
     [published] = summary["a"]
     assert published["off"]["duration"] > 0 < published["on"]["median_ttft_ms"]
-    assert [point["path"] for point in summary["c"]] == [report.TAIL_REPLAYED] * 2
+    assert [point["path"] for point in summary["c"]] == [log.TAIL_CAPTURED] * 2
     assert summary["e"][1]["on"]["long_prompts"] >= 1
     [profile] = summary["f"]
     assert 0 < len(profile["on"]["largest"]) <= 10
@@ -79,7 +79,7 @@ def test_prefills_that_sglang_replays(finished: Path) -> None:
     for row in summary["rows"]:
         assert row["ms"].keys() == row["paths"].keys() == set(bench_gpu.FOUR_WAYS)
         assert row["paths"]["off replayed"] == gate.OFF
-        assert row["paths"]["on replayed"] == report.ALL_REPLAYED
+        assert row["paths"]["on replayed"] == log.EXIT_CAPTURED
         assert all(row["right"].values())
         assert row["same_cache"]
         timed = part["steps"][f"{row['length']} tokens, times"]

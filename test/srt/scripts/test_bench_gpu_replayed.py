@@ -15,7 +15,7 @@ import bench_gpu
 import bench_prefill
 import gpu_report
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, NotActiveError
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 
 WAYS = bench_gpu.FOUR_WAYS
 
@@ -64,7 +64,7 @@ def steps(ms: dict[int, list[float]], *, stock: bool = True) -> dict[str, Any]:
     for length, times in ms.items():
         about = {"length": length, "model": "E2B"}
         found[f"{length} tokens, answers"] = about | {
-            "paths": dict.fromkeys(WAYS, report.ALL_REPLAYED),
+            "paths": dict.fromkeys(WAYS, log.EXIT_CAPTURED),
             "stock replayed beside stock": right | {"right": stock},
             "package replayed beside package": right,
             "package replayed beside stock replayed": right,

@@ -67,7 +67,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     inside = {name.partition("/")[2] for name in names if name.startswith(f"{NAME}/")}
     package = REPO / NAME
     modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
-    assert inside == modules | {"py.typed", "commands/prompts.txt"}
+    assert inside == modules | {
+        "py.typed",
+        "commands/prompts.txt",
+        "loading/reviewed_arguments.txt",
+    }
     told = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
     assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= told
 

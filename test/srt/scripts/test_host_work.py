@@ -21,7 +21,7 @@ from observe import switched
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E4B, E4B_HOST
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_reference.recorder import RecordedGraph
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -147,7 +147,7 @@ def test_off_and_on(engine: Engine) -> None:
     batch = engine.schedule(batch_of((0, 40)))
     with switched("1"):
         host = bench_prefill.measure_host(engine, batch, repeats=1)
-    assert report.forwards[report.ACTIVE] == 2, "counted once, timed once"
+    assert log.forwards[log.TAIL_EAGER] == 2, "counted once, timed once"
     assert host.keys() == {"off", "on"}
     for work in host.values():
         assert work.operations == sum(work.operations_by_region.values())

@@ -22,7 +22,7 @@ from forwards import ENGINE
 from layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import gate
 
 pytestmark = [
@@ -59,10 +59,10 @@ def point(engine: Engine) -> Point:
 
 
 def test_each_way_is_what_it_says(point: Point) -> None:
-    assert point.path == report.TAIL_REPLAYED
+    assert point.path == log.TAIL_CAPTURED
     assert {way: seen.path for way, seen in point.replayed.items()} == {
         OFF_REPLAYED: gate.OFF,
-        ON_REPLAYED: report.ALL_REPLAYED,
+        ON_REPLAYED: log.EXIT_CAPTURED,
     }
     assert tuple(point.host) == WAYS
     assert not point.differs

@@ -24,8 +24,8 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.commands import doctor, preflight
 from sglang_gemma4_yoco.commands.findings import Findings
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.deciding.arguments import PIPELINE, server_reason
+from sglang_gemma4_yoco.loading.limits import PIPELINE, server_reason
+from sglang_gemma4_yoco.cutting import gate
 from sglang_gemma4_yoco.loading import metrics, patch, repair
 from stand_ins import prefill_graphs, server_args
 

@@ -34,7 +34,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.tail_failures import slow_prefills
 from sglang_gemma4_reference.workload import Client
-from sglang_gemma4_yoco import report, settings
+from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics
 
@@ -125,13 +125,13 @@ def outcome(prefill: Prefill) -> str:
     rows, _ = due(prefill)
     replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, RECORDED_ROWS)
     if rows[-1] == 0:
-        return report.TAIL_SKIPPED if replayed is None else report.FRONT_REPLAYED
+        return log.TAIL_SKIPPED if replayed is None else log.EXIT_SKIPPED
     if tail:
-        return report.TAIL_REPLAYED if replayed is None else report.ALL_REPLAYED
+        return log.TAIL_CAPTURED if replayed is None else log.EXIT_CAPTURED
     total = sum(prefill.extend_lens)
     if replayed is not None:
         return gate.NOT_RECORDED
-    return report.ACTIVE if rows[-1] < total else gate.NOTHING_TO_SKIP
+    return log.TAIL_EAGER if rows[-1] < total else gate.NOTHING_TO_SKIP
 
 
 # -- what it says ----------------------------------------------------------------------------
@@ -166,7 +166,6 @@ def test_its_state(doors_server: Server) -> None:
     assert "inside layer 3" in state["cut"]
     assert state["tail"] == f"replayed for up to {RECORDED_ROWS[-1]} rows"
     assert state["check"]["largest_difference"] <= state["check"]["allowed"]
-    assert "untold" not in state
 
 
 # -- requests one by one ---------------------------------------------------------------------
@@ -181,8 +180,8 @@ def test_prompts_of_all_lengths(both_servers: tuple[Server, Server]) -> None:
         return [generate(server, tokens(n, seed=n))[0] for n in lengths]
 
     both, told = through_doors(both_servers, ask)
-    assert told[report.ALL_REPLAYED] == sum(bucket_of_text(n) for n in lengths) == 10
-    assert told[report.TAIL_REPLAYED] == 2
+    assert told[log.EXIT_CAPTURED] == sum(bucket_of_text(n) for n in lengths) == 10
+    assert told[log.TAIL_CAPTURED] == 2
     assert_same_answers(both)
 
 
@@ -198,7 +197,7 @@ def test_chunked_prompts(both_servers: tuple[Server, Server]) -> None:
         return [generate(server, tokens(n, seed=n))[0] for n in lengths]
 
     both, told = through_doors(both_servers, ask)
-    assert told == {report.FRONT_REPLAYED: 4, report.ALL_REPLAYED: 3}
+    assert told == {log.EXIT_SKIPPED: 4, log.EXIT_CAPTURED: 3}
     assert_same_answers(both)
 
 
@@ -214,8 +213,8 @@ def test_cached_prefix_and_the_next_turn(both_servers: tuple[Server, Server]) ->
 
     both, told = through_doors(both_servers, ask)
     assert both.on[1].cached_tokens >= 90
-    assert told[report.ALL_REPLAYED] >= 3
-    assert told[report.FRONT_REPLAYED] >= 1
+    assert told[log.EXIT_CAPTURED] >= 3
+    assert told[log.EXIT_SKIPPED] >= 1
     assert_same_answers(both)
 
 
@@ -232,7 +231,7 @@ def test_input_logprobs(both_servers: tuple[Server, Server]) -> None:
 
     both, told = through_doors(both_servers, ask)
     assert told[gate.NOT_RECORDED] + told[gate.NOTHING_TO_SKIP] == 3
-    assert told[report.FRONT_REPLAYED] == told[report.ALL_REPLAYED] == 1
+    assert told[log.EXIT_SKIPPED] == told[log.EXIT_CAPTURED] == 1
     assert_same_answers(both)
     assert [len(answer.input_logprobs) for answer in both.on] == [9, 69, 0, 19]
 
@@ -251,7 +250,7 @@ def test_images_run_eagerly_and_are_cut(both_servers: tuple[Server, Server]) -> 
     assert [p.multimodal for p in both.prefills if p.process == both.prefills[0].process] == [
         *(True, False, True),
     ]
-    assert told == {report.TAIL_REPLAYED: 2, report.ALL_REPLAYED: 1}
+    assert told == {log.TAIL_CAPTURED: 2, log.EXIT_CAPTURED: 1}
     assert_same_answers(both)
 
 
@@ -263,7 +262,7 @@ def test_prompts_in_one_batch(both_servers: tuple[Server, Server], count: int) -
     """For five rows no tail is recorded."""
     prompts = [tokens(12 + 3 * n, seed=60 + n) for n in range(count)]
     both, told = through_doors(both_servers, lambda server: generate(server, prompts))
-    assert told[report.ALL_REPLAYED] or count > RECORDED_ROWS[-1]
+    assert told[log.EXIT_CAPTURED] or count > RECORDED_ROWS[-1]
     assert_same_answers(both)
 
 
@@ -278,7 +277,7 @@ def test_a_crowd(both_servers: tuple[Server, Server]) -> None:
             )
 
     both, told = through_doors(both_servers, ask)
-    assert told[report.ALL_REPLAYED] >= 1
+    assert told[log.EXIT_CAPTURED] >= 1
     assert_same_answers(both, close_calls=1)
 
 
@@ -288,7 +287,7 @@ def test_prompt_beside_decoding(both_servers: tuple[Server, Server]) -> None:
     both, told = through_doors(both_servers, lambda server: beside_decoding(server, short, long))
     mixed = [p for p in both.prefills if len(p.extend_lens) == 2]
     assert any(p.replays == 2 for p in mixed)
-    assert told[report.ALL_REPLAYED] >= 2
+    assert told[log.EXIT_CAPTURED] >= 2
     assert both.on == both.off
 
 
@@ -307,8 +306,8 @@ def test_abort_between_two_chunks(both_servers: tuple[Server, Server]) -> None:
         return generate(server, tokens(100, seed=25))
 
     both, told = through_doors(both_servers, ask)
-    assert 2 <= told[report.FRONT_REPLAYED] < 29
-    assert told[report.ALL_REPLAYED] == 1
+    assert 2 <= told[log.EXIT_SKIPPED] < 29
+    assert told[log.EXIT_CAPTURED] == 1
     assert_same_answers(both)
 
 
@@ -344,10 +343,10 @@ def test_random_traffic(both_servers: tuple[Server, Server], count: int) -> None
     prefills, told = assert_same_traffic(both_servers, count, seed=count)
     assert_as_due(prefills)
     assert any(prefill.multimodal for prefill in prefills)
-    assert told[report.ALL_REPLAYED] >= count / 10
-    assert told[report.FRONT_REPLAYED] >= count / 20
-    assert told[report.TAIL_REPLAYED] >= 1  # images, and where no bucket fits
-    assert told[report.FAILED] == 0
+    assert told[log.EXIT_CAPTURED] >= count / 10
+    assert told[log.EXIT_SKIPPED] >= count / 20
+    assert told[log.TAIL_CAPTURED] >= 1  # images, and where no bucket fits
+    assert told[log.FAILED] == 0
 
 
 def test_audited_traffic(
@@ -357,10 +356,10 @@ def test_audited_traffic(
     how: Any = {"arguments": ARGUMENTS, "env": {**GRAPHS, settings.name_of("audit"): "1"}}
     with running(tiny_checkpoint, tmp_path_factory.mktemp("audited"), switch=None, **how) as server:
         _, told = assert_same_traffic((server, off_server), 40, seed=7)
-        assert told[report.ALL_REPLAYED] >= 4
-        assert told[report.FRONT_REPLAYED] >= 2
+        assert told[log.EXIT_CAPTURED] >= 4
+        assert told[log.EXIT_SKIPPED] >= 2
         audits = server.states()[0][metrics.ENTRY]["audits"]
-        cut = sum(forwards(server)[outcome] for outcome in report.CUT)
+        cut = sum(forwards(server)[outcome] for outcome in log.CUT)
         assert "Traceback" not in server.log_since_ready()
     assert (audits["agree"], audits["differ"]) == (cut, 0)
     assert 0 < audits["worst"] < 0.5  # of what is rounding
@@ -388,7 +387,7 @@ def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
     ):
         both, told = through_doors((on, off), drafts)
         # Of unfinished chunks the last row is read, too.
-        assert told == {report.ALL_REPLAYED: 12}
+        assert told == {log.EXIT_CAPTURED: 12}
         assert {prefill.captures for prefill in both.prefills} == {"FULL"}
         assert both.on == both.off
         histograms = [histogram for _, histogram in both.on]

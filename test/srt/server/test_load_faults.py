@@ -17,6 +17,7 @@ import pytest
 import forked
 from layer_rows import assert_all_stock, cut
 from server import python_path, running
+from sglang_gemma4_yoco.loading import metrics
 
 _SECONDS = 300  # for a process that imports SGLang, on a busy machine too
 
@@ -29,7 +30,6 @@ import sys
 print("client imported", "prometheus_client" in sys.modules)
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 print("patched", hasattr(Gemma4TextModel, "_yoco_eligibility"))
-print("patch imported", "sglang_gemma4_yoco.loading.patch" in sys.modules)
 """
 
 
@@ -164,27 +164,53 @@ def test_renamed_seams(tmp_path: Path) -> None:
     assert "lacks ModelRunner.init_attention_backends" in line
 
 
+SWITCHED_OFF = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", force=True)
+import sglang.srt.managers.scheduler, sglang.srt.models.gemma4_causal
+def of_sglang():
+    return {
+        (module, name): {key: id(part) for key, part in vars(value).items()}
+        for module in list(sys.modules) if module.startswith("sglang.")
+        for name, value in list(vars(sys.modules[module]).items()) if isinstance(value, type)
+    }
+before = of_sglang()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+after = of_sglang()
+print("changed", [name for name, value in before.items() if after[name] != value])
+for name in ("ModelRunner", "Scheduler", "SchedulerMetricsCollector", "Gemma4TextModel"):
+    assert [key for key in before if key[1] == name], name
+print("imported", sorted(name for name in sys.modules if name.startswith("sglang_gemma4_yoco")))
+"""
+
+
 def test_switched_off(tmp_path: Path) -> None:
-    """Nothing is patched, and the line is no error."""
-    output = forked_output_of(LOAD, tmp_path, SGLANG_GEMMA4_YOCO="0")
-    assert "patched False" in output
-    assert "patch imported False" in output
+    """Nothing of SGLang's is changed and nothing imported; one line is seen where INFO is not."""
+    off = {"SGLANG_GEMMA4_YOCO": "0", "SGLANG_PLUGINS": "gemma4_yoco"}
+    output = forked_output_of(SWITCHED_OFF, tmp_path, **off)
+    assert "changed []" in output
+    modules = [f"sglang_gemma4_yoco{name}" for name in ("", ".plugin", ".settings")]
+    assert f"imported {modules}" in output
     (line,) = ours(output)
-    assert line.startswith("INFO")
-    assert "is off: SGLANG_GEMMA4_YOCO=0" in line
+    assert line.startswith("WARNING")
+    assert line.endswith("is off: SGLANG_GEMMA4_YOCO=0")
 
 
 def test_loaded_twice(tmp_path: Path) -> None:
-    """The first stays, and the second says so."""
-    again = "import sglang_gemma4_yoco.plugin as ours\nours.load()\n"
+    """The first stays, whatever the settings are by then."""
+    again = """
+import os
+import sglang_gemma4_yoco.plugin as ours
+os.environ["SGLANG_GEMMA4_YOCO"] = "no such value"
+ours.load()
+"""
     code = LOAD.replace("from sglang.srt.models", again + "from sglang.srt.models")
     output = forked_output_of(code, tmp_path)
     assert "patched True" in output
-    first, second = ours(output)
-    assert first.startswith("INFO")
-    assert "is installed" in first
-    assert second.startswith("WARNING")
-    assert "is loaded a second time" in second
+    (line,) = ours(output)
+    assert line.startswith("INFO")
+    assert "is installed" in line
 
 
 def test_excluded_by_the_operator(tmp_path: Path) -> None:
@@ -306,9 +332,11 @@ def test_server_with_a_changed_seam(tiny_checkpoint: Path, tmp_path: Path) -> No
         reply = server.generate(
             input_ids=list(range(20, 90)), sampling_params={"temperature": 0, "max_new_tokens": 2}
         )
+        [state] = server.get("/server_info")["internal_states"]
     assert len(reply["output_ids"]) == 2
     assert server.prefills()
     assert_all_stock(server.prefills())
+    assert metrics.ENTRY not in state
     # One line from each process that loads plugins, the same but for the time in front of it.
     (line,) = {line[line.index("Gemma 4") :] for line in server.log_lines("NOT installed")}
     assert "lacks Gemma4TextModel.forward(self, input_ids, positions, forward_batch" in line

@@ -23,7 +23,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 from ask import TOLERANCE, tokens
 from layer_rows import assert_all_fast, assert_all_stock, cut
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def logprobs(request: Any, kind: str) -> list[float]:
 def test_requests_of_several_lengths(role: PrefillRole) -> None:
     asked = requests(200, 30, 70, 5, 2 * CHUNK)
     on = compare(role, asked)
-    assert on.outcomes.keys() == {report.ACTIVE, report.TAIL_SKIPPED}
+    assert on.outcomes.keys() == {log.TAIL_EAGER, log.TAIL_SKIPPED}
     assert cut(CHUNK, 0) in [prefill.rows for prefill in on.prefills]
     # Chunk by chunk, and all of it in the end.
     assert len(on.sent["200 tokens"]) == 4
@@ -76,7 +76,7 @@ def test_input_logprobs(role: PrefillRole) -> None:
     asked = [Request("long", long, logprob_start=CHUNK - 3), Request("short", short, 45)]
     on = compare(role, asked)
     assert on.prefills[0].rows == cut(CHUNK, 3)
-    assert on.outcomes.keys() == {report.ACTIVE}
+    assert on.outcomes.keys() == {log.TAIL_EAGER}
 
 
 def test_a_peer_that_is_late(role: PrefillRole) -> None:

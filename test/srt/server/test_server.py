@@ -200,7 +200,7 @@ def test_log_of_active_server(servers: tuple[Server, Server]) -> None:
 
 
 def test_log_of_switched_off_server(servers: tuple[Server, Server]) -> None:
-    """Nor would its log look like one without the package."""
+    """One line, said where no process has set up its logging yet, and by one of them."""
     _, off = servers
     before = len(off.log_since_ready())
     generate(off, tokens(50, seed=10))

@@ -15,7 +15,7 @@ import pytest
 from ask import generate, tokens
 from server import Server, running
 from sglang_gemma4_reference import tail_failures
-from sglang_gemma4_yoco import __version__, report
+from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.core import forward
@@ -52,18 +52,18 @@ def test_a_server_that_is_active(on_server: Server, capsys: Captured) -> None:
 def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
     code, out, err = told(capsys, off_server.url)
     assert (code, err) == (1, [])
-    assert out[-1] == "The fast path is NOT active: SGLANG_GEMMA4_YOCO=0"
+    assert out[-1] == f"The fast path is NOT active: {status.NO_PLUGIN}"
 
 
 def test_for_a_program(servers: tuple[Server, Server], capsys: Captured) -> None:
     for server, active, reason in zip(
-        servers, (True, False), (None, "SGLANG_GEMMA4_YOCO=0"), strict=True
+        servers, (True, False), (None, status.NO_PLUGIN), strict=True
     ):
         code, out, _ = told(capsys, "--json", server.url)
         document = json.loads(out[-1])
         assert (code, document["active"], document["reason"]) == (int(not active), active, reason)
         [state] = server.get("/server_info")["internal_states"]
-        assert document["schedulers"] == [state[metrics.ENTRY]]
+        assert document["schedulers"] == [state.get(metrics.ENTRY)]
 
 
 def test_a_server_that_gave_up_is_not_active(
@@ -85,7 +85,7 @@ def test_a_server_that_gave_up_is_not_active(
         [state] = json.loads(out[-1])["schedulers"]
     assert code == 1
     assert (state["active"], state["reason"]) == (False, forward.GIVEN_UP)
-    assert state["forwards"][report.FAILED] == forward.LIMIT
+    assert state["forwards"][log.FAILED] == forward.LIMIT
     assert state["forwards"][forward.GIVEN_UP] == 1
     assert len(tail_failures.told(server.failures)) == forward.LIMIT
 

@@ -35,7 +35,7 @@ from sglang_gemma4_reference.workload import (
     outcomes,
     random_requests,
 )
-from sglang_gemma4_yoco import report, settings
+from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.loading import metrics
 
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
@@ -163,7 +163,7 @@ def test_random_traffic_with_the_recorded_tail(
     if not audited:
         assert audits is None
         return
-    cut = sum(n for told, n in internal[metrics.ENTRY]["forwards"].items() if told in report.CUT)
+    cut = sum(n for told, n in internal[metrics.ENTRY]["forwards"].items() if told in log.CUT)
     assert (audits["agree"], audits["differ"]) == (cut, 0)
     assert cut >= forwards[ACTIVE] + forwards[SKIPPED]
     assert audits["worst"] > 0

@@ -41,7 +41,7 @@ from rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import donor, per_layer
 
@@ -101,7 +101,7 @@ def models(*names: str) -> pytest.MarkDecorator:
 def _nothing_failed(forgotten_reports: None) -> Iterator[None]:
     """A check of a kernel that refuses the fast path would be served by stock, and fails here."""
     yield
-    assert report.FAILED not in report.forwards
+    assert log.FAILED not in log.forwards
 
 
 # -- which kernels ran -----------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def both_ways(
     """The forward off and on, K/V equal byte for byte, after the kernels and rows were counted."""
     start.of(bench.engine.text_model).donor_cut = cut
     scheduled = bench.engine.schedule(prompts)
-    report.reset()
+    log.reset()
     (stock, stock_calls), (fast, fast_calls) = (
         watched(bench.engine, scheduled, switch) for switch in "01"
     )
@@ -355,7 +355,7 @@ def test_a_failure_in_the_tail_is_served_by_stock(bench: Bench) -> None:
     finally:
         hook.remove()
     assert seen.rows == [20] * (own - 1) + [1] + stock.rows
-    assert report.forwards.pop(report.FAILED) == 1
+    assert log.forwards.pop(log.FAILED) == 1
     assert_same_objects(seen)
     assert_same_cache(stock, seen)
     assert_same_answers(stock, seen, 0.0)
@@ -378,7 +378,7 @@ def test_a_refusal_of_a_kernel_does_not_pass_for_equality(
     monkeypatch.setattr(donor, "keys_and_values", other_rows)
     with pytest.raises(AssertionError):
         both_ways(bench, BATCHES["one prompt"], 1)
-    assert report.forwards.pop(report.FAILED) == 1
+    assert log.forwards.pop(log.FAILED) == 1
 
 
 # -- the type that is served -----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from prefill_replays import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import start
 
@@ -39,21 +39,21 @@ SHAPE = replace(  # sfs fsf: s for a layer with a window, f for one without
 )
 DECODING = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((WINDOW - 1, 1))]
 BATCHES: dict[str, tuple[list[Prompt], str]] = {
-    "a full bucket": (batch_of((0, 16)), report.ALL_REPLAYED),
+    "a full bucket": (batch_of((0, 16)), log.EXIT_CAPTURED),
     "prefixes at the window": (
         batch_of((WINDOW - 1, 2), (WINDOW, 3), (WINDOW + 1, 2), (40, 5)),
-        report.ALL_REPLAYED,
+        log.EXIT_CAPTURED,
     ),
     "beside a decode row": (
         [*batch_of((WINDOW, 3), (0, WINDOW + 2)), *DECODING],
-        report.ALL_REPLAYED,
+        log.EXIT_CAPTURED,
     ),
     "nobody reads a row": (
         batch_of((WINDOW + 1, 4), (0, WINDOW + 1), to_come=(3, 2)),
-        report.FRONT_REPLAYED,
+        log.EXIT_SKIPPED,
     ),
     "input logprobs": (batch_of((WINDOW, 9), logprob_start=WINDOW + 3), gate.NOT_RECORDED),
-    "no bucket": (batch_of((0, 7)), report.TAIL_REPLAYED),
+    "no bucket": (batch_of((0, 7)), log.TAIL_CAPTURED),
 }
 
 

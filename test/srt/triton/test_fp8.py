@@ -24,7 +24,7 @@ from observe import Observed, run
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report, seams
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import graphs, per_layer
@@ -47,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _fresh_counters() -> Iterator[None]:
-    report.reset()
+    log.reset()
     fallback.reset()
     yield
     fallback.reset()
@@ -86,7 +86,7 @@ def projections(engine: Engine, prompts: list[Prompt]) -> list[tuple[int, int]]:
 def test_the_same_answers(engine: Engine) -> None:
     prompts = batch_of((6, 20), (0, 7), (WINDOW, 4), (0, 2))
     assert_fast(engine, prompts, projected=projections(engine, prompts))
-    assert report.forwards[report.ACTIVE] == 1
+    assert log.forwards[log.TAIL_EAGER] == 1
 
 
 def test_input_logprobs(engine: Engine) -> None:
@@ -97,7 +97,7 @@ def test_input_logprobs(engine: Engine) -> None:
     stock, fast = assert_fast(
         engine, prompts, tolerance=math.inf, projected=projections(engine, prompts)
     )
-    assert report.forwards[report.ACTIVE] == 1
+    assert log.forwards[log.TAIL_EAGER] == 1
     in_two = dataclasses.replace(prompt, cached=prompt.cached + prompt.new[:9], new=prompt.new[9:])
     chunk = run(engine, engine.schedule([in_two]), "0")
 
@@ -114,7 +114,7 @@ def test_input_logprobs(engine: Engine) -> None:
 def test_an_unread_chunk(engine: Engine) -> None:
     prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
     assert_fast(engine, prompts, projected=projections(engine, prompts))
-    assert report.forwards[report.TAIL_SKIPPED] == 1
+    assert log.forwards[log.TAIL_SKIPPED] == 1
 
 
 def test_its_tail_is_not_recorded(engine: Engine) -> None:

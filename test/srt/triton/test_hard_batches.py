@@ -46,7 +46,7 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import forward, gate
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.tail import graphs
@@ -275,7 +275,7 @@ def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
     known = start.of(engine.text_model)
     known.donor_cut = donor
     fallback.reset()
-    report.reset()
+    log.reset()
     if backend != RECORDED:
         known.drop_graphs(graphs.OFF)
     elif known.captured is None or known.captured.first != known.cut:
@@ -440,5 +440,5 @@ def test_every_chunk_is_fast_from_the_first_on(engine: Engine, name: str) -> Non
     stock = stock_of(engine, "two pools", name, prompts)
     with fast_path(engine, OWN, DonorCut.KEYS_AND_VALUES):
         fast = play(engine, prompts, "1", prefix="1", stock=stock)
-        assert report.forwards == {report.ACTIVE: 2 + any(p.decodes for p in prompts)}
+        assert log.forwards == {log.TAIL_EAGER: 2 + any(p.decodes for p in prompts)}
         compare(engine, prompts, DonorCut.KEYS_AND_VALUES, OWN, stock, fast)

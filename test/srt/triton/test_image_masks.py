@@ -34,7 +34,7 @@ from observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import forward, gate
 
 interpreter.make_quick()
@@ -79,7 +79,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture(autouse=True)
 def _fresh_decisions(engine: Engine) -> Iterator[None]:
     assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"
-    report.reset()
+    log.reset()
     fallback.reset()
     yield
     fallback.reset()
@@ -208,7 +208,7 @@ def assert_stock(engine: Engine, batch: Any, reason: str) -> None:
     """With the fast path on this batch is bit for bit what it is off, mask included."""
     with masks(engine) as seen:
         stock, stepped_aside = run(engine, batch, "0"), run(engine, batch, "1")
-    assert report.forwards[reason] == 1
+    assert log.forwards[reason] == 1
     assert stepped_aside.rows == stepped_aside.attention_rows == whole(sum(batch.extend_lens))
     assert seen.survived == [True, True]
     for found in seen.found:
@@ -261,7 +261,7 @@ def test_a_tail_that_fails_leaves_the_mask_to_stock(engine: Engine) -> None:
             served = run(engine, batch, "1")
     finally:
         hook.remove()
-    assert report.forwards[report.FAILED] == 1
+    assert log.forwards[log.FAILED] == 1
     assert calls == [0, 1]
     assert seen.survived == [True]
     assert seen.found[0] is not None

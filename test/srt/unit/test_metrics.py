@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from typing import Any
 
 import msgspec
 import orjson
+import prometheus_client
 import pytest
 import torch
 
-from sglang_gemma4_yoco import report, seams, settings
+from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import audit, self_check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
@@ -25,11 +27,16 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
 
 @pytest.fixture(autouse=True)
-def _observers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_observers", [])
-    monkeypatch.setattr(report, "_audit_observers", [])
-    monkeypatch.setattr(metrics, "_audit_metrics", lambda _: lambda _: None)
+def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
+    """The metrics that are made from here on; nothing is served, and nobody counts."""
+    made = prometheus_client.CollectorRegistry()
+    for kind in ("Counter", "Gauge"):
+        metric = functools.partial(getattr(prometheus_client, kind), registry=made)
+        monkeypatch.setattr(prometheus_client, kind, metric)
+    monkeypatch.setattr(log, "on_forward", [])
+    monkeypatch.setattr(log, "on_audit", [])
     monkeypatch.setattr(served, "_attached", set())
+    return made
 
 
 def test_nobody_is_served() -> None:
@@ -41,7 +48,7 @@ def test_nobody_is_served() -> None:
 
 def test_a_server_that_steps_aside_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "_attached", {Refused()})
-    report.stepped_aside("LoRA", 7)
+    log.batch_refused("LoRA", 7)
     state = metrics.state()
     assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
     assert state["forwards"] == {"LoRA": 1}
@@ -135,12 +142,11 @@ def test_a_number_that_is_not_finite_is_a_word(
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
     serving.checked = Checked(Finding("keys", largest, 0.5))
-    report.audits.worst = largest
+    log.audits.worst = largest
     state = told()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
     assert state["check"]["allowed"] == 0.5
     assert f"largest_difference: {word}; allowed: 0.5" in " ".join(status.lines_of(state))
-    assert "untold" not in state
     assert caplog.records == []
 
 
@@ -173,99 +179,66 @@ def test_whether_recordings_are_left() -> None:
     assert found.state() == "closed: some reason"
 
 
-class Unwritable:
-    def state(self) -> Any:
-        return {"largest_difference": torch.zeros(1), "failure": ValueError("no JSON")}
-
-
-class Broken:
-    def state(self) -> Any:
-        raise RuntimeError("it cannot be said")
-
-
-@pytest.mark.parametrize("checked", [Unwritable(), Broken()])
-def test_what_is_no_json_costs_its_own_entry(
-    serving: Serving, checked: Any, caplog: pytest.LogCaptureFixture
+def test_a_state_that_cannot_be_found_out_costs_nothing(
+    serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serving.checked = checked
-    report.stepped_aside("LoRA", 7)
-    state = told()
-    assert state["check"] is None
-    assert list(state["untold"]) == ["check"]
-    assert "Error(" in state["untold"]["check"]
-    assert (state["active"], state["cut"]) == (True, "cut inside layer 14")
-    assert state["forwards"] == {"LoRA": 1}
-    told()
-    [record] = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert "/server_info lacks a part of its state" in record.getMessage()
-
-
-def test_text_that_is_no_utf_8_costs_its_own_entry(serving: Serving) -> None:
-    """JSON allows it; the encoders that SGLang uses do not."""
-    serving.runs_its_tail = lambda: "\udcff"  # type: ignore[method-assign]
-    state = told()
-    assert state["tail"] is None
-    assert "UnicodeEncodeError" in state["untold"]["tail"]
-
-
-def test_a_reason_that_cannot_be_told(serving: Serving) -> None:
-    """Then nobody says that it is active, nor that it is not."""
+    """SGLang's answer goes without it, and one line says so."""
     del serving.model.layers_to_capture
-    state = told()
-    assert state["active"] is None
-    assert state["reason"].startswith("whether it is active cannot be told: AttributeError(")
-    assert state["forwards"] == {}
-    assert status.verdict([state]) == (False, state["reason"])
-
-
-def test_a_state_that_cannot_be_told_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    answer = SimpleNamespace(internal_state=None)
-    metrics.add_to(answer)
+    answer = SimpleNamespace(internal_state={"theirs": 1})
+    for _ in range(2):
+        metrics.add_to(answer)
+    assert answer.internal_state == {"theirs": 1}
     [record] = caplog.records
     assert record.exc_info
     assert "/server_info goes without" in record.getMessage()
-
-
-def test_counting_goes_on_without_an_observer_that_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    told: list[tuple[Any, ...]] = []
-
-    def broken(*_: Any) -> None:
-        raise OSError("the directory is full")
-
-    report.observe(broken)
-    report.observe(lambda *counted: told.append(counted))
-    for _ in range(2):
-        report.stepped_aside("a reason", 3)
-    assert told == [("a reason", {"computed": 3, "skipped": 0})] * 2
-    assert report.forwards["a reason"] == 2
-    [record] = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert "no longer" in record.getMessage()
 
 
 @pytest.mark.parametrize(
     ("rank", "every", "counts"), [(0, False, True), (1, False, False), (1, True, True)]
 )
 def test_one_rank_counts_for_its_group(
-    monkeypatch: pytest.MonkeyPatch, rank: int, every: bool, counts: bool
+    monkeypatch: pytest.MonkeyPatch,
+    registry: prometheus_client.CollectorRegistry,
+    rank: int,
+    every: bool,
+    counts: bool,
 ) -> None:
-    made: list[Any] = []
-
-    def counters(labels: Any) -> Any:
-        made.append(labels)
-        return lambda *_: None
-
-    monkeypatch.setattr(metrics, "_counters", counters)
     monkeypatch.setattr(seams, "server_arguments", lambda: lambda _: every)
     metrics.collect({"tp_rank": rank})
-    assert (len(made), len(report._observers)) == ((1, 1) if counts else (0, 0))
+    log.batch_refused("a reason", 3)
+    of = {"tp_rank": str(rank), "outcome": "a reason"}
+    assert registry.get_sample_value("sglang:gemma4_yoco_forwards_total", of) == (counts or None)
 
 
-def test_what_was_counted_before_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(metrics, "_counters", lambda _: lambda *counted: told.append(counted))
-    report.stepped_aside("a reason", 3)
-    report.stepped_aside("a reason", 4)
-    metrics.collect({})
-    assert told == [("a reason", {}, 2), (None, {"computed": 7, "skipped": 0}, 0)]
+LABELS = {"model_name": "a model"}
+
+
+def test_what_was_counted_before_is_counted_at_once(
+    registry: prometheus_client.CollectorRegistry,
+) -> None:
+    log.batch_refused("a reason", 3)
+    log.audited(0.25, agrees=True, greedy_changes=1)
+    metrics.collect(LABELS)
+    log.batch_refused("a reason", 4)
+    log.audited(0.125, agrees=True, greedy_changes=0)
+    values = {
+        name: registry.get_sample_value(f"sglang:gemma4_yoco_{name}", LABELS | labels)
+        for name, labels in (
+            ("forwards_total", {"outcome": "a reason"}),
+            ("rows_total", {"part": "computed"}),
+            ("audits_total", {"result": "agrees"}),
+            ("audit_greedy_changes_total", {}),
+            ("audit_worst_difference", {}),
+        )
+    }
+    assert [*values.values()] == [2, 7, 2, 1, 0.25]
+
+
+def test_metrics_that_cannot_be_made_cost_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As where another plugin has taken their names."""
+    metrics.collect(LABELS)
+    metrics.collect(LABELS)
+    [record] = caplog.records
+    assert "its metrics are not collected" in record.getMessage()
+    log.batch_refused("a reason", 3)
+    assert log.forwards == {"a reason": 1}

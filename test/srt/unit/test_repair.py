@@ -12,8 +12,8 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core import state
-from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import repair, starting
 from stand_ins import prefill_graphs
 
@@ -125,7 +125,7 @@ def test_a_defect_of_one_rank_closes_the_doors_of_all(
         compared.append(findings)
         return others
 
-    monkeypatch.setattr(ranks, "disagreement", disagreement)
+    monkeypatch.setattr(ranks, "reason_ranks_differ", disagreement)
     known: Any = SimpleNamespace(doors=SimpleNamespace(closed="some reason"))
     assert starting._defect_of_doors(known, found) is None
     assert compared == []

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.deciding import threshold
 from sglang_gemma4_yoco.core.kept import KeptRows
+from sglang_gemma4_yoco.deciding import threshold
 from sglang_gemma4_yoco.deciding.threshold import TailCost
 from stand_ins import eligible_batch, model, reason_of
 

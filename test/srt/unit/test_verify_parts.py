@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
-from sglang_gemma4_yoco import report
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.commands import examination, page, prompts, table, verdict
 from sglang_gemma4_yoco.commands.agreement import (
     MEAN_KL,
@@ -305,7 +305,7 @@ def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> verdict.Out
     def found(by: float, factor: float) -> Found:
         answers = [answer(position(i, -1.0 - by, t1=-1.0 - by, t2=-2.0)) for i in range(2)]
         timed = [Timed(n, n * factor, answers[0]) for n in (100, 100, 200)]
-        return Found(answers, answers, answers, timed, Counter({report.ACTIVE: 7}))
+        return Found(answers, answers, answers, timed, Counter({log.TAIL_EAGER: 7}))
 
     asked = [Prompt(prompts.QUESTIONS, "<b>?", {}), Prompt(prompts.PREFIX, "b", {})]
     plan = Plan(Maker(range(100)), asked, exact, "float32", {prompts.CHUNKS: "a <reason>"})
@@ -314,7 +314,7 @@ def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> verdict.Out
         repeats=2,
     )  # fmt: skip
     fast = found(shift, 0.001)
-    fast.forwards[report.FAILED] = failed
+    fast.forwards[log.FAILED] = failed
     document = verdict.empty_document(args, "cpu", Path("there"))
     return verdict.conclude(document, plan, found(0.0, 0.002), fast)
 

@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""Add what the installed SGLang's server arguments have come to be to the list of reviewed ones.
+
+Each that is added is printed: read what SGLang's code does with it before you commit the list. It
+belongs there if it changes neither which rows of a prefill somebody reads, nor where K and V lie,
+nor how the layers are laid out, split or replayed; or if what it makes is judged in any case: the
+attention backend, the pools, the linear layers, each batch, the captured graphs. One that does not
+belongs into a table of ``loading/limits.py``, and is then left out here. None is ever taken out: an
+older release may have it.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.server_args import ServerArgs
+
+from sglang_gemma4_yoco.loading import limits
+
+HEAD = """\
+# Server arguments of SGLang 0.5.17 to 0.5.23 that need no refusal, each read in SGLang's code.
+# Written by scripts/dev/reviewed_arguments.py, which says what makes an argument one of these.
+"""
+
+
+def installed() -> frozenset[str]:
+    """The names of all server arguments of the installed SGLang."""
+    listed = getattr(ServerArgs, "__struct_fields__", None)  # 0.5.21; before, a dataclass
+    return frozenset(listed or ServerArgs.__dataclass_fields__)
+
+
+def main() -> None:
+    reviewed, judged = limits.reviewed_arguments(), limits.judged_arguments()
+    names = sorted((reviewed | installed()) - judged)
+    for name in names:
+        if name not in reviewed:
+            print(f"review {name}")
+    limits.REVIEWED.write_text(HEAD + "".join(f"{name}\n" for name in names))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Reasons why a server or a batch is not cut, and whether cutting pays. They change nothing."""

@@ -1,0 +1,166 @@
+"""Log lines, each logged once in a process, and counters of prefill forwards by outcome.
+
+Decode steps are not counted. A process runs one forward at a time, so there is no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+logger = logging.getLogger(__package__)
+
+# Outcomes of a forward; a reason for running as stock is one as well.
+TAIL_EAGER = "active"
+TAIL_CAPTURED = "active, tail replayed"
+TAIL_SKIPPED = "active, tail skipped"
+# The same after an exit from a prefill graph of SGLang's.
+EXIT_CAPTURED = "active, front and tail replayed"
+EXIT_SKIPPED = "active, front replayed, tail skipped"
+FAILED = "failed, served by stock"
+CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
+
+COMPUTED, SKIPPED = "computed", "skipped"
+PARTS = (COMPUTED, SKIPPED)
+
+
+@dataclass
+class Audits:
+    """What the forwards that were run again as stock have shown.
+
+    Attributes:
+        agree: forwards of which each step differed by no more than rounding.
+        differ: the others.
+        greedy_changes: rows whose likeliest token was another one.
+        worst: the largest error of all, in multiples of what is rounding; see ``rounding``.
+    """
+
+    agree: int = 0
+    differ: int = 0
+    greedy_changes: int = 0
+    worst: float = 0.0
+
+
+#: Forwards of this process by outcome, their rows by whether the last layer has computed them, and
+#: its audits.
+forwards: Counter[str] = Counter()
+rows: Counter[str] = Counter()
+audits = Audits()
+
+#: Each is called with every forward that is counted: its outcome, and its rows by part.
+on_forward: list[Callable[[str, Mapping[str, int]], None]] = []
+#: Each is called with every audit, as if it were the only one.
+on_audit: list[Callable[[Audits], None]] = []
+
+_said: set[Hashable] = set()
+# Outcomes of forwards that are not counted, in a span of those.
+_not_counted: Counter[str] | None = None
+
+
+def _first(key: Hashable) -> bool:
+    is_first = key not in _said
+    _said.add(key)
+    return is_first
+
+
+def once(line: str, level: int = logging.INFO) -> None:
+    """Log ``line`` the first time in this process."""
+    if _first(line):
+        logger.log(level, "%s", line)
+
+
+def error(line: str) -> None:
+    """Log ``line`` as an error the first time in this process."""
+    once(line, logging.ERROR)
+
+
+def failure(line: str, error: Exception) -> None:
+    """Log ``line`` and the error with its traceback, the first time for this kind of error.
+
+    The kind is the error's type and the place that raised it: messages of one kind can all differ,
+    as those of a device out of memory do.
+    """
+    raised = traceback.extract_tb(error.__traceback__)[-1:]
+    kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))
+    if _first(kind):
+        logger.error("%s: %r", line, error, exc_info=error)
+
+
+@contextmanager
+def not_counted() -> Iterator[Counter[str]]:
+    """Forwards in the span are counted in what it yields alone, by outcome, and not logged."""
+    global _not_counted
+    _not_counted = outcomes = Counter[str]()
+    try:
+        yield outcomes
+    finally:
+        _not_counted = None
+
+
+def _count(outcome: str, computed: int, skipped: int = 0) -> None:
+    if _not_counted is not None:
+        _not_counted[outcome] += 1
+        return
+    counted = {COMPUTED: computed, SKIPPED: skipped}
+    forwards[outcome] += 1
+    rows.update(counted)
+    _observe(on_forward, outcome, counted)
+
+
+def _observe(observers: list[Callable[..., None]], *counted: object) -> None:
+    try:
+        for call in observers:
+            call(*counted)
+    except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
+        observers.clear()
+        failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
+
+
+def active(
+    model: object, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
+) -> None:
+    """Count a forward on the fast path; log ``describe()`` the first time for this ``model``."""
+    _count(outcome, computed, skipped)
+    if _not_counted is None and _first(weakref.ref(model)):
+        once(f"Gemma 4 fast prefill is active: {describe()}")
+
+
+def batch_refused(reason: str, rows_in_all: int, *, logged: bool = True) -> None:
+    """Count a forward that ran as stock; log the reason, unless it was logged before."""
+    _count(reason, rows_in_all)
+    if logged and _not_counted is None and _first(("refused", reason)):
+        once(f"Gemma 4 fast prefill steps aside: {reason}")
+
+
+def server_refused(reason: str, level: int = logging.INFO) -> None:
+    """Log why all batches of this server run as stock; it is not logged again for a batch."""
+    _said.add(("refused", reason))
+    once(f"Gemma 4 fast prefill steps aside for this server: {reason}", level)
+
+
+def failed(error: Exception, rows_in_all: int) -> None:
+    """Count a forward that failed on the fast path, and that stock serves; log the error."""
+    _count(FAILED, rows_in_all)
+    failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
+
+
+def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
+    """Count a forward that was run again as stock."""
+    audits.agree += agrees
+    audits.differ += not agrees
+    audits.greedy_changes += greedy_changes
+    audits.worst = max(audits.worst, excess)
+    _observe(on_audit, Audits(int(agrees), int(not agrees), greedy_changes, excess))
+
+
+def reset() -> None:
+    """Forget counters and logged lines, for tests and for a new measurement."""
+    forwards.clear()
+    rows.clear()
+    vars(audits).update(vars(Audits()))
+    _said.clear()
