@@ -97,25 +97,12 @@ class Auditor:
         caches, slots = layerwise.donor_cache(self._state, plan)
         stock.keys = [cache[slots] for cache in caches]
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
-            _, found = self._on_stocks_rows(plan, stock)  # before the eager tail is planned
+            _, found = layerwise.prefill(self._state, plan, stock)
             metadata = plan.attention.plan(plan.batch, plan.tail.fields)
             eager = EagerTail(self._state, plan.batch, plan.tail, plan.attention, metadata)
             plan = replace(plan, runner=eager)
-        rows, found_eagerly = self._on_stocks_rows(plan, stock)
+        rows, found_eagerly = layerwise.prefill(self._state, plan, stock)
         return output, rows, found + found_eagerly
-
-    def _on_stocks_rows(self, plan: Plan, stock: Stock) -> tuple[torch.Tensor, list[Finding]]:
-        caches, slots = layerwise.donor_cache(self._state, plan)
-        for cache in caches:  # what is not written must not look as if it were
-            cache[slots] = 0
-        try:
-            rows, found = layerwise.prefill(self._state, plan, stock)
-            written = [cache[slots] for cache in caches]
-        finally:
-            for cache, values in zip(caches, stock.keys, strict=True):
-                cache[slots] = values
-        compared = layerwise.compare_keys_and_values(self._state.cut, stock.keys, written)
-        return rows, found + rounding.findings(compared)
 
     # -- logits --------------------------------------------------------------------------------
 

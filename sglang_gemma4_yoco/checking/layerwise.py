@@ -37,7 +37,7 @@ from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 from sglang_gemma4_yoco.core import cut
-from sglang_gemma4_yoco.core.cut import Plan
+from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
@@ -216,22 +216,31 @@ class _Watching:
 def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, list[Finding]]:
     """Cut a batch whose layers before the cut have given what stock's have.
 
-    An eager tail leaves stock's K and V of layer S-1 in the pool, any other those that were made.
+    In the end stock's K and V of layer S-1 are in the pool. While it runs they are not: what is not
+    written must not look as if it were.
 
     Returns:
-        What the model would go on with, [T, hidden], and what was found on the way. What an
-        intermediate chunk leaves in the pool is to be compared after it.
+        What the model would go on with, [T, hidden], and what was found on the way.
     """
-    compared: list[Comparison] = []
+    compared, found = list[Comparison](), list[Finding]()
     forcing = _Forcing(state, plan, stock, compared)
     model = partial(_model, state, plan, stock, compared)
+    caches, slots = donor_cache(state, plan)
+    for cache in caches:
+        cache[slots] = 0
     assert stock.positions is not None
-    with _hooked(state, forcing):
-        output = seams.layer_rows(cut.prefill(state, plan, stock.positions, model))
-    rows, found = output.index_select(0, stock.index), list[Finding]()
-    if isinstance(plan.runner, Replay):
-        found.append(_captured(state, plan, stock, rows))
-    elif plan.runner is not None:
+    try:
+        with _hooked(state, forcing):
+            output = seams.layer_rows(cut.prefill(state, plan, stock.positions, model))
+        rows = output.index_select(0, stock.index)
+        if isinstance(plan.runner, Replay):
+            found.append(_captured(state, plan, stock, rows))
+        written = [cache[slots] for cache in caches]
+    finally:
+        for cache, values in zip(caches, stock.keys, strict=True):
+            cache[slots] = values
+    compared += compare_keys_and_values(state.cut, stock.keys, written)
+    if isinstance(plan.runner, EagerTail):
         assert stock.final is not None
         compared.append(Comparison.of("rows after the norm", stock.final, rows, _OF_NORM))
         missing = stock.outputs.keys() - forcing.seen
