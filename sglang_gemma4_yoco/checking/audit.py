@@ -31,9 +31,7 @@ from sglang_gemma4_yoco.core.state import ModelState
 DIFFERED = "an audited prefill differed from stock's"
 ANOTHERS = "another rank has found a defect"
 _MOST_LINES = 16  # errors that are logged; the others are counted
-# Of logits, whose rows are off by the last layer's roundings and the norm's.
-_OF_LOGITS = 3.0
-_OF_LOGPROBS = 6.0  # of a logit, less a sum of all
+_OF_LOGPROBS = 6.0  # roundings: of a logit, less a sum of all
 
 
 def auditor(runner: Any, state: ModelState) -> Auditor | None:
@@ -158,19 +156,13 @@ class Auditor:
 def _logits_compared(
     rows: torch.Tensor, logits: torch.Tensor, stock: Any, forced: Any
 ) -> list[Finding]:
-    """What SGLang makes of the rows, for the sampler and for those who want log-probabilities.
-
-    Args:
-        rows: those that ``forced`` is made of; their type is what rounds, whatever logits are of.
-    """
-    size = logits.float().square().mean(dim=-1, keepdim=True).sqrt()
-    found: Any = {"size": size, "rounded": rows}
-    compared = [Comparison.of("logits", logits, forced.next_token_logits, _OF_LOGITS, **found)]
+    """What SGLang makes of the rows, for the sampler and for those who want log-probabilities."""
+    compared = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
     logprobs, again = stock.input_token_logprobs, forced.input_token_logprobs
     if logprobs is not None and logprobs.numel():
-        found["size"] = size.mean(dim=0, keepdim=True)
-        what = "input log-probabilities"
+        size = logits.float().square().mean(dim=-1).sqrt().mean()
+        what, of_all = "input log-probabilities", {"size": size, "rounded": rows}
         compared.append(
-            Comparison.of(what, logprobs[:, None], again[:, None], _OF_LOGPROBS, **found)
+            Comparison.of(what, logprobs[:, None], again[:, None], _OF_LOGPROBS, **of_all)
         )
     return rounding.findings(compared)

@@ -49,6 +49,7 @@ _OF_ATTENTION = 1.0  # weights and sums, for each part of the keys
 _OF_INPUTS = 1.0  # r = 5: projected, scaled, normed, added, scaled
 _OF_LAYER = 1.0  # four sums of the residual, beside what is added
 _OF_NORM = 2.0  # that of a layer, normed
+_OF_LOGITS = 3.0  # of rows that are off by the last layer's roundings and the norm's
 
 _LAYER = ("positions", "hidden_states", "per_layer_input", "forward_batch")
 _ATTENTION = ("q", "k", "v", "forward_batch")
@@ -399,3 +400,15 @@ def compare_keys_and_values(
         )
         for what, e, f in zip(("keys", "values"), expected, found, strict=True)
     ]
+
+
+def compare_logits(
+    expected: torch.Tensor, found: torch.Tensor, *, rows: torch.Tensor
+) -> Comparison:
+    """Logits [requests, vocabulary] of the last rows that stock and the forced tail have given.
+
+    Args:
+        rows: what they are made of; its type is what rounds, whatever that of logits is.
+    """
+    size = expected.float().square().mean(dim=-1, keepdim=True).sqrt()
+    return Comparison.of("logits", expected, found, _OF_LOGITS, size=size, rounded=rows)

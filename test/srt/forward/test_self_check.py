@@ -213,31 +213,26 @@ def test_logits_that_are_no_numbers(engine: Engine) -> None:
     assert found.worst.what == check.NO_NUMBERS
 
 
-def test_answers_of_another_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forward", [2, 3])
+def test_answers_of_another_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, forward: int
+) -> None:
+    """What the tail gives is right, and not what SGLang reads: of last rows, and of suffixes."""
     stock = engine.runner.model.logits_processor.forward
     calls: list[int] = []
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
         calls.append(1)
-        if len(calls) == LAST:
+        if len(calls) == forward:
             output.next_token_logits = output.next_token_logits.flip(0)
         return output
 
     monkeypatch.setattr(engine.runner.model.logits_processor, "forward", swapped)
     found = checked(engine)
     assert found.worst is not None
-    assert found.worst.what == check.OTHERS_ROW
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.1, False), (0.6, False), (0.7, True)])
-def test_what_is_far_nearer_to_another(share: float, expected: bool) -> None:
-    """Somewhat nearer is where sharp attention may end: it is another's at twice as near."""
-    stock = torch.eye(3, 8) * 9.0
-    logits = stock.clone()
-    logits[1] += share * (stock[2] - stock[1])
-    assert check.strays(stock, logits) is expected
-    assert not check.strays(stock[:1], logits[1:2])  # alone it is nobody else's
+    assert found.worst.what == "logits"
+    assert found.worst.excess > 4
 
 
 def test_a_fast_path_that_fails_is_no_rounding(engine: Engine) -> None:
