@@ -33,7 +33,7 @@ from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.model_executor import forward_batch_info, forward_context
+from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode as CaptureHiddenMode,
 )
@@ -55,7 +55,6 @@ from sglang.srt.observability.metrics_collector import (
 )
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 try:
     # 0.5.20 and later: the record keeps what was typed, resolution is kept beside it.
@@ -656,100 +655,6 @@ def decode_batch(**fields: Any) -> Any:
         out_cache_loc=None,
         **fields,
     )
-
-
-def prefill_batch(
-    runner: Any,
-    *,
-    input_ids: torch.Tensor,
-    requests: Sequence[int],
-    lens: Sequence[int],
-    prefix_lens: Sequence[int],
-    slots: torch.Tensor,
-    logprob_starts: Sequence[int] | None,
-    finishes: bool,
-) -> Any:
-    """An extend batch of nobody's requests, field by field what SGLang makes of a scheduled one.
-
-    It names no requests, and nobody samples from it.
-
-    Args:
-        runner: SGLang's ``ModelRunner``.
-        input_ids: [T] int64, on the runner's device, as ``slots``.
-        requests: [B], their rows in SGLang's table of tokens, which is filled in.
-        lens, prefix_lens: [B], their new tokens, and those before them.
-        slots: [T] int64, where K and V of the new tokens go, in the full pool.
-        logprob_starts: [B], the new token from which on input logprobs are wanted, the length of a
-            request that wants none; None if nobody wants any.
-        finishes: some request's prompt ends here.
-    """
-
-    def numbers(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=input_ids.device)
-
-    size, total = len(lens), sum(lens)
-    lengths = [prefix + new for prefix, new in zip(prefix_lens, lens, strict=True)]
-    positions = [torch.arange(p, p + n) for p, n in zip(prefix_lens, lens, strict=True)]
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=size,
-        input_ids=input_ids,
-        req_pool_indices=numbers(requests, torch.int64),
-        seq_lens=numbers(lengths, torch.int64),
-        seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
-        orig_seq_lens=numbers(lengths, torch.int32),
-        seq_lens_sum=sum(lengths),
-        out_cache_loc=slots,
-        positions=torch.cat(positions).to(input_ids.device),
-        extend_num_tokens=total,
-        extend_seq_lens=numbers(lens, torch.int32),
-        extend_prefix_lens=numbers(prefix_lens, torch.int32),
-        extend_start_loc=numbers([sum(lens[:i]) for i in range(size)], torch.int32),
-        extend_seq_lens_cpu=list(lens),
-        extend_prefix_lens_cpu=list(prefix_lens),
-        extend_logprob_start_lens_cpu=list(lens if logprob_starts is None else logprob_starts),
-        return_logprob=logprob_starts is not None,
-        mm_inputs=[None] * size,
-        lora_ids=[None] * size,
-        spec_algorithm=SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=_captured_by_every_batch(runner),
-    )
-    for name, value in {
-        "contains_last_prefill_chunk": finishes,
-        "req_pool_indices_cpu": torch.tensor(requests, dtype=torch.int64),
-        # By these a replayed prefill tells its rows from its padding, up to 0.5.19 and since.
-        "num_token_non_padded_cpu": total,
-        "global_num_token_non_padded_cpu": total,
-    }.items():
-        if hasattr(batch, name):
-            setattr(batch, name, value)
-    if logprob_starts is not None:
-        batch.top_logprobs_nums = [0] * size
-        batch.token_ids_logprobs = [None] * size
-        batch.extend_input_logprob_token_ids_gpu = _next_tokens(input_ids, lens, logprob_starts)
-    # Before 0.5.22 only pools translate that the gate refuses.
-    translator = getattr(runner, "kv_index_translator", None)
-    if translator is not None and hasattr(translator, "own_plan"):
-        translator.own_plan(batch).bind(batch, translator)
-    return batch
-
-
-def _captured_by_every_batch(runner: Any) -> CaptureHiddenMode:
-    """Which hidden states every batch of this server returns, whoever asks."""
-    of_server = forward_batch_info.get_server_return_hidden_states_mode
-    return of_server(*([runner.server_args] if _parameters(of_server) else []))  # until 0.5.17
-
-
-def _next_tokens(
-    input_ids: torch.Tensor, lens: Sequence[int], starts: Sequence[int]
-) -> torch.Tensor:
-    """The token behind each one of a request from its start on; 0 behind the last."""
-    wanted = []
-    for request, start in zip(input_ids.split(list(lens)), starts, strict=True):
-        behind = request[start:].roll(-1)
-        behind[-1:] = 0
-        wanted.append(behind)
-    return torch.cat(wanted)
 
 
 def keys_in_window(attention: Any) -> int:

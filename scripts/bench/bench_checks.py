@@ -12,7 +12,7 @@ on every one of them, by its own bound and several times over::
     TRITON_INTERPRET=1 python scripts/bench/bench_checks.py --triton    # on SGLang's Triton backend
 
 The weights are drawn into the loaded model, so that hundreds of models need no checkpoint of their
-own; recorded tails are replayed by the reference platform, in place of CUDA graphs.
+own; captured tails are replayed by the reference platform, in place of CUDA graphs.
 
 Output contract: a line for each model and two tables on stdout; the last line is one JSON document.
 The exit status is 1 after a false alarm, or if something broken was not found.
@@ -64,7 +64,10 @@ from sglang_gemma4_reference.checkpoint import (
 )
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import log, settings
-from sglang_gemma4_yoco.checking import audit, proof, rounding, self_check
+from sglang_gemma4_yoco.captured import proof
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.checking import audit, rounding
+from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.loading import start
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -113,7 +116,6 @@ class Result:
 
     Attributes:
         check, audits, proof: the largest error of the unbroken package, in multiples of its bound.
-        apart, noise: of its logits; see ``Checked``.
         cost: what the check and an audit take; see ``costs``.
         found: breakage -> the error that the check has found, in multiples of its bound.
     """
@@ -129,8 +131,6 @@ class Result:
     audited: int = 0
     proof: float = 0.0
     proved: int = 0
-    apart: float = 0.0
-    noise: float = 0.0
     seconds: float = 0.0
     cost: dict[str, float] = field(default_factory=dict)
     found: dict[str, float] = field(default_factory=dict)
@@ -141,15 +141,14 @@ class Result:
         return (
             f"{self.model}, {self.dtype}, sharpness {self.sharpness:g}, post-norms "
             f"{self.post_norms:g}, outliers {self.outliers:g}, seed {self.seed}: check "
-            f"{self.check:.2f}, audits {self.audits:.2f}, proofs {self.proof:.2f}; logits "
-            f"{self.apart:.1e} apart, by rounding {self.noise:.1e}; found least: {name}, "
-            f"{least:.1f} times its bound"
+            f"{self.check:.2f}, audits {self.audits:.2f}, proofs {self.proof:.2f}; "
+            f"found least: {name}, {least:.1f} times its bound"
         )
 
 
 @contextmanager
 def engines(shape: Gemma4Shape, dtype: str) -> Iterator[Engine]:
-    """An engine of this shape, its tail recorded, whose weights are to be drawn."""
+    """An engine of this shape, its tail captured, whose weights are to be drawn."""
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(directory, dataclasses.replace(shape, dtype=dtype), weights=False)
         engine = Engine(
@@ -201,40 +200,38 @@ def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
     return prompts
 
 
-def audited(engine: Engine, known: Any, draws: random.Random, number: int, result: Result) -> None:
+def audited(engine: Engine, state: Any, draws: random.Random, number: int, result: Result) -> None:
     """Random prefills, every one audited."""
     log.reset()
     with settings.changed(audit=1):
-        known.auditor = audit.auditor(engine.runner, known)
+        state.after_cut = audit.auditor(engine.runner, state)
     try:
         for _ in range(number):
             batch = engine.schedule(traffic(draws, engine.text_model.config.vocab_size))
             with switched("1"):
                 engine.forward(batch, unread=draws.random() < 0.15)
     finally:
-        known.auditor = None
+        state.after_cut = None
     result.audited = log.audits.agree + log.audits.differ
     result.audits = log.audits.worst
 
 
-def proved(known: Any, runner: Any, result: Result) -> None:
-    """Every graph of the recorded tail, full and padded."""
-    rows = known.captured.rows
-    found = [one.excess for size in rows for one in proof.findings(known.captured, runner, size)]
+def proved(state: Any, runner: Any, result: Result) -> None:
+    """Every graph of the captured tail, full and padded."""
+    rows = state.captured.rows
+    found = [one.excess for size in rows for one in proof.findings(state.captured, runner, size)]
     result.proof, result.proved = max(found), len(found)
 
 
-def costs(engine: Engine, known: Any, check: float) -> dict[str, float]:
+def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
     """What a prefill of 512 tokens takes in ms, and an audited one; and the check, in small ones.
 
     Medians of seven, in turns; in a process that times nothing else, on a machine that may.
 
     Args:
-        check: the seconds that the check has taken.
+        seconds: that the check has taken.
     """
-    auditor = audit.Auditor(
-        known, engine.runner, engine.runner.model.logits_processor, 1, turns_off=False
-    )
+    auditor = audit.Auditor(state, engine.runner.model.logits_processor, 1)
     prompt = [Prompt((), tuple(range(20, 20 + 512)))]
     few = [Prompt((), tuple(range(20, 27)))]
     ways: dict[str, tuple[str, list[Prompt], audit.Auditor | None]] = {
@@ -245,16 +242,16 @@ def costs(engine: Engine, known: Any, check: float) -> dict[str, float]:
     }
     took: dict[str, list[float]] = defaultdict(list)
     for _ in range(7):
-        for way, (switch, prompts, known.auditor) in ways.items():
+        for way, (switch, prompts, state.after_cut) in ways.items():
             batch = engine.schedule(prompts)
             with switched(switch):
                 began = time.perf_counter()
                 engine.forward(batch)
                 took[way].append(time.perf_counter() - began)
-    known.auditor = None
+    state.after_cut = None
     medians = {way: statistics.median(times) for way, times in took.items()}
     cost = {f"{way}_ms": 1000 * medians[way] for way in ("stock", "fast", "audited")}
-    return cost | {"check_in_small_stock_prefills": check / medians["small"]}
+    return cost | {"check_in_small_stock_prefills": seconds / medians["small"]}
 
 
 @torch.no_grad()
@@ -262,20 +259,19 @@ def judge(
     engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
 ) -> None:
     """The unbroken package, in the check, proofs and ``number`` audits; then every breakage."""
-    known = start.of(engine.text_model)
-    checked = self_check.check(engine.runner, known)
+    state = start.of(engine.text_model)
+    checked = check.check(engine.runner, state)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: {checked.describe()}")
     result.check, result.seconds = checked.worst.excess, checked.seconds
-    result.apart, result.noise = checked.apart or 0.0, checked.noise or 0.0
-    if known.captured is not None:
-        proved(known, engine.runner, result)
-    audited(engine, known, draws, number, result)
+    if isinstance(state.captured, TailGraphs):
+        proved(state, engine.runner, result)
+    audited(engine, state, draws, number, result)
     if result.model in TIMED and result.dtype == "bfloat16":
-        result.cost = costs(engine, known, result.seconds)
-    with self_check.comparing(engine.runner, known) as both:
+        result.cost = costs(engine, state, result.seconds)
+    with check.comparing(engine.runner, state) as both:
         for name in breaks:
-            with BREAKAGES[name](known) as applies:
+            with BREAKAGES[name](state) as applies:
                 if applies:
                     broken = rounding.worst(both.findings())
                     result.found[name], result.where[name] = broken.excess, broken.what

@@ -1,7 +1,7 @@
 """Ways in which the fast path could be wrong, for whoever wants to see that checks notice.
 
 Each is a context manager around forwards of one model; stock's own forwards are not touched. Where
-a model has no place for one (no layer with a window, no recorded tail) it yields False.
+a model has no place for one (no layer with a window, no captured tail) it yields False.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from unittest import mock
 import torch
 
 from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.core import cut, donor, gate
 from sglang_gemma4_yoco.core.kept import KeptRows
+from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.cutting import cut
-from sglang_gemma4_yoco.tail import donor, layers, per_layer
 
 Breakage = Callable[[ModelState], AbstractContextManager[bool]]
 
 
 @contextmanager
-def _window(known: ModelState, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
+def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Iterator[bool]:
     """The tail's rows see so many keys more in their windows."""
-    attention, layers = known.attention, known.model.layers[known.first_shared - 1 :]
+    attention, layers = state.attention, state.tail_layers
     assert attention is not None
     broken = {
         layer.self_attn.attn
@@ -38,7 +39,7 @@ def _window(known: ModelState, *, more: int, donor_alone: bool = False) -> Itera
         if seams.keys_in_window(layer.self_attn.attn)
     }
     tail, whole_window = attention.tail, seams.whole_window
-    on_triton = seams._triton_class(tail) is not None
+    on_triton = seams._triton_class(type(tail)) is not None
     if not broken or (on_triton and donor_alone):  # whose windows are planned for all layers
         yield False
         return
@@ -51,6 +52,8 @@ def _window(known: ModelState, *, more: int, donor_alone: bool = False) -> Itera
             return stock(q, k, v, layer, *args, **kwargs)
 
         return forward
+
+    names = ("forward_decode", "forward_extend")
 
     @contextmanager
     def planned(backend: Any) -> Iterator[None]:  # Triton's windows are what was planned
@@ -65,31 +68,30 @@ def _window(known: ModelState, *, more: int, donor_alone: bool = False) -> Itera
         if on_triton:
             stack.enter_context(mock.patch.object(seams, "whole_window", planned))
         else:
-            shadows = stack.enter_context(Shadows())
-            for name in ("forward_decode", "forward_extend"):
-                shadows.add(tail, name, narrower)
+            narrow = {name: narrower(getattr(tail, name)) for name in names}
+            stack.enter_context(replaced(tail, **narrow))
         yield True
 
 
 @contextmanager
-def _other_pool(known: ModelState) -> Iterator[bool]:
+def _other_pool(state: ModelState) -> Iterator[bool]:
     """Slots of the full pool are looked up in the window's."""
-    assert known.attention is not None
-    tail = known.attention.tail
+    assert state.attention is not None
+    tail = state.attention.tail
     if not hasattr(tail.token_to_kv_pool, "full_to_swa_index_mapping"):
         yield False
         return
     plan = seams.plan
 
-    def untranslated(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def written(*args: Any) -> Any:
-            cache = stock(*args)
-            if cache.window_slots is None:
-                return cache
-            same = torch.arange(len(cache.window_slots)) % len(cache.keys)
-            return cache._replace(window_slots=same)
+    stock = getattr(tail, "_written", None)
 
-        return written
+    def untranslated(*args: Any) -> Any:
+        assert stock is not None
+        cache = stock(*args)
+        if cache.window_slots is None:
+            return cache
+        same = torch.arange(len(cache.window_slots)) % len(cache.keys)
+        return cache._replace(window_slots=same)
 
     def planned(backend: Any, batch: Any) -> None:
         plan(backend, batch)
@@ -100,25 +102,25 @@ def _other_pool(known: ModelState) -> Iterator[bool]:
         metadata.window_kv_indices = slots
 
     with ExitStack() as stack:
-        if seams._triton_class(tail) is not None:
+        if seams._triton_class(type(tail)) is not None:
             stack.enter_context(mock.patch.object(seams, "plan", planned))
         else:
-            stack.enter_context(Shadows()).add(tail, "_written", untranslated)
+            stack.enter_context(replaced(tail, _written=untranslated))
         yield True
 
 
 def _layers_run(wrong: Callable[..., Any]) -> Breakage:
-    """``wrong`` is called with what runs the layers behind the cut, and its arguments by name."""
+    """``wrong`` is called with what runs the tail's layers, and its arguments by name."""
 
     @contextmanager
     def breakage(_: ModelState) -> Iterator[bool]:
-        stock = layers.run
+        stock = cut.run_layers
         names = inspect.signature(stock)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return wrong(stock, **names.bind(*args, **kwargs).arguments)
 
-        with mock.patch.object(layers, "run", run):
+        with mock.patch.object(cut, "run_layers", run):
             yield True
 
     return breakage
@@ -130,13 +132,14 @@ def _positions(stock: Callable[..., Any], positions: torch.Tensor, **others: Any
 
 @contextmanager
 def _next_request(_: ModelState) -> Iterator[bool]:
-    stock = KeptRows.indices
+    stock = KeptRows.suffixes
 
-    def indices(kept: KeptRows) -> list[int]:
-        right = stock(kept)
-        return [min(row + 1, right[-1]) for row in right]
+    def suffixes(*args: Any) -> KeptRows:
+        right = stock(*args)
+        last = right.indices[-1]
+        return replace(right, indices=[min(row + 1, last) for row in right.indices])
 
-    with mock.patch.object(KeptRows, "indices", indices):
+    with mock.patch.object(gate.KeptRows, "suffixes", suffixes):
         yield True
 
 
@@ -153,11 +156,11 @@ def _keys(_: ModelState, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
 
 
 @contextmanager
-def _inputs(known: ModelState, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
+def _inputs(state: ModelState, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
     """``wrong`` is called with the tail's per-layer inputs, [B, layers, width]."""
-    stock = per_layer.SplitInputs.kept
-    with mock.patch.object(per_layer.SplitInputs, "kept", lambda inputs: wrong(stock(inputs))):
-        yield known.model.hidden_size_per_layer_input > 0
+    stock = PerLayerInputs.kept
+    with mock.patch.object(PerLayerInputs, "kept", lambda inputs: wrong(stock(inputs))):
+        yield state.model.hidden_size_per_layer_input > 0
 
 
 def _other_layer(right: torch.Tensor) -> torch.Tensor:
@@ -168,16 +171,25 @@ def _other_row(right: torch.Tensor) -> torch.Tensor:
     return right.roll(1, 0)
 
 
-def _no_norm(stock: Callable[..., Any], **given: Any) -> Any:
-    return stock(**given | {"norm": lambda rows: rows})
+def _no_norm(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any:
+    with replaced(state.model.norm, forward=lambda rows: rows):
+        return stock(state=state, **others)
 
 
 @contextmanager
 def _scattered(_: ModelState) -> Iterator[bool]:
-    def scatter(this: Any, front: torch.Tensor, rows: torch.Tensor) -> None:
-        front.index_copy_(0, (this.plan.tail.index - 1).clamp_min(0), rows)
+    """The rows of the tail come back one row too early."""
+    stock = cut.prefill
 
-    with mock.patch.object(cut.Cut, "scatter", scatter):
+    def prefill(state: ModelState, plan: Any, *args: Any) -> Any:
+        output = stock(state, plan, *args)
+        if plan.runner is not None:
+            rows, index = seams.layer_rows(output), plan.tail.index
+            kept = rows.index_select(0, index)
+            rows.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
+        return output
+
+    with mock.patch.object(cut, "prefill", prefill):
         yield True
 
 
@@ -186,44 +198,41 @@ def as_returned(rows: torch.Tensor) -> Any:
     return rows if seams.HAS_RESIDUAL_STREAM else (rows, None)
 
 
-def _skipped_layer(stock: Callable[..., Any], model: Any, first: int, **others: Any) -> Any:
-    def skipping(_: Any) -> Any:
-        return lambda *_, **kwargs: as_returned(kwargs["hidden_states"])
+def _skipped_layer(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any:
+    def skipping(*_: Any, **kwargs: Any) -> Any:
+        return as_returned(kwargs["hidden_states"])
 
-    with Shadows() as shadows:
-        shadows.add(model.layers[first + 2], "forward", skipping)
-        return stock(model=model, first=first, **others)
+    with replaced(state.tail_layers[2], forward=skipping):
+        return stock(state=state, **others)
 
 
 @contextmanager
 def _never_written(_: ModelState) -> Iterator[bool]:
-    """K and V of chunks that nobody reads."""
-    stock = cut.Cut.write_keys_and_values
+    """K and V of intermediate chunks."""
+    stock = cut.write_keys_and_values
 
-    def write(this: Any, front: torch.Tensor) -> None:
-        if not this.plan.tail.unread:
-            stock(this, front)
+    def write(state: ModelState, plan: Any, *args: Any) -> None:
+        if plan.runner is not None:
+            stock(state, plan, *args)
 
-    with mock.patch.object(cut.Cut, "write_keys_and_values", write):
+    with mock.patch.object(cut, "write_keys_and_values", write):
         yield True
 
 
 @contextmanager
-def _stale(known: ModelState, name: str) -> Iterator[bool]:
+def _stale(state: ModelState, name: str) -> Iterator[bool]:
     """A static input is never filled in, for any number of requests."""
-    tail = known.captured
-    if tail is None or getattr(tail._inputs, name) is None:
+    tail = state.captured
+    if not isinstance(tail, TailGraphs) or getattr(tail._inputs, name) is None:
         yield False
         return
     static, right = getattr(tail._inputs, name), tail._of_first
     static.fill_(1 if name == "lengths" else 0)  # of another batch
     tail._of_first = [replace(rows, **{name: getattr(rows, name).clone()}) for rows in right]
-    tail._replays.clear()
     try:
         yield True
     finally:
         tail._of_first = right
-        tail._replays.clear()
 
 
 BREAKAGES: Mapping[str, Breakage] = {
@@ -243,7 +252,7 @@ BREAKAGES: Mapping[str, Breakage] = {
     "the norm left out": _layers_run(_no_norm),
     "scattered one row off": _scattered,
     "one layer skipped": _layers_run(_skipped_layer),
-    "unread keys and values not written": _never_written,
+    "keys and values of intermediate chunks not written": _never_written,
     **{
         f"a stale input of graphs: {name}": partial(_stale, name=name)
         for name in ("rows", "positions", "requests", "lengths", "embeds", "embedded")

@@ -1,4 +1,4 @@
-"""Memory of a server's pools and tables, borrowed for requests of nobody's."""
+"""Memory of a server's pools and tables, borrowed for synthetic requests."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """How far apart two computations of the same numbers are, counted in roundings.
 
-What is compared is always one step of a layer that was given the very same inputs on both sides. So
-its outputs differ by how each side rounds, and by nothing else: a few units in the last place,
-whatever the model's weights are. (End to end nothing of the kind holds: attention may pick one key
-of many, and a rounding that changes the pick changes everything behind it.)
+What is compared is one step of a layer that was given the very same inputs on both sides. So its
+outputs differ by a few units in the last place, whatever the model's weights are.
 
 How much is one rounding? A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16); over
 numbers that are spread evenly that is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of
@@ -167,21 +165,3 @@ def worst(found: Iterable[Finding]) -> Finding:
 
 def _finite(number: float) -> float:
     return number if math.isfinite(number) else math.inf
-
-
-def relative_error(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The largest error of a row, in the L2 norm, relative to the expected row's.
-
-    Args:
-        expected, found: [rows, ...], of one shape.
-
-    Returns:
-        0 for equal tensors, zeros and no rows among them; infinity where one of the two is not
-        finite, or where an expected row of zeros was not found.
-    """
-    if torch.equal(expected, found):
-        return 0.0
-    expected, found = expected.flatten(1).double(), found.flatten(1).double()
-    errors, norms = (expected - found).norm(dim=-1), expected.norm(dim=-1)
-    # A row of zeros that was found as one is 0 / 0.
-    return _finite(float(torch.where(errors == 0, errors, errors / norms).max()))

@@ -20,9 +20,8 @@ from sglang_gemma4_yoco import plugin, seams, settings
 from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
-from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.cutting import gate
-from sglang_gemma4_yoco.loading import metrics, patch, repair
+from sglang_gemma4_yoco.loading import limits, metrics, patch, repair
 from sglang_gemma4_yoco.tail import donor
 
 _MODEL_FLAGS = ("--model-path", "--model")

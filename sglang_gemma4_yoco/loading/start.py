@@ -9,6 +9,9 @@ from typing import Any
 
 from sglang_gemma4_yoco import __version__, log, seams, settings
 from sglang_gemma4_yoco.captured import graphs, proof
+from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import donor, gate, ranks
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.state import ModelState, find, first_shared_layer
@@ -127,13 +130,13 @@ def set_up(runner: Any, state: ModelState) -> None:
     """Capture the tail, and compare the model with stock when nobody is served yet."""
     capture_tail(runner, state)
     first = "check" not in state.facts
-    if first:
-        _check(runner, state)
+    checked = _check(runner, state) if first else None
     if prefill_graphs is not None and state.refused is None:
         prefill_graphs.attach(runner, state)
-    if first and state.refused is None:
+    if checked is not None and state.refused is None:
+        state.after_cut = audit.auditor(runner, state)
         log.once(
-            f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {state.facts['check']}"
+            f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked.describe()}"
         )
 
 
@@ -163,10 +166,24 @@ def capture_tail(runner: Any, state: ModelState) -> None:
     graphs.drop(state, reason or graphs.NONE_GOOD)
 
 
-def _check(runner: Any, state: ModelState) -> None:
+def _check(runner: Any, state: ModelState) -> Checked:
     """Compare with stock, or know why not. With several ranks all of them agree, or none.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    state.facts["check"] = "not checked"
+    unchecked = check.why_not(runner)
+    try:
+        checked = Checked(unchecked=unchecked) if unchecked else check.check(runner, state)
+    except Exception as failure:
+        if not seams.is_single_rank():
+            raise
+        log.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
+        checked = Checked(unchecked=f"it could not be run: {type(failure).__name__}")
+    state.facts["check"] = checked.facts()
+    others = ranks.reason_ranks_differ(f"agrees with stock: {checked.agrees}")
+    if others is not None or not checked.agrees:
+        state.refuse(check.FAILED)
+        found = "another rank's differs" if checked.agrees else checked.describe()
+        log.error(f"Gemma 4 fast prefill is off for this server: {check.FAILED}; {found}")
+    return checked

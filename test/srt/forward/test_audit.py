@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from audited_prefills import audited, counts
-from batches import BATCHES, batch_of, kept_rows
+from batches import BATCHES, batch_of
 from forwards import (
     TWO_PROMPTS,
     InjectedError,
@@ -21,22 +20,23 @@ from forwards import (
     assert_untouched,
     with_larger_keys,
 )
-from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from layer_rows import FIRST_CUT, LAYERS
 from observe import assert_same_cache, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.checking import audit
-from sglang_gemma4_yoco.cutting import cut
-from sglang_gemma4_yoco.cutting.forward import Forwards
-from sglang_gemma4_yoco.loading import metrics, starting
+from sglang_gemma4_yoco.checking import audit, rounding
+from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.core import cut
+from sglang_gemma4_yoco.core.forward import EagerForward
+from sglang_gemma4_yoco.loading import metrics, start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_what_is_right_agrees(engine: Engine, name: str) -> None:
-    """Cut, whole, and from layer K-1 on cut again; the client gets what he gets unaudited."""
+    """Cut, whole, and the tail again; the client gets what he gets unaudited."""
     prompts = BATCHES[name]
     _, unaudited = assert_fast(engine, prompts)
     with audited(engine):
@@ -52,25 +52,6 @@ def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     assert log.audits.greedy_changes == 0
     assert_untouched(engine)
     assert "forward" not in vars(engine.runner.model.logits_processor)
-
-
-@pytest.mark.parametrize("name", ["three, two of them cached", "input logprobs"])
-def test_a_cut_before_the_first_shared_layer(engine: Engine, name: str) -> None:
-    """K and V are stock's own there: they are not written again, and nobody misses them."""
-    known, prompts = start.of(engine.text_model), BATCHES[name]
-    known.donor_cut = DonorCut.NONE
-    try:
-        with audited(engine):
-            scheduled = engine.schedule(prompts)
-            stock = run(engine, scheduled, "0")
-            seen = run(engine, scheduled, "1")
-    finally:
-        del known.donor_cut
-    assert counts() == (1, 0)
-    total, kept = sum(len(prompt.new) for prompt in prompts), sum(kept_rows(prompts))
-    tail = [kept] * (LAYERS - FIRST_SHARED)
-    assert seen.rows == [total] * FIRST_SHARED + tail + [total] * LAYERS + tail
-    assert_same_cache(stock, seen)
 
 
 def test_one_of_so_many(engine: Engine) -> None:
@@ -107,25 +88,24 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
 
 def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tail's output is another one; K and V are as they should be."""
-    stock = cut.Cut.scatter
-    monkeypatch.setattr(cut.Cut, "scatter", lambda this, front, rows: stock(this, front, -rows))
+    stock = cut.run_layers
+    monkeypatch.setattr(cut, "run_layers", lambda *args: -stock(*args))
+
+
+def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's K and V, which lie in the same slots by then, do not pass for the fast path's."""
+    monkeypatch.setattr(cut, "write_keys_and_values", lambda *_: None)
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "K and V": with_larger_keys,
+    "no K and V": _nothing_written,
     "rows": _other_rows,
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [
-        ("K and V", "three, two of them cached"),
-        ("K and V", "input logprobs"),
-        ("rows", "three, two of them cached"),
-        ("rows", "input logprobs"),
-    ],
-)
+@pytest.mark.parametrize("name", ["three, two of them cached", "input logprobs"])
+@pytest.mark.parametrize("way", BREAKS)
 def test_what_differs_is_answered_by_stock(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
@@ -151,7 +131,7 @@ def test_what_differs_is_answered_by_stock(
     line = record.getMessage()
     lengths = [len(prompt.new) for prompt in prompts]
     assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
-    assert line.endswith("tail launched")
+    assert line.endswith(f", {log.TAIL_EAGER}")
     assert start.of(engine.text_model).refused is None
 
 
@@ -159,15 +139,16 @@ def test_every_row_that_is_kept_is_compared(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the last row of a request alone: one that a log-probability is made of."""
-    stock = cut.Cut.scatter
+    stock = cut.run_layers
 
-    def scatter(this: Any, front: torch.Tensor, rows: torch.Tensor) -> None:
+    def run_layers(*args: Any) -> torch.Tensor:
+        rows = stock(*args)
         rows[1] *= 1.1
-        stock(this, front, rows)
+        return rows
 
     scheduled = engine.schedule(BATCHES["input logprobs"])
     expected = run(engine, scheduled, "0").output
-    monkeypatch.setattr(cut.Cut, "scatter", scatter)
+    monkeypatch.setattr(cut, "run_layers", run_layers)
     with audited(engine):
         seen = run(engine, scheduled, "1").output
     assert counts() == (0, 1)
@@ -240,13 +221,13 @@ def test_lines_end_and_counts_go_on(
 def test_the_path_is_turned_off_where_that_is_asked_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with audited(engine, strict=True) as known:
+    with audited(engine, strict=True) as state:
         run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert known.refused is None
+        assert state.refused is None
         with monkeypatch.context() as broken, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert known.refused == audit.DIFFERED
+        assert state.refused == audit.DIFFERED
         assert f"steps aside for this server: {audit.DIFFERED}" in caplog.records[-1].getMessage()
         assert_stock(engine, audit.DIFFERED)
         assert counts() == (1, 1)
@@ -268,13 +249,13 @@ def test_an_audit_that_fails_costs_nothing(
             raise InjectedError("in the stock forward")
 
     scheduled = engine.schedule(TWO_PROMPTS)
-    with audited(engine) as known, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
+    with audited(engine) as state, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
         hook = engine.text_model.layers[-1].mlp.register_forward_pre_hook(fail_in_stock)
         try:
             seen = run(engine, scheduled, "1")
         finally:
             hook.remove()
-        assert known.auditor is None
+        assert state.after_cut is None
     assert calls == [2, 43]
     assert torch.equal(seen.output.next_token_logits, unaudited.output.next_token_logits)
     [record] = caplog.records
@@ -286,28 +267,50 @@ def test_an_audit_that_fails_costs_nothing(
 
 def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
     """The stock forward may run in the memory that holds the fast one's output."""
-    known = start.of(engine.text_model)
-    given = []
-
-    def overwritten(plan: Any, output: torch.Tensor, forwards: Forwards) -> Any:
-        given.append(output.clone())
-
-        def again() -> Any:
-            output.fill_(torch.nan)
-            raise InjectedError("in the stock forward")
-
-        return stock_audit(plan, output, dataclasses.replace(forwards, stock=again))
-
+    state = start.of(engine.text_model)
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine), switched("1"), pytest.MonkeyPatch.context() as patched:
-        assert known.auditor is not None
-        stock_audit = known.auditor.audit
-        patched.setattr(known.auditor, "audit", overwritten)
+        audit_it, given = state.after_cut, []
+        assert audit_it is not None
+
+        def overwriting(forward: Any, plan: Any, output: torch.Tensor) -> Any:
+            given.append(output.clone())
+
+            def again(_: Any) -> Any:
+                output.fill_(torch.nan)
+                raise InjectedError("in the stock forward")
+
+            patched.setattr(EagerForward, "stock", again)
+            return audit_it(forward, plan, output)
+
+        patched.setattr(state, "after_cut", overwriting)
         assert engine.forward(scheduled).next_token_logits.isfinite().all()
     assert len(given) == 1
 
 
-def test_logits_that_nobody_asks_for_are_forgotten(engine: Engine) -> None:
+def test_a_forward_that_compares_itself(engine: Engine) -> None:
+    """It runs to its end in the memory of its output, from which the model goes on."""
+    given: list[torch.Tensor] = []
+
+    def findings(forward: Any, _: Any, output: torch.Tensor) -> list[Finding]:
+        given.append(output.clone())
+        output.copy_(forward.stock())
+        return [rounding.defect("another key")]
+
+    scheduled = engine.schedule(TWO_PROMPTS)
+    stock = run(engine, scheduled, "0").output.next_token_logits
+    with audited(engine), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(EagerForward, "findings", findings, raising=False)
+        answer = run(engine, scheduled, "1").output.next_token_logits
+        assert torch.equal(answer, stock)
+        patched.setattr(EagerForward, "findings", lambda *_: [Finding("a key", 0.0, 1.0)])
+        answer = run(engine, scheduled, "1").output.next_token_logits
+    assert counts() == (1, 1)
+    assert not torch.equal(answer, stock)  # the fast path's own
+    assert len(given) == 1
+
+
+def test_logits_that_are_not_asked_for_are_forgotten(engine: Engine) -> None:
     """What was waiting for them is gone when the next audit begins."""
     processor = engine.runner.model.logits_processor
     scheduled = engine.schedule(TWO_PROMPTS)
@@ -329,8 +332,7 @@ def _raise() -> None:
 
 
 def test_none_without_a_wish(engine: Engine) -> None:
-    known = start.of(engine.text_model)
-    assert audit.auditor(engine.runner, known) is None
+    assert audit.auditor(engine.runner, start.of(engine.text_model)) is None
     assert metrics.state()["audits"] is None
 
 
@@ -345,13 +347,10 @@ def test_why_there_are_none(
 
 
 def test_the_state_has_them(engine: Engine) -> None:
-    with audited(engine) as known:
+    with audited(engine):
         run(engine, engine.schedule(TWO_PROMPTS), "1")
         state = metrics.state()
         assert json.loads(json.dumps(state)) == state
-        assert known.checked is not None
-        assert known.checked.worst is not None
-        assert state["check"]["largest_difference"] == known.checked.worst.error
         assert state["audits"] == {
             "agree": 1,
             "differ": 0,

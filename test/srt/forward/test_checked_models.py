@@ -1,6 +1,6 @@
 """The check at start, and audits, on models that are tame and on some that are not.
 
-On all of them they tell right from wrong, and so do proofs of recorded tails.
+On all of them they tell right from wrong, and so do proofs of captured tails.
 
 Here are three models; ``scripts/bench/bench_checks.py`` has hundreds.
 """
@@ -33,10 +33,13 @@ from sglang_gemma4_reference.checkpoint import (
 )
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.checking import proof
-from sglang_gemma4_yoco.core import donor
-from sglang_gemma4_yoco.cutting import cut
+from sglang_gemma4_yoco.captured import proof
+from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
+from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.core import cut, donor
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.seams import layer_rows
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -50,10 +53,10 @@ MODELS: dict[str, Gemma4Shape] = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def recorded(
+def captured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    """Tame or not, with the tail recorded."""
+    """Tame or not, with the tail captured."""
     shape = MODELS[request.param]
     path = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
     engine = Engine(path, **(ENGINE | {"dtype": shape.dtype}), cuda_graph_bs_decode=[1, 2, 4])
@@ -64,59 +67,69 @@ def recorded(
 ENOUGH = 4  # times its bound: so far off is everything that is broken
 
 
-def test_what_is_right_agrees(recorded: Engine) -> None:
-    found = start.of(recorded.text_model).checked
-    assert found is not None
-    assert found.worst is not None
-    assert found.worst.excess < 0.5
-    assert start.of(recorded.text_model).graphs is not None
-    assert start.of(recorded.text_model).refused is None
+def tail_of(engine: Engine) -> TailGraphs:
+    tail = start.of(engine.text_model).captured
+    assert isinstance(tail, TailGraphs)
+    return tail
+
+
+def test_what_is_right_agrees(captured: Engine) -> None:
+    found = start.of(captured.text_model).facts["check"]
+    assert found["largest_difference"] < 0.5 * found["allowed"]
+    assert tail_of(captured).rows
+    assert start.of(captured.text_model).refused is None
 
 
 @pytest.mark.parametrize("way", BREAKAGES)
-def test_what_is_broken_is_found(recorded: Engine, way: str) -> None:
-    known = start.of(recorded.text_model)
-    with BREAKAGES[way](known) as applies:
+def test_what_is_broken_is_found(captured: Engine, way: str) -> None:
+    state = start.of(captured.text_model)
+    with BREAKAGES[way](state) as applies:
         if not applies:
             pytest.skip("this model has no place for it")
-        found = checked(recorded)
+        found = checked(captured)
     assert found.worst is not None
     assert not found.agrees
     assert found.worst.excess > ENOUGH, str(found.worst)
-    assert checked(recorded).agrees
+    assert checked(captured).agrees
 
 
-def test_a_recorded_tail_is_replayed(recorded: Engine) -> None:
-    """Once given stock's rows, and once as it serves; a replay runs no Python."""
-    known = start.of(recorded.text_model)
-    assert known.captured is not None
-    assert known.captured.rows[-1] >= REQUESTS
-    with counted(recorded) as forwards:
-        assert checked(recorded).agrees
+def test_a_captured_tail_is_replayed(captured: Engine) -> None:
+    """Once on stock's rows, and once as it serves; a replay runs no Python."""
+    assert tail_of(captured).rows[-1] >= REQUESTS
+    with counted(captured) as forwards:
+        assert checked(captured).agrees
     suffix, total = NEW[0] - 2 + 1 + NEW[2], sum(NEW)
-    unread = 0 if releases.tells_unread_chunks() else REQUESTS
-    # Beside the first replay its layers are launched on as many rows as the graph has.
-    assert [f[-1] for f in forwards] == [total, REQUESTS, suffix, unread, REQUESTS + 1, 0, total]
+    intermediate = 0 if releases.tells_unread_chunks() else REQUESTS
+    # Beside the first replay its layers run eagerly on as many rows as the graph has.
+    expected = [total, REQUESTS, suffix, intermediate, REQUESTS + 1, 0]
+    assert [f[-1] for f in forwards] == expected
 
 
-def test_norms_that_add_in_place(recorded: Engine) -> None:
+def test_a_captured_tail_that_is_not_replayed(
+    captured: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is known of it then."""
+    monkeypatch.setattr(Replay, "outcome", log.TAIL_EAGER)
+    assert checked(captured) == Checked(unchecked=check.NOT_REPLAYED)
+
+
+def test_norms_that_add_in_place(captured: Engine) -> None:
     """As on CUDA: what stock was given is copied before a layer adds into it."""
-    with norms_that_add_in_place(recorded):
-        found = checked(recorded)
+    with norms_that_add_in_place(captured):
+        found = checked(captured)
     assert found.worst is not None
     assert found.worst.excess < 0.5
 
 
-def test_a_right_graph_is_not_dropped(recorded: Engine) -> None:
+def test_a_right_graph_is_not_dropped(captured: Engine) -> None:
     """Full, and with as much padding as there can be."""
-    tail = start.of(recorded.text_model).graphs
-    assert tail is not None
+    tail = tail_of(captured)
     rows = tail.rows
     assert rows == (1, 2, 4, 8, 16, 32)
-    found = [one for size in rows for one in proof.findings(tail, recorded.runner, size)]
+    found = [one for size in rows for one in proof.findings(tail, captured.runner, size)]
     assert len(found) == 2 * len(rows) - 2  # of one row and of two there is no padding
     assert [one.excess for one in found if one.excess > 0.5] == []
-    proof.prove(tail, recorded.runner)
+    proof.prove(tail, captured.runner)
     assert tail.rows == rows
 
 
@@ -126,49 +139,53 @@ def test_a_right_graph_is_not_dropped(recorded: Engine) -> None:
 WINDOW = E2B_TINY.sliding_window
 BATCHES = {
     "replayed": batch_of((WINDOW + 9, 7), (2 * WINDOW, 3), (0, 5)),
-    "launched": [*batch_of((WINDOW + 9, 7), (0, 5)), *batch_of((WINDOW, 9), logprob_start=WINDOW)],
+    "eager": [*batch_of((WINDOW + 9, 7), (0, 5)), *batch_of((WINDOW, 9), logprob_start=WINDOW)],
 }
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_audits_of_random_traffic(recorded: Engine, in_place: bool) -> None:
+def test_audits_of_random_traffic(captured: Engine, in_place: bool) -> None:
     """None is a false alarm, whichever way the tail runs."""
     draws = random.Random(int(in_place))
-    vocabulary = recorded.text_model.config.vocab_size
-    with audited(recorded), switched("1"), contextlib.ExitStack() as span:
+    vocabulary = captured.text_model.config.vocab_size
+    with audited(captured), switched("1"), contextlib.ExitStack() as span:
         if in_place:
-            span.enter_context(norms_that_add_in_place(recorded))
+            span.enter_context(norms_that_add_in_place(captured))
         for number in range(12):
-            batch = recorded.schedule(traffic(draws, vocabulary))
-            recorded.forward(batch, unread=number % 6 == 5)
+            batch = captured.schedule(traffic(draws, vocabulary))
+            captured.forward(batch, unread=number % 6 == 5)
     assert counts() == (12, 0)
     assert log.audits.worst < 0.5
     assert log.forwards[log.TAIL_CAPTURED] > 0
     assert log.forwards[log.TAIL_EAGER] > 0
-    assert_untouched(recorded)
+    assert_untouched(captured)
 
 
-def test_rows_that_round_otherwise(recorded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As kernels for few rows do on a GPU. The logits that SGLang makes of them are in fp32."""
-    stock, draw = cut.Cut.scatter, torch.Generator().manual_seed(0)
+    stock, draw = cut.prefill, torch.Generator().manual_seed(0)
 
-    def scatter(this: cut.Cut, front: torch.Tensor, rows: torch.Tensor) -> None:
-        share = torch.rand(rows.shape, generator=draw) - 0.5
-        rounded = rows.float() * (1 + share * torch.finfo(rows.dtype).eps)
-        stock(this, front, rounded.to(rows.dtype))
+    def prefill(state: Any, plan: Any, *args: Any) -> Any:
+        output = stock(state, plan, *args)
+        rows = layer_rows(output)
+        kept = rows.index_select(0, plan.tail.index)
+        share = torch.rand(kept.shape, generator=draw) - 0.5
+        rounded = kept.float() * (1 + share * torch.finfo(rows.dtype).eps)
+        rows.index_copy_(0, plan.tail.index, rounded.to(rows.dtype))
+        return output
 
-    monkeypatch.setattr(cut.Cut, "scatter", scatter)
-    with audited(recorded), switched("1"):
+    monkeypatch.setattr(cut, "prefill", prefill)
+    with audited(captured), switched("1"):
         for batch in BATCHES.values():
-            scheduled = recorded.schedule(batch)
-            recorded.forward(scheduled)
+            scheduled = captured.schedule(batch)
+            captured.forward(scheduled)
             # Nor do they hide what is broken.
-            with BREAKAGES["scattered one row off"](start.of(recorded.text_model)):
-                recorded.forward(scheduled)
+            with BREAKAGES["scattered one row off"](start.of(captured.text_model)):
+                captured.forward(scheduled)
     assert counts() == (2, 2)
 
 
-def test_one_row_of_a_long_prompt(recorded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_of_a_long_prompt(captured: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among a thousand it is lost in the mean, and not to the one who wrote it."""
     stock = donor.keys_and_values
 
@@ -177,42 +194,44 @@ def test_one_row_of_a_long_prompt(recorded: Engine, monkeypatch: pytest.MonkeyPa
         k[7] *= 1.15
         return k, v
 
-    scheduled = recorded.schedule(batch_of((0, 1000)))
-    with audited(recorded), switched("1"):
-        recorded.forward(scheduled)
+    scheduled = captured.schedule(batch_of((0, 1000)))
+    with audited(captured), switched("1"):
+        captured.forward(scheduled)
         assert counts() == (1, 0)
         monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
-        recorded.forward(scheduled)
+        captured.forward(scheduled)
     assert counts() == (1, 1)
+
+
+CHUNK = "an intermediate chunk"
 
 
 def _shows(way: str, batch: str) -> bool:
     """Whether it lies on the way of such a batch."""
-    if batch == "unread":
-        return way.startswith(("keys", "values", "unread"))
-    if batch == "launched":
-        return not way.startswith(("unread", "a stale"))
-    return way != "unread keys and values not written"
+    if batch == CHUNK:
+        return way.startswith(("keys", "values"))
+    of_chunks = "intermediate chunks" in way
+    return not of_chunks and (batch == "replayed" or not way.startswith("a stale"))
 
 
 @pytest.mark.parametrize(
     ("way", "batch"),
-    [(way, batch) for way in BREAKAGES for batch in (*BATCHES, "unread") if _shows(way, batch)],
+    [(way, batch) for way in BREAKAGES for batch in (*BATCHES, CHUNK) if _shows(way, batch)],
 )
-def test_an_audit_finds_what_is_broken(recorded: Engine, way: str, batch: str) -> None:
+def test_an_audit_finds_what_is_broken(captured: Engine, way: str, batch: str) -> None:
     """On the batch that is served; who asked gets what stock answers."""
-    scheduled = recorded.schedule(BATCHES["replayed" if batch == "unread" else batch])
-    stock = run(recorded, scheduled, "0")
-    known = start.of(recorded.text_model)
-    with audited(recorded), switched("1"), BREAKAGES[way](known) as applies:
+    scheduled = captured.schedule(BATCHES["replayed" if batch == CHUNK else batch])
+    stock = run(captured, scheduled, "0")
+    state = start.of(captured.text_model)
+    with audited(captured), switched("1"), BREAKAGES[way](state) as applies:
         if not applies:
             pytest.skip("this model has no place for it")
-        output = recorded.forward(scheduled, unread=batch == "unread")
+        output = captured.forward(scheduled, unread=batch == CHUNK)
     assert counts() == (0, 1)
     assert log.audits.worst > ENOUGH
-    if batch != "unread":
+    if batch != CHUNK:
         assert torch.equal(output.next_token_logits, stock.output.next_token_logits)
-    for now, then in zip(recorded.kv(), stock.kv, strict=True):
+    for now, then in zip(captured.kv(), stock.kv, strict=True):
         assert all(map(torch.equal, now, then))
 
 

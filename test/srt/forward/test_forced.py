@@ -1,6 +1,6 @@
-"""One step of one layer is wrong: it is told of that step, whatever stands behind it.
+"""One step of one layer is wrong: that step is named, whatever comes after it.
 
-Stock is watched, and the fast path run on its numbers, by the check's own requests.
+Stock is watched, and the cut made of its numbers, for the check's own requests.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from forwards import ENGINE
 from layer_rows import FIRST_SHARED, LAYERS
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.core import cut, donor
+from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.cutting import cut
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import donor, per_layer
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -40,23 +40,19 @@ def on_the_fast_path(
     engine: Engine, module: Any, name: str, wrong: Callable[..., Any]
 ) -> Iterator[None]:
     """``module.name`` is wrong where stock does not run it."""
-    known = start.of(engine.text_model)
+    state, stock = start.of(engine.text_model), getattr(module, name)
 
-    def replaced(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            right = stock(*args, **kwargs)
-            return right if known.refused else wrong(right)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        right = stock(*args, **kwargs)
+        return right if state.refused else wrong(right)
 
-        return function
-
-    with Shadows() as shadows:
-        shadows.add(module, name, replaced)
+    with replaced(module, **{name: function}):
         yield
 
 
 def named(engine: Engine) -> set[str]:
     """All that is no rounding."""
-    with self_check.comparing(engine.runner, start.of(engine.text_model)) as both:
+    with check.comparing(engine.runner, start.of(engine.text_model)) as both:
         found = both.findings()
     return {finding.what for finding in found if not finding.is_rounding}
 
@@ -99,36 +95,58 @@ def test_attention(sharp: Engine) -> None:
 
 
 def test_per_layer_inputs(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = per_layer.SplitInputs.kept
+    stock = PerLayerInputs.kept
 
     def kept(inputs: Any) -> torch.Tensor:
         of_layers: torch.Tensor = stock(inputs)
         of_layers[:, LAYER - DONOR] *= 1.1
         return of_layers
 
-    monkeypatch.setattr(per_layer.SplitInputs, "kept", kept)
+    monkeypatch.setattr(PerLayerInputs, "kept", kept)
     found = named(sharp)
     assert f"per-layer input of layer {LAYER}" in found
     assert found <= {f"per-layer input of layer {LAYER}", f"output of layer {LAYER}"}
 
 
 def test_the_rows_in_the_end(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = cut.Cut.scatter
+    stock = cut.run_layers
+    monkeypatch.setattr(cut, "run_layers", lambda *args: stock(*args) * 1.1)
+    assert named(sharp) == {"rows after the norm"}
 
-    def scatter(this: cut.Cut, front: torch.Tensor, rows: torch.Tensor) -> None:
-        stock(this, front, rows * 1.1)
 
-    monkeypatch.setattr(cut.Cut, "scatter", scatter)
-    assert named(sharp) == {"rows behind the norm"}
+def test_the_rows_at_the_beginning(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are replaced by stock's there, so they are compared before."""
+    stock = cut.run_layers
+    monkeypatch.setattr(
+        cut,
+        "run_layers",
+        lambda state, batch, rows, *others: stock(state, batch, rows * 1.1, *others),
+    )
+    assert named(sharp) == {"rows at the cut"}
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_keys_and_values_that_are_not_written(
+    sharp: Engine, monkeypatch: pytest.MonkeyPatch, finishes: bool
+) -> None:
+    """Those of stock's forward, which has written to the same slots, do not pass for them."""
+    stock = cut.write_keys_and_values
+
+    def write(state: Any, plan: Any, *rows: torch.Tensor) -> None:
+        if (plan.runner is None) == finishes:
+            stock(state, plan, *rows)
+
+    monkeypatch.setattr(cut, "write_keys_and_values", write)
+    assert named(sharp) == {f"{what} of layer {DONOR} in the pool" for what in ("keys", "values")}
 
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
-    model, known = sharp.text_model, start.of(sharp.text_model)
+    model, state = sharp.text_model, start.of(sharp.text_model)
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer is model.layers[LAYER] and not known.refused:
+        if layer is model.layers[LAYER] and not state.refused:
             return kwargs["hidden_states"]
         return stock(layer, *args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""A prefill of nobody's requests is, field by field, the batch that SGLang makes of such requests.
+"""A prefill of synthetic requests is, field by field, the batch that SGLang makes of such requests.
 
-What a field lacks shows where nobody looks: SGLang's own prefill graphs write the rows of their
+What a field lacks shows where no test looks: SGLang's own prefill graphs write the rows of their
 padding into the cache, for example, unless the batch says how many of them are real.
 """
 
@@ -20,12 +20,12 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from batches import batch_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.checking.requests import Request, prefill_batch
 
 #: Fields that may differ in any batch, and why.
 ALWAYS = {
-    "rids": "requests of nobody's have no names",
-    "sampling_info": "nobody samples from what they are answered",
+    "rids": "synthetic requests have no names",
+    "sampling_info": "nothing is sampled from their logits",
 }
 # What comes after a chunk that finishes no prompt is not known: no such tokens were made up.
 _LONGER = {"orig_seq_lens": "the prompt's tokens to come count"}
@@ -50,18 +50,18 @@ KINDS = {
     "one token": Kind(batch_of((40, 1))),
     "several, some with prefixes": Kind(batch_of((0, 7), (33, 6), (70, 5))),
     "logprobs of all rows": Kind(batch_of((0, 9), logprob_start=0)),
-    "logprobs behind a prefix": Kind(
+    "logprobs after a prefix": Kind(
         [
             *batch_of((12, 8), logprob_start=15),
             *batch_of((0, 6)),
             *batch_of((4, 5), logprob_start=0),
         ]
     ),
-    "an unfinished chunk": Kind(batch_of((20, 30), to_come=(21, 22)), _LONGER),
-    "an unfinished chunk beside a finished prompt": Kind(
+    "an intermediate chunk": Kind(batch_of((20, 30), to_come=(21, 22)), _LONGER),
+    "an intermediate chunk beside a finished prompt": Kind(
         [*batch_of((0, 7)), *batch_of((20, 30), to_come=(21, 22))], _LONGER
     ),
-    "logprobs of an unfinished chunk": Kind(
+    "logprobs of an intermediate chunk": Kind(
         batch_of((5, 9), to_come=(21, 22), logprob_start=8), {**_LONGER, **_NEXT}
     ),
 }
@@ -79,14 +79,22 @@ def of_sglang(engine: Engine, prompts: list[Prompt]) -> ForwardBatch:
 def of_ours(engine: Engine, theirs: Any, prompts: list[Prompt]) -> ForwardBatch:
     """The same requests' batch, made without a scheduler."""
     starts = theirs.extend_logprob_start_lens_cpu
-    batch: ForwardBatch = seams.prefill_batch(
+    lens = [len(prompt.new) for prompt in prompts]
+    requests = []
+    for prompt, row, ids, slots in zip(
+        prompts,
+        theirs.req_pool_indices.tolist(),
+        theirs.input_ids.split(lens),
+        theirs.out_cache_loc.split(lens),
+        strict=True,
+    ):
+        cached = len(prompt.cached)
+        of_all = torch.cat([slots.new_zeros(cached), slots])
+        requests.append(Request(row, cached, ids, of_all, of_all))
+    batch: ForwardBatch = prefill_batch(
         engine.runner,
-        input_ids=theirs.input_ids,
-        requests=theirs.req_pool_indices.tolist(),
-        lens=[len(prompt.new) for prompt in prompts],
-        prefix_lens=[len(prompt.cached) for prompt in prompts],
-        slots=theirs.out_cache_loc,
-        logprob_starts=starts if theirs.return_logprob else None,
+        requests,
+        starts=starts if theirs.return_logprob else None,
         finishes=any(not prompt.to_come for prompt in prompts),
     )
     return batch

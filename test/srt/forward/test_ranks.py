@@ -30,10 +30,9 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.commands.servers import choose_ports
-from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.core import gate, state
+from sglang_gemma4_yoco.core import gate, ranks, state
 from sglang_gemma4_yoco.cutting.doors import Doors
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import start as starting
 
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
@@ -129,7 +128,7 @@ def with_the_recorded_tail(rank: int, port: int, path: Path) -> None:
 def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None:
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    known = start.of(engine.text_model)
+    known = starting.of(engine.text_model)
     with settings.changed(graph_rows=0 if rank == 1 else 2):
         releases.record_decode_steps(engine.runner)
     assert known.captured is None
@@ -141,7 +140,7 @@ def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
     from sglang_gemma4_yoco.checking import proof
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    known = start.of(engine.text_model)
+    known = starting.of(engine.text_model)
     prove = proof.prove
 
     def strict(graphs: Any, runner: Any) -> None:
@@ -184,7 +183,7 @@ def with_doors_on_one_rank(rank: int, port: int, path: Path) -> None:
         return find(self, runner) or ("they are lost" if rank == 1 else None)
 
     with mock.patch.object(Doors, "find", lost), recorded_prefills(rank, port, path) as engine:
-        known = start.of(engine.text_model)
+        known = starting.of(engine.text_model)
         assert known.doors.closed == ranks.NOT_ALIKE
         assert known.captured is not None
         batch = engine.schedule(BATCHES["one prompt"][0])
@@ -199,11 +198,11 @@ def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
     variables = {settings.name_of("self_check"): "0"} if rank == 1 else {}
     with mock.patch.dict(os.environ, variables):
         engine = start(rank, path, port)
-    assert start.of(engine.text_model).checked is None
+    assert "check" not in starting.of(engine.text_model).facts
     assert_stock(engine, ranks.NOT_ALIKE)
     with settings.changed(self_check=True):
         engine.runner.init_attention_backends()
-        assert start.of(engine.text_model).refused is None
+        assert starting.of(engine.text_model).refused is None
         with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
             engine.runner.init_attention_backends()
     assert_stock(engine, ranks.NOT_ALIKE)
@@ -211,11 +210,12 @@ def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
 
 def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> None:
     """What only one rank sees, as K and V of its own heads are, turns the path off on both."""
-    from sglang_gemma4_yoco.checking import rounding, self_check
+    from sglang_gemma4_yoco.checking import rounding
+    from sglang_gemma4_yoco.checking import start as checking
 
     engine = start(rank, path, port)
-    known, found = start.of(engine.text_model), []
-    check = self_check.check
+    state, found = starting.of(engine.text_model), list[Any]()
+    check = checking.check
 
     def differing(*args: Any) -> Any:
         found.append(check(*args))
@@ -225,23 +225,22 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
             else found[-1]
         )
 
-    known.checked = None
-    with mock.patch.object(self_check, "check", differing):
-        starting.record(engine.runner, engine.text_model)
+    del state.facts["check"]
+    with mock.patch.object(checking, "check", differing):
+        starting.set_up(engine.runner, state)
     assert [checked.agrees for checked in found] == [True]
-    assert known.checked is not None
-    assert known.checked.agrees == (rank == 0)
-    assert_stock(engine, self_check.FAILED)
+    assert (state.facts["check"]["compared"] == "this rank's") == (rank == 1)
+    assert_stock(engine, checking.FAILED)
 
 
 def with_a_check_that_raises_on_one_rank(rank: int, port: int, path: Path) -> None:
     """It ends that rank; and the other, which waits for it, when it is gone."""
-    from sglang_gemma4_yoco.checking import self_check
+    from sglang_gemma4_yoco.checking import start as checking
 
     engine = start(rank, path, port)
-    known = start.of(engine.text_model)
-    known.checked = None
-    found = self_check.check(engine.runner, known)
+    state = starting.of(engine.text_model)
+    del state.facts["check"]
+    found = checking.check(engine.runner, state)
 
     def check(*_: Any) -> Any:
         if rank == 1:
@@ -250,10 +249,10 @@ def with_a_check_that_raises_on_one_rank(rank: int, port: int, path: Path) -> No
 
     gone = "of this rank alone" if rank == 1 else "closed by peer|reset by peer"
     with (
-        mock.patch.object(self_check, "check", check),
+        mock.patch.object(checking, "check", check),
         pytest.raises((MemoryError, RuntimeError), match=gone),
     ):
-        starting.record(engine.runner, engine.text_model)
+        starting.set_up(engine.runner, state)
 
 
 def with_audits(rank: int, port: int, path: Path) -> None:

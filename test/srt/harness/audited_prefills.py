@@ -15,15 +15,15 @@ from sglang_gemma4_yoco.loading import start
 @contextmanager
 def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ModelState]:
     """Prefills of the engine are audited in the span."""
-    known = start.of(engine.text_model)
-    reason = known.refused
+    state = start.of(engine.text_model)
+    reason = state.refused
     with settings.changed(audit=every, audit_strict=strict):
-        known.auditor = audit.auditor(engine.runner, known)
+        state.after_cut = audit.auditor(engine.runner, state)
     try:
-        yield known
+        yield state
     finally:
-        known.auditor = None
-        known.refused = reason
+        state.after_cut = None
+        state.refused = reason
 
 
 def counts() -> tuple[int, int]:

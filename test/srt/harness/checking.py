@@ -8,8 +8,8 @@ from typing import Any
 
 from layer_rows import LAYERS
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.checking import self_check
-from sglang_gemma4_yoco.checking.checked import Checked
+from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.loading import start
 
 REQUESTS = 3
@@ -18,7 +18,7 @@ NEW = [7, 6, 5]  # tokens of each, with pages of one
 
 def checked(engine: Engine) -> Checked:
     """The check of this engine's model."""
-    return self_check.check(engine.runner, start.of(engine.text_model))
+    return check.check(engine.runner, start.of(engine.text_model))
 
 
 @contextmanager

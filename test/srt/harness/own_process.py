@@ -83,12 +83,12 @@ class OwnProcess(pytest.Item):
     """Runs its file in a second pytest, and passes if that had tests and none of them failed."""
 
     def runtest(self) -> None:
-        """Run it; what it counted becomes a section of this test's report."""
+        """Run it; what it counted becomes a section of this test's log."""
         file = self.getparent(OwnProcessFile)
         assert file is not None
         report = self.config.rootpath / ".pytest_cache" / f"{self.path.stem}-{os.getpid()}.xml"
-        report.parent.mkdir(exist_ok=True)
-        log = report.with_suffix(".log")
+        log.parent.mkdir(exist_ok=True)
+        log = log.with_suffix(".log")
         program = [
             *("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
             *("-m", self.config.option.markexpr),  # what was left out here is left out there
@@ -110,7 +110,7 @@ class OwnProcess(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Where it is, for the report."""
+        """Where it is, for the log."""
         return self.path, 0, f"{self.path.stem}: {self.name}"
 
 
@@ -134,5 +134,5 @@ def _counted(report: Path) -> dict[str, int]:
     """How many tests ran, failed and were skipped, as the other pytest wrote it down."""
     suite = ElementTree.parse(report).getroot()
     suite = suite if suite.tag == "testsuite" else suite[0]
-    report.unlink()
+    log.unlink()
     return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}

@@ -9,8 +9,8 @@ then rounding is that of one layer, and a defect of a layer is as large as it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from batches import kept_rows
 from observe import run
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.checking.layerwise import rounded_once_more
 
 # In units of the type's eps, of what a layer adds. It is the sum of three results, each rounded,
 # and so are the three sums on the way: by eps / 2 at most, eps / 12**0.5 in the mean square.
@@ -27,10 +26,20 @@ from sglang_gemma4_yoco.checking.layerwise import rounded_once_more
 _ROUNDING_OF_A_LAYER = 4.0
 
 
-def rounded_otherwise(engine: Engine, seed: int) -> AbstractContextManager[None]:
-    """In the layers behind the cut attention and FFN round otherwise: by up to eps / 2 more."""
-    layers = [layer for _, layer in _layers_behind_the_cut(engine)]
-    return rounded_once_more(layers, torch.Generator().manual_seed(seed))
+@contextmanager
+def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
+    """In the layers after the cut attention and FFN round otherwise: by up to eps / 2 more."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def rounded(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        share = torch.rand(output.shape, generator=draw) - 0.5
+        return (output.float() * (1 + share * torch.finfo(output.dtype).eps)).to(output.dtype)
+
+    with ExitStack() as hooks:
+        for _, layer in _layers_after_the_cut(engine):
+            for part in (layer.self_attn, layer.mlp):
+                hooks.callback(part.register_forward_hook(rounded).remove)
+        yield
 
 
 def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> dict[int, float]:
@@ -42,7 +51,7 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
     Args:
         scheduled: the batch of ``prompts``; the fast path cuts it inside the last donor.
     """
-    layers = _layers_behind_the_cut(engine)
+    layers = _layers_after_the_cut(engine)
     kept: list[int] = []
     total = 0
     for prompt, count in zip(prompts, kept_rows(prompts), strict=True):
@@ -107,7 +116,7 @@ def assert_layers_agree(engine: Engine, scheduled: Any, prompts: Sequence[Prompt
     assert max(errors.values()) <= allowed_of_a_layer(engine), errors
 
 
-def _layers_behind_the_cut(engine: Engine) -> list[tuple[int, Any]]:
+def _layers_after_the_cut(engine: Engine) -> list[tuple[int, Any]]:
     """The last donor, which is cut, and the layers that share K and V."""
     config = engine.text_model.config
     first = config.num_hidden_layers - config.num_kv_shared_layers

@@ -16,7 +16,7 @@ import sglang_gemma4_yoco
 from ask import generate, tokens
 from layer_rows import assert_all_stock
 from server import Server, python_path, running
-from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.loading import metrics
 
@@ -34,11 +34,11 @@ def _narrow(tail):
 # What is wrong -> in this file, these become those.
 BREAKS: dict[str, tuple[str, dict[str, str]]] = {
     "the rows before the last ones are kept": (
-        "deciding/rows.py",
-        {"kept.extend(range(end - m, end))": "kept.extend(range(end - m - 1, end - 1))"},
+        "core/kept.py",
+        {"indices.extend(range(end - m, end))": "indices.extend(range(end - m - 1, end - 1))"},
     ),
     "the tail's window is one key short": (
-        "loading/starting.py",
+        "loading/start.py",
         {
             "import logging\n": "import logging\nfrom copy import copy\n",
             "tail = seams.build_attn_backend(runner)\n": (
@@ -48,12 +48,12 @@ BREAKS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "K and V of the donor are never written": (
-        "cutting/cut.py",
-        {"                self.write_keys_and_values(front)\n": "                pass\n"},
+        "core/cut.py",
+        {"    write_keys_and_values(state, plan, front, positions)\n": ""},
     ),
     "the tail gives no numbers": (
-        "cutting/cut.py",
-        {"self.plan.tail.index, rows)": "self.plan.tail.index, rows * float('nan'))"},
+        "core/cut.py",
+        {"plan.tail.index, rows)": "plan.tail.index, rows * float('nan'))"},
     ),
 }
 
@@ -88,7 +88,7 @@ def test_it_is_found_out(name: str, tiny_checkpoint: Path, tmp_path: Path) -> No
         generate(server, prompt)
         assert_all_stock(server.prefills(since=mark))
         [state] = [s[metrics.ENTRY] for s in server.get("/server_info")["internal_states"]]
-        assert (state["active"], state["reason"]) == (False, self_check.FAILED)
+        assert (state["active"], state["reason"]) == (False, check.FAILED)
         largest = state["check"]["largest_difference"]
         assert largest == "infinite" or largest > 10 * state["check"]["allowed"]
         assert (largest == "infinite") is (name == "the tail gives no numbers")

@@ -27,7 +27,7 @@ from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.checking import self_check
+from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -118,12 +118,12 @@ def test_forward(engine: Engine, name: str) -> None:
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It agrees, and sees when the tail's window is one key short, as Triton's own is."""
-    known = start.of(engine.text_model)
-    found = self_check.check(engine.runner, known)
+    state = start.of(engine.text_model)
+    found = check.check(engine.runner, state)
     assert found.worst is not None
     assert found.worst.excess < 0.5
     monkeypatch.setattr(seams, "whole_window", lambda _: nullcontext())
-    assert not self_check.check(engine.runner, known).agrees
+    assert not check.check(engine.runner, state).agrees
 
 
 @pytest.mark.skipif(

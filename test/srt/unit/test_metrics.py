@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from sglang_gemma4_yoco import log, seams, settings
-from sglang_gemma4_yoco.checking import audit, self_check
+from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.commands import status
@@ -125,7 +126,7 @@ def test_whatever_turns_the_path_off_is_told(serving: Serving) -> None:
         fallback.failed(RuntimeError("a failure"))
     assert says(forward.GIVEN_UP)
     fallback.reset()
-    for reason in (self_check.FAILED, audit.DIFFERED):
+    for reason in (check.FAILED, audit.DIFFERED):
         serving.refused = reason
         assert says(reason)
     serving.refused = None

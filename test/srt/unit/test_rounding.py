@@ -144,14 +144,3 @@ def test_the_worst_is_the_farthest_beyond_its_bound() -> None:
     assert rounding.worst([far, rounding.defect("gone")]).what == "gone"
     assert str(far) == "far off by 1.0e-01, up to 1.0e-02 is rounding"
     assert str(rounding.defect("gone")) == "gone"
-
-
-def test_distances_of_rows() -> None:
-    rows = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 10.0]])
-    assert rounding.relative_error(rows, rows) == 0.0
-    assert rounding.relative_error(rows, rows + torch.tensor([[0.0], [0.0], [1.0]])) == (
-        pytest.approx(math.sqrt(2) / 10)
-    )
-    assert rounding.relative_error(rows[:0], rows[:0]) == 0.0
-    assert rounding.relative_error(torch.zeros(2, 2), torch.ones(2, 2)) == math.inf
-    assert rounding.relative_error(rows, rows * math.nan) == math.inf
