@@ -855,14 +855,12 @@ def what_is_recorded(machine: Machine) -> dict[str, Any]:
         engine = recorded_engine(machine)
     except NotActiveError as failure:
         return {"failed": str(failure)}
-    known = start.of(engine.text_model)
+    facts = start.of(engine.text_model).facts
     return {
         "failed": None,
         "seconds": time.monotonic() - began,
         "rows": bench_prefill.recorded_rows(engine),
-        "doors_closed": known.doors.closed,
-        "tail": known.runs_its_tail(),
-        "checked": None if known.checked is None else known.checked.describe(),
+        **{name: facts.get(name) for name in ("exits", "exits_check", "tail", "check")},
     }
 
 
@@ -920,7 +918,7 @@ def four_answers(engine: Any, batch: Any, _: int) -> dict[str, Any]:
         "paths": {way: answer.path for way, answer in seen.items()},
         "stock replayed beside stock": seen[OFF_REPLAYED].beside(seen["off"]),
         "package replayed beside package": seen[ON_REPLAYED].beside(seen["on"]),
-        # Up to the door it is the same recording: the same K and V, bit for bit.
+        # Up to the exit it is the same graph: the same K and V, bit for bit.
         "package replayed beside stock replayed": seen[ON_REPLAYED].beside(seen[OFF_REPLAYED]),
     }
 

@@ -19,7 +19,7 @@ with K and V of its own::
     4  the donor's K and V are written for all rows (core/donor.py)
     5  the tail, layers S-1 .. L-1 and the norm, runs on the kept rows: eagerly (core/cut.py), or
        from a captured graph (captured/graphs.py)
-    6  its rows are scattered into what the model returns; if anything failed, stock serves the batch
+    6  its rows are scattered into what the model returns; if anything fails, stock serves the batch
 
 From the top down, each file knowing only those below it::
 

@@ -9,15 +9,14 @@ their names; what differs is told apart here and nowhere else.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -70,9 +69,6 @@ _FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
 LAST_TESTED = Version("0.5.23")
 # Has Gemma 4 add 1 to a copy of the positions.
 POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
-# Why recording prefills ends a server; docs/upstream has both.
-SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
-IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
 #: The tail's attention backend, as SGLang's registry calls it.
 TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
@@ -291,13 +287,8 @@ def prefill_graph() -> str | None:
     return None if name == "disabled" else name
 
 
-def prefill_graph_has_breaks() -> bool:
-    """Whether that backend records a prefill in segments, with the attentions between them."""
-    return prefill_graph() == "breakable"
-
-
-def longest_recorded_prefill() -> int | None:
-    """For how many tokens this server records prefills at most; None where it does not say."""
+def longest_captured_prefill() -> int | None:
+    """For how many tokens this server captures prefills at most; None where it does not say."""
     argument = server_arguments()
     config = None if argument is None else argument("cuda_graph_config")
     prefill = getattr(config, "prefill", None)
@@ -307,87 +298,9 @@ def longest_recorded_prefill() -> int | None:
 
 
 def replays_prefills(runner: Any) -> bool:
-    """Whether ``runner`` has recorded prefills: SGLang may have left out what was asked for."""
-    recorded = getattr(runner, "prefill_cuda_graph_runner", None)
-    return recorded is not None and not isinstance(recorded, EagerRunner)
-
-
-def prefill_graph_error(*, multimodal: bool) -> str | None:
-    """Why this server stops where it records prefills of a model with shared layers, or None.
-
-    A release that was not tested may have been repaired: nothing is said of it.
-    """
-    backend = prefill_graph()
-    if backend is None or is_newer_than_tested():
-        return None
-    if not _indexes_shared_layers():
-        return SHARED_LAYER_IDS
-    # Up to 0.5.21. It records the multimodal model, which makes embeddings of the ids.
-    outside = backend == "tc_piecewise"
-    return IDS_AND_EMBEDDINGS if multimodal and not outside else None
-
-
-def _indexes_shared_layers() -> bool:
-    """Whether recording puts up with two layers of one id: up to 0.5.18 it does not look."""
-    setup = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
-    index = getattr(setup, "index_attention_layers_by_global_id", None)
-    if index is None:
-        return True
-    with suppress(ValueError):
-        index([SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=0)], [None, None])
-        return True
-    return False
-
-
-def prefill_graphs_are_asked_for() -> bool:
-    """Whether the operator has named breakable prefill graphs; SGLang may choose them unasked."""
-    named = getattr(_published(), "cuda_graph_backend_prefill", None)
-    return named == "breakable" and prefill_graph_has_breaks()
-
-
-@contextmanager
-def indexing_shared_layers() -> Iterator[None]:
-    """In the span SGLang leaves attention layers as they come where two have one id.
-
-    What it makes of them is looked up by nobody since 0.5.23; before, a break looks its layer up
-    by its id, and finds its donor's, which is alike in heads, window and scale.
-    """
-    setup = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
-    name = "index_attention_layers_by_global_id"
-    stock = getattr(setup, name, None)
-    if stock is None:  # up to 0.5.18
-        yield
-        return
-
-    def tolerant(attention_layers: Any, companions: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return stock(attention_layers, companions, *args, **kwargs)
-        except ValueError:
-            return attention_layers, companions
-
-    setattr(setup, name, tolerant)
-    try:
-        yield
-    finally:
-        setattr(setup, name, stock)
-
-
-def without_embeddings_beside_ids(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``Gemma4TextModel.forward`` that takes the ids where it is given embeddings as well."""
-
-    @functools.wraps(forward)  # SGLang reads its parameters
-    def of_ids(
-        input_ids: Any,
-        positions: Any,
-        forward_batch: Any,
-        input_embeds: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        embeds = input_embeds if input_ids is None else None
-        return forward(input_ids, positions, forward_batch, embeds, *args, **kwargs)
-
-    return of_ids
+    """Whether ``runner`` has captured prefills: SGLang may have left out what was asked for."""
+    captured = getattr(runner, "prefill_cuda_graph_runner", None)
+    return captured is not None and not isinstance(captured, EagerRunner)
 
 
 def copies_positions() -> bool:
@@ -397,14 +310,12 @@ def copies_positions() -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether this forward is being recorded into a CUDA graph, or is replayed around one.
+    """Whether this forward is being captured into a CUDA graph, or is replayed around one.
 
-    A recorded forward runs its Python once, for a padded batch; what the package would decide
+    A captured forward runs its Python once, for a padded batch; what the package would decide
     for that batch would be replayed for all others.
     """
-    if capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph():
-        return True
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return bool(capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph())
 
 
 def current_attn_backend() -> Any | None:
@@ -467,8 +378,9 @@ def _counts_the_window_short(backend: Any) -> bool:
     keys before the row, which itself is the W-th; in decode the row's own key is among them. With
     W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
     """
+    kind: type = type(backend)
     windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
-    return windowed and _triton_class(type(backend)) is not None
+    return windowed and _triton_class(kind) is not None
 
 
 def decodes_like_extend(backend: Any) -> bool:
@@ -491,7 +403,8 @@ def plan(backend: Any, forward_batch: Any) -> None:
     with ExitStack() as span:
         if forward_batch.forward_mode is ForwardMode.DECODE:
             span.enter_context(whole_window(backend))
-        planner = _window_planner(type(backend))
+        kind: type = type(backend)
+        planner = _window_planner(kind)
         if planner is not None:
             span.enter_context(_allocated_windows(backend, planner, forward_batch.batch_size))
         backend.init_forward_metadata(forward_batch)
@@ -544,104 +457,6 @@ def _allocated_windows(backend: Any, planner: ModuleType, requests: int) -> Iter
         setattr(planner, _WINDOW_PLANNER, stock)
 
 
-# -- recorded prefills -----------------------------------------------------------------------
-
-_BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
-
-
-@cache
-def _breaks() -> ModuleType | None:
-    """SGLang's module of breakable graphs; None where it is not what this package knows."""
-    try:
-        module = import_module(f"{_BREAKABLE}.breakable_cuda_graph")
-    except ImportError:
-        return None
-    names = ("BreakableCUDAGraph", "_current_capture_var", "_weak_ref_if_tensor")
-    return module if all(hasattr(module, name) for name in names) else None
-
-
-def segmented_recording() -> Any | None:
-    """The graph whose segments are being recorded right now; None in warm-ups and forwards."""
-    module = _breaks()
-    capture = None if module is None else module._current_capture_var.get()
-    return None if capture is None else capture.cuda_graph
-
-
-def segments_so_far(graph: Any) -> int:
-    """How many segments a graph that is being recorded has before the break that comes next."""
-    return len(graph._break_fns) + 1
-
-
-def held_by_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, which the graph that is being recorded keeps and nobody else need hold."""
-    module = _breaks()
-    assert module is not None
-    held: torch.Tensor = module._weak_ref_if_tensor(tensor)
-    return held
-
-
-class RecordedPrefills:
-    """SGLang's prefills, recorded in segments between one attention and the next, by bucket.
-
-    Attributes:
-        runner: SGLang's runner of them.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
-        self.backend = runner.backend
-
-    @staticmethod
-    def why_not(runner: Any) -> str | None:
-        """Why the prefills that this ``ModelRunner`` has recorded have no breaks, or None."""
-        prefills = runner.prefill_cuda_graph_runner
-        backend: Any = getattr(prefills, "backend", None)
-        if type(backend).__name__ != "BreakableCudaGraphBackend":
-            return f"recorded by {type(backend).__name__}, without breaks"
-        missing = [] if hasattr(prefills, "execute") else ["runner.execute"]
-        owned = ("replay", "_graphs", "_outputs")
-        missing += [f"backend.{name}" for name in owned if not hasattr(backend, name)]
-        module = _breaks()
-        if module is None or not all(
-            type(graph) is module.BreakableCUDAGraph
-            and len(getattr(graph, "_segments", ())) == len(getattr(graph, "_break_fns", ())) + 1
-            for graph in getattr(backend, "_graphs", {}).values()
-        ):
-            missing.append("graphs of segments and breaks")
-        if missing:
-            return f"SGLang {_installed()} lacks {', '.join(missing)}"
-        if not backend._graphs:
-            return "there are none"
-        tensors = all(isinstance(output, torch.Tensor) for output in backend._outputs.values())
-        return None if tensors else "what they return is no tensor"
-
-    @property
-    def graphs(self) -> dict[Any, Any]:
-        """By bucket."""
-        return dict(self.backend._graphs)
-
-    @property
-    def outputs(self) -> dict[Any, torch.Tensor]:
-        """By bucket: [bucket, hidden], which the next replay of any bucket overwrites."""
-        return dict(self.backend._outputs)
-
-    def first_segments(self, graph: Any, segments: int) -> Any:
-        """The same graph up to the break behind so many segments, which it leaves out."""
-        first = type(graph)()
-        first._segments = graph._segments[:segments]
-        first._break_fns = graph._break_fns[: segments - 1]
-        return first
-
-    def replay(self, graph: Any) -> None:
-        """Run a graph, or the first segments of one, as SGLang runs it."""
-        pool = import_module("sglang.srt.model_executor.runner_utils.pool")
-        scope = getattr(pool, "graph_pool_replay_scope", None)  # 0.5.21 and later
-        with ExitStack() as span:
-            if scope is not None:
-                span.enter_context(scope())
-            graph.replay()
-
-
 # -- synthetic batches ------------------------------------------------------------------------
 
 
@@ -692,7 +507,8 @@ def write_keys_and_values(
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
         planned = None
-        if _triton_class(type(main)) is not None:
+        kind: type = type(main)
+        if _triton_class(kind) is not None:
             planned = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         window_slots = pool.translate_loc_from_full_to_swa(slots) if planned is None else planned
     if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them

@@ -74,11 +74,7 @@ def plan_captured(backend: Any, forward_batch: Any, live: Any | None = None) -> 
     with seams.whole_window(backend):
         if live is not None and hasattr(live, "kv_loc_plan"):
             forward_batch.kv_loc_plan = live.kv_loc_plan
-        try:
-            backend.init_forward_metadata_out_graph(forward_batch, in_capture=live is None)
-        finally:
-            if live is not None and hasattr(live, "kv_loc_plan"):
-                forward_batch.kv_loc_plan = None
+        backend.init_forward_metadata_out_graph(forward_batch, in_capture=live is None)
     return backend.forward_metadata
 
 

@@ -391,12 +391,15 @@ def donor_cache(
 
 
 def compare_keys_and_values(
-    layer: int, expected: Iterable[torch.Tensor], found: Iterable[torch.Tensor]
+    layer: int,
+    expected: Iterable[torch.Tensor],
+    found: Iterable[torch.Tensor],
+    where: str = "in the pool",
 ) -> list[Comparison]:
-    """K and V of a layer in the pool compared, each [rows, kv_heads, head_dim]."""
+    """K and V of a layer compared, each [rows, kv_heads, head_dim]."""
     return [
         Comparison.of(
-            f"{what} of layer {layer} in the pool", e.flatten(0, 1), f.flatten(0, 1), _OF_KEYS
+            f"{what} of layer {layer} {where}", e.flatten(0, 1), f.flatten(0, 1), _OF_KEYS
         )
         for what, e, f in zip(("keys", "values"), expected, found, strict=True)
     ]

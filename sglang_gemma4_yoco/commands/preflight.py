@@ -20,9 +20,13 @@ from sglang_gemma4_yoco import plugin, seams, settings
 from sglang_gemma4_yoco.commands.ceiling import LENGTHS, Arithmetic
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.findings import Findings
-from sglang_gemma4_yoco.cutting import gate
-from sglang_gemma4_yoco.loading import limits, metrics, patch, repair
-from sglang_gemma4_yoco.tail import donor
+from sglang_gemma4_yoco.core import donor, gate
+from sglang_gemma4_yoco.loading import limits, metrics, patch
+
+try:
+    from sglang_gemma4_yoco.prefill_graphs import repair, sglang
+except ImportError:  # left out, or this SGLang captures prefills otherwise
+    repair = None  # type: ignore[assignment]
 
 _MODEL_FLAGS = ("--model-path", "--model")
 _MAKES_A_DIRECTORY = "--crash-dump-folder"
@@ -232,13 +236,13 @@ def _server(
 def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
     """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
     graph = seams.prefill_graph()
-    if graph is None:
+    if graph is None or repair is None:
         return
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)
-    why = seams.prefill_graph_error(multimodal=multimodal)
-    cut = patch.is_installed() and not (gate.unseen_reason() or limits.server_reason())
-    repaired = cut and repair.needed_for(multimodal=multimodal) is not None
+    why = sglang.capture_error(multimodal=multimodal)
+    cut = patch.is_installed() and not limits.server_reason()
+    repaired = cut and repair.needed(multimodal=multimodal) is not None
     if why is None or repaired:
         how = f"SGLang's recording is repaired ({why})" if repaired else "SGLang records them"
         findings.tell("prefill graphs", f"backend {graph!r}: {how}")
@@ -255,7 +259,7 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
 
 def _replays(findings: Findings) -> None:
     """What becomes of prefills that SGLang replays."""
-    closed = repair.doors_refused()
+    closed = repair.exits_refused()
     if closed is not None:
         findings.tell(
             "",
@@ -264,7 +268,7 @@ def _replays(findings: Findings) -> None:
         )
         return
     findings.tell("", "prefills that are replayed are shortened, where the check at start agrees")
-    longest = seams.longest_recorded_prefill()
+    longest = seams.longest_captured_prefill()
     if longest is not None and longest > _WORTH_RECORDING:
         findings.tell(
             "",

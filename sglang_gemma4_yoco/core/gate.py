@@ -8,6 +8,7 @@ batches of a server is ``limits``'.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import log, seams, settings
@@ -78,10 +79,14 @@ def is_news(reason: str) -> bool:
 # -- once for each batch ---------------------------------------------------------------------------
 
 
-def plan_batch(state: ModelState, forward_batch: Any) -> None:
+def plan_batch(
+    state: ModelState,
+    forward_batch: Any,
+    make: Callable[[ModelState, Any], Plan | str] | None = None,
+) -> None:
     """SGLang has planned this batch's attention: decide, and leave the decision on the batch."""
     try:
-        decided: Plan | str = make_plan(state, forward_batch)
+        decided: Plan | str = (make or make_plan)(state, forward_batch)
     except Exception as failure:
         if not seams.is_single_rank():
             raise  # the other ranks go on with a tail
@@ -112,7 +117,7 @@ def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
     return Plan(forward_batch, tail, attention, runner, runner.outcome)
 
 
-def decision(state: ModelState, forward_batch: Any) -> Plan | str:
+def decision(state: ModelState, forward_batch: Any, *, in_graph: bool = False) -> Plan | str:
     """What was decided of this very batch, taken from it; or why it was never planned.
 
     Two things can come about since: a graph is captured now (on AMD SGLang begins to after
@@ -125,7 +130,7 @@ def decision(state: ModelState, forward_batch: Any) -> Plan | str:
     setattr(forward_batch, ENTRY, None)  # else batch and plan would hold each other
     if isinstance(decided, str):
         return decided
-    if seams.is_capturing():
+    if not in_graph and seams.is_capturing():
         return CAPTURING
     current = seams.current_attn_backend()
     return decided if current is decided.attention.main else NOT_PLANNED

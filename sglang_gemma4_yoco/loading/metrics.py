@@ -27,9 +27,9 @@ def state() -> dict[str, Any]:
     """This process's entry in /server_info.
 
     ``active``: batches may be cut; ``reason``: why not; ``cut``, ``tail``: where, and how the tail
-    runs; ``prefill_graphs``: whether prefills that SGLang replays may be cut; ``check``: the result
-    of the check at start; ``forwards`` by outcome; ``rows`` of prefills by whether the last layer
-    computed them; ``audits``: None where nothing is audited.
+    runs; ``exits``: whether prefills that SGLang has captured may be cut; ``check``,
+    ``exits_check``: the results of the checks at start; ``forwards`` by outcome; ``rows`` of
+    prefills by whether the last layer computed them; ``audits``: None where nothing is audited.
 
     JSON has no numbers that are not finite, so those are words.
     """
@@ -43,7 +43,7 @@ def state() -> dict[str, Any]:
         "active": reason is None,
         "reason": reason,
         "cut": None if served is None or reason is not None else served.describe(),
-        **{name: facts.get(name) for name in ("tail", "prefill_graphs", "check")},
+        **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
         "forwards": log.forwards,
         "rows": log.rows,
         "audits": asdict(log.audits) if audited else None,

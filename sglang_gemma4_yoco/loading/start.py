@@ -23,6 +23,7 @@ except ImportError:  # left out, or this SGLang captures prefills otherwise: the
     prefill_graphs = None  # type: ignore[assignment]
 
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
+NO_EXITS = "closed: captured prefills run to their end, in this SGLang or without that part"
 
 
 def model_reason(model: Any) -> str | None:
@@ -116,14 +117,12 @@ def capturing(runner: Any, model: Any) -> Iterator[None]:
     They are captured at start, and anew for new weights.
     """
     state = find(model)
-    if state is None or state.refused is not None:
-        yield
-        return
     with ExitStack() as span:
-        if prefill_graphs is not None:
+        if state is not None and prefill_graphs is not None:
             span.enter_context(prefill_graphs.capturing(runner, state))
         yield
-    set_up(runner, state)
+    if state is not None and state.refused is None:
+        set_up(runner, state)
 
 
 def set_up(runner: Any, state: ModelState) -> None:
@@ -131,7 +130,9 @@ def set_up(runner: Any, state: ModelState) -> None:
     capture_tail(runner, state)
     first = "check" not in state.facts
     checked = _check(runner, state) if first else None
-    if prefill_graphs is not None and state.refused is None:
+    if prefill_graphs is None:
+        state.facts["exits"] = NO_EXITS
+    elif state.refused is None:
         prefill_graphs.attach(runner, state)
     if checked is not None and state.refused is None:
         state.after_cut = audit.auditor(runner, state)

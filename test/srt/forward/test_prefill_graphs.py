@@ -1,89 +1,34 @@
-"""SGLang's own prefills, recorded in segments and replayed on a CPU, beside eager ones.
+"""SGLang's own prefills, captured in segments and replayed on a CPU, beside eager ones.
 
-SGLang 0.5.23 cannot record these models. Here the fixes of ``docs/upstream`` are applied to its own
-functions, as they stand there. The fast path is off: what is shown is that the reference records
-and replays as a GPU does, on which the doors of ``test_doors`` stand.
+SGLang 0.5.23 cannot capture these models; here it has the fixes of ``docs/upstream``. The fast path
+is off: what is shown is that the reference captures and replays as a GPU does.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
-from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
-from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
 from batches import batch_of
 from forwards import ENGINE
 from layer_rows import LAYERS
-from prefill_replays import BUCKETS, RECORDED, close, is_replayed, is_unread, run
+from prefill_exits import BUCKETS, RECORDED, close, is_intermediate, is_replayed, run
 from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, batches
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import CaptureError, FreedMemoryError
 from sglang_gemma4_yoco import settings as package_settings
-
-REPORTS = Path(__file__).resolve().parents[3] / "docs" / "upstream"
+from upstream_fixes import repaired
 
 pytestmark = pytest.mark.skipif(
     not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
 )
-
-
-# ---------------------------------------------------------------- SGLang, with the reports' fixes
-
-
-def fixed(function: Callable[..., Any], report: Path) -> Any:
-    """``function`` with the changes of the report's diff made in its source."""
-    [diff] = re.findall(r"```diff\n(.*?)```", report.read_text(), re.DOTALL)
-    lines = diff.splitlines(keepends=True)
-    old, new = ("".join(line[1:] for line in lines if line[0] != other) for other in "+-")
-    source = inspect.getsource(function)
-    assert source.count(old) == 1, f"{report.name} is of another release"
-    made: dict[str, Any] = {}
-    exec(textwrap.dedent(source.replace(old, new)), function.__globals__, made)
-    return made[function.__name__]
-
-
-def without_media(stock: Callable[..., bool]) -> Callable[..., bool]:
-    """The other part of the second fix, which stands there in words."""
-
-    @functools.wraps(stock)
-    def can_run_graph(self: Any, forward_batch: Any) -> bool:
-        parameters = inspect.signature(self.layer_model.forward).parameters
-        if "per_layer_inputs" in parameters and forward_batch.contains_mm_inputs():
-            return False
-        return stock(self, forward_batch)
-
-    return can_run_graph
-
-
-@contextmanager
-def repaired() -> Iterator[None]:
-    """SGLang can record these models in the span."""
-    runner = prefill_cuda_graph_runner
-    fixes = (
-        (cuda_graph_setup, "index_attention_layers_by_global_id", "shared_layer_ids.md"),
-        (runner, "_build_layer_model_forward_kwargs", "ids_and_embeddings.md"),
-    )
-    with ExitStack() as stack:
-        for module, name, report in fixes:
-            changed = fixed(getattr(module, name), REPORTS / report)
-            stack.enter_context(mock.patch.object(module, name, changed))
-        of_text = without_media(PrefillCudaGraphRunner.can_run_graph)
-        stack.enter_context(mock.patch.object(PrefillCudaGraphRunner, "can_run_graph", of_text))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +47,15 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 def assert_replays_are_eager(engine: Engine, prompts: list[Prompt]) -> bool:
     """The same answers, and the same K and V; tells whether it was replayed, as it must be."""
-    batch, unread = engine.schedule(prompts), is_unread(prompts)
-    eager, replayed = (run(engine, batch, eagerly=e, unread=unread) for e in (True, False))
+    batch, intermediate = engine.schedule(prompts), is_intermediate(prompts)
+    eager, replayed = (
+        run(engine, batch, eagerly=e, intermediate=intermediate) for e in (True, False)
+    )
     wanted = is_replayed(sum(len(prompt.new) for prompt in prompts))
     assert (eager.segments, replayed.segments) == (0, (LAYERS + 1) * wanted)
     close(replayed.cache, eager.cache)
     assert replayed.logits.isfinite().all()
-    if not unread:
+    if not intermediate:
         close(replayed.logits, eager.logits)
         assert (replayed.logprobs is None) == (eager.logprobs is None)
         if eager.logprobs is not None:

@@ -8,9 +8,9 @@ itself needs a GPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
     enable_breakable_cuda_graph,
@@ -36,14 +35,14 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.cutting.gate import plan_of
+from sglang_gemma4_yoco.core.cut import Plan
+from sglang_gemma4_yoco.core.state import ENTRY
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.prefill_graphs import sglang
 
-REPLAYED = "does not reach prefills that are replayed"
-CANNOT = "cannot record prefill CUDA graphs"
 ERRORS = {
-    seams.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
-    seams.IDS_AND_EMBEDDINGS: "exactly one of input_ids or inputs_embeds",
+    sglang.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
+    sglang.IDS_AND_EMBEDDINGS: "exactly one of input_ids or inputs_embeds",
 }
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -111,7 +110,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
         forward_context(ForwardContext(attn_backend=attention.main)),
     ):
         attention.main.init_forward_metadata(batch)
-        would_be_cut = plan_of(start.of(model), batch) is not None
+        would_be_cut = isinstance(getattr(batch, ENTRY), Plan)
         assert would_be_cut, "were it not being traced"
         # Eagerly first: what SGLang's layers find out on their first call cannot be traced.
         expected = stock(model, batch.input_ids, batch.positions, batch)
@@ -154,156 +153,55 @@ def replaying(backend: str) -> CudaGraphConfig:
     return CudaGraphConfig(prefill=PhaseConfig(backend=backend, bs=[4, 8]))
 
 
-@contextmanager
-def recorded_prefills(engine: Engine) -> Iterator[None]:
-    """SGLang has recorded prefills, none of which fits a batch; then its start goes on."""
-    graphs = SimpleNamespace(can_run_graph=lambda *_, **__: False)
-    with mock.patch.object(engine.runner, "prefill_cuda_graph_runner", graphs):
-        starting.record(engine.runner, engine.text_model)
-        yield
+# ---------------------------------------------------------------- what SGLang cannot capture
 
 
-@pytest.mark.parametrize("backend", [Backend.BREAKABLE, Backend.FULL])
-def test_replayed_prefills_are_announced(
+@pytest.mark.parametrize("multimodal", [True, False])
+@pytest.mark.parametrize("refused", [None, "some reason"])
+def test_what_cannot_be_captured_is_said(
     engine: Engine,
-    restarted: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-    backend: str,
-) -> None:
-    """A server that replays prefills says so once; those that are not replayed are still cut."""
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        restarted(cuda_graph_config=replaying(backend))
-        assert not [m for m in caplog.messages if REPLAYED in m], "nothing is recorded yet"
-        with releases.published(cuda_graph_config=replaying(backend)):
-            for _ in range(2):
-                with recorded_prefills(engine):
-                    pass
-    (record,) = [r for r in caplog.records if REPLAYED in r.getMessage()]
-    assert record.levelname == "WARNING"
-    assert repr(backend) in record.getMessage()
-    assert "--cuda-graph-backend-prefill=disabled" in record.getMessage()
-    assert_fast(engine)
-
-
-def test_nothing_is_announced_without_prefill_graphs(
-    engine: Engine, restarted: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Graphs of decode steps alone are no news, nor are those that SGLang has left out by itself;
-    nor are any, to a server that steps aside.
-    """
-    decode_only = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.DISABLED))
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        restarted()
-        restarted(cuda_graph_config=decode_only)
-        assert not [m for m in caplog.messages if CANNOT in m]
-        assert type(engine.runner.prefill_cuda_graph_runner) is EagerRunner
-        with releases.published(cuda_graph_config=replaying(Backend.BREAKABLE)):
-            starting.record(engine.runner, engine.text_model)
-        restarted(cuda_graph_config=replaying(Backend.FULL), enable_single_batch_overlap=True)
-        with recorded_prefills(engine):
-            pass
-    assert not [m for m in caplog.messages if REPLAYED in m]
-
-
-# ---------------------------------------------------------------- what SGLang cannot record
-
-
-@pytest.fixture(params=[True, False])
-def multimodal(
-    request: pytest.FixtureRequest, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> bool:
-    """What SGLang takes the model for."""
-    sees: bool = request.param
-    monkeypatch.setattr(engine.runner.model_config, "is_multimodal", sees)
-    return sees
-
-
-def test_what_cannot_be_recorded_is_foretold(
-    engine: Engine,
-    restarted: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     multimodal: bool,
+    refused: str | None,
 ) -> None:
-    """Before SGLang's own runner of prefill graphs fails on the model, as it really does."""
-    runner = engine.runner
+    """Before SGLang's own runner of prefill graphs fails on the model, whatever else is refused."""
+    runner, state = engine.runner, start.of(engine.text_model)
     # Put back afterwards: SGLang takes it away before it fails.
     monkeypatch.setattr(runner, "prefill_cuda_graph_runner", runner.prefill_cuda_graph_runner)
-    config = replaying(Backend.BREAKABLE)
-    with releases.published(cuda_graph_config=config):
-        why = seams.prefill_graph_error(multimodal=multimodal)
+    monkeypatch.setattr(runner.model_config, "is_multimodal", multimodal)
+    monkeypatch.setattr(state, "refused", refused)
+    with releases.published(cuda_graph_config=replaying(Backend.BREAKABLE)):
+        why = sglang.capture_error(multimodal=multimodal)
         if why is None:
-            pytest.skip("this SGLang records the prefills of such a model")
+            pytest.skip("this SGLang captures the prefills of such a model")
         with pytest.raises(ValueError, match=ERRORS[why]):
             runner.init_prefill_cuda_graph()
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        restarted(cuda_graph_config=config)
-    (record,) = [r for r in caplog.records if CANNOT in r.getMessage()]
+    (record,) = [r for r in caplog.records if "cannot capture prefill CUDA" in r.getMessage()]
     assert record.levelname == "WARNING"
     assert why in record.getMessage()
     assert "--cuda-graph-backend-prefill=disabled" in record.getMessage()
 
 
-def test_a_text_model_is_none_that_sees(
-    restarted: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    multimodal: bool,
+def test_nothing_is_said_without_prefill_graphs(
+    engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where shared layers are no error, a multimodal model alone cannot be recorded."""
-    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: True)
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
-    told = [seams.IDS_AND_EMBEDDINGS in m for m in caplog.messages if CANNOT in m]
-    assert told == [True] * multimodal
+    """Graphs of decode steps alone are no news, nor is what SGLang has left out by itself."""
+    assert type(engine.runner.prefill_cuda_graph_runner) is EagerRunner
+    with (
+        caplog.at_level("INFO", "sglang_gemma4_yoco"),
+        start.capturing(engine.runner, engine.text_model),
+    ):
+        pass
+    assert not [m for m in caplog.messages if "prefill CUDA graphs" in m or "exits" in m]
 
 
 def test_ids_and_embeddings_at_once_are_an_error(engine: Engine) -> None:
     """What stops a multimodal server where shared layers would not."""
     batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
     embeds = torch.zeros(len(batch.input_ids), engine.runner.model_config.hidden_size)
-    with pytest.raises(ValueError, match=ERRORS[seams.IDS_AND_EMBEDDINGS]):
+    with pytest.raises(ValueError, match=ERRORS[sglang.IDS_AND_EMBEDDINGS]):
         engine.text_model(batch.input_ids, batch.positions, batch, embeds)
-
-
-@pytest.mark.parametrize(
-    ("backend", "shared", "multimodal", "error"),
-    [
-        (Backend.DISABLED, False, True, None),
-        (Backend.BREAKABLE, False, True, seams.SHARED_LAYER_IDS),
-        (Backend.BREAKABLE, False, False, seams.SHARED_LAYER_IDS),
-        (Backend.BREAKABLE, True, True, seams.IDS_AND_EMBEDDINGS),
-        (Backend.FULL, True, True, seams.IDS_AND_EMBEDDINGS),
-        ("tc_piecewise", True, True, None),
-        ("tc_piecewise", False, True, seams.SHARED_LAYER_IDS),
-        (Backend.BREAKABLE, True, False, None),
-    ],
-)
-def test_errors_by_release(
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    shared: bool,
-    multimodal: bool,
-    error: str | None,
-) -> None:
-    """``shared``: as up to 0.5.18, or repaired."""
-    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: shared)
-    with releases.published(cuda_graph_config=replaying(backend)):
-        assert seams.prefill_graph_error(multimodal=multimodal) == error
-        monkeypatch.setattr(seams, "is_newer_than_tested", lambda: True)
-        assert seams.prefill_graph_error(multimodal=multimodal) is None
-
-
-@pytest.mark.parametrize("index", [None, lambda layers, companions: (layers, companions)])
-def test_shared_layers_that_are_put_up_with(
-    monkeypatch: pytest.MonkeyPatch, index: Callable[..., Any] | None
-) -> None:
-    name = "index_attention_layers_by_global_id"
-    if index is None:
-        monkeypatch.delattr(cuda_graph_setup, name, raising=False)
-    else:
-        monkeypatch.setattr(cuda_graph_setup, name, index, raising=False)
-    assert seams._indexes_shared_layers()
 
 
 # ---------------------------------------------------------------- what SGLang replays wrongly

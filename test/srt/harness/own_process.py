@@ -30,7 +30,10 @@ FOLDER = "triton"
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 # Files that need more than the interpreter, or another folder's that need something.
 _MORE = {"test_cuda_branches.py": {cuda_branches.VARIABLE: "cuda"}}
-_ELSEWHERE = {"test_prefill_role.py": {"YOCO_TEST_ALONE": "1"}}
+_ELSEWHERE = {
+    "test_prefill_role.py": {"YOCO_TEST_ALONE": "1"},
+    "test_without_exits.py": {"YOCO_TEST_WITHOUT_EXITS": "1"},
+}
 # Those that only a release must pass, as a whole: other files show most of it.
 _FOR_A_RELEASE = (
     "test_decode_graphs_triton.py",

@@ -21,9 +21,8 @@ from decode_graphs import record_tail
 from forwards import ENGINE
 from layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import prefill_graphs, releases
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import gate
 
 pytestmark = [
     pytest.mark.usefixtures("forgotten_reports"),
@@ -61,7 +60,7 @@ def point(engine: Engine) -> Point:
 def test_each_way_is_what_it_says(point: Point) -> None:
     assert point.path == log.TAIL_CAPTURED
     assert {way: seen.path for way, seen in point.replayed.items()} == {
-        OFF_REPLAYED: gate.OFF,
+        OFF_REPLAYED: SWITCHED_OFF,
         ON_REPLAYED: log.EXIT_CAPTURED,
     }
     assert tuple(point.host) == WAYS
@@ -69,7 +68,7 @@ def test_each_way_is_what_it_says(point: Point) -> None:
 
 
 def test_what_is_replayed_is_not_the_hosts_work(point: Point) -> None:
-    """Of stock every segment, on the fast path those before the door, and the tail."""
+    """Of stock every segment, on the fast path those before the exit, and the tail."""
     replays = {way: work.replays for way, work in point.host.items()}
     assert replays == {
         "off": 0,

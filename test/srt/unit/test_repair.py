@@ -1,89 +1,104 @@
-"""When SGLang's recording of prefills is repaired, and when replays are shortened: asked at start
-and by ``doctor``. On a runner: ``forward/test_recorded``."""
+"""When SGLang's capture of prefills fails, when it is repaired, and when prefills are shortened.
+
+Asked at start and by ``doctor``. On a runner: ``forward/test_exits`` and ``forward/test_recorded``.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.checking.rounding import Finding
-from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.loading import repair, starting
+from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 from stand_ins import prefill_graphs
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
-
 ASKED = (Backend.BREAKABLE, "breakable")
+INDEX = "index_attention_layers_by_global_id"
 
 
-@pytest.fixture
-def unrepaired(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As SGLang 0.5.19 to 0.5.23."""
-    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: False)
-
-
-@pytest.mark.usefixtures("unrepaired")
 @pytest.mark.parametrize(
-    ("published", "switch", "needed"),
+    ("backend", "shared", "multimodal", "error"),
     [
-        (ASKED, True, seams.SHARED_LAYER_IDS),
-        (ASKED, False, None),
-        ((Backend.BREAKABLE, None), True, None),
-        ((Backend.FULL, "full"), True, None),
-        ((Backend.DISABLED, "disabled"), True, None),
+        (Backend.DISABLED, False, True, None),
+        (Backend.BREAKABLE, False, True, sglang.SHARED_LAYER_IDS),
+        (Backend.BREAKABLE, False, False, sglang.SHARED_LAYER_IDS),
+        (Backend.BREAKABLE, True, True, sglang.IDS_AND_EMBEDDINGS),
+        (Backend.FULL, True, True, sglang.IDS_AND_EMBEDDINGS),
+        ("tc_piecewise", True, True, None),
+        ("tc_piecewise", False, True, sglang.SHARED_LAYER_IDS),
+        (Backend.BREAKABLE, True, False, None),
+    ],
+)
+def test_errors_by_release(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    shared: bool,
+    multimodal: bool,
+    error: str | None,
+) -> None:
+    """``shared``: as up to 0.5.18, or repaired."""
+    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: shared)
+    with prefill_graphs(backend):
+        assert sglang.capture_error(multimodal=multimodal) == error
+        monkeypatch.setattr(seams, "is_newer_than_tested", lambda: True)
+        assert sglang.capture_error(multimodal=multimodal) is None
+
+
+@pytest.mark.parametrize("index", [None, lambda layers, companions: (layers, companions)])
+def test_shared_layers_that_are_put_up_with(
+    monkeypatch: pytest.MonkeyPatch, index: Callable[..., Any] | None
+) -> None:
+    if index is None:
+        monkeypatch.delattr(cuda_graph_setup, INDEX, raising=False)
+    else:
+        monkeypatch.setattr(cuda_graph_setup, INDEX, index, raising=False)
+    assert sglang._indexes_shared_layers()
+
+
+@pytest.mark.parametrize(
+    ("published", "switch", "is_needed"),
+    [
+        (ASKED, True, True),
+        (ASKED, False, False),
+        ((Backend.BREAKABLE, None), True, False),  # SGLang's own choice, or another flag's
+        ((Backend.FULL, "full"), True, False),
+        ((Backend.DISABLED, "breakable"), True, False),
     ],
     ids=["asked for", "switched off", "chosen by SGLang", "full", "none"],
 )
 def test_what_is_repaired(
     setting: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
     published: tuple[str, str | None],
     switch: bool,
-    needed: str | None,
+    is_needed: bool,
 ) -> None:
     """Only where the operator has named breakable graphs, and has not switched that off."""
     setting(prefill_graphs=switch)
+    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
+    needed = sglang.SHARED_LAYER_IDS if is_needed else None
     with prefill_graphs(*published):
-        assert repair.needed_for(multimodal=True) == repair.needed_for(multimodal=False) == needed
+        assert repair.needed(multimodal=True) == repair.needed(multimodal=False) == needed
 
 
-@pytest.mark.parametrize("multimodal", [True, False])
-def test_what_needs_no_repair(monkeypatch: pytest.MonkeyPatch, multimodal: bool) -> None:
-    """Where shared layers are no error, a multimodal model alone cannot be recorded."""
-    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: True)
-    with prefill_graphs(*ASKED):
-        expected = seams.IDS_AND_EMBEDDINGS if multimodal else None
-        assert repair.needed_for(multimodal=multimodal) == expected
-
-
-@pytest.mark.usefixtures("unrepaired")
-@pytest.mark.parametrize("switch", [True, False])
-def test_a_repair_is_said(
-    setting: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    switch: bool,
-) -> None:
-    """And what it is, and how it is left out; the model is as it was afterwards."""
-    setting(prefill_graphs=switch)
-    runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
+def test_a_repair(caplog: pytest.LogCaptureFixture) -> None:
+    """It is said, and how it is left out; the model is as it was afterwards."""
     model = SimpleNamespace(forward=lambda *given: given)
-    monkeypatch.setattr(served, "find", lambda _: SimpleNamespace(constant_reason=None))
     stock = model.forward
-    with prefill_graphs(*ASKED), caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        with repair.repaired(runner, model) as done:
-            assert done is switch
-            assert model.forward(1, 2, 3, 4) == (1, 2, 3, None if switch else 4)
-        assert model.forward is stock
-    assert len(caplog.messages) == switch
-    for message in caplog.messages:
-        assert seams.SHARED_LAYER_IDS in message
-        assert "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in message
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"), repair.repaired(model, "some reason"):
+        assert model.forward(1, 2, 3, 4) == (1, 2, 3, None)
+    assert model.forward is stock
+    [message] = caplog.messages
+    assert "some reason" in message
+    assert "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in message
 
 
 @pytest.mark.parametrize(
@@ -95,40 +110,46 @@ def test_a_repair_is_said(
         (Backend.BREAKABLE, False, "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0"),
     ],
 )
-def test_whether_replays_may_be_shortened(
+def test_whether_captured_prefills_may_be_shortened(
     setting: Callable[..., None], backend: str, switch: bool, refused: str | None
 ) -> None:
     """Whoever has chosen the graphs."""
     setting(prefill_graphs=switch)
     with prefill_graphs(backend):
-        assert repair.doors_refused() == refused
+        assert repair.exits_refused() == refused
 
 
-@pytest.mark.parametrize(
-    ("found", "others", "closed"),
-    [
-        (None, None, None),
-        (Finding("keys", 0.5, 0.5), None, None),
-        (Finding("keys", 0.6, 0.5), None, "the check at start found keys"),
-        (Finding("keys", 0.6, 0.5), ranks.NOT_ALIKE, "the check at start found keys"),
-        (Finding("keys", 0.5, 0.5), ranks.NOT_ALIKE, ranks.NOT_ALIKE),
-    ],
-)
-def test_a_defect_of_one_rank_closes_the_doors_of_all(
-    monkeypatch: pytest.MonkeyPatch, found: Finding | None, others: str | None, closed: str | None
+def test_nothing_is_asked_for_outside_of_a_server() -> None:
+    assert repair.exits_refused() == repair.NO_BREAKS
+    assert repair.needed(multimodal=True) is None
+
+
+@pytest.mark.parametrize("indexes", [True, False])
+def test_shared_layers_are_left_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, indexes: bool
 ) -> None:
-    """Each rank is told what the others found; doors that are closed are not compared."""
-    compared: list[str] = []
+    """In the span alone, and where SGLang does not look at them at all, nothing is done."""
+    if not indexes:
+        monkeypatch.delattr(cuda_graph_setup, INDEX, raising=False)
+    stock = getattr(cuda_graph_setup, INDEX, None)
+    shared: Any = [SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=0)], [None, None]
+    with pytest.raises(MemoryError), sglang.indexing_shared_layers():
+        if stock is not None:
+            assert getattr(cuda_graph_setup, INDEX)(*shared) == shared
+        raise MemoryError
+    assert getattr(cuda_graph_setup, INDEX, None) is stock
 
-    def disagreement(findings: str) -> str | None:
-        compared.append(findings)
-        return others
 
-    monkeypatch.setattr(ranks, "reason_ranks_differ", disagreement)
-    known: Any = SimpleNamespace(doors=SimpleNamespace(closed="some reason"))
-    assert starting._defect_of_doors(known, found) is None
-    assert compared == []
-    known.doors.closed = None
-    assert str(starting._defect_of_doors(known, found)).startswith(str(closed))
-    agrees = found is None or found.is_rounding
-    assert compared == [f"doors agree with stock: {agrees}"]
+def test_text_is_captured_from_its_ids() -> None:
+    """Where there are ids, embeddings beside them are left out; per-layer inputs stay."""
+
+    def forward(
+        input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **others: Any
+    ) -> tuple[Any, ...]:
+        return input_ids, positions, forward_batch, input_embeds, others
+
+    of_ids = sglang.without_embeddings_beside_ids(forward)
+    assert inspect.signature(of_ids) == inspect.signature(forward)
+    assert of_ids(1, 2, 3, input_embeds=4, more=5) == (1, 2, 3, None, {"more": 5})
+    assert of_ids(1, 2, 3, 4) == (1, 2, 3, None, {})
+    assert of_ids(None, 2, 3, input_embeds=4) == (None, 2, 3, 4, {})

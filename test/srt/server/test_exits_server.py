@@ -1,8 +1,8 @@
-"""A real server that replays its prefills, which leave SGLang's recording by a door, beside stock.
+"""A real server with captured prefills, which are left at their exits, beside stock.
 
-The stock server records no prefills. Of each forward the rows tell how far its recording ran
-(``row_trace``): a replayed layer computes as many as were recorded, padding and all. And the
-server's own counters tell by which way its forwards went.
+The stock server captures no prefills. The rows of each forward show how far its graph ran
+(``row_trace``): a replayed layer computes as many as were captured, padding and all. And the
+server's own counters show by which path its forwards went.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from sglang_gemma4_reference.workload import Client
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics
+from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED
 
 if not releases.records_prefills():
     pytest.skip("tried with the prefill graphs of SGLang 0.5.23", allow_module_level=True)
@@ -53,26 +54,26 @@ A = TypeVar("A")
 
 
 @pytest.fixture(scope="module")
-def doors_server(
+def exits_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server that replays its prefills."""
-    directory = tmp_path_factory.mktemp("doors")
+    directory = tmp_path_factory.mktemp("exits")
     graphs: Any = {"arguments": ARGUMENTS, "env": GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
         yield server
 
 
 @pytest.fixture
-def both_servers(doors_server: Server, off_server: Server) -> tuple[Server, Server]:
-    return doors_server, off_server
+def both_servers(exits_server: Server, off_server: Server) -> tuple[Server, Server]:
+    return exits_server, off_server
 
 
 # -- which way a forward went ----------------------------------------------------------------
 
 
 def bucket_of(prefill: Prefill) -> int | None:
-    """The recording that SGLang serves a prefill by: more than half of a bucket must be used."""
+    """The graph that SGLang serves a prefill by: more than half of a bucket must be used."""
     total = sum(prefill.extend_lens)
     bucket = min((b for b in BUCKETS if b >= total), default=None)
     fits = bucket is not None and bucket <= 2 * total
@@ -88,7 +89,7 @@ def due(prefill: Prefill) -> tuple[list[int], int]:
         return rows, tail
     if tail or rows[-1] == 0:
         return cut(bucket, rows[-1]), 1 + tail
-    return whole(bucket), 1  # a tail that is not recorded: the recording runs to its end
+    return whole(bucket), 1  # a tail that is not captured: the graph runs to its end
 
 
 def assert_as_due(prefills: list[Prefill]) -> None:
@@ -105,7 +106,7 @@ def forwards(server: Server) -> Counter[str]:
     return Counter({name: n for name, n in told.items() if not name.startswith("forward mode")})
 
 
-def through_doors(
+def through_exits(
     servers: tuple[Server, Server], ask: Callable[[Server], list[A]]
 ) -> tuple[Compared[A], Counter[str]]:
     """``compare``, and what became of the forwards; all of them went as they must."""
@@ -130,42 +131,35 @@ def outcome(prefill: Prefill) -> str:
         return log.TAIL_CAPTURED if replayed is None else log.EXIT_CAPTURED
     total = sum(prefill.extend_lens)
     if replayed is not None:
-        return gate.NOT_RECORDED
+        return TAIL_NOT_CAPTURED
     return log.TAIL_EAGER if rows[-1] < total else gate.NOTHING_TO_SKIP
 
 
 # -- what it says ----------------------------------------------------------------------------
 
 
-def test_it_says_that_its_recording_is_repaired_and_left(
-    both_servers: tuple[Server, Server],
-) -> None:
+def test_what_it_says(both_servers: tuple[Server, Server]) -> None:
+    """SGLang's capture is repaired, and what it has captured is left at its exits."""
     server, stock = both_servers
     ranks = server.resolved("tp_size")
     generate(server, tokens(50, seed=1))
-    repaired = server.log_lines("recording of prefill CUDA graphs is repaired")
+    repaired = server.log_lines("capture of prefill CUDA graphs is repaired")
     assert len(repaired) == ranks
     assert all("because --cuda-graph-backend-prefill asks for them" in line for line in repaired)
-    found = f"behind segment {FIRST_CUT + 1}, where they can be cut ({len(BUCKETS)} recordings of "
-    left = server.log_lines("prefills that SGLang replays leave its recording")
-    assert len(left) == ranks
-    assert all(f"{found}up to {BUCKETS[-1]} tokens)" in line for line in left)
-    active = server.log_lines("Gemma 4 fast prefill is active")
-    assert len(active) == ranks
-    # SGLang's own request at start is the first one, for which no bucket is small enough.
-    assert all(line.endswith(f"replayed for up to {RECORDED_ROWS[-1]} rows") for line in active)
-    assert server.log_lines("does not reach") == []
+    where = f"open after segment {FIRST_CUT + 1} ({len(BUCKETS)} buckets of up to {BUCKETS[-1]} "
+    opened = server.log_lines("exits from captured prefills are")
+    assert len(opened) == ranks
+    assert all(where in line for line in opened)
+    assert len(server.log_lines("Gemma 4 fast prefill is active")) == ranks
     assert server.log_lines("steps aside for this server") == []
     assert "Traceback" not in server.log_since_ready()
     assert not stock.log_lines("is repaired")
-
-
-def test_its_state(doors_server: Server) -> None:
-    [state] = [state[metrics.ENTRY] for state in doors_server.states()]
-    assert (state["active"], state["reason"]) == (True, None)
-    assert "inside layer 3" in state["cut"]
-    assert state["tail"] == f"replayed for up to {RECORDED_ROWS[-1]} rows"
-    assert state["check"]["largest_difference"] <= state["check"]["allowed"]
+    for process in server.states():
+        state = process[metrics.ENTRY]
+        assert (state["active"], state["reason"]) == (True, None)
+        assert where in state["exits"]
+        found = state["exits_check"]
+        assert found["largest_difference"] <= found["allowed"]
 
 
 # -- requests one by one ---------------------------------------------------------------------
@@ -179,7 +173,7 @@ def test_prompts_of_all_lengths(both_servers: tuple[Server, Server]) -> None:
     def ask(server: Server) -> list[Answer]:
         return [generate(server, tokens(n, seed=n))[0] for n in lengths]
 
-    both, told = through_doors(both_servers, ask)
+    both, told = through_exits(both_servers, ask)
     assert told[log.EXIT_CAPTURED] == sum(bucket_of_text(n) for n in lengths) == 10
     assert told[log.TAIL_CAPTURED] == 2
     assert_same_answers(both)
@@ -190,19 +184,19 @@ def bucket_of_text(length: int) -> bool:
 
 
 def test_chunked_prompts(both_servers: tuple[Server, Server]) -> None:
-    """Unfinished chunks leave by the door, write K and V, and have no tail."""
+    """Intermediate chunks leave at the exit, write K and V, and have no tail."""
     lengths = (2 * CHUNK, 2 * CHUNK + 9, CHUNK + 100)
 
     def ask(server: Server) -> list[Answer]:
         return [generate(server, tokens(n, seed=n))[0] for n in lengths]
 
-    both, told = through_doors(both_servers, ask)
+    both, told = through_exits(both_servers, ask)
     assert told == {log.EXIT_SKIPPED: 4, log.EXIT_CAPTURED: 3}
     assert_same_answers(both)
 
 
 def test_cached_prefix_and_the_next_turn(both_servers: tuple[Server, Server]) -> None:
-    """K and V of a prefix were written at the door, and are read behind it."""
+    """K and V of a prefix were written at the exit, and are read after it."""
     prompt = tokens(90, seed=61)
 
     def ask(server: Server) -> list[Answer]:
@@ -211,7 +205,7 @@ def test_cached_prefix_and_the_next_turn(both_servers: tuple[Server, Server]) ->
         turn = prompt + answered + tokens(20, seed=62)
         return [first, *generate(server, turn), *generate(server, turn + tokens(300, seed=63))]
 
-    both, told = through_doors(both_servers, ask)
+    both, told = through_exits(both_servers, ask)
     assert both.on[1].cached_tokens >= 90
     assert told[log.EXIT_CAPTURED] >= 3
     assert told[log.EXIT_SKIPPED] >= 1
@@ -219,7 +213,7 @@ def test_cached_prefix_and_the_next_turn(both_servers: tuple[Server, Server]) ->
 
 
 def test_input_logprobs(both_servers: tuple[Server, Server]) -> None:
-    """A suffix is no recorded tail: the recording runs to its end. Later requests leave it."""
+    """A suffix is no captured tail: the graph runs to its end. Later requests leave it."""
 
     def ask(server: Server) -> list[Answer]:
         return [
@@ -229,15 +223,15 @@ def test_input_logprobs(both_servers: tuple[Server, Server]) -> None:
             *generate(server, tokens(CHUNK + 40, seed=12), logprob_start_len=CHUNK + 20),
         ]
 
-    both, told = through_doors(both_servers, ask)
-    assert told[gate.NOT_RECORDED] + told[gate.NOTHING_TO_SKIP] == 3
+    both, told = through_exits(both_servers, ask)
+    assert told[TAIL_NOT_CAPTURED] + told[gate.NOTHING_TO_SKIP] == 3
     assert told[log.EXIT_SKIPPED] == told[log.EXIT_CAPTURED] == 1
     assert_same_answers(both)
     assert [len(answer.input_logprobs) for answer in both.on] == [9, 69, 0, 19]
 
 
 def test_images_run_eagerly_and_are_cut(both_servers: tuple[Server, Server]) -> None:
-    """The recording knows of ids alone. Text between them is replayed."""
+    """The graph knows of ids alone. Text between them is replayed."""
 
     def ask(server: Server) -> list[Answer]:
         return [
@@ -246,7 +240,7 @@ def test_images_run_eagerly_and_are_cut(both_servers: tuple[Server, Server]) -> 
             chat(server, picture("blue")),
         ]
 
-    both, told = through_doors(both_servers, ask)
+    both, told = through_exits(both_servers, ask)
     assert [p.multimodal for p in both.prefills if p.process == both.prefills[0].process] == [
         *(True, False, True),
     ]
@@ -259,9 +253,9 @@ def test_images_run_eagerly_and_are_cut(both_servers: tuple[Server, Server]) -> 
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_prompts_in_one_batch(both_servers: tuple[Server, Server], count: int) -> None:
-    """For five rows no tail is recorded."""
+    """For five rows no tail is captured."""
     prompts = [tokens(12 + 3 * n, seed=60 + n) for n in range(count)]
-    both, told = through_doors(both_servers, lambda server: generate(server, prompts))
+    both, told = through_exits(both_servers, lambda server: generate(server, prompts))
     assert told[log.EXIT_CAPTURED] or count > RECORDED_ROWS[-1]
     assert_same_answers(both)
 
@@ -276,7 +270,7 @@ def test_a_crowd(both_servers: tuple[Server, Server]) -> None:
                 clients.map(lambda n: generate(server, tokens(n, seed=n))[0], lengths),
             )
 
-    both, told = through_doors(both_servers, ask)
+    both, told = through_exits(both_servers, ask)
     assert told[log.EXIT_CAPTURED] >= 1
     assert_same_answers(both, close_calls=1)
 
@@ -284,7 +278,7 @@ def test_a_crowd(both_servers: tuple[Server, Server]) -> None:
 def test_prompt_beside_decoding(both_servers: tuple[Server, Server]) -> None:
     """A decode row in the same forward is one row more of its tail."""
     short, long = tokens(20, seed=64), tokens(CHUNK + 40, seed=65)
-    both, told = through_doors(both_servers, lambda server: beside_decoding(server, short, long))
+    both, told = through_exits(both_servers, lambda server: beside_decoding(server, short, long))
     mixed = [p for p in both.prefills if len(p.extend_lens) == 2]
     assert any(p.replays == 2 for p in mixed)
     assert told[log.EXIT_CAPTURED] >= 2
@@ -305,7 +299,7 @@ def test_abort_between_two_chunks(both_servers: tuple[Server, Server]) -> None:
             server.wait_until(lambda: not any(server.load().values()), "nothing runs or waits")
         return generate(server, tokens(100, seed=25))
 
-    both, told = through_doors(both_servers, ask)
+    both, told = through_exits(both_servers, ask)
     assert 2 <= told[log.EXIT_SKIPPED] < 29
     assert told[log.EXIT_CAPTURED] == 1
     assert_same_answers(both)
@@ -352,7 +346,7 @@ def test_random_traffic(both_servers: tuple[Server, Server], count: int) -> None
 def test_audited_traffic(
     tiny_checkpoint: Path, off_server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Each prefill that is cut is compared on the server, at its door, with its whole recording."""
+    """Each prefill that is cut is compared on the server with its whole graph."""
     how: Any = {"arguments": ARGUMENTS, "env": {**GRAPHS, settings.name_of("audit"): "1"}}
     with running(tiny_checkpoint, tmp_path_factory.mktemp("audited"), switch=None, **how) as server:
         _, told = assert_same_traffic((server, off_server), 40, seed=7)
@@ -385,7 +379,7 @@ def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
         running(tiny_checkpoint, tmp_path / "on", **fast) as on,
         running(tiny_checkpoint, tmp_path / "off", **stock) as off,
     ):
-        both, told = through_doors((on, off), drafts)
+        both, told = through_exits((on, off), drafts)
         # Of unfinished chunks the last row is read, too.
         assert told == {log.EXIT_CAPTURED: 12}
         assert {prefill.captures for prefill in both.prefills} == {"FULL"}
@@ -393,7 +387,7 @@ def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
         histograms = [histogram for _, histogram in both.on]
         assert any(sum(histogram[1:]) for histogram in histograms)
         assert any(histogram[0] for histogram in histograms)
-        answers, _ = through_doors(
+        answers, _ = through_exits(
             (on, off), lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
         )
         assert_same_answers(answers)

@@ -1,8 +1,8 @@
-"""Forwards of an engine whose prefills, and whose tail, are recorded: three ways beside each other.
+"""Forwards of an engine whose prefills, and whose tail, are captured: three ways beside each other.
 
-*Eagerly* as stock; *replayed* as stock, to the end of SGLang's recording; and on the fast path,
-which leaves the recording by the door of layer K-1 where the batch allows it. A replay runs no
-Python of a layer: what was computed shows in which segments of which recording have run.
+*Eagerly* as stock; *replayed* as stock, to the end of SGLang's graph; and on the fast path, which
+leaves the graph at the exit of layer S-1 where the batch allows it. A replay runs no Python of a
+layer: what was computed shows in which segments of which graph have run.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from unittest import mock
 import torch
 
 from sglang_gemma4_reference import recorder
-from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.cutting.doors import Doors
-from sglang_gemma4_yoco.cutting.gate import NOT_RECORDED, NOTHING_TO_SKIP, OFF
+from sglang_gemma4_yoco.core.gate import NOTHING_TO_SKIP
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.prefill_graphs import exits
+from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED, ExitPoint
 
 BUCKETS = [16, 32, 64, 128]
-ROWS = 4  # prompts of a batch whose tail is recorded
-#: Server arguments of an engine whose prefills can be recorded, and then its tail.
+ROWS = 4  # prompts of a batch whose tail is captured
+#: Server arguments of an engine whose prefills can be captured, and then its tail.
 RECORDED: dict[str, Any] = {
     "cuda_graph_bs_decode": [ROWS],
     "cuda_graph_backend_prefill": "breakable",
@@ -41,7 +42,7 @@ class Run:
     """What one forward gave.
 
     Attributes:
-        segments: how many of its recording's have run; 0 of a forward that was no replay.
+        segments: how many of its graph's have run; 0 of a forward that was no replay.
         outcomes: as the package counts them.
         logits: [requests, vocabulary].
         logprobs: of input tokens, if some were asked for.
@@ -56,7 +57,12 @@ class Run:
 
 
 def run(
-    engine: Engine, batch: Any, *, fast: bool = False, eagerly: bool = False, unread: bool = False
+    engine: Engine,
+    batch: Any,
+    *,
+    fast: bool = False,
+    eagerly: bool = False,
+    intermediate: bool = False,
 ) -> Run:
     """One forward, over slots whose K and V are poisoned."""
     graphs = engine.runner.prefill_cuda_graph_runner
@@ -65,7 +71,7 @@ def run(
     recorder.replays.clear()
     before = log.forwards.copy()
     with refused if eagerly else nullcontext(), switched("1" if fast else "0"):
-        output = engine.forward(batch, unread=unread)
+        output = engine.forward(batch, unread=intermediate)
     replays = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
     logprobs = output.input_token_logprobs
     return Run(
@@ -84,72 +90,67 @@ def is_replayed(rows: int) -> bool:
 
 
 @contextmanager
-def strict_doors() -> Iterator[None]:
-    """Whatever lies in a recording's memory is spoiled at its door, but for what may be read."""
-    stock = Doors.reach
+def strict_exits() -> Iterator[None]:
+    """Whatever lies in a graph's memory is spoiled at its exit, but for what may be read."""
+    stock = exits.replay_to_exit
 
-    def reach(self: Doors, bucket: Any) -> Any:
-        reached = stock(self, bucket)
-        door, _ = reached
-        recording = recorder.replays[-1]
-        assert isinstance(recording, RecordedPrefill)
-        assert len(recording.segments) > recording.ran == door.segments
-        kept = (door.rows, door.keys, door.values)
-        recording.spoil(keep=[tensor for tensor in kept if tensor is not None])
-        return reached
+    def replay_to_exit(graph: Any) -> ExitPoint:
+        point = stock(graph)
+        prefill = recorder.replays[-1]
+        assert isinstance(prefill, RecordedPrefill)
+        assert len(prefill.segments) > prefill.ran == point.segments
+        prefill.spoil(keep=[point.rows, point.keys, point.values])
+        return point
 
-    with mock.patch.object(Doors, "reach", reach):
+    with mock.patch.object(exits, "replay_to_exit", replay_to_exit):
         yield
 
 
 EAGERLY = frozenset({log.TAIL_EAGER, log.TAIL_CAPTURED, log.TAIL_SKIPPED, NOTHING_TO_SKIP})
-TO_THE_END = frozenset({NOT_RECORDED, NOTHING_TO_SKIP})
+TO_THE_END = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[str]]:
     """Segments that the fast path must run, and how it may be counted."""
-    known = start.of(engine.text_model)
+    state = start.of(engine.text_model)
     if not is_replayed(sum(len(prompt.new) for prompt in prompts)):
         return 0, EAGERLY
     logprobs = [p for p in prompts if 0 <= p.logprob_start < len(p.cached) + len(p.new)]
-    if is_unread(prompts) and not logprobs:
-        return known.cut + 1, frozenset({log.EXIT_SKIPPED})
+    if is_intermediate(prompts) and not logprobs:
+        return state.cut + 1, frozenset({log.EXIT_SKIPPED})
     one_each = all(p.logprob_start == len(p.cached) + len(p.new) - 1 for p in logprobs)
-    if one_each and known.captured is not None and len(prompts) <= known.captured.rows[-1]:
-        return known.cut + 1, frozenset({log.EXIT_CAPTURED})
+    if one_each and state.captured is not None and len(prompts) <= ROWS:
+        return state.cut + 1, frozenset({log.EXIT_CAPTURED})
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 
-def is_unread(prompts: Sequence[Prompt]) -> bool:
+def is_intermediate(prompts: Sequence[Prompt]) -> bool:
     """Whether no prompt of the batch ends in it."""
     return all(prompt.to_come for prompt in prompts)
 
 
 def assert_served_alike(engine: Engine, prompts: Sequence[Prompt]) -> str:
     """All three ways give the same answers and leave the same cache; the fast one's outcome."""
-    known = start.of(engine.text_model)
-    batch, unread = engine.schedule(prompts), is_unread(prompts)
+    batch, intermediate = engine.schedule(prompts), is_intermediate(prompts)
     layers = len(engine.text_model.layers)
-    eager = run(engine, batch, eagerly=True, unread=unread)
-    stock = run(engine, batch, unread=unread)
-    with strict_doors():
-        fast = run(engine, batch, fast=True, unread=unread)
+    eager = run(engine, batch, eagerly=True, intermediate=intermediate)
+    stock = run(engine, batch, intermediate=intermediate)
+    with strict_exits():
+        fast = run(engine, batch, fast=True, intermediate=intermediate)
     rows = sum(len(prompt.new) for prompt in prompts)
     assert (eager.segments, stock.segments) == (0, (layers + 1) * is_replayed(rows))
-    assert eager.outcomes == stock.outcomes == {OFF: 1}
+    assert eager.outcomes == stock.outcomes == {SWITCHED_OFF: 1}
     segments, outcomes = wanted(engine, prompts)
     [found] = fast.outcomes
     assert (fast.segments, found in outcomes) == (segments, True), found
     for one in (stock, fast):
         close(one.cache, eager.cache)
         assert one.logits.isfinite().all()
-        if not unread:
+        if not intermediate:
             close(one.logits, eager.logits)
             assert (one.logprobs is None) == (eager.logprobs is None)
             if eager.logprobs is not None:
                 close(one.logprobs, eager.logprobs)
-    if segments:  # the very same recording of the very same rows
+    if segments:  # the very same graph of the very same rows
         assert all(map(torch.equal, stock.cache, fast.cache))
-    assert known.planned is None
-    assert known.replaying is None
     return found

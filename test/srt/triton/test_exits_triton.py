@@ -1,7 +1,7 @@
-"""Recorded prefills that are left by the door, on SGLang's own Triton backend.
+"""Captured prefills that are left at their exits, on SGLang's own Triton backend.
 
-What only that backend has: its plan of the live batch is what the breaks before the door read, and
-K and V of layer K-1 go to the window's slots that it has planned.
+What only that backend has: its plan of the live batch is what the breaks before the exit read, and
+K and V of layer S-1 go to the window's slots that it has planned.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pytest
 
 from batches import batch_of
 from decode_graphs import record_tail
-from prefill_replays import RECORDED, ROWS, assert_served_alike
+from prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED
 
 interpreter.make_quick()
 
@@ -48,18 +48,18 @@ BATCHES: dict[str, tuple[list[Prompt], str]] = {
         [*batch_of((WINDOW, 3), (0, WINDOW + 2)), *DECODING],
         log.EXIT_CAPTURED,
     ),
-    "nobody reads a row": (
+    "intermediate chunks": (
         batch_of((WINDOW + 1, 4), (0, WINDOW + 1), to_come=(3, 2)),
         log.EXIT_SKIPPED,
     ),
-    "input logprobs": (batch_of((WINDOW, 9), logprob_start=WINDOW + 3), gate.NOT_RECORDED),
+    "input logprobs": (batch_of((WINDOW, 9), logprob_start=WINDOW + 3), TAIL_NOT_CAPTURED),
     "no bucket": (batch_of((0, 7)), log.TAIL_CAPTURED),
 }
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """It has recorded its prefills and its tail."""
+    """It has captured its prefills and its tail."""
     with prefill_graphs.recordable():
         engine = Engine(
             write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE),
@@ -74,7 +74,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-IN_EVERY_RUN = ("prefixes at the window", "nobody reads a row", "input logprobs")
+IN_EVERY_RUN = ("prefixes at the window", "intermediate chunks", "input logprobs")
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,9 @@ IN_EVERY_RUN = ("prefixes at the window", "nobody reads a row", "input logprobs"
         for name in BATCHES
     ],
 )
-def test_doors(engine: Engine, name: str) -> None:
-    known = start.of(engine.text_model)
-    assert type(known.backend).__name__ == "TritonAttnBackend"
+def test_exits(engine: Engine, name: str) -> None:
+    state = start.of(engine.text_model)
+    assert state.attention is not None
+    assert type(state.attention.main).__name__ == "TritonAttnBackend"
     prompts, outcome = BATCHES[name]
     assert assert_served_alike(engine, prompts) == outcome

@@ -1,0 +1,218 @@
+"""Exits from SGLang's captured prefills: at the attention of the layer that is cut inside.
+
+SGLang captures a prefill as one CUDA graph for each stretch between two attentions, and runs the
+attentions between them eagerly. So a batch can leave at any attention. With S the first KV-shared
+layer of L, and the cut inside layer S-1::
+
+    segment 0 | attention 0 | segment 1 | ... | segment S-1 | attention S-1 | ... | segment L
+                                                            ^ the exit point
+
+A batch that is cut runs SGLang's own segments up to the exit point; then its K and V of layer S-1
+are written, its captured tail is replayed, and the tail's rows go into SGLang's output. Any other
+batch runs SGLang's graph to its end. What can be read at the exit point are tensors that Python
+held there when SGLang captured: the graph keeps their memory, and later segments overwrite it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.cut import Plan
+from sglang_gemma4_yoco.core.forward import serve
+from sglang_gemma4_yoco.core.per_layer import Buffers
+from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.state import ENTRY, ModelState
+from sglang_gemma4_yoco.prefill_graphs import check, sglang
+
+NO_POINT = "some captured prefill does not run the layer inside which batches are cut"
+# Why a batch runs SGLang's graph to its end.
+CLOSED = "SGLang runs its captured prefill to the end"
+TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
+MEDIA = "its prefill is captured, and it is multimodal"
+
+# Rows that a batch must be able to skip on a GPU. Stock's replay of the tail costs the host next to
+# nothing either, so only the device's work is saved. For up to 90 rows a layer takes as long as its
+# weights take to be read (3.3e12 bytes per second); and the tail is planned in 0.3 ms, in which the
+# device computes 45 rows of E2B's tail. A model, until a GPU has been measured.
+_FEWEST_ON_GPU = 128
+
+
+@dataclass(frozen=True)
+class ExitPoint:
+    """Where one captured prefill can be left; an attribute of SGLang's graph, which goes with it.
+
+    Attributes:
+        segments: how many of the graph's segments run before it.
+        rows: [bucket, hidden], the residual at the input of layer S-1.
+        keys, values: [bucket, kv_heads, head_dim], that layer's.
+    """
+
+    segments: int
+    rows: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@contextmanager
+def noting(layer: Any) -> Iterator[None]:
+    """What SGLang captures in the span has its exit point noted, at the attention of ``layer``."""
+    attention = layer.self_attn.attn
+    run, attend = layer.forward, attention.forward
+    heads = (-1, attention.tp_k_head_num, attention.head_dim)
+
+    def noted(graph: Any, rows: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        segments, rows, keys, values = sglang.at_next_break(graph, rows, k, v)
+        setattr(graph, ENTRY, ExitPoint(segments, rows, keys.view(heads), values.view(heads)))
+        return attend(q, k, v, *args, **kwargs)
+
+    def forward(
+        positions: Any, hidden_states: Any, per_layer_input: Any, forward_batch: Any, **kwargs: Any
+    ) -> Any:
+        graph = sglang.graph_being_captured()
+        with ExitStack() as span:
+            if graph is not None and seams.residual_is_written(forward_batch, hidden_states):
+                noting_attention = partial(noted, graph, hidden_states)
+                span.enter_context(replaced(attention, forward=noting_attention))
+            return run(positions, hidden_states, per_layer_input, forward_batch, **kwargs)
+
+    with replaced(layer, forward=forward):
+        yield
+
+
+def replay_to_exit(graph: Any) -> ExitPoint:
+    """Run a captured prefill up to its exit point; what can be read there."""
+    point: ExitPoint = getattr(graph, ENTRY)
+    sglang.replay_first_segments(graph, point.segments)
+    return point
+
+
+class PrefillGraphExits:
+    """The exits of one model's captured prefills, one for each bucket; all are open, or none.
+
+    It is an attribute of SGLang's runner of them, and nothing else holds it: graphs that SGLang
+    lets go are freed.
+
+    Attributes:
+        closed: why no batch may take them; None if they are open.
+        segments: how many run before the exit, by bucket; 0 of a graph that has no exit.
+        hooks: when this is closed, SGLang's runner is as it was.
+    """
+
+    def __init__(self, state: ModelState, prefills: Any) -> None:
+        """Serve what SGLang serves by its captured prefills.
+
+        Raises:
+            AttributeError: this SGLang captures them otherwise; nothing is changed.
+        """
+        self.closed: str | None = "they are not open yet"
+        self._graphs = graphs = sglang.graphs(prefills)
+        self.segments = {
+            getattr(bucket, "size", bucket): getattr(getattr(graph, ENTRY, None), "segments", 0)
+            for bucket, (graph, _) in graphs.items()
+        }
+        self._state = state
+        self._batch: Any = None  # that SGLang serves by a captured prefill now
+        for _, output in graphs.values():
+            output.zero_()  # rows that are not written any more must at least be finite
+        execute = partial(self._execute, prefills.execute)
+        replay = partial(self._replay, prefills.backend.replay)
+        self.hooks = ExitStack()
+        self.hooks.enter_context(replaced(prefills, execute=execute, **{ENTRY: self}))
+        self.hooks.enter_context(replaced(prefills.backend, replay=replay))
+
+    def __str__(self) -> str:
+        after, longest = max(self.segments.values()), max(self.segments)
+        return f"after segment {after} ({len(self.segments)} buckets of up to {longest} tokens)"
+
+    def _execute(self, stock: Callable[..., Any], forward_batch: Any, **kwargs: Any) -> Any:
+        self._batch = forward_batch
+        try:
+            planner = partial(gate.plan_batch, make=self._make_plan)
+            with replaced(self._state, planner=planner):
+                return stock(forward_batch, **kwargs)
+        finally:
+            self._batch = None
+            setattr(forward_batch, ENTRY, None)  # the plan, if it failed before it was replayed
+
+    def _replay(self, stock: Callable[..., Any], bucket: Any, batch: Any, **kwargs: Any) -> Any:
+        to_its_end = partial(stock, bucket, batch, **kwargs)
+        forward = ExitForward(self._state, *self._graphs[bucket], batch, to_its_end)
+        return serve(self._state, self._batch, forward, in_graph=True)
+
+    def _make_plan(self, state: ModelState, forward_batch: Any) -> Plan | str:
+        found = gate.check_eligibility(state, forward_batch, in_graph=True)
+        if isinstance(found, str):
+            return found
+        if self.closed is not None:
+            return CLOSED
+        if gate.is_multimodal(forward_batch):  # the tail's inputs are made anew, from ids
+            return MEDIA
+        if not found.is_intermediate_chunk:
+            if found.bucket is None:
+                return TAIL_NOT_CAPTURED
+            skipped = found.kept.total - found.kept.count
+            ruled = state.on_gpu and settings.current.min_skipped_rows is None
+            if ruled and skipped < _FEWEST_ON_GPU:
+                return gate.TOO_LITTLE
+        return gate.plan_of(state, forward_batch, found)
+
+
+@dataclass
+class ExitForward:
+    """A forward that SGLang runs by a captured prefill.
+
+    Attributes:
+        state: of the model.
+        graph: SGLang's.
+        output: [bucket, hidden], what the graph writes, and every path.
+        batch: SGLang's static batch, which the graph reads: the live one's tokens first, up to the
+            bucket. Gemma 4 has added 1 to its positions, in place.
+        stock: runs the graph to its end; returns ``output``.
+        point: what can be read at the exit, until the next replay; None before ``fast``.
+    """
+
+    state: ModelState
+    graph: Any
+    output: torch.Tensor
+    batch: Any
+    stock: Callable[[], torch.Tensor]
+    point: ExitPoint | None = None
+
+    def fast(self, plan: Plan) -> torch.Tensor:
+        """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""
+        self.point = point = replay_to_exit(self.graph)
+        # Rows after those of the live batch are padding, of which nothing may be written.
+        keys, values = (part[: plan.tail.kept.total] for part in (point.keys, point.values))
+        main, tail = plan.attention.main, plan.attention.tail
+        layer = self.state.tail_layers[0].self_attn.attn
+        seams.write_keys_and_values(main, tail, layer, plan.batch, keys, values)
+        if plan.runner is not None:
+            if plan.runner.buffers is not None:
+                self.fill(plan.runner.buffers, plan.tail.index)
+            rows = plan.runner.run(point.rows, self.batch.positions, lambda: None)
+            self.output.index_copy_(0, plan.tail.index, rows)
+        return self.output
+
+    def fill(self, buffers: Buffers, index: torch.Tensor) -> None:
+        """Make the embeddings of the kept rows anew: the graph's own are overwritten by now."""
+        model, ids = self.state.model, self.batch.input_ids.index_select(0, index)
+        buffers.embeds.copy_(model.embed_tokens(ids))
+        if buffers.embedded is not None:
+            buffers.embedded.copy_(model.get_per_layer_inputs(ids)[:, self.state.cut :])
+
+    def outcome(self, plan: Plan) -> str:
+        """What it is counted as when it was cut."""
+        return log.EXIT_SKIPPED if plan.runner is None else log.EXIT_CAPTURED
+
+    def findings(self, plan: Plan, output: torch.Tensor) -> list[Finding]:
+        """What differs from the same graph run to its end, which it has when this returns."""
+        return check.findings(self, plan, output)

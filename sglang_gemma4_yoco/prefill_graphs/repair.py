@@ -1,0 +1,73 @@
+"""SGLang's capture of prefills, repaired for these models where the operator has asked for it.
+
+SGLang 0.5.19 to 0.5.23 cannot capture prefills of E2B and E4B: two layers that share K and V count
+as an error, and a multimodal model is captured with ids and embeddings at once (``docs/upstream``
+has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server would not start.
+
+So in the span in which SGLang captures, and only there, the two are stepped over, each where the
+installed SGLang needs it: what it cannot index stays as it came, and text is captured from the ids
+alone. Such a graph would answer a prompt with images as if it were text: those run eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.prefill_graphs import sglang
+
+OFF = f"{settings.name_of('prefill_graphs')}=0"
+NO_BREAKS = "it is captured without breaks"
+
+
+def needed(*, multimodal: bool) -> str | None:
+    """What keeps SGLang from capturing prefills and is to be repaired, or None.
+
+    A server of which no batch may be cut is left as it is, whatever this says: SGLang may be set up
+    in a way that was never tried with a repair.
+    """
+    # SGLang may choose them unasked.
+    named = getattr(seams._published(), "cuda_graph_backend_prefill", None)
+    wanted = named == "breakable" and exits_refused() is None
+    return sglang.capture_error(multimodal=multimodal) if wanted else None
+
+
+def exits_refused() -> str | None:
+    """Why no prefill may leave SGLang's graphs, whatever is captured; None if some may."""
+    if not settings.current.prefill_graphs:
+        return OFF
+    return None if sglang.has_breaks() else NO_BREAKS
+
+
+@contextmanager
+def repaired(model: Any, why: str) -> Iterator[None]:
+    """SGLang can capture prefills of this ``Gemma4TextModel`` in the span."""
+    log.once(
+        "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is repaired for this "
+        f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it as "
+        "it is"
+    )
+    of_ids = sglang.without_embeddings_beside_ids(model.forward)
+    with sglang.indexing_shared_layers(), replaced(model, forward=of_ids):
+        yield
+
+
+def warn_that_capture_fails(*, multimodal: bool) -> None:
+    """Log why SGLang cannot capture what it is about to: its own error names no remedy."""
+    why = sglang.capture_error(multimodal=multimodal)
+    if why is not None:
+        log.once(
+            f"Gemma 4 fast prefill: SGLang cannot capture prefill CUDA graphs of this model, and "
+            f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",
+            logging.WARNING,
+        )
+
+
+def keep_media_out(prefills: Any) -> None:
+    """What was captured from ids alone serves no batch with images, video or audio."""
+    stock = type(prefills).can_run_graph
+    prefills.can_run_graph = lambda batch: not batch.contains_mm_inputs() and stock(prefills, batch)

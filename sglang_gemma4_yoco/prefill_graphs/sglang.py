@@ -1,0 +1,131 @@
+"""SGLang's captured prefills: what a server asks for, what SGLang can capture, and what it has.
+
+SGLang captures a prefill as one CUDA graph for each stretch between two attentions, a *segment*,
+and runs the attentions between them eagerly (its *breakable* graphs). Where it has none by the
+names that are known here, this module cannot be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph import (  # noqa: E501
+    BreakableCUDAGraph,
+    _current_capture_var,
+    _weak_ref_if_tensor,
+)
+from sglang.srt.model_executor.runner_utils import pool
+
+from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco.core.replaced import replaced
+
+# Why capturing prefills ends a server; docs/upstream has both.
+SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
+IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
+_INDEX = "index_attention_layers_by_global_id"  # since 0.5.19
+
+
+def has_breaks() -> bool:
+    """Whether this server's prefills are captured in segments, with attentions between them."""
+    return seams.prefill_graph() == "breakable"
+
+
+def capture_error(*, multimodal: bool) -> str | None:
+    """Why this server stops where it captures prefills of a model with shared layers, or None.
+
+    A release that was not tested may have been repaired: nothing is said of it.
+    """
+    backend = seams.prefill_graph()
+    if backend is None or seams.is_newer_than_tested():
+        return None
+    if not _indexes_shared_layers():
+        return SHARED_LAYER_IDS
+    # Up to 0.5.21. It captures the multimodal model, which makes embeddings of the ids.
+    outside = backend == "tc_piecewise"
+    return IDS_AND_EMBEDDINGS if multimodal and not outside else None
+
+
+def _indexes_shared_layers() -> bool:
+    """Whether capturing puts up with two layers of one id: up to 0.5.18 it does not look."""
+    index = getattr(cuda_graph_setup, _INDEX, None)
+    if index is None:
+        return True
+    with suppress(ValueError):
+        index([SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=0)], [None, None])
+        return True
+    return False
+
+
+@contextmanager
+def indexing_shared_layers() -> Iterator[None]:
+    """In the span SGLang leaves attention layers as they come where two have one id.
+
+    What it makes of them is looked up by nothing since 0.5.23; before, a break looks its layer up
+    by its id, and finds its donor's, which is alike in heads, window and scale.
+    """
+    stock: Any = getattr(cuda_graph_setup, _INDEX, None)
+
+    def tolerant(attention_layers: Any, companions: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(attention_layers, companions, *args, **kwargs)
+        except ValueError:
+            return attention_layers, companions
+
+    with replaced(cuda_graph_setup, **({} if stock is None else {_INDEX: tolerant})):
+        yield
+
+
+def without_embeddings_beside_ids(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``Gemma4TextModel.forward`` that takes the ids where it is given embeddings as well."""
+
+    @functools.wraps(forward)  # SGLang reads its parameters
+    def of_ids(
+        input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **kwargs: Any
+    ) -> Any:
+        embeds = input_embeds if input_ids is None else None
+        return forward(input_ids, positions, forward_batch, embeds, **kwargs)
+
+    return of_ids
+
+
+def graph_being_captured() -> Any | None:
+    """The graph whose segments are being captured now; None in warm-ups and forwards."""
+    capture = _current_capture_var.get()
+    return None if capture is None else capture.cuda_graph
+
+
+def at_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    """How many segments a graph that is being captured has before the break that comes next, and
+    the memory of these tensors, which the graph keeps alive, and nothing else."""
+    return len(graph._break_fns) + 1, *map(_weak_ref_if_tensor, tensors)
+
+
+def captured_prefills(runner: Any) -> Any | None:
+    """What runs the captured prefills of this ``ModelRunner``; None where it has captured none."""
+    return runner.prefill_cuda_graph_runner if seams.replays_prefills(runner) else None
+
+
+def graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
+    """By bucket the graph, and its output [bucket, hidden], which the next replay overwrites.
+
+    Raises:
+        AttributeError: this SGLang keeps them otherwise.
+    """
+    backend = prefills.backend
+    return {bucket: (graph, backend._outputs[bucket]) for bucket, graph in backend._graphs.items()}
+
+
+def replay_first_segments(graph: Any, segments: int) -> None:
+    """Run the first segments of a graph and the breaks between them, as SGLang runs all."""
+    first = BreakableCUDAGraph()
+    first._segments = graph._segments[:segments]
+    first._break_fns = graph._break_fns[: segments - 1]
+    scope = getattr(pool, "graph_pool_replay_scope", ExitStack)  # 0.5.21 and later
+    with scope():
+        first.replay()

@@ -1,0 +1,598 @@
+"""Prefills that SGLang has captured, left at the exit of layer S-1, on the ModelRunner.
+
+SGLang's own runner, backend and breaks capture and replay (``prefill_graphs``), repaired by the
+package. At the exit everything in the graph's memory is spoiled that may not be read there.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+import prefill_exits
+from batches import batch_of
+from decode_graphs import record_tail
+from forwards import ENGINE, InjectedError
+from layer_rows import FIRST_CUT, LAYERS
+from media import MediaPrompt, media_batch
+from prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
+from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, batches
+from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
+from sglang_gemma4_yoco import prefill_graphs, log, seams, settings
+from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco.captured.backend import GraphBackend
+from sglang_gemma4_yoco.checking import rounding
+from sglang_gemma4_yoco.checking import start as check_at_start
+from sglang_gemma4_yoco.checking.requests import SyntheticRequests
+from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco.deciding import ranks
+from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.prefill_graphs import check, exits, repair, sglang
+from sglang_gemma4_yoco.prefill_graphs.exits import ExitForward, ExitPoint
+
+pytestmark = [
+    pytest.mark.skipif(
+        not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
+    ),
+    pytest.mark.usefixtures("forgotten_reports"),
+]
+
+WHOLE = LAYERS + 1  # segments of a graph
+TO_THE_EXIT = FIRST_CUT + 1  # of them, those before the attention of layer S-1
+FULL = batch_of((0, 64))
+SEVERAL = batch_of((30, 40), (0, 7), (90, 1))
+CHUNK = batch_of((0, 20), to_come=(7,))
+HARD = (*HARD_LAST_ROWS, *HARD_LOGPROBS, *HARD_UNREAD)
+
+
+@pytest.fixture(scope="module")
+def captured_engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    """It has captured its prefills and its tail."""
+    with graphs_on_a_cpu.recordable():
+        engine = Engine(tiny_checkpoint, **ENGINE, **RECORDED)
+        assert type(engine.runner.prefill_cuda_graph_runner) is PrefillCudaGraphRunner
+        assert engine.runner.model_config.is_multimodal
+        record_tail(engine, ROWS)
+        yield engine
+
+
+@pytest.fixture
+def engine(captured_engine: Engine) -> Iterator[Engine]:
+    """As captured, whatever the test before has left."""
+    yield captured_engine
+    state = start.of(captured_engine.text_model)
+    state.refused, state.failures_in_a_row = None, 0
+    if state.captured is None:
+        record_tail(captured_engine, ROWS)
+    elif exits_of(captured_engine).closed is not None:
+        reattached(captured_engine)
+    assert exits_of(captured_engine).closed is None
+
+
+def exits_of(engine: Engine) -> exits.PrefillGraphExits:
+    found: exits.PrefillGraphExits = vars(engine.runner.prefill_cuda_graph_runner)[ENTRY]
+    return found
+
+
+def reattached(engine: Engine) -> str | None:
+    """These captured prefills are there for the first time; why their exits are closed, if so."""
+    runner, state = engine.runner, start.of(engine.text_model)
+    log.reset()
+    with prefill_graphs.capturing(runner, state):
+        pass
+    prefill_graphs.attach(runner, state)
+    found = vars(runner.prefill_cuda_graph_runner).get(ENTRY)
+    told: str = state.facts["exits"]
+    is_closed = found is None or found.closed
+    assert told.startswith("closed: " if is_closed else f"open after segment {TO_THE_EXIT}")
+    return told if is_closed else None
+
+
+# ---------------------------------------------------------------- what leaves, and what does not
+
+
+def test_random_batches(engine: Engine) -> None:
+    """All kinds in turns, over pools that are emptied in between."""
+    window = engine.text_model.config.sliding_window
+    outcomes: list[str] = []
+
+    @hypothesis_settings(
+        max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    @given(batches(24, 8, logprobs=True))
+    def property_(batch: Batch) -> None:
+        outcomes.append(assert_served_alike(engine, batch.prompts(window)))
+
+    for batch in HARD:
+        property_ = example(batch)(property_)
+    property_()
+    assert outcomes.count(log.EXIT_CAPTURED) >= 5
+    assert outcomes.count(log.EXIT_SKIPPED) >= 1
+    assert outcomes.count(exits.TAIL_NOT_CAPTURED) >= 5
+    assert not {exits.CLOSED, gate.NOT_PLANNED, log.FAILED} & set(outcomes)
+
+
+@pytest.mark.parametrize("rows", [8, 9, 15, 16, 17, 33, 63, 64, 65, 127, 128])
+def test_padded_rows(engine: Engine, rows: int) -> None:
+    """A bucket that is full, one row short of it, or half empty."""
+    assert assert_served_alike(engine, batch_of((0, rows))) == log.EXIT_CAPTURED
+
+
+@pytest.mark.parametrize("rows", [7, 129, 200])
+def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
+    """SGLang runs them eagerly, and they are cut as ever."""
+    assert assert_served_alike(engine, batch_of((0, rows))) == log.TAIL_CAPTURED
+
+
+def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
+    fits = batch_of((0, 9), (3, 5), (40, 2), (0, 33))
+    assert assert_served_alike(engine, fits) == log.EXIT_CAPTURED
+    assert assert_served_alike(engine, [*fits, *batch_of((7, 1))]) == exits.TAIL_NOT_CAPTURED
+
+
+def test_decoding_requests_beside_a_prompt(engine: Engine) -> None:
+    decoding = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((40, 1))]
+    prompts = [*batch_of((0, 20), (5, 9)), *decoding]
+    assert assert_served_alike(engine, prompts) == log.EXIT_CAPTURED
+
+
+def test_media_run_eagerly(engine: Engine) -> None:
+    """The graph looks text up by its ids, and has no place for an image."""
+    picture = MediaPrompt("<|image|>a picture of what", size=(336, 480))
+    scheduled = media_batch(engine, picture)
+    assert prefill_exits.is_replayed(scheduled.extend_num_tokens)
+    stock = run(engine, scheduled)
+    fast = run(engine, media_batch(engine, picture), fast=True)
+    assert (stock.segments, fast.segments) == (0, 0)
+    assert fast.outcomes == {log.TAIL_CAPTURED: 1}
+    close(fast.logits, stock.logits)
+    close(fast.cache, stock.cache)
+
+
+def test_media_that_sglang_replays_are_not_cut(engine: Engine) -> None:
+    """An SGLang that needs no repair may replay them."""
+    batch = engine.schedule(FULL)
+    with mock.patch.object(gate, "is_multimodal", return_value=True):
+        seen = run(engine, batch, fast=True)
+    assert (seen.segments, seen.outcomes) == (WHOLE, {exits.MEDIA: 1})
+
+
+def test_switched_off(engine: Engine) -> None:
+    """A refused batch runs the graph to its end, and nothing is planned for it."""
+    with mock.patch.object(TailBackend, "plan", side_effect=InjectedError):
+        seen = run(engine, engine.schedule(FULL))
+    assert (seen.segments, seen.outcomes) == (WHOLE, {SWITCHED_OFF: 1})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "minimum", "outcome"),
+    [
+        (batch_of((0, 128)), None, gate.TOO_LITTLE),
+        (batch_of((0, 128)), 127, log.EXIT_CAPTURED),
+        (CHUNK, None, log.EXIT_SKIPPED),
+        (batch_of((0, 7)), None, log.TAIL_CAPTURED),  # eagerly the host launches each layer
+    ],
+    ids=["too little", "the operator's minimum", "an intermediate chunk", "no bucket"],
+)
+def test_rows_to_skip_on_a_gpu(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[Prompt],
+    minimum: int | None,
+    outcome: str,
+) -> None:
+    """There stock's own graph is as good for a short prompt."""
+    monkeypatch.setitem(vars(start.of(engine.text_model)), "on_gpu", True)
+    intermediate = prefill_exits.is_intermediate(prompts)
+    with settings.changed(min_skipped_rows=minimum):
+        seen = run(engine, engine.schedule(prompts), fast=True, intermediate=intermediate)
+    assert seen.outcomes == {outcome: 1}
+
+
+# ---------------------------------------------------------------- when it fails
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(seams, "write_keys_and_values"), (ExitForward, "fill")]
+)
+def test_a_failure_after_the_exit(engine: Engine, owner: Any, name: str) -> None:
+    """The whole graph serves the batch."""
+    batch = engine.schedule(batch_of((0, 30), (4, 5)))
+    stock = run(engine, batch)
+    with mock.patch.object(owner, name, side_effect=InjectedError) as broken:
+        assert_same(run(engine, batch, fast=True), stock, log.FAILED)
+        assert broken.called
+        other_ranks = mock.patch.object(seams, "is_single_rank", return_value=False)
+        with other_ranks, pytest.raises(InjectedError):  # these may have had none
+            run(engine, batch, fast=True)
+    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
+
+
+def assert_same(seen: prefill_exits.Run, stock: prefill_exits.Run, outcome: str) -> None:
+    assert seen.outcomes == {outcome: 1}
+    assert torch.equal(seen.logits, stock.logits)
+    assert all(map(torch.equal, seen.cache, stock.cache))
+
+
+def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """The tail runs eagerly from then on, so nothing but an intermediate chunk takes an exit."""
+    batch = engine.schedule(FULL)
+    stock = run(engine, batch)
+    with mock.patch.object(GraphBackend, "replay", side_effect=InjectedError):
+        assert_same(run(engine, batch, fast=True), stock, log.FAILED)
+    assert assert_served_alike(engine, FULL) == exits.TAIL_NOT_CAPTURED
+    assert assert_served_alike(engine, CHUNK) == log.EXIT_SKIPPED
+    assert assert_served_alike(engine, batch_of((0, 200))) == log.TAIL_EAGER
+
+
+def test_a_batch_that_is_never_replayed(engine: Engine) -> None:
+    """Its plan holds memory, and goes; the next batch is planned as ever."""
+    state = start.of(engine.text_model)
+    planner = state.planner
+    with (
+        mock.patch.object(gate, "plan_of", side_effect=gate.plan_of) as planned,
+        mock.patch.object(engine.runner.model, "forward", side_effect=InjectedError),
+        pytest.raises(InjectedError),
+    ):
+        run(engine, engine.schedule(FULL), fast=True)
+    [call] = planned.call_args_list
+    assert getattr(call.args[1], ENTRY) is None
+    assert state.planner == planner
+
+
+# ---------------------------------------------------------------- checked at start
+
+
+def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    state = start.of(engine.text_model)
+    with (
+        caplog.at_level(logging.INFO),
+        mock.patch.object(check, "findings", side_effect=check.findings) as compared,
+    ):
+        assert reattached(engine) is None
+    assert [call.args[1].runner is None for call in compared.call_args_list] == [False, True]
+    line = f"exits from captured prefills are open after segment {TO_THE_EXIT} (4 buckets of up to"
+    assert line in caplog.text
+    found = state.facts["exits_check"]
+    assert found["largest_difference"] <= 0.2 * found["allowed"]
+    assert state.after_cut is None
+
+
+@contextmanager
+def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
+    """What lies at an exit is not what it should be."""
+    stock = exits.replay_to_exit
+    with mock.patch.object(exits, "replay_to_exit", lambda graph: change(stock(graph))):
+        yield
+
+
+def larger_values(point: ExitPoint) -> ExitPoint:
+    return replace(point, values=point.values * 1.001)
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "rows": lambda: another_exit(lambda p: replace(p, rows=p.rows.roll(1, 0))),
+    "values for keys": lambda: another_exit(lambda p: replace(p, keys=p.values, values=p.keys)),
+    "values": lambda: another_exit(larger_values),
+    "no keys written": lambda: mock.patch.object(seams, "write_keys_and_values"),
+    "embeddings": lambda: mock.patch.object(ExitForward, "fill", lambda _, b, __: b.embeds.zero_()),
+    "tail": lambda: mock.patch.object(GraphBackend, "replay", larger_rows),
+}
+_replay = GraphBackend.replay
+
+
+def larger_rows(self: Any, key: int) -> torch.Tensor:
+    rows: torch.Tensor = _replay(self, key)
+    return rows * 1.001
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_exits_are_closed_at_start(
+    engine: Engine, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """And the rest stays on: what SGLang does not replay is cut."""
+    with WRONG[what]():
+        reason = reattached(engine)
+    assert reason is not None
+    assert "the check found" in reason
+    assert "exits from captured prefills are closed: the check found" in caplog.text
+    assert_closed(engine)
+    seen = run(engine, engine.schedule(batch_of((0, 200))), fast=True)
+    assert seen.outcomes == {log.TAIL_CAPTURED: 1}
+
+
+def assert_closed(engine: Engine) -> None:
+    """SGLang's graph runs to its end with the fast path on, and nothing is planned for it."""
+    batch = engine.schedule(FULL)
+    stock = run(engine, batch)
+    with mock.patch.object(graphs.TailGraphs, "plan", side_effect=InjectedError):
+        seen = run(engine, batch, fast=True)
+    assert seen.segments == WHOLE
+    assert_same(seen, stock, exits.CLOSED)
+
+
+@pytest.mark.parametrize("finishes", [True, False], ids=["prompts", "intermediate chunks"])
+def test_both_kinds_of_prefills_are_checked(engine: Engine, finishes: bool) -> None:
+    """One that is wrong closes the exits, whatever is found of the other."""
+    stock = ExitForward.fast
+
+    def fast(self: ExitForward, plan: Any) -> torch.Tensor:
+        if (plan.runner is not None) is not finishes:
+            return stock(self, plan)
+        with another_exit(larger_values):
+            return stock(self, plan)
+
+    with mock.patch.object(ExitForward, "fast", fast):
+        reason = reattached(engine)
+    assert reason is not None
+    assert "values of layer 3 at the exit" in reason
+
+
+def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
+    stock = seams.write_keys_and_values
+
+    def write(main: Any, tail: Any, attention: Any, batch: Any, k: Any, v: Any) -> None:
+        stock(main, tail, attention, batch, k, v)
+        table = engine.runner.req_to_token_pool.req_to_token
+        first = table[batch.req_pool_indices[-1], :1].long()  # of a prefix
+        keys, slots = seams.cache_of(tail, attention.layer_id, first)
+        keys[0][slots] += 1
+
+    with mock.patch.object(seams, "write_keys_and_values", write):
+        reason = reattached(engine)
+    assert reason is not None
+    assert check_at_start.OTHERS_SLOTS in reason
+
+
+def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
+    """What was not compared is not open, nor where comparing failed."""
+    failing = [(ExitForward, "fast"), (ExitForward, "findings"), (SyntheticRequests, "run")]
+    for owner, name in failing:
+        with mock.patch.object(owner, name, side_effect=InjectedError):
+            reason = reattached(engine)
+        assert check.NOT_TAKEN in (reason or "")
+
+
+def test_the_check_takes_buckets_of_any_size(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would run so few rows eagerly, where the next bucket has more than twice as many."""
+    prefills = engine.runner.prefill_cuda_graph_runner
+    monkeypatch.setattr(prefills, "capture_num_tokens", [128])
+    assert reattached(engine) is None
+    all_graphs = sglang.graphs(prefills)
+    monkeypatch.setattr(
+        sglang, "graphs", lambda _: {b: g for b, g in all_graphs.items() if b.size == 16}
+    )
+    assert f"{check.NOT_TAKEN}: they have up to 16 tokens" in (reattached(engine) or "")
+    monkeypatch.undo()
+
+
+def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> None:
+    """Prompts that finish are tried all the same."""
+    state = start.of(engine.text_model)
+    assert isinstance(state.captured, graphs.TailGraphs)
+    for rows in (4, 2):
+        state.captured.drop(rows)
+    with mock.patch.object(check, "findings", side_effect=check.findings) as compared:
+        assert reattached(engine) is None
+    assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1, 3]
+    graphs.drop(state, "fewer rows")
+
+
+def test_unchecked(engine: Engine) -> None:
+    with settings.changed(self_check=False):
+        assert reattached(engine) is None
+    unchecked = start.of(engine.text_model).facts["exits_check"]["unchecked"]
+    assert unchecked == check_at_start.OFF
+
+
+# ---------------------------------------------------------------- audited
+
+
+@pytest.mark.parametrize("prompts", [FULL, SEVERAL, CHUNK])
+def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) -> None:
+    """The graph runs to its end as well; its K and V are what stays in the pool."""
+    intermediate = prefill_exits.is_intermediate(prompts)
+    batch = engine.schedule(prompts)
+    stock = run(engine, batch, intermediate=intermediate)
+    worst, seen = audited(engine, batch, intermediate=intermediate)
+    assert worst.is_rounding
+    assert worst.excess < 0.5
+    assert seen.segments == 2 * WHOLE  # of one graph, which counts its latest replay
+    assert all(map(torch.equal, seen.cache, stock.cache))
+
+
+def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Finding, Any]:
+    """The worst finding of a forward, and the forward."""
+    found: list[rounding.Finding] = []
+
+    def compare(forward: ExitForward, plan: Any, output: torch.Tensor) -> torch.Tensor:
+        found.extend(forward.findings(plan, output))
+        return output
+
+    with replaced(start.of(engine.text_model), after_cut=compare):
+        seen = run(engine, batch, fast=True, **kind)
+    return rounding.worst(found), seen
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_defect_of_a_served_batch(engine: Engine, what: str) -> None:
+    batch = engine.schedule(SEVERAL)
+    with WRONG[what]():
+        worst, _ = audited(engine, batch)
+    assert not worst.is_rounding
+
+
+def test_keys_that_another_run_has_written_are_not_compared(engine: Engine) -> None:
+    """Where SGLang's graph writes none, those that the exit has written are not taken for its."""
+    pool, findings = type(engine.runner.token_to_kv_pool), check.findings
+
+    def without_writing(forward: ExitForward, *given: Any) -> list[rounding.Finding]:
+        with mock.patch.object(pool, "set_kv_buffer"):
+            return findings(forward, *given)
+
+    with mock.patch.object(check, "findings", without_writing):
+        worst, _ = audited(engine, engine.schedule(FULL))
+    assert not worst.is_rounding
+    assert "in the pool" in worst.what
+
+
+# ---------------------------------------------------------------- opened, and closed
+
+
+def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
+    """SGLang's memory for them may hold anything, and what is multiplied by zero must be one."""
+    outputs = engine.runner.prefill_cuda_graph_runner.backend._outputs.values()
+    for output in outputs:
+        output.fill_(torch.nan)
+    with settings.changed(self_check=False):
+        assert reattached(engine) is None
+    run(engine, engine.schedule(FULL), fast=True)
+    assert all(output.isfinite().all() for output in outputs)
+
+
+def test_captured_anew(engine: Engine) -> None:
+    """What SGLang lets go is freed, and exits belong to the graphs that they were noted in."""
+    runner = engine.runner
+    let_go = [weakref.ref(runner.prefill_cuda_graph_runner), weakref.ref(exits_of(engine))]
+    let_go += map(weakref.ref, runner.prefill_cuda_graph_runner.backend._graphs.values())
+    runner.prefill_cuda_graph_runner = None
+    gc.collect()
+    assert [kept() for kept in let_go] == [None] * 6
+    with torch.no_grad():
+        runner.init_prefill_cuda_graph()
+    record_tail(engine, ROWS)
+    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
+
+
+@contextmanager
+def captured_anew(engine: Engine) -> Iterator[None]:
+    """Other graphs for the span."""
+    runner = engine.runner
+    before = runner.prefill_cuda_graph_runner
+    try:
+        with torch.no_grad():
+            runner.init_prefill_cuda_graph()
+        yield
+    finally:
+        runner.prefill_cuda_graph_runner = before
+        reattached(engine)
+
+
+def test_a_residual_that_is_owed_an_update(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies at such an exit is not the residual."""
+    pending = mock.patch.object(seams, "residual_is_written", return_value=False)
+    with pending, captured_anew(engine):
+        assert exits.NO_POINT in (exits_of(engine).closed or "")
+        assert exits.NO_POINT in caplog.text
+        with mock.patch.object(seams, "residual_is_written", return_value=True):
+            assert_closed(engine)
+
+
+def test_a_server_that_is_not_cut_is_left_alone(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its error is SGLang's, and a line before it names the remedy."""
+    state, layer = start.of(engine.text_model), engine.text_model.layers[FIRST_CUT]
+    index = cuda_graph_setup.index_attention_layers_by_global_id
+    refused = state.refusing("data-parallel attention")
+    with refused, prefill_graphs.capturing(engine.runner, state):
+        assert "forward" not in vars(layer)
+        assert cuda_graph_setup.index_attention_layers_by_global_id is index
+    assert "may stop now" in caplog.text
+    reattached(engine)
+
+
+def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with other buckets, another exit or another finding would leave alone."""
+    compared: list[str] = []
+    monkeypatch.setattr(ranks, "disagreement", lambda found: compared.append(found))
+    reattached(engine)
+    segments = dict.fromkeys((128, 64, 32, 16), TO_THE_EXIT)
+    assert compared == [f"exits: None, {segments}", "exits agree with stock: True"]
+    for asked in ("exits: ", "exits agree"):
+        differs = lambda found: ranks.NOT_ALIKE if asked in found else None  # noqa: B023, E731
+        monkeypatch.setattr(ranks, "disagreement", differs)
+        assert ranks.NOT_ALIKE in (reattached(engine) or "")
+        assert_closed(engine)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("lacking", ["_graphs", "backend"])
+def test_another_sglang(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lacking: str,
+) -> None:
+    """Where graphs are other than they are known to be, nothing is done with them."""
+    prefills = engine.runner.prefill_cuda_graph_runner
+    exits_of(engine).hooks.close()
+    with monkeypatch.context() as patched:
+        patched.delattr(prefills if lacking == "backend" else prefills.backend, lacking)
+        assert lacking in (reattached(engine) or "")
+    assert "--cuda-graph-backend-prefill=disabled shortens prefills" in caplog.text
+    assert ENTRY not in vars(prefills)
+    reattached(engine)
+
+
+def test_the_setting(engine: Engine) -> None:
+    with settings.changed(prefill_graphs=False):
+        assert repair.OFF in (reattached(engine) or "")
+        assert repair.needed(multimodal=True) is None
+        assert_closed(engine)
+
+
+# ---------------------------------------------------------------- repaired
+
+
+def test_the_repair_lasts_while_sglang_captures(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, model = start.of(engine.text_model), engine.text_model
+    index, forward = cuda_graph_setup.index_attention_layers_by_global_id, model.forward
+    with caplog.at_level(logging.INFO), prefill_graphs.capturing(engine.runner, state):
+        assert cuda_graph_setup.index_attention_layers_by_global_id is not index
+        assert model.forward.__wrapped__ == forward
+    assert cuda_graph_setup.index_attention_layers_by_global_id is index
+    assert model.forward == forward
+    assert sglang.SHARED_LAYER_IDS in caplog.text
+    assert "may stop now" not in caplog.text
+    reattached(engine)
+
+
+def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
+    """Nothing else would keep media out of them."""
+    runner, state = engine.runner, start.of(engine.text_model)
+    before = runner.prefill_cuda_graph_runner
+    try:
+        state.close()
+        assert runner.prefill_cuda_graph_runner is None
+        assert not {"execute", ENTRY} & set(vars(before))
+        assert "replay" not in vars(before.backend)
+    finally:
+        runner.prefill_cuda_graph_runner = before
+        state.attach(gate.plan_batch)
+        reattached(engine)
