@@ -63,6 +63,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 import bench_prefill
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, NotActiveError, switched
 from environment import REPO, SetupError, commit, heading, say, tail
+from sglang_gemma4_yoco.commands.compare import Times
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,
@@ -70,7 +71,6 @@ from sglang_gemma4_yoco.commands.servers import (
     pair,
     running,
 )
-from sglang_gemma4_yoco.commands.timing import Times
 
 WAYS = ("off", "on")
 PRESETS = {"tiny": "E2B_TINY", "mini": "E2B_MINI", "e2b": "E2B", "e4b": "E4B"}

@@ -56,7 +56,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from environment import commit, package_of
-from sglang_gemma4_yoco.commands.timing import Times
+from sglang_gemma4_yoco.commands.compare import Times
 
 if TYPE_CHECKING:
     import torch
@@ -643,12 +643,12 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
 def show(points: Sequence[Point], gate: dict[str, float]) -> None:
     """Print the tables."""
-    from sglang_gemma4_yoco.commands import table
+    from sglang_gemma4_yoco.commands import page
 
-    console = table.console_of(150)
+    console = page.console_of(150)
     of_load = ("tokens", "batch", "decoding")
     console.print(
-        table.drawn(
+        page.table(
             "Prefill, milliseconds: median (20th-80th percentile)",
             (
                 *of_load, "read", "off", "on", "front only", "off/on", "ceiling", "realised",
@@ -657,7 +657,7 @@ def show(points: Sequence[Point], gate: dict[str, float]) -> None:
             [
                 (
                     *_load(p), f"{p.load.read:g}",
-                    *(times.told(1e3, 1) for times in (p.off, p.on, p.front)),
+                    *(times.text(1e3, 1) for times in (p.off, p.on, p.front)),
                     f"{p.ratio:.2f}", f"{p.ceiling:.2f}", f"{p.realised:.0%}",
                     f"{p.rows[0]}->{p.rows[1]}", f"{p.max_logit_difference:.1e}", p.path,
                 )
@@ -668,7 +668,7 @@ def show(points: Sequence[Point], gate: dict[str, float]) -> None:
     )  # fmt: skip
     regions = list(points[0].host["off"].seconds)
     console.print(
-        table.drawn(
+        page.table(
             "The host in one forward; milliseconds by region",
             (
                 *of_load, "way", "operations", "replays", "Triton launches", "device reads",

@@ -16,7 +16,7 @@ were asked, whatever they answered; 2 when something went wrong.
     python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
     python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
 
-Needs ``pip install 'sglang-gemma4-yoco[eval]'``; lm-eval can also live in an environment of its
+Needs ``pip install '.[eval]'`` in a checkout; lm-eval can also live in an environment of its
 own, named with ``--lm-eval``. GSM8K is downloaded by lm-eval, unless ``--questions`` names a file
 with a question and an answer per line of JSON.
 """
@@ -40,12 +40,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from environment import SetupError, commit, heading, package_of, say, tail
-from sglang_gemma4_yoco.commands.prompts import COLOURS, picture_conversations
+from sglang_gemma4_yoco.commands.prompts import COLOURS, WHICH_COLOURS, picture
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,
     check_switch,
-    choose_ports,
+    free_ports,
     running,
 )
 
@@ -73,10 +73,14 @@ def ask_colours(url: str, max_tokens: int) -> Answers:
     http.trust_env = False  # the servers may stand behind no proxy
     answers = Answers()
     right = 0
-    for pair, messages in zip(PICTURES, picture_conversations(PICTURES), strict=True):
+    for pair in PICTURES:
+        content = [
+            {"type": "image_url", "image_url": {"url": picture(*pair)}},
+            {"type": "text", "text": WHICH_COLOURS},
+        ]
         body = {
             "model": "default",
-            "messages": messages,
+            "messages": [{"role": "user", "content": content}],
             "temperature": 0,
             "max_tokens": max_tokens,
         }
@@ -202,7 +206,7 @@ def served(args: argparse.Namespace, directory: Path, *, fast: bool) -> Iterator
     """A server of ``--model``, alone on the machine."""
     arguments = ["--model-path", args.model, *shlex.split(args.server_args)]
     log = directory / f"server-{'on' if fast else 'off'}.log"
-    server = Server(fast, arguments, choose_ports(None)[0], log)
+    server = Server(fast, arguments, free_ports(1)[0], log)
     with running([server], args.start_timeout):
         yield server
         check_switch(server)

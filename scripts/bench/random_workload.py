@@ -273,7 +273,7 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
 
 def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
     """Print the tables."""
-    from sglang_gemma4_yoco.commands import table
+    from sglang_gemma4_yoco.commands import page
 
     compared = [None, *comparisons]
     rows: list[tuple[str, list[str]]] = [
@@ -304,10 +304,10 @@ def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
             [f"{p.memory_half / 1e6:.0f} {p.memory_end / 1e6:.0f}" for p in passes],
         ),
     ]
-    console = table.console_of(120)
+    console = page.console_of(120)
     headings = ["", *(one.name for one in passes)]
     lines = [[label, *cells] for label, cells in rows]
-    console.print(table.drawn("Random workload", headings, lines, words=("",)))
+    console.print(page.table("Random workload", headings, lines, words=("",)))
     for one in passes:
         for reason in one.reasons:
             console.print(f"{one.name}: stepped aside: {reason}")

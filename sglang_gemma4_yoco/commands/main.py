@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ended_by_signals():
             status: int = args.run(args)
-    except CommandError as failure:
-        if failure.log is not None:
+    except (CommandError, OSError) as failure:  # OSError: of a file or a folder
+        if isinstance(failure, CommandError) and failure.log is not None:
             print(tail(failure.log), file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
         return 2

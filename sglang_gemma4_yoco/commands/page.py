@@ -1,117 +1,130 @@
-"""The report of ``verify`` as one HTML file, which opens without a network."""
+"""What people see of ``verify``: a progress bar, tables, and a page with two pictures."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html import escape
-from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-from sglang_gemma4_yoco.commands import table
+from sglang_gemma4_yoco.commands.compare import Comparison, Times
+from sglang_gemma4_yoco.commands.console import say
 
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.commands.agreement import Comparison
-    from sglang_gemma4_yoco.commands.verdict import Outcome
-
-STOCK, FAST = "#6b7280", "#0f766e"
+Compared = Mapping[str, Comparison]
+COLOURS = {"stock": "#6b7280", "fast": "#0f766e"}
 _LEAST = 1e-8  # a difference below it is drawn as this
-_PAGE = Template("""\
+_PAGE = """\
 <!doctype html>
 <html lang="en">
-<head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
+<title>{title}</title>
 <style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.verdict { padding: .7rem 1rem; border-left: .4rem solid $colour; background: #f4f4f5; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #d4d4d8; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-svg { width: 100%; height: auto; }
-pre { overflow-x: auto; background: #f4f4f5; padding: .7rem 1rem; font-size: .85rem; }
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; }}
+svg {{ width: 100%; height: auto; }}
 </style>
-</head>
-<body>
-<h1>$title</h1>
-<p class="verdict">$verdict</p>
-$problems
-<h2>Time to first token</h2>
-$times_figure
-$times
-<h2>Answers</h2>
-<p>Fast against stock, one prompt at a time and several at once, beside stock against itself in
-other batches. KL is over the 20 likeliest tokens, all others taken as one, in nats.</p>
-$agreement_figure
-$agreement
-<h2>What was run</h2>
-$facts
-<h2>Prefills of the fast server</h2>
-$forwards
-</body>
+<h1>{title}</h1>
+{tables}
+{figures}
 </html>
-""")
+"""
 
 
-def render(outcome: Outcome) -> str:
-    """The whole page."""
-    document = outcome.document
-    distances = ("mean |Δlogp|", "max |Δlogp|", "mean KL", "max KL")
-    headings = [heading for distance in distances for heading in (distance, "stock")]
-    return _PAGE.substitute(
-        title=escape(f"Gemma 4 fast prefill: {document['model']}"),
-        colour=FAST if document["agrees"] else "#b91c1c",
-        verdict=escape(table.verdict(document)),
-        problems=_list(document["problems"]),
-        times_figure=svg(times_figure(document["times"])),
-        times=_html_table(
-            ("prompt tokens", "stock, s", "fast, s", "stock / fast"),
-            table.time_rows(document),
-        ),
-        agreement_figure=svg(agreement_figure(outcome.fast, outcome.noise)),
-        agreement=_html_table(
-            ("prompts", "same tokens", *headings),
-            table.agreement_rows(document, (*table.DISTANCES, "max_kl")),
-        ),
-        facts=_html_table(
-            ("", ""),
-            (
-                (key, str(document[key]))
-                for key in ("model", "device", "dtype", "sglang", "package", "server_args", "rule")
-            ),
-        )
-        + _list(f"not tried: {kind}: {why}" for kind, why in document["left_out"].items()),
-        forwards=_html_table(
-            ("what became of them", "prefills"),
-            ((outcome, str(count)) for outcome, count in document["forwards"].items()),
-        ),
-    )
+def console_of(width: int = 110) -> Console:
+    """Where tables are printed; of so many columns where there is no terminal."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(width=width, highlight=False, markup=False)
 
 
-def _html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "\n".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
-    return f"<table>\n<tr>{head}</tr>\n{body}\n</table>"
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show so many requests: as a bar in a terminal, elsewhere as a line for each tenth.
+
+    Yields:
+        A function to call after each request, with a description of it.
+    """
+    texts = TextColumn("{task.description:34}"), MofNCompleteColumn(), TimeElapsedColumn()
+    console = console_of()
+    hidden = not console.is_terminal
+    with Progress(*texts, BarColumn(), console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("asking", total=total)
+
+        def advance(description: str) -> None:
+            bar.update(task, advance=1, description=description)
+            done = int(bar.tasks[0].completed)
+            if hidden and done * 10 // total > (done - 1) * 10 // total:
+                say(f"   {done} of {total} requests; {description}")
+
+        yield advance
 
 
-def _list(items: Iterable[str]) -> str:
-    entries = "".join(f"<li>{escape(item)}</li>" for item in items)
-    return f"<ul>{entries}</ul>" if entries else ""
+def table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], words: Container[str] = ()
+) -> Table:
+    """A table; the columns with the headings ``words`` hold words, the others numbers."""
+    drawn = Table(title=title)
+    for heading in headings:
+        drawn.add_column(heading, justify="left" if heading in words else "right")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
 
 
-# ---------------------------------------------------------------- figures
+def show(document: Mapping[str, Any], console: Console) -> None:
+    """Print the tables and the verdict."""
+    rows = []
+    for kind, found in document["agreement"].items():
+        fast, stock = found["fast"], found["stock"]
+        row = [kind, f"{fast['equal_answers']}/{fast['answers']}"]
+        for key in ("mean_logprob_diff", "max_logprob_diff"):
+            row += ["-" if way[key] is None else f"{way[key]:.1e}" for way in (fast, stock)]
+        rows.append(row)
+    headings = ["prompts", "same tokens", "mean |dlogp|", "stock", "max |dlogp|", "stock"]
+    title = "Answers: fast against stock, and stock against itself in other batches"
+    console.print(table(title, headings, rows, words=("prompts",)))
+    rows = []
+    for point in document["times"]:
+        off, on = (Times(**point[way]).text() for way in ("off", "on"))
+        rows.append([f"{point['tokens']}", off, on, f"{point['ratio']:.2f}"])
+    headings = ["prompt tokens", "stock", "fast", "stock / fast"]
+    title = "Time to first token in seconds: median (20th to 80th percentile)"
+    console.print(table(title, headings, rows))
+    for name, forwards in document["rounds"].items():
+        outcomes = "; ".join(f"{outcome}: {count}" for outcome, count in forwards.items())
+        console.print(f"Prefills of the fast server, {name}: {outcomes}")
+    for kind, reason in document["left_out"].items():
+        console.print(f"Not tried: {kind}: {reason}")
+    agree = "the answers agree" if document["agrees"] else "THE ANSWERS DO NOT AGREE"
+    rule = {
+        "exact": "float32 on a CPU: tokens equal, log-probabilities within 1e-3",
+        "noise floor": "judged by what stock differs from itself",
+    }[document["rule"]]
+    style = "green" if document["agrees"] else "bold red"
+    console.print(f"Fast prefill was active, and {agree} ({rule}).", style=style)
+    for problem in document["problems"]:
+        console.print(f"  {problem}", style="red")
 
 
-def svg(figure: Figure) -> str:
+def render(document: Mapping[str, Any], fast: Compared, noise: Compared) -> str:
+    """The page: tables and figures in one HTML file that needs no network."""
+    console = Console(file=io.StringIO(), record=True, width=110, highlight=False, markup=False)
+    show(document, console)
+    for key in ("model", "device", "dtype", "sglang", "package", "server_args", "repeats"):
+        console.print(f"{key}: {document[key]}")
+    tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    title = escape(f"Gemma 4 fast prefill: {document['model']}")
+    figures = _svg(_times(document["times"])) + _svg(_agreement(fast, noise))
+    return _PAGE.format(title=title, tables=tables, figures=figures)
+
+
+def _svg(figure: Figure) -> str:
     """A figure as an element of a page, its text as text."""
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -121,60 +134,38 @@ def svg(figure: Figure) -> str:
     return drawn[drawn.index("<svg") :]  # without what would name a DTD on another server
 
 
-def times_figure(points: Sequence[dict[str, Any]]) -> Figure:
-    """Time to first token by prompt length; the ratio stands above each length."""
+def _times(points: Sequence[Mapping[str, Any]]) -> Figure:
+    """Time to first token by prompt length, with the ratio above each length."""
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
     lengths = [point["tokens"] for point in points]
-    for way, name, colour in (("off", "stock", STOCK), ("on", "fast", FAST)):
-        median = [point[way]["median"] for point in points]
-        spread = [
-            [point[way]["median"] - point[way]["p20"] for point in points],
-            [point[way]["p80"] - point[way]["median"] for point in points],
-        ]
-        axes.errorbar(lengths, median, spread, marker="o", capsize=3, color=colour, label=name)
+    for way, name in (("off", "stock"), ("on", "fast")):
+        low, median, high = ([p[way][key] for p in points] for key in ("p20", "median", "p80"))
+        axes.plot(lengths, median, marker="o", color=COLOURS[name], label=name)
+        axes.vlines(lengths, low, high, color=COLOURS[name])
     for point in points:
-        top = max(point["off"]["p80"], point["on"]["p80"])
-        axes.annotate(
-            f"{point['ratio']:.2f}x",
-            (point["tokens"], top),
-            textcoords="offset points",
-            xytext=(0, 8),
-            ha="center",
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+        above = (point["tokens"], max(point["off"]["p80"], point["on"]["p80"]))
+        axes.annotate(f"{point['ratio']:.2f}x", above, ha="center", va="bottom")
+    axes.loglog()
     axes.margins(0.1, 0.2)
     axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.set_xlabel("prompt length, tokens")
-    axes.set_ylabel("time to first token, seconds")
+    axes.set(xlabel="prompt length, tokens", ylabel="time to first token, seconds")
     axes.legend()
     return figure
 
 
-def agreement_figure(fast: dict[str, Comparison], noise: dict[str, Comparison]) -> Figure:
+def _agreement(fast: Compared, noise: Compared) -> Figure:
     """What share of the log-probabilities differs by at most so much."""
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.subplots()
-    for compared, name, colour in (
-        (noise, "stock against stock", STOCK),
-        (fast, "fast against stock", FAST),
-    ):
-        apart = sorted(
-            max(value, _LEAST)
-            for one in compared.values()
-            for value in one.logprobs
-            if math.isfinite(value)
-        )
-        if apart:
-            shares = [(i + 1) / len(apart) for i in range(len(apart))]
-            axes.step([_LEAST, *apart], [0.0, *shares], where="post", color=colour, label=name)
+    for compared, name in ((noise, "stock"), (fast, "fast")):
+        logprobs = [value for one in compared.values() for value in one.logprobs]
+        shown = [max(value, _LEAST) for value in logprobs if math.isfinite(value)] or [_LEAST]
+        axes.ecdf(shown, color=COLOURS[name], label=f"{name} against stock")
     axes.set_xscale("log")
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel(f"difference of two log-probabilities (equal ones at {_LEAST:g})")
-    axes.set_ylabel("share of log-probabilities")
+    what = f"difference of two log-probabilities (equal ones at {_LEAST:g})"
+    axes.set(xlabel=what, ylabel="share of log-probabilities")
     axes.legend(loc="lower right")
     return figure

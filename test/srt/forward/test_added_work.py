@@ -78,13 +78,11 @@ def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
         ("metrics.py", "_counters"),  # when SGLang has made its own
         ("metrics.py", "_audit_metrics"),
         # Of an operator's command, which runs in no server: what not everybody has installed.
-        ("verify.py", "presentation"),
-        ("servers.py", "_http"),
-        ("servers.py", "busy_share"),
+        ("verify.py", "run"),
+        ("servers.py", "session"),
         ("servers.py", "fit_together"),
         ("prompts.py", "of"),
-        ("prompts.py", "_templated"),
-        ("prompts.py", "two_colours"),
+        ("prompts.py", "picture"),
     }
 
 

@@ -29,7 +29,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams, settings
-from sglang_gemma4_yoco.commands.servers import choose_ports
+from sglang_gemma4_yoco.commands.servers import free_ports
 from sglang_gemma4_yoco.core import gate, ranks, state
 from sglang_gemma4_yoco.cutting.doors import Doors
 from sglang_gemma4_yoco.loading import start as starting
@@ -283,7 +283,7 @@ def with_audits(rank: int, port: int, path: Path) -> None:
 
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
     """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
-    arguments = (choose_ports(None)[0], *paths)
+    arguments = (free_ports(1)[0], *paths)
     method = preloaded().get_start_method()
     context = start_processes(work, arguments, nprocs=RANKS, join=False, start_method=method)
     deadline = time.monotonic() + _DEADLINE

@@ -23,8 +23,8 @@ from sglang_gemma4_reference.workload import (
     is_close_call,
     tokens_before_parting,
 )
-from sglang_gemma4_yoco.commands import agreement
-from sglang_gemma4_yoco.commands.agreement import Comparison, Position
+from sglang_gemma4_yoco.commands import compare as comparing
+from sglang_gemma4_yoco.commands.compare import Comparison, Position
 
 TOLERANCE = LOGPROB_TOLERANCE  # of fp32 log-probabilities
 NEW_TOKENS = 12
@@ -39,7 +39,7 @@ NOT_ASCII = [
 
 
 @dataclass(frozen=True)
-class Answer(agreement.Answer):
+class Answer(comparing.Answer):
     """What one request got back; in the chat API tokens are known by their text.
 
     Attributes:
@@ -198,7 +198,7 @@ def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[l
 def _answer(reply: dict[str, Any], asked: int) -> Answer:
     meta = reply["meta_info"]
     return Answer(
-        **vars(agreement.Answer.of(reply)),
+        **vars(comparing.Answer.of(reply)),
         loaded_tokens=(meta.get("cached_tokens_details") or {}).get("host", 0),
         retractions=meta.get("num_retractions", 0),
         asked=asked,
@@ -225,7 +225,6 @@ def chat(server: Server, content: Any, *, stream: bool = False, **body: Any) -> 
         for entry in (choice["logprobs"] or {"content": []})["content"]
     ]
     return Answer(
-        "",
         tuple(
             Position(
                 entry["token"],

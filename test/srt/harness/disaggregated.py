@@ -14,7 +14,7 @@ import requests
 from server import Server, started
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco.commands.servers import choose_ports
+from sglang_gemma4_yoco.commands.servers import free_ports
 
 _rooms = count(1)  # where the two servers meet over one request
 
@@ -34,7 +34,7 @@ class Disaggregated:
         decode: the one that goes on from there.
     """
 
-    def __init__(self, prefill: Server, decode: Server, ports: tuple[int, int]) -> None:
+    def __init__(self, prefill: Server, decode: Server, ports: list[int]) -> None:
         """Two servers that are ready.
 
         Args:
@@ -108,7 +108,7 @@ def _listed(reply: Any) -> list[Any]:
 @contextmanager
 def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
     """Two servers with the fast path on, one of each role; dead after it."""
-    ports = choose_ports(None)
+    ports = free_ports(2)
     with ExitStack() as stack:
         prefill, decode = (
             stack.enter_context(

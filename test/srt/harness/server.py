@@ -191,9 +191,7 @@ class Server(servers.Server):
 
     def get_text(self, path: str) -> str:
         """GET a document."""
-        response = self._ask("GET", path)
-        assert response.ok, f"{path}: {response.status_code} {response.text}"
-        return response.text
+        return self._ask("GET", path).text
 
     def resolved(self, argument: str) -> Any:
         """A server argument as the scheduler runs with it, which may be other than what was typed.
@@ -225,7 +223,7 @@ def _free_port() -> int:
     """A port that is free now, of those that no outgoing connection is given."""
     for _ in range(1000):
         try:
-            return servers.choose_ports(random.randrange(20_000, 32_000))[0]
+            return servers.free_ports(1, random.randrange(20_000, 32_000))[0]
         except CommandError:  # taken
             continue
     raise RuntimeError("no free port between 20,000 and 32,000")

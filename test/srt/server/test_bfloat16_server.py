@@ -11,6 +11,7 @@ bf16 is far from fp32 either way, and what stock differs from itself is the meas
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from ask import compare, tokens
 from layer_rows import assert_all_fast, cut
 from server import Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_yoco.commands import examination, prompts, verdict
+from sglang_gemma4_yoco.commands import prompts, verify
 
 WINDOW = E2B_TINY.sliding_window
 LENGTHS = (300, 12, 50, WINDOW - 1, WINDOW, WINDOW + 1, 5, 2, 100, 20, 40, 70, 90, 15)
@@ -113,14 +114,15 @@ def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -
 def test_verify_finds_nothing(servers: tuple[Server, Server], checkpoint: Path) -> None:
     fast, stock = servers
     maker = prompts.Maker.of(str(checkpoint))
-    plan = examination.make_plan(prompts.bundled()[:8], maker, stock, str(checkpoint), "cpu")
+    args = Namespace(prompt_tokens=[64], repeats=2)
+    plan = verify.make_plan(prompts.bundled()[:8], maker, args, stock, "cpu")
     assert not plan.exact
     assert not plan.left_out
 
     def quietly(_: int) -> Any:
         return nullcontext(lambda _: None)
 
-    found = examination.examine([stock, fast], plan, [64], 2, quietly)
-    assert verdict.problems(plan, *found) == []
-    _, noise = verdict.compare(plan, *found, prefilled=True)
+    found = verify.examine([stock, fast], plan, quietly)
+    assert verify.problems(plan, *found) == []
+    _, noise = verify.compare(plan, *found, prefilled=True)
     assert max(one.mean_logprob for one in noise.values()) > 1e-3

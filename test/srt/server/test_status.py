@@ -18,8 +18,8 @@ from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
+from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY
 from sglang_gemma4_yoco.core import forward
-from sglang_gemma4_yoco.loading import metrics
 
 Captured = pytest.CaptureFixture[str]
 
@@ -36,34 +36,29 @@ def test_a_server_that_is_active(on_server: Server, capsys: Captured) -> None:
     code, out, err = told(capsys, on_server.url + "/")
     assert (code, err) == (0, [])
     assert out[-1] == "The fast path is active."
-    report = dict(line.strip().partition(" ")[::2] for line in out if line.startswith("  "))
-    assert report["version"].strip() == __version__
-    assert report["active"].strip() == "yes"
-    assert report["cut"].strip().startswith("cut inside layer 3, behind K and V (of 8)")
+    [shown] = json.loads("\n".join(out[:-1]))
     [state] = on_server.get("/server_info")["internal_states"]
-    rows = state[metrics.ENTRY]["rows"]
-    assert rows["skipped"] >= 99
-    share = rows["skipped"] / (rows["computed"] + rows["skipped"])
-    assert f"skipped: {rows['skipped']}" in report["rows"]
-    assert report["rows"].endswith(f"({share:.1%} skipped)")
-    assert "active: " in report["forwards"]
+    assert shown == state[ENTRY]
+    assert (shown["version"], shown["active"]) == (__version__, True)
+    assert shown["rows"]["skipped"] >= 99
 
 
 def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> None:
+    """It has no entry, or one that names the switch."""
     code, out, err = told(capsys, off_server.url)
     assert (code, err) == (1, [])
-    assert out[-1] == f"The fast path is NOT active: {status.NO_PLUGIN}"
+    assert out[-1].startswith("The fast path is NOT active: ")
+    assert "SGLANG_GEMMA4_YOCO=0" in out[-1]
 
 
 def test_for_a_program(servers: tuple[Server, Server], capsys: Captured) -> None:
-    for server, active, reason in zip(
-        servers, (True, False), (None, status.NO_PLUGIN), strict=True
-    ):
+    for server, active in zip(servers, (True, False), strict=True):
         code, out, _ = told(capsys, "--json", server.url)
         document = json.loads(out[-1])
-        assert (code, document["active"], document["reason"]) == (int(not active), active, reason)
+        assert (code, document["active"]) == (int(not active), active)
+        assert (document["reason"] is None) is active
         [state] = server.get("/server_info")["internal_states"]
-        assert document["schedulers"] == [state.get(metrics.ENTRY)]
+        assert document["schedulers"] == [state.get(ENTRY)]
 
 
 def test_a_server_that_gave_up_is_not_active(
@@ -144,7 +139,8 @@ def test_other_http_servers(
     for handler in (Files, answering(200), answering(200, {"internal_states": 3})):
         with http(handler) as url:
             line = refusal(capsys, url)
-            assert line.startswith(f"error: what answers at {url} is no SGLang server: give ")
+            assert line.startswith(f"error: {url}/server_info answers ")
+            assert "not as an SGLang server does: give the server's own URL" in line
     with http(answering(500)) as url:
         assert f"{url}/server_info answers 500" in refusal(capsys, url)
 
@@ -152,23 +148,27 @@ def test_other_http_servers(
 def test_nobody_is_there(capsys: Captured) -> None:
     with http(Files) as url:
         pass
-    line = refusal(capsys, url)
-    assert line.startswith(f"error: {url} does not answer (")
-    assert line.endswith("is the server up, and are host and port right?")
+    assert refusal(capsys, url).startswith(f"error: {url}: no answer (")
 
 
 @pytest.mark.parametrize(
     "url", ["localhost:30000", "127.0.0.1", "http://", "http://localhost:port", "ftp://a", ""]
 )
 def test_what_is_no_url(capsys: Captured, url: str) -> None:
-    assert "is no URL of a server: it looks like http://localhost:30000" in refusal(capsys, url)
+    line = refusal(capsys, url)
+    assert line.startswith(f"error: {url}: no URL of a server (")
+    assert line.endswith("expected http://HOST:PORT")
 
 
-def test_a_key_is_asked_for_and_given(capsys: Captured) -> None:
-    states = {"internal_states": [{metrics.ENTRY: {"active": True}}]}
+def test_a_key_is_asked_for_and_given(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY, raising=False)
+    states = {"internal_states": [{ENTRY: {"active": True}}]}
     with http(answering(401, states)) as url:
-        assert "give it with --api-key" in refusal(capsys, url)
+        assert f"put it into {API_KEY}, or use --api-key" in refusal(capsys, url)
         assert told(capsys, url, "--api-key", "right")[0] == 0
+        monkeypatch.setenv(API_KEY, "right")
+        assert told(capsys, url)[0] == 0
+        assert "wants another key" in refusal(capsys, url, "--api-key", "wrong")
 
 
 def test_no_proxy_stands_between_a_machine_and_itself(
@@ -176,8 +176,22 @@ def test_no_proxy_stands_between_a_machine_and_itself(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    with http(answering(200, {"internal_states": [{metrics.ENTRY: {"active": True}}]})) as url:
+    with http(answering(200, {"internal_states": [{ENTRY: {"active": True}}]})) as url:
         assert told(capsys, url)[0] == 0
+
+
+def test_a_server_without_an_entry(capsys: Captured) -> None:
+    """As with the switch at 0, which leaves SGLang as it is: the likely reasons are listed."""
+    with http(answering(200, {"internal_states": [{}]})) as url:
+        code, out, err = told(capsys, url)
+    assert (code, err) == (1, [])
+    for words in (
+        "no entry",
+        "SGLANG_GEMMA4_YOCO=0",
+        "not installed in the server's env",
+        "failed to load",
+    ):
+        assert words in out[-1], words
 
 
 # ---------------------------------------------------------------- states that were made up
@@ -188,7 +202,7 @@ def test_no_proxy_stands_between_a_machine_and_itself(
     [
         ([{"active": True}, {"active": True}], True, None),
         ([{"active": True}, {"active": False, "reason": "LoRA"}], False, "LoRA"),
-        ([{"active": True}, None], False, "the server has no plugin, or an older one"),
+        ([{"active": True}, None], False, "the server has no entry gemma4_yoco"),
         ([], False, "names no scheduler"),
     ],
 )
@@ -198,21 +212,3 @@ def test_all_schedulers_count(
     found, reason = status.verdict(states)
     assert found is active
     assert (reason is None) if words is None else (words in str(reason))
-
-
-def test_entries_that_are_not_known_are_shown() -> None:
-    state = {
-        "version": "9",
-        "audits": {"done": 3, "differing": {"layer 4": 1}},
-        "rows": {},
-        "log": ["a", "b"],
-        "check": None,
-    }
-    assert status.lines_of(state) == [
-        "version  9",
-        "audits   done: 3; differing: (layer 4: 1)",
-        "rows     none yet",
-        "log      a",
-        "         b",
-        "check    -",
-    ]

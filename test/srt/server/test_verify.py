@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -28,8 +29,8 @@ from environment import REPO
 from mutations import MUTATIONS, PACKAGE, broken
 from server import Server, python_path, stand_in_for_sglang
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.commands import examination, prompts, servers, verdict, verify
+from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco.commands import prompts, servers, verify
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
 
@@ -133,24 +134,23 @@ def test_the_demo_keeps_its_contract(demonstrated: Done) -> None:
 def test_every_kind_of_prompt_is_asked_and_compared(demonstrated: Done) -> None:
     document = document_of(demonstrated)
     assert document["left_out"] == {}
-    assert document["agreement"].keys() == {*prompts.KINDS, verdict.TIMED}
+    assert document["agreement"].keys() == {*prompts.KINDS, prompts.TIMED}
     for kind, found in document["agreement"].items():
         assert found["fast"]["equal_answers"] == found["fast"]["answers"] > 0, kind
         # Stock, too, differs from itself in the last bits when batches are others.
-        assert kind == verdict.TIMED or 0 < found["stock"]["max_logprob_diff"] < 1e-4, kind
-        assert kind == verdict.TIMED or found["fast"]["max_kl"] < 1e-6, kind
-    assert document["agreement"][verdict.TIMED]["fast"]["answers"] == 2
-    read = document["agreement"][prompts.LOGPROBS]["fast"]
-    assert read["logprobs"] > read["tokens"]
+        assert kind == prompts.TIMED or 0 < found["stock"]["max_logprob_diff"] < 1e-4, kind
+    assert document["agreement"][prompts.TIMED]["fast"]["answers"] == 2
     assert document["prefix_hit_tokens"] > 0
-    # Chunks that finish no prompt have a tail that nobody reads.
-    assert document["forwards"]["active, tail skipped"] > 0 < document["forwards"]["active"]
+    assert list(document["rounds"]) == [verify.ALONE, verify.AT_ONCE, verify.TIMED]
+    for name, forwards in document["rounds"].items():
+        assert not log.CUT.isdisjoint(forwards), name
+    assert document["rounds"][verify.ALONE][log.TAIL_SKIPPED] > 0
 
 
 def test_what_people_see(demonstrated: Done) -> None:
     document = document_of(demonstrated)
     told = demonstrated.stdout
-    for words in ("Fast prefill was active", "the answers agree", "256", "requests; fast: "):
+    for words in ("Fast prefill was active", "the answers agree", "256", "requests; fast: ", "2/2"):
         assert words in told, words
     output = Path(document["output"])
     assert json.loads((output / "verify.json").read_text()) == document
@@ -177,12 +177,7 @@ def test_a_broken_package_is_told(tmp_path: Path) -> None:
     file = copy / mutation.file
     file.write_text(broken(mutation, file.read_text()))
     mine = tmp_path / "mine.jsonl"
-    content = [
-        {"type": "image_url", "image_url": {"url": prompts.two_colours((9, 9, 9), (250, 0, 0))}},
-        {"type": "text", "text": "Which is darker?"},
-    ]
-    lines = [{"prompt": "Is this one right?"}, {"messages": [{"role": "user", "content": content}]}]
-    mine.write_text("\n".join(map(json.dumps, lines)))
+    mine.write_text(json.dumps({"prompt": "Is this one right?\nOr not?"}))
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
     command += ["--servers", "together", "--", "--dtype", "bfloat16"]
     # Its own check at start would turn it off, and there would be nothing to tell.
@@ -195,7 +190,7 @@ def test_a_broken_package_is_told(tmp_path: Path) -> None:
     assert document["agrees"] is document["answers_equal"] is False
     assert document["max_logprob_diff"] > 1
     differing = {problem.partition(":")[0] for problem in document["problems"]}
-    assert {f"{kind}, prefills alone" for kind in (prompts.QUESTIONS, verdict.TIMED)} <= differing
+    assert {f"{kind}, prefills alone" for kind in (prompts.QUESTIONS, prompts.TIMED)} <= differing
     assert document["agreement"][prompts.QUESTIONS]["fast"]["answers"] == 2
     assert "THE ANSWERS DO NOT AGREE" in done.stdout
     # Stock agrees with itself all the same, as far as it rounds.
@@ -235,12 +230,16 @@ def test_stock_cannot_record_prefills(tmp_path: Path, typed: list[str], eager: b
     assert stock.arguments == [*typed, *["--cuda-graph-backend-prefill=disabled"] * eager]
 
 
+def plan_for(server: Server) -> verify.Plan:
+    """Of one question, and one timed prompt of 64 tokens."""
+    maker = prompts.Maker.of(str(server.checkpoint))
+    args = Namespace(prompt_tokens=[64], repeats=1)
+    return verify.make_plan(["Why is the sky blue?"], maker, args, server, "cpu")
+
+
 def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
     """By the servers' own chunk: the first of two chunks reads no row."""
-    model = str(on_server.checkpoint)
-    question: list[prompts.Message] = [{"role": "user", "content": "Why is the sky blue?"}]
-    maker = prompts.Maker.of(model)
-    plan = examination.make_plan([question], maker, on_server, model, "cpu")
+    plan = plan_for(on_server)
     [long] = [prompt for prompt in plan.prompts if prompt.kind == prompts.CHUNKS]
 
     before = on_server.forwards()["active, tail skipped"]
@@ -249,13 +248,84 @@ def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
 
 
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
-    """But not for a first token that two random prompts share by chance."""
-    asked = [5, *range(10, 137)]
-    on_server.first_token(asked)
-    _, reply = on_server.first_token([5, *reversed(range(10, 137))])
-    assert reply["meta_info"]["cached_tokens"] == 1
+    on_server.forget_prefixes()
+    prompt = prompts.Prompt(prompts.TIMED, {"input_ids": list(range(10, 137))}, 1)
+    seconds, answer = verify.first_token(on_server, prompt, quietly)
+    assert seconds > 0
+    assert (len(answer.tokens), answer.cached_tokens) == (1, 0)
     with pytest.raises(CommandError, match="--disable-radix-cache"):
-        on_server.first_token(asked)
+        verify.first_token(on_server, prompt, quietly)
+
+
+def quietly(_: str) -> None:
+    """No progress."""
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["forgotten", "kept"])
+def test_a_round_that_the_prefix_cache_answers_is_not_reported(
+    on_server: Server, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    """No prefill is cut then, and equal answers would show nothing."""
+    plan = plan_for(on_server)
+    on_server.forget_prefixes()
+    if kept:
+        monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
+        with pytest.raises(
+            servers.WrongPathError,
+            match=r"NOT active \(.*\) during the round 'several at once' \([1-9]\d* prompt tokens",
+        ):
+            verify.ask(on_server, plan.prompts, quietly)
+    else:
+        found = verify.ask(on_server, plan.prompts, quietly)
+        assert all(not log.CUT.isdisjoint(forwards) for forwards in found.forwards.values())
+
+
+class Told(servers.Server):
+    """A server that is not there, of which /server_info would say this."""
+
+    def __init__(self, fast: bool, directory: Path, *entries: Any) -> None:
+        super().__init__(fast, [], 1, directory / "log")
+        self.log_file.touch()
+        self._entries = entries
+
+    def states(self) -> list[dict[str, Any]]:
+        return [{servers.ENTRY: entry} if entry else {} for entry in self._entries]
+
+
+CUT = {"active": True, "reason": None, "forwards": {log.TAIL_EAGER: 3}}
+OFF = {"active": False, "reason": "SGLANG_GEMMA4_YOCO=0", "forwards": {}}
+
+
+@pytest.mark.parametrize(
+    ("fast", "entries", "wrong"),
+    [
+        (False, [None], None),  # the package changes nothing where it is switched off
+        (False, [OFF], None),
+        (False, [None, CUT], "0 (stock): the fast path was active"),
+        (False, [{**CUT, "forwards": {}}], "0 (stock): the fast path was active"),
+        (True, [CUT], None),
+        (True, [None, CUT], None),
+        (True, [None], "NOT active (the server has no entry gemma4_yoco. Likely reasons: "),
+        (True, [OFF], "1 (fast prefill): the fast path was NOT active (SGLANG_GEMMA4_YOCO=0)"),
+        (True, [{**CUT, "forwards": {"LoRA": 2}}], "NOT active (LoRA)"),
+    ],
+)
+def test_stock_and_fast_are_told_apart(
+    tmp_path: Path, fast: bool, entries: list[Any], wrong: str | None
+) -> None:
+    server = Told(fast, tmp_path, *entries)
+    if wrong is None:
+        servers.check_switch(server)
+        return
+    with pytest.raises(servers.WrongPathError) as error:
+        servers.check_switch(server)
+    assert wrong in str(error.value)
+
+
+def test_forwards_before_a_round_do_not_count(tmp_path: Path) -> None:
+    server = Told(True, tmp_path, CUT)
+    with pytest.raises(servers.WrongPathError):
+        servers.check_switch(server, since=server.forwards())
 
 
 # ---------------------------------------------------------------- what cannot be verified
@@ -264,12 +334,12 @@ def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model-path", "/no/such/model"], "/no/such/model: there is no such directory"),
-        (["--model-path", "{tmp}"], "has no config.json"),
-        (["--prompts", "{tmp}/none"], "/none cannot be read"),
-        (["--prompts", "{tmp}/bad"], "/bad:2: needs an object"),
-        (["--output", "{tmp}/bad/dir"], "cannot be written"),
-        (["--port", "65535"], "port 65536 cannot be used"),
+        (["--model-path", "/no/such/model"], "/no/such/model is no directory with a config.json"),
+        (["--model-path", "{tmp}"], "is no directory with a config.json"),
+        (["--prompts", "{tmp}/none"], "No such file or directory: '"),
+        (["--prompts", "{tmp}/bad"], '/bad:2: no text, or no JSON with a "prompt"'),
+        (["--output", "{tmp}/bad/dir"], "Not a directory: '"),
+        (["--port", "65535"], "--port 65535 cannot be used"),
     ],
 )
 def test_what_cannot_be_verified(
@@ -309,7 +379,7 @@ def test_without_its_libraries(tiny_checkpoint: Path, tmp_path: Path) -> None:
         done = run([*VERIFY, "--model-path", str(tiny_checkpoint)], tmp_path, {"PYTHONPATH": path})
         assert done.returncode == 2
         assert done.stderr.splitlines() == [
-            f"error: verify needs {name}: pip install 'sglang-gemma4-yoco[verify]'"
+            f"error: verify needs {name}: pip install '.[verify]' in a checkout of this package"
         ]
 
 

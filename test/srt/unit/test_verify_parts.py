@@ -1,36 +1,33 @@
-"""What ``verify`` is made of, without a server: prompts, distances, the rule, the page."""
+"""The parts of ``verify``, without a server: prompts, distances, the rule, tables and the page."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
-from argparse import Namespace
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.commands import examination, page, prompts, table, verdict
-from sglang_gemma4_yoco.commands.agreement import (
-    MEAN_KL,
+from sglang_gemma4_yoco.commands import main, page, prompts, servers, verify
+from sglang_gemma4_yoco.commands.compare import (
     MEAN_LOGPROB,
     Answer,
     Comparison,
     Position,
+    Times,
     beyond,
-    divergence,
 )
 from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.examination import Found, Plan
 from sglang_gemma4_yoco.commands.prompts import Maker, Prompt
-from sglang_gemma4_yoco.commands.timing import Timed, Times, by_length
-
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+from sglang_gemma4_yoco.commands.verify import AGAIN, ALONE, AT_ONCE, TIMED, Found, Plan
 
 
 @pytest.fixture(scope="module")
@@ -48,59 +45,40 @@ def maker() -> Maker:
 
 
 def test_bundled_prompts() -> None:
-    conversations = prompts.bundled()
-    assert len(conversations) >= 8
-    texts = [str(conversation[0]["content"]) for conversation in conversations]
-    assert len(set(texts)) == len(texts)
-
-
-def test_a_file_of_lines(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("One?\n\n  Two, with {braces}?  \n")
-    assert [c[0]["content"] for c in prompts.read_file(file)] == ["One?", "Two, with {braces}?"]
-
-
-def test_a_file_of_json_lines(tmp_path: Path, maker: Maker) -> None:
-    file = tmp_path / "prompts.jsonl"
-    conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [PICTURE, {"type": "text", "text": "What is it?"}]},
-    ]
-    lines = [{"prompt": "One?"}, {"messages": conversation}]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    text, picture = map(maker.question, prompts.read_file(file))
-    assert text.kind == prompts.QUESTIONS
-    assert maker.question([{"role": "user", "content": "One?"}]).body == text.body
-    assert picture.kind == prompts.PICTURES
-    assert picture.body["image_data"] == ["data:image/png;base64,AAAA"]
-    assert picture.body["text"] == "[system]Be brief.[user]<image>What is it?"
-
-
-def test_a_template_that_refuses(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = "{{ raise_exception('no system role') }}"
-    monkeypatch.setattr(maker._tokenizer, "chat_template", template)
-    with pytest.raises(CommandError, match=r"refuses 'Be brief\.': no system role"):
-        maker.question([{"role": "system", "content": "Be brief."}])
-    # A model that was not taught to chat goes on with the text.
-    monkeypatch.setattr(maker._tokenizer, "chat_template", None)
-    ids = maker.question([{"role": "user", "content": "ab"}]).body["input_ids"]
-    assert ids == maker._tokenizer.encode("ab")
+    assert len(set(prompts.bundled())) == len(prompts.bundled()) >= 8
 
 
 @pytest.mark.parametrize(
-    ("settings", "config", "dtype"),
+    ("content", "read"),
     [
-        ({"dtype": "torch.bfloat16"}, {"dtype": "float32"}, "bfloat16"),
-        ({"dtype": "auto"}, {"dtype": "float32"}, "float32"),
-        ({}, {"text_config": {"torch_dtype": "bfloat16"}}, "bfloat16"),
-        ({}, {}, "unknown"),
-        ({}, None, "unknown"),
+        ("One?\n\n  Two, with {braces}?  \n", ["One?", "Two, with {braces}?"]),
+        ('{"prompt": "One\\nand a half?"}\nTwo?', ["One\nand a half?", "Two?"]),
     ],
 )
-def test_dtype(tmp_path: Path, settings: Any, config: Any, dtype: str) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    assert examination.find_dtype(settings, str(tmp_path)) == dtype
+def test_a_file_of_prompts(tmp_path: Path, content: str, read: list[str]) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(content)
+    assert prompts.read_file(file) == read
+
+
+def test_questions(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert maker.has_template
+    ids = maker._tokenizer.encode("[user]One?", add_special_tokens=False)
+    assert maker.question("One?").body["input_ids"][-len(ids) :] == ids
+    # A base model goes on with the text.
+    monkeypatch.setattr(maker._tokenizer, "chat_template", None)
+    assert not maker.has_template
+    assert maker.question("ab").body["input_ids"] == maker._tokenizer.encode("ab")
+
+
+def test_questions_about_pictures(maker: Maker) -> None:
+    url = prompts.picture("red", "green")
+    asked = maker.about_picture(url)
+    assert asked.kind == prompts.PICTURES
+    assert asked.body["image_data"] == [url]
+    assert asked.body["text"] == f"[user]<image>{prompts.WHICH_COLOURS}"
+    assert url.startswith("data:image/png;base64,")
+    assert url != prompts.picture("green", "red")
 
 
 @pytest.mark.parametrize(
@@ -108,17 +86,9 @@ def test_dtype(tmp_path: Path, settings: Any, config: Any, dtype: str) -> None:
     [
         ("", "has no prompt"),
         ("\n \n", "has no prompt"),
-        ('{"prompt": "a"}\n\n{"prompt": ', ":3: no JSON"),
-        ('{"prompt": "a"}\nwords', ":2: no JSON"),
-        ('{"prompt": "a"}\n["a"]', ':2: needs an object with either "prompt" or "messages"'),
-        ('{"prompt": "a", "messages": []}', ":1: needs an object with either"),
-        ('{"text": "a"}', ":1: needs an object with either"),
-        ('{"prompt": 3}', ':1: "prompt" must be text'),
-        ('{"messages": []}', ':1: "messages" must be a list of at least one'),
-        ('{"messages": ["a"]}', ':1: a message needs a "role"'),
-        ('{"messages": [{"role": "me", "content": "a"}]}', ':1: a message needs a "role"'),
-        ('{"messages": [{"role": "user"}]}', ':1: a message needs "content"'),
-        ('{"messages": [{"role": "user", "content": [{"type": "sound"}]}]}', ":1: a part of"),
+        ('{"prompt": "a"}\n\n{"prompt": ', ":3: no text, or no JSON"),
+        ('{"text": "a"}', ':1: no text, or no JSON with a "prompt"'),
+        ('a\n{"prompt": 3}', ":2: no text, or no JSON"),
     ],
 )
 def test_bad_files_are_named_with_their_line(tmp_path: Path, content: str, said: str) -> None:
@@ -131,13 +101,12 @@ def test_bad_files_are_named_with_their_line(tmp_path: Path, content: str, said:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("make", [lambda f: f.mkdir(), lambda f: f.write_bytes(b"\xff\xfe\xfa")])
-def test_files_that_cannot_be_read(tmp_path: Path, make: Any) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "mine"
-    with pytest.raises(CommandError, match="cannot be read"):
+    with pytest.raises(FileNotFoundError):
         prompts.read_file(file)
-    make(file)
-    with pytest.raises(CommandError, match="cannot be read"):
+    file.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(CommandError, match=":1: no text"):
         prompts.read_file(file)
 
 
@@ -152,21 +121,46 @@ def test_prompts_that_share_what_they_should(maker: Maker) -> None:
 
 def test_timed_prompts_share_no_first_token(maker: Maker) -> None:
     """Or a prefix cache would know a part of the next one."""
-    made = [maker.random(length, number) for number, length in enumerate([1, 2, 64] * 20)]
-    assert [len(ids) for ids in made] == [1, 2, 64] * 20
-    assert len({ids[0] for ids in made}) == len(made)
-    assert made[2] == maker.random(64, 2)
+    made = [maker.timed(length, number) for number, length in enumerate([1, 2, 64] * 20)]
+    ids = [prompt.body["input_ids"] for prompt in made]
+    assert list(map(len, ids)) == [1, 2, 64] * 20
+    assert len({one[0] for one in ids}) == len(made)
+    assert made[2] == maker.timed(64, 2)
+    assert made[0].request()["sampling_params"]["max_new_tokens"] == 1
 
 
 def test_input_logprobs_from_the_first_token_and_from_the_middle(maker: Maker) -> None:
-    picture = Prompt(prompts.PICTURES, "a picture", {"text": "", "image_data": ["a"]})
-    questions = [maker.question(c) for c in prompts.bundled()]
-    made = prompts.with_logprobs([picture, *questions])
+    made = prompts.with_logprobs([maker.question(text) for text in prompts.bundled()])
     assert len(made) == prompts.WITH_LOGPROBS
     starts = [p.body["logprob_start_len"] for p in made]
     assert starts[0] == starts[2] == 0
     assert 0 < starts[1] < len(made[1].body["input_ids"])
     assert all(p.request()["return_logprob"] for p in made)
+
+
+# ---------------------------------------------------------------- servers
+
+
+@pytest.mark.parametrize("variable", [None, "secret"])
+def test_the_key_is_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a server of ``verify``; on a command line ``ps`` would show it."""
+    monkeypatch.delenv(servers.API_KEY, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(servers.API_KEY, variable)
+    sent = servers.Server(True, [], 1, Path("log"))._http.headers.get("Authorization")
+    assert sent == (variable and "Bearer secret")
+    for command in ("verify", "status"):
+        with pytest.raises(SystemExit):
+            main.main([command, "--help"])
+        assert servers.API_KEY in capsys.readouterr().out
+
+
+def test_free_ports() -> None:
+    one, other = servers.free_ports(2)
+    assert one != other
+    assert servers.free_ports(1, one) == [one]
 
 
 # ---------------------------------------------------------------- distances
@@ -177,24 +171,7 @@ def position(token: int, logprob: float, **likeliest: float) -> Position:
 
 
 def answer(*generated: Position, read: tuple[Position, ...] = ()) -> Answer:
-    return Answer("", generated, read)
-
-
-def test_divergence_of_whole_distributions() -> None:
-    p, q = {1: 0.5, 2: 0.3, 3: 0.2}, {1: 0.2, 2: 0.3, 3: 0.5}
-    true = sum(p[t] * math.log(p[t] / q[t]) for t in p)
-    logs = [{t: math.log(x) for t, x in d.items()} for d in (p, q)]
-    assert divergence(*logs) == pytest.approx(true, abs=1e-9)
-    assert divergence(logs[0], logs[0]) == 0.0
-
-
-def test_divergence_of_the_likeliest_is_a_lower_bound() -> None:
-    p, q = [0.5, 0.3, 0.1, 0.1], [0.4, 0.2, 0.3, 0.1]
-    true = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    known = divergence({0: math.log(0.5), 1: math.log(0.3)}, {0: math.log(0.4), 2: math.log(0.3)})
-    assert 0 < known < true
-    # Nothing in common: all is one token, and nothing is known.
-    assert divergence({0: math.log(0.9)}, {1: math.log(0.9)}) == 0.0
+    return Answer(generated, read)
 
 
 def test_answers_are_compared_up_to_where_they_part() -> None:
@@ -202,10 +179,7 @@ def test_answers_are_compared_up_to_where_they_part() -> None:
     other = answer(position(1, -1.25), position(3, -0.4, t3=-0.4, t2=-0.75), position(8, -1.0))
     found = Comparison.of([(one, other), (one, one)])
     assert (found.answers, found.equal_answers) == (2, 1)
-    assert (found.tokens, found.equal_tokens) == (6, 4)
     assert found.logprobs == [0.25, 0.25, 0.0, 0.0, 0.0]
-    assert not found.all_equal
-    assert len(found.divergences) == 2
 
 
 @pytest.mark.parametrize(
@@ -259,8 +233,8 @@ def test_a_reply_is_read() -> None:
 # ---------------------------------------------------------------- the rule
 
 
-def comparison(logprob: float, kl: float = 0.0, *, equal: bool = True) -> Comparison:
-    return Comparison(2, 2 if equal else 1, 4, 4, [logprob] * 4, [kl] * 4)
+def comparison(logprob: float, *, equal: bool = True) -> Comparison:
+    return Comparison(2, 2 if equal else 1, [logprob] * 4)
 
 
 def test_float32_on_a_cpu_must_be_equal() -> None:
@@ -274,22 +248,20 @@ def test_float32_on_a_cpu_must_be_equal() -> None:
 @pytest.mark.parametrize("own", [0.0, 0.02, 0.2])
 def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
     # Of one prompt, which was asked twice: it may be as far off as stock's own.
-    noise = [comparison(own, own / 10), comparison(own / 2)]
-    limit, kl = 4 * own + MEAN_LOGPROB, 4 * own / 10 + MEAN_KL
-    within = comparison(limit * 0.99, kl * 0.99, equal=False)
-    assert beyond(within, noise, exact=False) == []
-    assert "log-prob" in beyond(comparison(limit * 1.01, 0.0), noise, exact=False)[0]
-    assert "distributions" in beyond(comparison(0.0, kl * 1.01), noise, exact=False)[0]
+    noise = [comparison(own), comparison(own / 2)]
+    limit = 4 * own + MEAN_LOGPROB
+    assert beyond(comparison(limit * 0.99, equal=False), noise, exact=False) == []
+    assert "log-prob" in beyond(comparison(limit * 1.01), noise, exact=False)[0]
     assert beyond(comparison(math.inf), noise, exact=False)
     assert beyond(comparison(math.inf), [comparison(math.inf)], exact=False)
 
 
 def test_one_prompt_of_several_may_be_as_far_off_as_the_furthest() -> None:
-    noise = [Comparison(8, 8, 8, 8, [0.0] * 7 + [0.8], [0.0] * 8)]
+    noise = [Comparison(8, 8, [0.0] * 7 + [0.8])]
     limit = 3 * 0.1 + MEAN_LOGPROB
 
     def fast(asked: int, logprob: float) -> Comparison:
-        return Comparison(2 * asked, 0, 0, 0, [logprob] * 2 * asked, [0.0] * 2 * asked)
+        return Comparison(2 * asked, 0, [logprob] * 2 * asked)
 
     for asked, more in ((1, 0.8), (4, 0.2)):
         assert beyond(fast(asked, limit + 0.99 * more), noise, exact=False) == []
@@ -299,58 +271,52 @@ def test_one_prompt_of_several_may_be_as_far_off_as_the_furthest() -> None:
 # ---------------------------------------------------------------- the whole, and the page
 
 
-def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> verdict.Outcome:
-    """Of servers whose answers are ``shift`` apart in log-probability."""
+def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> tuple[dict[str, Any], Any]:
+    """The document of servers whose answers are ``shift`` apart, and the comparisons."""
 
     def found(by: float, factor: float) -> Found:
-        answers = [answer(position(i, -1.0 - by, t1=-1.0 - by, t2=-2.0)) for i in range(2)]
-        timed = [Timed(n, n * factor, answers[0]) for n in (100, 100, 200)]
-        return Found(answers, answers, answers, timed, Counter({log.TAIL_EAGER: 7}))
+        one = answer(position(1, -1.0 - by, t1=-1.0 - by, t2=-2.0))
+        answers = {ALONE: [one] * 2, AT_ONCE: [one] * 2, AGAIN: [one] * 2, TIMED: [one] * 3}
+        seconds = {length: [length * factor] * 2 for length in (100, 200)}
+        return Found(answers, {ALONE: Counter({log.TAIL_EAGER: 7})}, seconds)
 
-    asked = [Prompt(prompts.QUESTIONS, "<b>?", {}), Prompt(prompts.PREFIX, "b", {})]
-    plan = Plan(Maker(range(100)), asked, exact, "float32", {prompts.CHUNKS: "a <reason>"})
-    args = Namespace(
-        label=None, model_path="a <model>", server_args=["--tp", "1"], prompt_tokens=[200],
-        repeats=2,
-    )  # fmt: skip
+    asked = [Prompt(prompts.QUESTIONS, {}), Prompt(prompts.PREFIX, {})]
+    left_out = {prompts.CHUNKS: "a <reason>"}
+    plan = Plan(asked, {100: [], 200: []}, "float32", exact, left_out)
+    document: dict[str, Any] = dict.fromkeys(
+        ("device", "sglang", "package", "server_args", "repeats")
+    )
+    document["model"] = "a <model>"
     fast = found(shift, 0.001)
-    fast.forwards[log.FAILED] = failed
-    document = verdict.empty_document(args, "cpu", Path("there"))
-    return verdict.conclude(document, plan, found(0.0, 0.002), fast)
+    fast.forwards[ALONE][log.FAILED] = failed
+    return document, verify.conclude(document, plan, found(0.0, 0.002), fast)
 
 
 def test_the_document() -> None:
-    document = outcome(1e-5).document
+    document, _ = outcome(1e-5)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["agrees"] is document["active"] is document["answers_equal"] is True
     assert document["max_logprob_diff"] == pytest.approx(1e-5)
     assert (document["ttft_off_s"], document["ttft_on_s"], document["ratio"]) == (0.4, 0.2, 2.0)
-    assert [point["tokens"] for point in document["times"]] == [100, 200]
     # No prefix hit, though nothing said that the cache is off.
     assert document["left_out"].keys() == {prompts.CHUNKS, prompts.PREFIX}
+    assert document["rounds"][ALONE][log.TAIL_EAGER] == 7
 
 
 def test_what_is_beyond_is_said() -> None:
-    assert outcome(0.01).document["agrees"] is False
-    problems = outcome(0.01).document["problems"]
-    assert [problem.partition(":")[0] for problem in problems] == [
-        prompts.QUESTIONS,
-        prompts.PREFIX,
-        verdict.TIMED,
-    ]
-    assert outcome(0.01, exact=False).document["agrees"] is True
-    rounded = outcome(0.06, exact=False).document
+    found = (prompts.QUESTIONS, prompts.PREFIX)
+    document, _ = outcome(0.01)
+    assert document["agrees"] is False
+    named = [problem.partition(":")[0] for problem in document["problems"]]
+    assert named == [*found, prompts.TIMED]
+    assert outcome(0.01, exact=False)[0]["agrees"] is True
+    rounded, _ = outcome(0.06, exact=False)
     assert rounded["agrees"] is False
-    assert [problem.partition(":")[0] for problem in rounded["problems"]] == [
-        prompts.QUESTIONS,
-        prompts.PREFIX,
-        f"{prompts.QUESTIONS}, prefills alone",
-        f"{prompts.PREFIX}, prefills alone",
-        f"{verdict.TIMED}, prefills alone",
-    ]
+    named = [problem.partition(":")[0] for problem in rounded["problems"]]
+    assert named == [*found, *(f"{kind}, prefills alone" for kind in (*found, prompts.TIMED))]
     # Stock serves a batch that fails on the fast path: the answers are right, something is not.
-    assert "3 prefills failed" in outcome(0.0, failed=3).document["problems"][0]
-    assert outcome(math.nan).document["max_logprob_diff"] is None
+    assert "3 prefills failed" in outcome(0.0, failed=3)[0]["problems"][0]
+    assert outcome(math.nan)[0]["max_logprob_diff"] is None
 
 
 class References(HTMLParser):
@@ -368,30 +334,31 @@ class References(HTMLParser):
 
 
 def test_the_page_opens_without_a_network() -> None:
-    rendered = page.render(outcome(0.01))
+    document, compared = outcome(0.01)
+    rendered = page.render(document, *compared)
     seen = References()
     seen.feed(rendered)
     assert seen.tags["svg"] == 2
-    assert seen.tags["table"] == 4
     assert not {"script", "link", "img", "iframe"} & seen.tags.keys()
     assert [reference for reference in seen.loaded if not reference.startswith("#")] == []
     assert not re.search(r"@import|url\((?!#)|<!DOCTYPE svg", rendered)
-    assert "a &lt;model&gt;" in rendered
-    assert "a &lt;reason&gt;" in rendered
-    assert "THE ANSWERS DO NOT AGREE" in rendered
-    assert "2.00" in rendered
+    for words in ("a &lt;model&gt;", "a &lt;reason&gt;", "THE ANSWERS DO NOT AGREE", "2.00"):
+        assert words in rendered, words
+    # Nothing that is not finite is drawn, and nothing has to be.
+    for shift in (0.0, math.nan):
+        document, compared = outcome(shift)
+        assert page.render(document, *compared).count("<svg") == 2
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    table.show(outcome(0.01).document)
-    told = capsys.readouterr().out
+def test_the_tables() -> None:
+    console = Console(file=io.StringIO(), width=110, record=True)
+    page.show(outcome(0.01)[0], console)
+    shown = console.export_text()
     for words in ("2.00", "0.400 (0.400-0.400)", "1.0e-02", "DO NOT AGREE", "a <reason>"):
-        assert words in told, words
+        assert words in shown, words
 
 
 def test_times() -> None:
-    assert Times.of([2.0]) == Times(2.0, 2.0, 2.0, 2.0)
+    assert Times.of([2.0]) == Times(2.0, 2.0, 2.0)
     assert Times.of([3.0, 1.0, 2.0, 5.0, 4.0]).median == 3.0
-    nothing = answer()
-    timed = [Timed(1, 2.0, nothing), Timed(5, 9.0, nothing), Timed(1, 4.0, nothing)]
-    assert {n: times.median for n, times in by_length(timed).items()} == {1: 3.0, 5: 9.0}
+    assert Times(0.001, 0.0005, 0.002).text(1e3, 1) == "1.0 (0.5-2.0)"
