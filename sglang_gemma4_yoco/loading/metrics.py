@@ -35,7 +35,9 @@ def state() -> dict[str, Any]:
     """
     served = attached()
     reason = NO_MODEL if served is None else served.refused
-    facts = {} if served is None else served.facts
+    facts = {} if served is None else dict(served.facts)
+    if reason is not None:  # how prefills are cut is of no interest where none is
+        facts |= {"tail": None, "exits": None}
     # A strict audit that finds a defect ends the audits; their result stays.
     audited = log.audits != log.Audits() or (served is not None and served.after_cut is not None)
     entry = {

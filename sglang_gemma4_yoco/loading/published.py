@@ -18,7 +18,8 @@ from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.kept import TailBatch, rewritten
-from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco.core.state import ENTRY, ModelState
+from sglang_gemma4_yoco.deciding import backends
 from sglang_gemma4_yoco.loading import start
 
 
@@ -27,10 +28,19 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
 
     As published it asks for the switch whenever it is called; the package's own forwards do not.
     """
+    state = start.of(self)
     return (
         os.environ.get(settings.SWITCH, "1") == "1"
-        and gate.ineligible_reason(start.of(self), forward_batch) is None
+        and gate.ineligible_reason(state, forward_batch) is None
+        and _can_run_a_tail(state, seams.current_attn_backend())
     )
+
+
+def _can_run_a_tail(state: ModelState, current: Any | None) -> bool:
+    """Whether a tail can be planned in a forward on this backend; None outside of a forward."""
+    if current is None or (state.attention is not None and current is state.attention.main):
+        return True
+    return backends.TAIL in backends.can(type(current))
 
 
 def _yoco_truncate_to_last_tokens(

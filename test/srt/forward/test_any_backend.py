@@ -30,9 +30,9 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams
-from sglang_gemma4_yoco.loading import limits
-from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.state import ModelState, find
+from sglang_gemma4_yoco.loading import limits
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -40,7 +40,7 @@ ALONE = {"attention_backend": "intel_xpu"}
 SPLIT = {"prefill_attention_backend": "intel_xpu", "decode_attention_backend": "triton"}
 
 
-def start(checkpoint: Path, **arguments: Any) -> Engine:
+def started(checkpoint: Path, **arguments: Any) -> Engine:
     return Engine(
         checkpoint, device="cpu", dtype="float32", max_total_tokens=4096, **ALONE | arguments
     )
@@ -51,16 +51,22 @@ def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
     """By itself with pages of 64 tokens; the hybrid's are of 128, where SGLang asks for them."""
     alone = {"page_size": 64, "cuda_graph_bs_decode": [2]}
     hybrid = {"attention_backend": None} | SPLIT
-    engine = start(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
+    engine = started(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
     if engine.runner.page_size > 1 and not releases.allocates_pages_without_triton():
         pytest.skip("this SGLang allocates pages with Triton")
     return engine
 
 
+def state_of(engine: Engine) -> ModelState:
+    state = find(engine.text_model)
+    assert state is not None
+    return state
+
+
 def attention(engine: Engine) -> TailBackend:
-    known = start.of(engine.text_model)
-    assert known.attention is not None, known.refused
-    return known.attention
+    state = state_of(engine)
+    assert state.attention is not None, state.refused
+    return state.attention
 
 
 @contextmanager
@@ -102,16 +108,16 @@ def test_the_log_names_both(engine: Engine, caplog: pytest.LogCaptureFixture) ->
         run(engine, engine.schedule(BATCHES["one prompt"]), "1")
     main = type(engine.runner.attn_backend).__name__
     [said] = [r.getMessage() for r in caplog.records if " is active" in r.getMessage()]
-    assert f"attention by {main}, planned ahead on WindowedTorchNativeBackend, " in said
+    assert f"attention by {main}, the tail's by WindowedTorchNativeBackend" in said
 
 
 @pytest.mark.skipif(
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
     reason="this SGLang asks no platform for its graphs",
 )
-def test_the_recorded_tail(engine: Engine) -> None:
+def test_the_captured_tail(engine: Engine) -> None:
     if type(engine.runner.attn_backend) is not FrontBackend:
-        pytest.skip("one server's decode steps are recorded here, the hybrid's on servers")
+        pytest.skip("one server's decode steps are captured here, the hybrid's on servers")
     record_tail(engine, 2)
     try:
         for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
@@ -132,7 +138,7 @@ def test_the_recorded_tail(engine: Engine) -> None:
 
 
 def test_the_tails_kernels_are_compiled_at_start(engine: Engine) -> None:
-    """For both widths of heads, and for nobody: the pools stay as they are."""
+    """For both widths of heads, and for no request: the pools stay as they are."""
     tail = engine.text_model.layers[FIRST_SHARED:]
     kinds = {(layer.self_attn.head_dim, layer.self_attn.attn.sliding_window_size) for layer in tail}
     before, widths = engine.kv(), []
@@ -169,15 +175,14 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
             broken.setattr(seams, "build_attn_backend", build)
             broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
         engine.runner.init_attention_backends()
-        known = start.of(engine.text_model)
-        assert known.attention is None
-        assert known.refused == limits.NO_TAIL
+        assert state_of(engine).attention is None
+        assert state_of(engine).refused == limits.NO_TAIL
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
         assert log.forwards[limits.NO_TAIL] == 1
     engine.runner.init_attention_backends()
-    assert start.of(engine.text_model).refused is None
+    assert state_of(engine).refused is None
 
 
 def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +191,11 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
         key = limits.backend_key(FrontBackend)
         unproven.setitem(limits.PROVEN_BACKENDS, key, frozenset())
         engine.runner.init_attention_backends()
-        reason = start.of(engine.text_model).refused
+        reason = state_of(engine).refused
         assert reason == "the attention backend FrontBackend is not proven"
         assert run(engine, engine.schedule(BATCHES["one prompt"]), "1").rows == [70] * LAYERS
     engine.runner.init_attention_backends()
-    assert start.of(engine.text_model).refused is None
+    assert state_of(engine).refused is None
 
 
 # SGLang's classes: whether one may be main; none of them may be the tail's.
@@ -211,15 +216,15 @@ def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, n
     with monkeypatch.context() as others:
         others.setitem(ATTENTION_BACKENDS, "intel_xpu", type(name, (FrontBackend,), module))
         engine.runner.init_attention_backends()
-        assert start.of(engine.text_model).refused == reason
+        assert state_of(engine).refused == reason
         seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == (cut(70, 1) if reason is None else [70] * LAYERS)
         if reason is None:
             others.setattr(seams, "build_attn_backend", out_of_memory)
             engine.runner.init_attention_backends()
-            assert start.of(engine.text_model).refused == limits.NO_TAIL
+            assert state_of(engine).refused == limits.NO_TAIL
     engine.runner.init_attention_backends()
-    assert start.of(engine.text_model).refused is None
+    assert state_of(engine).refused is None
 
 
 def test_another_packages_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +233,7 @@ def test_another_packages_backend(engine: Engine, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as others:
         others.setitem(ATTENTION_BACKENDS, "intel_xpu", kind)
         engine.runner.init_attention_backends()
-        reason = start.of(engine.text_model).refused
+        reason = state_of(engine).refused
         assert reason == "the attention backend XPUAttentionBackend is not proven"
     engine.runner.init_attention_backends()
 
@@ -245,12 +250,10 @@ def test_another_packages_backend(engine: Engine, monkeypatch: pytest.MonkeyPatc
 )
 def test_the_published_helper_asks_for_the_current_backend(engine: Engine, kind: type) -> None:
     """What it cuts is planned on that one, where the package has planned nothing ahead."""
-    known = start.of(engine.text_model)
-    assert known.attention is not None
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     for backend, eligible in (
-        (known.attention.main, True),
-        (known.attention.tail, True),
+        (attention(engine).main, True),
+        (attention(engine).tail, True),
         (object.__new__(kind), False),
     ):
         with forward_context(ForwardContext(attn_backend=backend)):
@@ -297,16 +300,16 @@ def test_pools_that_are_not_plain(
             pool = getattr(engine.runner.token_to_kv_pool, part)
             changed.setattr(pool, name, value, raising=False)
         engine.runner.init_attention_backends()
-        assert start.of(engine.text_model).refused == reason
+        assert state_of(engine).refused == reason
     engine.runner.init_attention_backends()
-    assert start.of(engine.text_model).refused is None
+    assert state_of(engine).refused is None
 
 
 # ---------------------------------------------------------------- servers that are refused
 
 
 def refused(checkpoint: Path, **arguments: Any) -> str | None:
-    return start.of(start(checkpoint, **arguments).text_model).refused
+    return state_of(started(checkpoint, **arguments)).refused
 
 
 @pytest.mark.parametrize("backend", ["intel_xpu", "triton"])
@@ -324,6 +327,6 @@ def test_pools_that_are_laid_out_by_heads(
 
 
 def test_another_name_for_the_same_backend_is_no_other_kind(tiny_checkpoint: Path) -> None:
-    engine = start(tiny_checkpoint, attention_backend="triton")
-    assert attention(engine).description == "planned ahead"
+    engine = started(tiny_checkpoint, attention_backend="triton")
+    assert state_of(engine).describe().endswith("attention by WindowedTorchNativeBackend")
     assert limits.tail_backend_reason(attention(engine).main) is None

@@ -10,19 +10,18 @@ there a package that is wrong shows, on both (``rounding``).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import truth
 from batches import BATCHES, batch_of
-from breakages import BREAKAGES, Breakage
 from layer_rows import FIRST_CUT, cut, whole
 from observe import Observed, assert_same_cache, assert_same_objects, run
 from rounding import (
@@ -33,12 +32,11 @@ from rounding import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.core import cut as core_cut
 from sglang_gemma4_yoco.core.kept import KeptRows
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import find
 
 WINDOW = E2B_TINY.sliding_window
 ALL = {
@@ -82,7 +80,7 @@ def engine(checkpoint: Path) -> Engine:
 def _nothing_stepped_aside() -> Iterator[None]:
     log.reset()
     yield
-    assert {*log.forwards} <= {log.TAIL_EAGER, log.TAIL_SKIPPED, "SGLANG_GEMMA4_YOCO=0"}
+    assert {*log.forwards} <= {log.TAIL_EAGER, log.TAIL_SKIPPED, SWITCHED_OFF}
 
 
 def answers(seen: Observed) -> torch.Tensor:
@@ -144,52 +142,71 @@ def test_each_layer(engine: Engine, name: str) -> None:
     assert_layers_agree(engine, engine.schedule(ALL[name]), ALL[name])
 
 
-@contextmanager
-def _the_rows_before(_: ModelState) -> Iterator[bool]:
-    stock = KeptRows.indices
-
-    def indices(kept: KeptRows) -> list[int]:
-        return [max(i - 1, 0) for i in stock(kept)]
-
-    with mock.patch.object(KeptRows, "indices", indices):
-        yield True
+Patch = pytest.MonkeyPatch
 
 
-@contextmanager
-def _scores_a_quarter_too_large(known: ModelState) -> Iterator[bool]:
-    """Of the layers behind the donor."""
-    assert known.attention is not None
+def _window_one_key_short(patch: Patch, tail: Any) -> None:
+    stock = tail.forward_decode
 
-    def larger(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_decode(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
-            return stock(q if k is not None else q * 1.25, k, *args, **kwargs)
+    def forward_decode(q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer.sliding_window_size > 0:
+            layer = copy.copy(layer)
+            layer.sliding_window_size -= 1
+        return stock(q, k, v, layer, *args, **kwargs)
 
-        return forward_decode
-
-    with Shadows() as shadows:
-        shadows.add(known.attention.tail, "forward_decode", larger)
-        yield True
+    patch.setattr(tail, "forward_decode", forward_decode)
 
 
-BREAKS: dict[str, Breakage] = {
-    "the window is one key short": BREAKAGES["windows one key short"],
-    "positions are one too high": BREAKAGES["positions one too high"],
-    "the rows before the last ones are kept": _the_rows_before,
+def _scores_a_quarter_too_large(patch: Patch, tail: Any) -> None:
+    stock = tail.forward_decode
+
+    def forward_decode(q: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(q * 1.25, *args, **kwargs)
+
+    patch.setattr(tail, "forward_decode", forward_decode)
+
+
+def _positions_one_too_high(patch: Patch, _: Any) -> None:
+    stock = core_cut.run_layers
+
+    def run_layers(state: Any, batch: Any, rows: Any, positions: Any, inputs: Any) -> Any:
+        return stock(state, batch, rows, positions + 1, inputs)
+
+    patch.setattr(core_cut, "run_layers", run_layers)
+
+
+def _the_rows_before(patch: Patch, _: Any) -> None:
+    stock = KeptRows.suffixes
+
+    def suffixes(*args: Any) -> KeptRows:
+        kept = stock(*args)
+        return dataclasses.replace(kept, indices=[max(i - 1, 0) for i in kept.indices])
+
+    patch.setattr(KeptRows, "suffixes", suffixes)
+
+
+BREAKS: dict[str, Callable[[Patch, Any], None]] = {
+    "the window is one key short": _window_one_key_short,
     "scores are a quarter too large": _scores_a_quarter_too_large,
+    "positions are one too high": _positions_one_too_high,
+    "the rows before the last ones are kept": _the_rows_before,
 }
 
 
 @pytest.mark.parametrize("way", BREAKS)
-def test_what_is_broken_shows(engine: Engine, rounded: list[torch.Tensor], way: str) -> None:
+def test_what_is_broken_shows(
+    engine: Engine, monkeypatch: Patch, rounded: list[torch.Tensor], way: str
+) -> None:
     """In what a layer adds, and in the answers."""
-    stock = all_answers(engine, "0")
+    stock, state = all_answers(engine, "0"), find(engine.text_model)
+    assert state is not None
+    assert state.attention is not None
+    BREAKS[way](monkeypatch, state.attention.tail)
     batches = [ALL[name] for name in ("at the window's edge", "eight", "long ones")]
-    with BREAKS[way](start.of(engine.text_model)) as applies:
-        assert applies
-        errors = [layer_errors(engine, engine.schedule(prompts), prompts) for prompts in batches]
-        assert max(max(by_layer.values()) for by_layer in errors) > 2 * allowed_of_a_layer(engine)
-        with pytest.raises(AssertionError, match="rms"):
-            truth.assert_as_near_as_rounding(all_answers(engine, "1"), stock, rounded)
+    errors = [layer_errors(engine, engine.schedule(prompts), prompts) for prompts in batches]
+    assert max(max(by_layer.values()) for by_layer in errors) > 2 * allowed_of_a_layer(engine)
+    with pytest.raises(AssertionError, match="rms"):
+        truth.assert_as_near_as_rounding(all_answers(engine, "1"), stock, rounded)
 
 
 def test_input_logprobs(engine: Engine, oracle: Any) -> None:
@@ -214,7 +231,7 @@ def test_input_logprobs(engine: Engine, oracle: Any) -> None:
 @pytest.mark.skipif(
     not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
 )
-def test_an_unfinished_chunk(engine: Engine) -> None:
+def test_an_intermediate_chunk(engine: Engine) -> None:
     prompts: list[Prompt] = batch_of((20, 60), (0, 30), to_come=(21, 22))
     scheduled = engine.schedule(prompts)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")

@@ -34,7 +34,7 @@ from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, ba
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
-from sglang_gemma4_yoco import prefill_graphs, log, seams, settings
+from sglang_gemma4_yoco import log, prefill_graphs, seams, settings
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.captured.backend import GraphBackend
 from sglang_gemma4_yoco.checking import rounding

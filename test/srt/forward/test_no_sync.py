@@ -5,8 +5,8 @@ have run; every launch after it is then paid in full. No GPU is needed to see su
 through one of a few PyTorch operations (``host_reads``), which ``HostReads`` records with the code
 that asked.
 
-What a CPU shows: no read inside the package's own spans at all, and none in a whole forward that
-the stock forward does not do as well. SGLang's Triton backend by itself reads from the device how
+What a CPU shows: no read by the package's own code at all, and none in a whole forward that the
+stock forward does not do as well. SGLang's Triton backend by itself reads from the device how
 large a window's index buffer must be, whenever it plans a batch; planning the tail it is given one.
 Up to 0.5.21 it also reads, twice, how much of that buffer to translate: before the first layer, and
 right after the stock plan's own reads, which have drained the queue already. Where there is a GPU,
@@ -16,13 +16,12 @@ CUDA itself is asked too.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,12 @@ from sglang_gemma4_reference import host_reads, interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams
-from sglang_gemma4_yoco.core import cut, gate
-from sglang_gemma4_yoco.core.kept import TailBatch
-from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import donor, per_layer
+from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.cut import EagerTail
+from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
+from sglang_gemma4_yoco.core.state import find
 
-PACKAGE = str(Path(cut.__file__).parent)
+PACKAGE = str(Path(log.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,10 @@ class Read:
     Attributes:
         kind: the operation's name.
         site: ``path:function`` of the innermost code outside of PyTorch.
-        span: the package's span it happened in, or None.
     """
 
     kind: str
     site: str
-    span: str | None
 
 
 class HostReads:
@@ -69,8 +66,6 @@ class HostReads:
 
     def __init__(self) -> None:
         self.seen: list[Read] = []
-        self.spans: Counter[str] = Counter()
-        self._open: list[str] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> HostReads:
@@ -82,18 +77,7 @@ class HostReads:
 
     def note(self, kind: str) -> None:
         """Record one read."""
-        span = self._open[-1] if self._open else None
-        self.seen.append(Read(kind, host_reads.caller(__file__), span))
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Everything until the exit belongs to this span of the package."""
-        self.spans[name] += 1
-        self._open.append(name)
-        try:
-            yield
-        finally:
-            self._open.pop()
+        self.seen.append(Read(kind, host_reads.caller(__file__)))
 
     def counted(self) -> Counter[tuple[str, str]]:
         """Reads by kind and site."""
@@ -161,40 +145,10 @@ def test_what_stays_on_the_device_is_no_read(name: str) -> None:
 # ---------------------------------------------------------------- the forward
 
 
-def spans(reads: HostReads) -> AbstractContextManager[Any]:
-    """The package's spans, from the gate to the scatter, marked on ``reads``.
-
-    Left out are its calls of SGLang's layers and attention, in which stock may read as well.
-    """
-    patch = pytest.MonkeyPatch()
-
-    def mark(owner: Any, name: str, span: str) -> None:
-        stock = owner.__dict__[name]
-        function = stock.__func__ if isinstance(stock, classmethod) else stock
-
-        @functools.wraps(function)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            with reads.span(span):
-                return function(*args, **kwargs)
-
-        patch.setattr(owner, name, classmethod(marked) if function is not stock else marked)
-
-    mark(gate, "judge", "gate")
-    mark(Tail, "of", "row indices")
-    mark(per_layer.SplitInputs, "__init__", "gather")
-    mark(per_layer.SplitInputs, "kept", "per-layer inputs")
-    mark(cut.Cut, "scatter", "scatter")
-    mark(donor, "keys_and_values", "donor pass")
-    mark(donor, "queries", "donor pass")
-    stack = ExitStack()
-    stack.callback(patch.undo)
-    return stack
-
-
 def read_by(engine: Engine, scheduled: Any, switch: str, *, unread: bool) -> HostReads:
     """What one forward reads: planning, model, logits."""
     reads, seen = HostReads(), Observed()
-    with spans(reads), switched(switch), watching(engine, seen), reads:
+    with switched(switch), watching(engine, seen), reads:
         engine.forward(scheduled, unread=unread)
     kept = seen.rows[-1] if len(seen.rows) == LAYERS else 0
     total = sum(scheduled.extend_lens)
@@ -205,27 +159,26 @@ def read_by(engine: Engine, scheduled: Any, switch: str, *, unread: bool) -> Hos
 
 
 def assert_no_more_reads(fast: HostReads, stock: HostReads) -> None:
-    """The fast forward reads nothing in its own spans, and nowhere more often than stock."""
-    assert {"gate", "row indices", "gather"} <= fast.spans.keys()
-    assert [read for read in fast.seen if read.span is not None] == []
+    """The package's code reads nothing, and what it calls nowhere more often than stock."""
     assert [read for read in fast.seen if read.site.startswith(PACKAGE)] == []
     assert fast.counted() - stock.counted() == Counter()
 
 
-BATCHES = {**batches.BATCHES, "an unfinished chunk": batch_of((20, 60), (0, 30), to_come=(21, 22))}
+BATCHES = {
+    **batches.BATCHES,
+    "an intermediate chunk": batch_of((20, 60), (0, 30), to_come=(21, 22)),
+}
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: str) -> None:
     scheduled = engine.schedule(BATCHES[name])
-    unread = name == "an unfinished chunk"
+    unread = name == "an intermediate chunk"
     stock = read_by(engine, scheduled, "0", unread=unread)
     fast = read_by(engine, scheduled, "1", unread=unread)
     # The CPU's own attention reads lengths in each layer: the stock forward is not free of them.
     assert stock.seen
     assert_no_more_reads(fast, stock)
-    assert "donor pass" in fast.spans
-    assert ("scatter" in fast.spans) != unread
 
 
 @pytest.mark.parametrize("cached", [0, 5])
@@ -240,7 +193,9 @@ def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cach
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -> None:
-    attention = start.of(engine.text_model).attention
+    state = find(engine.text_model)
+    assert state is not None
+    attention = state.attention
     assert attention is not None
     events: list[str] = []
     patch = pytest.MonkeyPatch()
@@ -264,13 +219,13 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
         scheduled = engine.schedule(BATCHES[name])
         events.clear()
         with switched("1"):
-            engine.forward(scheduled, unread=name == "an unfinished chunk")
+            engine.forward(scheduled, unread=name == "an intermediate chunk")
     finally:
         patch.undo()
         for hook in hooks:
             hook.remove()
     assert log.forwards
-    if name == "an unfinished chunk":  # which has no tail
+    if name == "an intermediate chunk":  # which has no tail
         assert events == ["plan main", *(f"layer {i}" for i in range(FIRST_CUT))]
     else:
         assert events == ["plan main", "plan tail", *(f"layer {i}" for i in range(LAYERS))]
@@ -280,14 +235,14 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
 
 
 def _reading_gate(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def judge(known: Any, forward_batch: Any) -> Any:
+    def check_eligibility(state: Any, forward_batch: Any, **more: Any) -> Any:
         assert int(forward_batch.seq_lens.max()) > 0
-        return stock(known, forward_batch)
+        return stock(state, forward_batch, **more)
 
-    return judge
+    return check_eligibility
 
 
-def _reading_gather(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _reading_inputs(stock: Callable[..., Any]) -> Callable[..., Any]:
     def kept(self: Any) -> torch.Tensor:
         inputs: torch.Tensor = stock(self)
         return inputs[torch.ones(len(inputs), dtype=torch.bool)]
@@ -295,20 +250,20 @@ def _reading_gather(stock: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
-def _reading_scatter(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def scatter(self: Any, front: torch.Tensor, rows: torch.Tensor) -> None:
-        assert self.plan.tail.index.tolist()
-        stock(self, front, rows)
+def _reading_tail(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, *args: Any) -> Any:
+        assert self.tail.index.tolist()
+        return stock(self, *args)
 
-    return scatter
+    return run
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "breaks"),
     [
-        (gate, "judge", _reading_gate),
-        (per_layer.SplitInputs, "kept", _reading_gather),
-        (cut.Cut, "scatter", _reading_scatter),
+        (gate, "check_eligibility", _reading_gate),
+        (PerLayerInputs, "kept", _reading_inputs),
+        (EagerTail, "run", _reading_tail),
     ],
 )
 def test_a_read_in_the_package_is_found(
@@ -359,11 +314,11 @@ def assert_no_more_reads_on_triton(engine: Engine, scheduled: Any) -> None:
             lambda *_, reads=reads: planned.append(in_sglang(reads))
         )
         log.reset()
-        with spans(reads), switched(switch), reads:
+        with switched(switch), reads:
             engine.forward(scheduled)
         hook.remove()
         assert (log.forwards[log.TAIL_EAGER] == 1) == (switch == "1")
-        assert [read for read in reads.seen if read.span is not None] == []
+        assert [read for read in reads.seen if read.site.startswith(PACKAGE)] == []
         whole.append(in_sglang(reads))
     stock_plan, fast_plan = planned
     more = fast_plan - stock_plan
@@ -378,14 +333,9 @@ def assert_no_more_reads_on_triton(engine: Engine, scheduled: Any) -> None:
 
 
 def in_sglang(reads: HostReads) -> Counter[tuple[str, str]]:
-    """Reads by SGLang and by the package; the interpreter of the kernels reads all the time."""
-    return Counter(
-        {
-            (kind, site): count
-            for (kind, site), count in reads.counted().items()
-            if "/sglang/" in site or site.startswith(PACKAGE)
-        }
-    )
+    """Reads by SGLang; the interpreter of the kernels reads all the time."""
+    counted = reads.counted().items()
+    return Counter({(kind, site): n for (kind, site), n in counted if "/sglang/" in site})
 
 
 def test_on_triton_the_tails_plan_reads_nothing(tmp_path: Path) -> None:
@@ -436,7 +386,7 @@ def check_on_gpu(checkpoint: Path) -> None:
             try:
                 with switched(switch):
                     log.reset()
-                    engine.forward(scheduled, unread=name == "an unfinished chunk")
+                    engine.forward(scheduled, unread=name == "an intermediate chunk")
             finally:
                 del engine.text_model.__dict__["forward"]
             ran = set(log.forwards) & {log.TAIL_EAGER, log.TAIL_SKIPPED}

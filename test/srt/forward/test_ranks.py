@@ -17,14 +17,14 @@ from unittest import mock
 
 import pytest
 import torch
+from prefill_replays import RECORDED, ROWS, assert_served_alike
+from prefill_replays import run as replay
 from sglang.srt.platforms import interface
 from torch.multiprocessing.spawn import start_processes
 
 from forked import preloaded
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
-from prefill_replays import RECORDED, ROWS, assert_served_alike
-from prefill_replays import run as replay
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt

@@ -33,11 +33,10 @@ from observe import switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams
-from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.state import ENTRY
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import limits, start
 from sglang_gemma4_yoco.prefill_graphs import sglang
 
 ERRORS = {

@@ -34,9 +34,8 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams
-from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import halved_weights, server_args, skip_on_older
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)

@@ -1,16 +1,16 @@
-"""The batch as the tail's layers find it, and what becomes of plans that nobody uses.
+"""The batch as the tail's layers find it, and what becomes of it afterwards.
 
 Some of these fields no kernel on a CPU reads, and Triton's read few of them; others may, so all of
-them must describe the kept rows: looked at from inside a layer behind the cut.
+them must describe the kept rows: looked at from inside a layer of the tail.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -20,16 +20,16 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from batches import BATCHES, batch_of, kept_rows
-from layer_rows import FIRST_SHARED, LAYERS
-from observe import run, switched
+from layer_rows import FIRST_CUT, LAYERS
+from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.cutting.gate import plan_of
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import find
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -41,8 +41,15 @@ def kept_index(prompts: Sequence[Prompt]) -> list[int]:
     return [row for m, end in zip(lens, ends, strict=True) for row in range(end - m, end)]
 
 
+def attention_of(engine: Engine) -> TailBackend:
+    state = find(engine.text_model)
+    assert state is not None
+    assert state.attention is not None
+    return state.attention
+
+
 class TailsView:
-    """Copies of what one attention layer behind the cut was called with."""
+    """Copies of what one attention layer of the tail was called with."""
 
     def __init__(self, engine: Engine, layer: int) -> None:
         self.fields: dict[str, Any] = {}
@@ -66,7 +73,7 @@ class TailsView:
         self._hook.remove()
 
 
-@pytest.mark.parametrize("layer", [FIRST_SHARED, LAYERS - 1])
+@pytest.mark.parametrize("layer", [FIRST_CUT, LAYERS - 1])
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: int) -> None:
     prompts = BATCHES[name]
@@ -77,7 +84,7 @@ def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: i
     scheduled = engine.schedule(prompts)
     slots, ids = scheduled.out_cache_loc.tolist(), scheduled.input_ids.tolist()
     rows = kept_index(prompts)
-    with TailsView(engine, layer) as tail, switched("1"):
+    with TailsView(engine, layer) as tail:
         engine.forward(scheduled)
 
     assert tail.rows == len(rows)
@@ -95,7 +102,7 @@ def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: i
         assert seen.get(counted, len(rows)) == len(rows)
     if lens == [1] * len(lens):
         assert seen["forward_mode"] is ForwardMode.DECODE
-        assert seen["out_cache_loc"] == slots  # layer K-1 has written all of them
+        assert seen["out_cache_loc"] == slots  # all of them are written already
         assert seen.get("kv_loc_cols") is None
     else:
         assert seen["forward_mode"] is ForwardMode.EXTEND
@@ -106,16 +113,28 @@ def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: i
 @pytest.fixture
 def planned(engine: Engine) -> Iterator[Callable[[Sequence[Prompt]], Any]]:
     """Batches that are planned on the runner's backend, inside a forward's context."""
-    attention = start.of(engine.text_model).attention
-    assert attention is not None
+    main = attention_of(engine).main
 
     def plan(prompts: Sequence[Prompt]) -> Any:
         batch = releases.forward_batch(engine.schedule(prompts), engine.runner)
-        attention.main.init_forward_metadata(batch)
+        main.init_forward_metadata(batch)
         return batch
 
-    with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
+    with forward_context(ForwardContext(attn_backend=main)):
         yield plan
+
+
+@contextmanager
+def noting_plans(backend: Any, plans: list[list[int]]) -> Iterator[None]:
+    """The new tokens of each request of every batch that is planned on this backend."""
+    stock = backend.init_forward_metadata
+
+    def init_forward_metadata(batch: Any) -> None:
+        plans.append(list(batch.extend_seq_lens_cpu))
+        stock(batch)
+
+    with replaced(backend, init_forward_metadata=init_forward_metadata):
+        yield
 
 
 class TestPublishedHelpers:
@@ -132,8 +151,7 @@ class TestPublishedHelpers:
         self, engine: Engine, planned: Callable[..., Any], name: str, batch_first: bool
     ) -> None:
         batch, model = planned(BATCHES[name]), engine.text_model
-        attention = start.of(model).attention
-        assert attention is not None
+        attention = attention_of(engine)
         before = MappingProxyType(dict(vars(batch)))
         total = len(batch.input_ids)
         hidden = torch.randn(total, E2B_TINY.hidden_size)
@@ -155,26 +173,14 @@ class TestPublishedHelpers:
         assert seams.current_attn_backend() is attention.main
         assert {n for n, value in vars(batch).items() if before[n] is not value} == set()
 
-    def test_truncation_of_another_batch_than_the_planned_one(
-        self, engine: Engine, planned: Callable[..., Any]
-    ) -> None:
+    @pytest.mark.usefixtures("planned")
+    def test_truncation_of_a_batch_that_is_not_planned(self, engine: Engine) -> None:
         """The runner's own backend is planned for its tail, and again for all of it."""
-        batch, model = planned(BATCHES["one prompt"]), engine.text_model
-        planned(BATCHES["three, two of them cached"])
-        assert plan_of(start.of(model), batch) is None
+        batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
         plans: list[list[int]] = []
-
-        def noting(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-            def init_forward_metadata(of: Any) -> None:
-                plans.append(list(of.extend_seq_lens_cpu))
-                stock(of)
-
-            return init_forward_metadata
-
-        with Shadows() as shadows:
-            shadows.add(engine.runner.attn_backend, "init_forward_metadata", noting)
-            rows, _, _, index, restore = model._yoco_truncate_to_last_tokens(
+        with noting_plans(attention_of(engine).main, plans):
+            rows, _, _, index, restore = engine.text_model._yoco_truncate_to_last_tokens(
                 hidden, batch.positions, None, batch
             )
             restore()
@@ -186,26 +192,20 @@ class TestPublishedHelpers:
         not releases.tells_unread_chunks(), reason="this SGLang does not tell which are unread"
     )
     @pytest.mark.usefixtures("planned")
-    def test_truncation_of_an_unread_batch(self, engine: Engine) -> None:
+    def test_truncation_of_an_intermediate_chunk(self, engine: Engine) -> None:
         """The package runs no tail of it; who asks for one gets its attention planned."""
-        attention = start.of(engine.text_model).attention
-        assert attention is not None
+        attention = attention_of(engine)
         batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
         batch.contains_last_prefill_chunk = False
         attention.main.init_forward_metadata(batch)
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
-        planned: list[list[int]] = []
-
-        def noting(_: Any) -> Callable[[Any], None]:
-            return lambda of: planned.append(list(of.extend_seq_lens_cpu))
-
-        with Shadows() as shadows:
-            shadows.add(attention.tail, "init_forward_metadata", noting)
+        plans: list[list[int]] = []
+        with noting_plans(attention.tail, plans):
             *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
                 hidden, batch.positions, None, batch
             )
             restore()
-        assert planned == [[1]]
+        assert plans == [[1]]
 
     @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
     def test_the_residual_is_that_of_the_kept_rows(
@@ -213,7 +213,7 @@ class TestPublishedHelpers:
     ) -> None:
         batch, model = planned(BATCHES["one prompt"]), engine.text_model
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
-        seams.write_residual(batch, hidden, begin=True)
+        seams.start_residual(batch, hidden)
         rows, *_, restore = model._yoco_truncate_to_last_tokens(
             hidden, batch.positions, None, batch
         )
@@ -223,37 +223,33 @@ class TestPublishedHelpers:
         assert seams.residual_is_written(batch, hidden)
 
 
-class TestPlansThatNobodyUses:
-    def test_the_refusal_of_another_batch_is_not_this_ones(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A batch is refused and never runs; the next is planned by somebody else."""
-        attention = start.of(engine.text_model).attention
-        assert attention is not None
-        scheduled = engine.schedule(batch_of((0, 1), (0, 1)))
-        never_run = releases.forward_batch(scheduled, engine.runner)
-        with switched("1"):
-            attention.main.init_forward_metadata(never_run)
-        unshadowed = functools.partial(type(attention.main).init_forward_metadata, attention.main)
-        with monkeypatch.context() as bypassed:
-            bypassed.setattr(attention.main, "init_forward_metadata", unshadowed)
-            seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
-        assert seen.rows == [70] * LAYERS
-        assert log.forwards == {gate.NOT_PLANNED: 1}
+def test_a_batch_whose_attention_somebody_else_has_planned_is_not_cut(engine: Engine) -> None:
+    main = attention_of(engine).main
+    stock = type(main).init_forward_metadata.__get__(main)
+    with replaced(main, init_forward_metadata=stock):
+        seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+    assert seen.rows == [70] * LAYERS
+    assert log.forwards == {gate.NOT_PLANNED: 1}
 
-    def test_a_refused_batch_is_not_held(self, engine: Engine) -> None:
-        held: list[weakref.ref[Any]] = []
 
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))
+@pytest.mark.parametrize(
+    ("prompts", "outcome"),
+    [(BATCHES["one prompt"], log.TAIL_EAGER), (batch_of((0, 1), (0, 1)), gate.NOTHING_TO_SKIP)],
+    ids=["cut", "refused"],
+)
+def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str) -> None:
+    held: list[weakref.ref[Any]] = []
 
-        handle = engine.text_model.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
-            with switched("1"):
-                engine.forward(engine.schedule(batch_of((0, 1), (0, 1))))
-        finally:
-            handle.remove()
-        gc.collect()
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))
+
+    handle = engine.text_model.register_forward_pre_hook(hook, with_kwargs=True)
+    gc.disable()  # its memory is given back at once
+    try:
+        engine.forward(engine.schedule(prompts))
         [batch] = held
-        assert log.forwards == {gate.NOTHING_TO_SKIP: 1}
         assert batch() is None
+    finally:
+        gc.enable()
+        handle.remove()
+    assert log.forwards == {outcome: 1}

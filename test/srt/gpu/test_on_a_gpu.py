@@ -28,9 +28,10 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.core.state import ModelState, find
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import graphs
 
 LEAST_COSINE = 0.9999  # of the logits, off against on
 LARGEST_KV_ERROR = 0.02  # relative, of the L2 norm of a layer's K or V
@@ -41,9 +42,9 @@ BATCHES = {
     "three prompts": batch_of((0, 3), (0, 700), (0, 1)),
     "second chunks around the window": batch_of((511, 40), (512, 40), (513, 40)),
     "beside decode rows": [*batch_of((0, 300)), *batch_of((100, 1), decodes=True)],
-    "more rows than are recorded": batch_of(*[(20 * i, 9 + i) for i in range(40)]),
+    "more rows than are captured": batch_of(*[(20 * i, 9 + i) for i in range(40)]),
     "input logprobs": [*batch_of((10, 300), logprob_start=280), *batch_of((0, 90))],
-    "an unfinished chunk": batch_of((0, 300), to_come=(21, 22)),
+    "an intermediate chunk": batch_of((0, 300), to_come=(21, 22)),
 }
 
 
@@ -57,21 +58,32 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return engine
 
 
+def state_of(engine: Engine) -> ModelState:
+    state = find(engine.text_model)
+    assert state is not None
+    return state
+
+
+def captured_by(engine: Engine) -> TailGraphs:
+    """The tail, which was captured just now; decode steps run eagerly."""
+    engine.runner.decode_cuda_graph_runner = None
+    state = state_of(engine)
+    assert isinstance(state.captured, TailGraphs), state.facts
+    return state.captured
+
+
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
-    """The recorded tail."""
-    known = start.of(engine.text_model)
-    if known.captured is None:
+    """The captured tail."""
+    if state_of(engine).captured is None:
         releases.record_decode_steps(engine.runner)
-        engine.runner.decode_cuda_graph_runner = None
-    assert known.captured is not None, known.launched_because
-    return known.captured
+    return captured_by(engine)
 
 
 @pytest.fixture
-def launched(engine: Engine) -> None:
+def eager(engine: Engine) -> None:
     """The tail is launched kernel by kernel."""
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
+    graphs.drop(state_of(engine), graphs.NOT_YET)
 
 
 def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> None:
@@ -91,22 +103,22 @@ def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> Non
     assert cosines.min() > LEAST_COSINE, cosines
 
 
-def outcome_of(name: str, *, recorded: bool) -> str:
-    if name == "an unfinished chunk" and releases.tells_unread_chunks():
+def outcome_of(name: str, *, captured: bool) -> str:
+    if name == "an intermediate chunk" and releases.tells_unread_chunks():
         return log.TAIL_SKIPPED
-    eager = name in ("more rows than are recorded", "input logprobs")
-    return log.TAIL_CAPTURED if recorded and not eager else log.TAIL_EAGER
+    eager = name in ("more rows than are captured", "input logprobs")
+    return log.TAIL_CAPTURED if captured and not eager else log.TAIL_EAGER
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.usefixtures("launched")
-def test_launched(engine: Engine, name: str) -> None:
-    assert_alike(engine, BATCHES[name], outcome_of(name, recorded=False))
+@pytest.mark.usefixtures("eager")
+def test_eager(engine: Engine, name: str) -> None:
+    assert_alike(engine, BATCHES[name], outcome_of(name, captured=False))
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_replayed(engine: Engine, tail: TailGraphs, name: str) -> None:
-    assert_alike(engine, BATCHES[name], outcome_of(name, recorded=True))
+    assert_alike(engine, BATCHES[name], outcome_of(name, captured=True))
 
 
 # ---------------------------------------------------------------- waits and launches
@@ -131,12 +143,12 @@ def refusing_waits(engine: Engine) -> Iterator[None]:
         del engine.text_model.__dict__["forward"]
 
 
-@pytest.mark.parametrize("name", ["600 tokens", "input logprobs", "an unfinished chunk"])
-@pytest.mark.parametrize("kind", ["launched", "replayed"])
+@pytest.mark.parametrize("name", ["600 tokens", "input logprobs", "an intermediate chunk"])
+@pytest.mark.parametrize("kind", ["eager", "replayed"])
 def test_the_host_waits_for_nothing(
     engine: Engine, request: pytest.FixtureRequest, kind: str, name: str
 ) -> None:
-    request.getfixturevalue("tail" if kind == "replayed" else "launched")
+    request.getfixturevalue("tail" if kind == "replayed" else "eager")
     scheduled = engine.schedule(BATCHES[name])
     for switch in ("0", "1"):
         with switched(switch):
@@ -144,7 +156,7 @@ def test_the_host_waits_for_nothing(
             log.reset()
             with refusing_waits(engine):
                 engine.forward(scheduled)
-    assert log.forwards[outcome_of(name, recorded=kind == "replayed")] == 1
+    assert log.forwards[outcome_of(name, captured=kind == "replayed")] == 1
 
 
 def launches(forward: Callable[[], Any]) -> Counter[str]:
@@ -164,7 +176,7 @@ def launches(forward: Callable[[], Any]) -> Counter[str]:
 def test_a_replay_is_one_launch(
     engine: Engine, tail: TailGraphs, record_property: Callable[[str, object], None]
 ) -> None:
-    """Predicted: about 900 launches as stock and launched, about 400 replayed."""
+    """Predicted: about 900 launches as stock and eager, about 400 replayed."""
     scheduled, seen = engine.schedule(batch_of((0, 512))), {}
 
     def forward(switch: str) -> Callable[[], Any]:
@@ -175,54 +187,48 @@ def test_a_replay_is_one_launch(
         return run_once
 
     seen["stock"], seen["replayed"] = launches(forward("0")), launches(forward("1"))
-    start.of(engine.text_model).drop_graphs(graphs.NOT_YET)
-    seen["launched"] = launches(forward("1"))
+    graphs.drop(state_of(engine), graphs.NOT_YET)
+    seen["eager"] = launches(forward("1"))
     for way, counts in seen.items():
         record_property(way, dict(counts))
         print(way, dict(counts))
-    assert (seen["replayed"]["graphs"], seen["launched"]["graphs"]) == (1, 0)
+    assert (seen["replayed"]["graphs"], seen["eager"]["graphs"]) == (1, 0)
     assert seen["replayed"]["kernels"] <= 0.6 * seen["stock"]["kernels"]
 
 
 # ---------------------------------------------------------------- graphs
 
 
-def test_replayed_equals_launched_bit_for_bit(engine: Engine, tail: TailGraphs) -> None:
-    """For as many rows as were recorded: the same kernels on the same numbers."""
-
-    def fill(inputs: graphs.Inputs) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
+def test_replayed_equals_eager_bit_for_bit(engine: Engine, tail: TailGraphs) -> None:
+    """For as many rows as were captured: the same kernels on the same numbers."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for rows in tail.rows:
+        inputs = tail.inputs(rows)
         for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
             if tensor is not None:
                 tensor.normal_(generator=generator)
-        inputs.lengths.fill_(1)
-        inputs.positions.zero_()
-        inputs.requests.zero_()
-
-    for rows in tail.rows:
-        inputs = tail.inputs_for(rows, rows, fill)
-        assert torch.equal(tail.launched(inputs), tail.replayed(rows, inputs)), rows
+        inputs.fill(positions=torch.zeros_like(inputs.positions))
+        inputs.pad(0)
+        assert torch.equal(*tail.difference(rows, inputs)), rows
 
 
-def test_what_recording_costs(engine: Engine, launched: None) -> None:
+def test_what_the_capture_costs(engine: Engine, eager: None) -> None:
     """At most 200 MiB beside SGLang's own graphs; the README says 60 to 90."""
     engine.runner.init_decode_cuda_graph()
-    known = start.of(engine.text_model)
-    known.drop_graphs(graphs.NOT_YET)
+    graphs.drop(state_of(engine), graphs.NOT_YET)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
-    starting.record_tail(known, engine.runner)
+    start.set_up(engine.runner, state_of(engine))
     torch.cuda.synchronize()
     used = (free - torch.cuda.mem_get_info()[0]) / 2**20
-    print(f"recording: {used:.0f} MiB")
-    engine.runner.decode_cuda_graph_runner = None
-    assert known.captured is not None, known.launched_because
+    print(f"capture: {used:.0f} MiB")
+    assert captured_by(engine)
     assert used <= 200
 
 
-def test_a_recording_that_fails_leaves_a_working_device(
-    engine: Engine, launched: None, monkeypatch: pytest.MonkeyPatch
+def test_a_capture_that_fails_leaves_a_working_device(
+    engine: Engine, eager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What CUDA refuses while it captures: a value that the host waits for."""
     stock = TailGraphs._tail
@@ -235,15 +241,14 @@ def test_a_recording_that_fails_leaves_a_working_device(
     with monkeypatch.context() as broken:
         broken.setattr(TailGraphs, "_tail", waiting)
         releases.record_decode_steps(engine.runner)
-    known = start.of(engine.text_model)
-    assert known.captured is None
-    assert known.launched_because.startswith("recording failed")
+    state = state_of(engine)
+    assert state.captured is None
+    assert state.facts["tail"].startswith("eager (capturing failed")
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
     assert_alike(engine, BATCHES["600 tokens"], log.TAIL_EAGER)
-    starting.record_tail(known, engine.runner)
-    engine.runner.decode_cuda_graph_runner = None
-    assert known.captured is not None, known.launched_because
+    start.set_up(engine.runner, state)
+    assert captured_by(engine)
     assert_alike(engine, BATCHES["600 tokens"], log.TAIL_CAPTURED)
 
 

@@ -18,7 +18,7 @@ from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_reference.recorder import tensors_in
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import find
 
 
 @contextmanager
@@ -35,18 +35,19 @@ def recorded_decode_steps(engine: Engine) -> Iterator[Any]:
 
 
 def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGraphs:
-    """Have the engine's tail recorded for up to so many rows; decode steps are launched.
+    """Have the engine's tail captured for up to so many rows; decode steps run eagerly.
 
     Args:
         engine: made with ``cuda_graph_bs_decode``.
         of: how many there may be, where that is less.
     """
-    known = start.of(engine.text_model)
+    state = find(engine.text_model)
+    assert state is not None
     with settings.changed(graph_rows=rows), recorded_decode_steps(engine):
-        recorded = known.captured
-    assert isinstance(recorded, TailGraphs), known.facts["tail"]
-    assert recorded.rows[-1] == (of or rows)
-    return recorded
+        captured = state.captured
+    assert isinstance(captured, TailGraphs), state.facts
+    assert captured.rows[-1] == (of or rows)
+    return captured
 
 
 @dataclass(frozen=True)

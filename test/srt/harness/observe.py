@@ -306,18 +306,15 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
     )
 
 
-def replayed(wanted: Expected, first: int) -> Expected:
-    """``wanted`` where layers ``first`` to the last are replayed: their Python does not run."""
-    launched_of_tail = [rows for rows in wanted.projected[1:] if wanted.projected[0][1] < first]
+def replayed(wanted: Expected) -> Expected:
+    """``wanted`` where the tail is replayed: the Python of its layers does not run."""
+    front = wanted.front
     return dataclasses.replace(
         wanted,
-        rows=wanted.rows[:first],
-        attention_rows=wanted.attention_rows[:first],
-        attended=wanted.attended[:first],
-        projected=[
-            wanted.projected[0],
-            *((kept, first - wanted.projected[0][1]) for kept, _ in launched_of_tail),
-        ],
+        rows=wanted.rows[:front],
+        attention_rows=wanted.attention_rows[:front],
+        attended=wanted.attended[:front],
+        projected=wanted.projected[:1],
     )
 
 

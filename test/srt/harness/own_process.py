@@ -86,12 +86,12 @@ class OwnProcess(pytest.Item):
     """Runs its file in a second pytest, and passes if that had tests and none of them failed."""
 
     def runtest(self) -> None:
-        """Run it; what it counted becomes a section of this test's log."""
+        """Run it; what it counted becomes a section of this test's report."""
         file = self.getparent(OwnProcessFile)
         assert file is not None
         report = self.config.rootpath / ".pytest_cache" / f"{self.path.stem}-{os.getpid()}.xml"
-        log.parent.mkdir(exist_ok=True)
-        log = log.with_suffix(".log")
+        report.parent.mkdir(exist_ok=True)
+        log = report.with_suffix(".log")
         program = [
             *("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
             *("-m", self.config.option.markexpr),  # what was left out here is left out there
@@ -113,7 +113,7 @@ class OwnProcess(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Where it is, for the log."""
+        """Where it is, for the report."""
         return self.path, 0, f"{self.path.stem}: {self.name}"
 
 
@@ -137,5 +137,5 @@ def _counted(report: Path) -> dict[str, int]:
     """How many tests ran, failed and were skipped, as the other pytest wrote it down."""
     suite = ElementTree.parse(report).getroot()
     suite = suite if suite.tag == "testsuite" else suite[0]
-    log.unlink()
+    report.unlink()
     return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}

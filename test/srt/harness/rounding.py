@@ -28,7 +28,7 @@ _ROUNDING_OF_A_LAYER = 4.0
 
 @contextmanager
 def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
-    """In the layers after the cut attention and FFN round otherwise: by up to eps / 2 more."""
+    """In the tail's layers attention and FFN round otherwise: by up to eps / 2 more."""
     draw = torch.Generator().manual_seed(seed)
 
     def rounded(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def rounded_otherwise(engine: Engine, seed: int) -> Iterator[None]:
         return (output.float() * (1 + share * torch.finfo(output.dtype).eps)).to(output.dtype)
 
     with ExitStack() as hooks:
-        for _, layer in _layers_after_the_cut(engine):
+        for _, layer in _tail_layers(engine):
             for part in (layer.self_attn, layer.mlp):
                 hooks.callback(part.register_forward_hook(rounded).remove)
         yield
@@ -49,9 +49,9 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
     relative to what stock's layer adds to it: channels differ by far in some models.
 
     Args:
-        scheduled: the batch of ``prompts``; the fast path cuts it inside the last donor.
+        scheduled: the batch of ``prompts``.
     """
-    layers = _layers_after_the_cut(engine)
+    layers = _tail_layers(engine)
     kept: list[int] = []
     total = 0
     for prompt, count in zip(prompts, kept_rows(prompts), strict=True):
@@ -116,8 +116,8 @@ def assert_layers_agree(engine: Engine, scheduled: Any, prompts: Sequence[Prompt
     assert max(errors.values()) <= allowed_of_a_layer(engine), errors
 
 
-def _layers_after_the_cut(engine: Engine) -> list[tuple[int, Any]]:
-    """The last donor, which is cut, and the layers that share K and V."""
+def _tail_layers(engine: Engine) -> list[tuple[int, Any]]:
+    """By number, the donor, which is cut, and the layers that share K and V."""
     config = engine.text_model.config
     first = config.num_hidden_layers - config.num_kv_shared_layers
     return list(enumerate(engine.text_model.layers))[first - 1 :]

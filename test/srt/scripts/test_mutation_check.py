@@ -18,8 +18,8 @@ import mutation_check
 from mutation_check import ALL, BEHAVIOURAL, Control, Results, Verdict
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken, table_entries
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.loading import limits
 from sglang_gemma4_yoco.tail import graphs
 
 REPO = Path(__file__).resolve().parents[3]

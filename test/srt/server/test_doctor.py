@@ -25,8 +25,8 @@ from sglang_gemma4_yoco import seams, settings
 from sglang_gemma4_yoco.commands import doctor, preflight
 from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.loading.limits import PIPELINE, server_reason
 from sglang_gemma4_yoco.loading import metrics, patch, repair
+from sglang_gemma4_yoco.loading.limits import PIPELINE, server_reason
 from stand_ins import prefill_graphs, server_args
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")

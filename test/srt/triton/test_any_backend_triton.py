@@ -28,6 +28,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.core.state import find
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -62,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
 
 
-def start(checkpoint: Path, name: str, **arguments: Any) -> Engine:
+def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
     engine = Engine(
         checkpoint,
         device="cpu",
@@ -73,10 +74,11 @@ def start(checkpoint: Path, name: str, **arguments: Any) -> Engine:
         **SERVERS[name],
         **arguments,
     )
-    main, known = engine.runner.attn_backend, start.of(engine.text_model)
+    main, state = engine.runner.attn_backend, find(engine.text_model)
     assert type(main) in (FrontBackend, HybridAttnBackend)
-    assert known.attention is not None, known.refused
-    assert type(known.attention.tail) is TritonAttnBackend
+    assert state is not None
+    assert state.attention is not None, state.refused
+    assert type(state.attention.tail) is TritonAttnBackend
     return engine
 
 
@@ -84,7 +86,7 @@ def start(checkpoint: Path, name: str, **arguments: Any) -> Engine:
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
     name: str = request.param
     try:
-        engine = start(checkpoint, name)
+        engine = started(checkpoint, name)
     except AssertionError as refused:
         if "Gemma4 only supports" not in str(refused):
             raise
@@ -130,9 +132,9 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
     reason="this SGLang asks no platform for its graphs",
 )
-def test_recorded(checkpoint: Path) -> None:
+def test_captured(checkpoint: Path) -> None:
     """Through Triton's planner of its graphs, over pages of 64."""
-    engine = start(checkpoint, "pages of 64", cuda_graph_bs_decode=[2])
+    engine = started(checkpoint, "pages of 64", cuda_graph_bs_decode=[2])
     record_tail(engine, 2)
     prompts = batch_of((WINDOW + 5, 7), (60, 9))
     both_ways(engine, prompts, [rows for rows in cut(16, 0) if rows])

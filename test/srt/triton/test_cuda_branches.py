@@ -42,8 +42,8 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import donor, per_layer
+from sglang_gemma4_yoco.core import cut, donor
+from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 
 interpreter.make_quick()
 
@@ -117,22 +117,20 @@ KERNELS = (
 ALSO = ("softcap_inplace_logits_kernel", "create_flashinfer_kv_indices_triton", ROW_NORM)
 
 
-def expected_calls(shape: Gemma4Shape, cut: DonorCut | None, tail: str) -> Counter[str]:
+def expected_calls(shape: Gemma4Shape, tail: str | None) -> Counter[str]:
     """How often each of ``KERNELS`` runs in one forward.
 
     Args:
-        cut: of layer K-1; None for the stock forward.
-        tail: ``decode``, ``extend`` (suffixes) or ``unread``.
+        tail: ``decode``, ``extend`` (suffixes) or ``skipped`` (an intermediate chunk); None for
+            the stock forward.
     """
     layers, own = shape.layers, shape.layers - shape.kv_shared_layers
-    behind_kv = cut is DonorCut.KEYS_AND_VALUES
-    # Layers of which more runs than K and V: an unread chunk ends at the donor.
-    whole = layers if tail != "unread" or cut is None else own - behind_kv
-    decoded = 0
-    if tail == "decode" and cut is not None:
-        decoded = layers - own + behind_kv
-    # Cut behind K and V, the donor norms k, v and, if someone reads, q apart, and rotates k apart.
-    extra_norms, extra_ropes = 2 * behind_kv, int(behind_kv)
+    front = own - 1
+    # Layers of which more runs than K and V.
+    whole = front if tail == "skipped" else layers
+    decoded = layers - front if tail == "decode" else 0
+    # K and V of the donor are normed apart from each other and from q, and k is rotated apart.
+    extra_norms, extra_ropes = (0, 0) if tail is None else (2, 1)
     rope = "run_rope" if shape.head_dim in (64, 128, 256, 512) else "rotary_embedding"
     return +Counter(
         {
@@ -159,26 +157,19 @@ def watched(engine: Engine, scheduled: Any, switch: str) -> tuple[Observed, Coun
 
 
 def both_ways(
-    bench: Bench,
-    prompts: list[Prompt],
-    kept: int,
-    *,
-    cut: DonorCut = DonorCut.KEYS_AND_VALUES,
-    tail: str = "decode",
+    bench: Bench, prompts: list[Prompt], kept: int, *, tail: str = "decode"
 ) -> tuple[Observed, Observed]:
     """The forward off and on, K/V equal byte for byte, after the kernels and rows were counted."""
-    start.of(bench.engine.text_model).donor_cut = cut
     scheduled = bench.engine.schedule(prompts)
     log.reset()
     (stock, stock_calls), (fast, fast_calls) = (
         watched(bench.engine, scheduled, switch) for switch in "01"
     )
     shape, total = bench.shape, sum(len(prompt.new) for prompt in prompts)
-    assert stock_calls == expected_calls(shape, None, tail)
-    assert fast_calls == expected_calls(shape, cut, tail)
+    assert stock_calls == expected_calls(shape, None)
+    assert fast_calls == expected_calls(shape, tail)
     assert stock.rows == stock.attention_rows == [total] * shape.layers
-    own = shape.layers - shape.kv_shared_layers
-    front = own - (cut is not DonorCut.NONE)
+    front = shape.layers - shape.kv_shared_layers - 1
     rows = [total] * front + [kept] * (shape.layers - front if kept else 0)
     assert fast.rows == fast.attention_rows == rows
     assert_same_objects(stock)
@@ -239,13 +230,6 @@ def test_one_row_per_request(bench: Bench, name: str) -> None:
     assert_right(bench, prompts, *both_ways(bench, prompts, len(prompts)))
 
 
-@models("wide", "narrow")
-def test_a_cut_before_the_first_shared_layer(bench: Bench) -> None:
-    prompts = batch_of((W + 3, 4), (0, 9))
-    both = both_ways(bench, prompts, len(prompts), cut=DonorCut.NONE)
-    assert_right(bench, prompts, *both)
-
-
 @pytest.mark.release
 @models("narrow")
 def test_a_prompt_whose_norm_kernel_walks_the_heads(bench: Bench) -> None:
@@ -266,10 +250,9 @@ def test_suffixes_beside_last_rows(bench: Bench) -> None:
 
 
 @models("wide")
-@pytest.mark.parametrize("cut", list(DonorCut))
-def test_unread_chunks(bench: Bench, cut: DonorCut) -> None:
+def test_intermediate_chunks(bench: Bench) -> None:
     chunk = batch_of((10, 8), (0, 5), to_come=(21, 22))
-    _, fast = both_ways(bench, chunk, 0, cut=cut, tail="unread")
+    _, fast = both_ways(bench, chunk, 0, tail="skipped")
     assert fast.hidden is not None
     assert fast.hidden.isfinite().all()
 
@@ -300,15 +283,15 @@ def test_decode_steps_after_the_prefill(bench: Bench) -> None:
 # -- what the kernels overwrite --------------------------------------------------------------------
 
 
-class LateInputs(per_layer.SplitInputs):
+class LateInputs(PerLayerInputs):
     """Wrong on purpose: reads the embeddings when the tail's part is asked for."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        _, self._read_late, _, _, self._late_index, _ = args
+    def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
+        self.read_late = embeds
+        return super().project(embeds, embedded)
 
-    def kept(self) -> torch.Tensor:
-        self._embeds = self._read_late.index_select(0, self._late_index)
+    def kept(self) -> torch.Tensor | None:
+        self._embeds = self.read_late.index_select(0, self._index)
         return super().kept()
 
 
@@ -331,7 +314,7 @@ def test_embeddings_are_gone_after_layer_0(bench: Bench, monkeypatch: pytest.Mon
     for was, embeds in zip(before[-2:], embedded[-2:], strict=True):
         assert (was - embeds).abs().mean() > 0.01
     assert_same_answers(stock, fast, TOLERANCE)
-    monkeypatch.setattr(per_layer, "SplitInputs", LateInputs)
+    monkeypatch.setattr(cut, "PerLayerInputs", LateInputs)
     stock, late = both_ways(bench, prompts, 1)
     with pytest.raises(AssertionError, match="next_token_logits"):
         assert_same_answers(stock, late, TOLERANCE)

@@ -59,7 +59,7 @@ def test_input_logprobs_are_those_of_the_stock_forward(engine: Engine) -> None:
     holds(engine, input_logprobs, drawn, hard, examples=EXAMPLES, floor=2, shrink=False)
 
 
-def test_chunks_that_nobody_reads_skip_the_tail(engine: Engine) -> None:
+def test_intermediate_chunks_skip_the_tail(engine: Engine) -> None:
     drawn = batches(LONGEST, REQUESTS, unfinished=True)
     floor = 2 if releases.tells_unread_chunks() else 0
     hard = HARD_UNREAD[:1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,10 +24,11 @@ from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams
-from sglang_gemma4_yoco.core import forward
-from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import graphs, per_layer
+from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco.core import per_layer
+from sglang_gemma4_yoco.core.state import find
 
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
 interpreter.make_exact()
 
@@ -43,14 +43,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(
         checkpoint, device="cpu", dtype="bfloat16", max_total_tokens=512, quantization="fp8"
     )
-
-
-@pytest.fixture(autouse=True)
-def _fresh_counters() -> Iterator[None]:
-    log.reset()
-    fallback.reset()
-    yield
-    fallback.reset()
 
 
 def linear_layers(engine: Engine) -> list[LinearBase]:
@@ -111,17 +103,14 @@ def test_input_logprobs(engine: Engine) -> None:
 @pytest.mark.skipif(
     not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
 )
-def test_an_unread_chunk(engine: Engine) -> None:
+def test_an_intermediate_chunk(engine: Engine) -> None:
     prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
     assert_fast(engine, prompts, projected=projections(engine, prompts))
     assert log.forwards[log.TAIL_SKIPPED] == 1
 
 
-def test_its_tail_is_not_recorded(engine: Engine) -> None:
-    known = start.of(engine.text_model)
-    assert known.captured is None
-    assert known.attention is not None
-    assert graphs.why_not(engine.runner, engine.text_model, known.attention) in (
-        graphs.NO_GRAPHS,
-        graphs.QUANTISED,
-    )
+def test_its_tail_is_not_captured(engine: Engine) -> None:
+    state = find(engine.text_model)
+    assert state is not None
+    assert state.captured is None
+    assert graphs.why_not(engine.runner, state) in (graphs.NO_GRAPHS, graphs.QUANTISED)

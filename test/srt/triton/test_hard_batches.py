@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -47,14 +46,13 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import forward, gate
-from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.tail import graphs
+from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco.core.state import find
 
 interpreter.make_quick()
 
-# s for a layer with a window, f for one without; the tail is parted off. A donor is cut that has a
-# window, one that has none, and E4B's.
+# s for a layer with a window, f for one without; the shared layers are parted off. A donor is cut
+# that has a window, one that has none, and E4B's.
 TWO_POOLS = replace(  # sfs fsf
     E2B_TINY,
     layers=6,
@@ -173,14 +171,14 @@ def hard_batches(window: int) -> dict[str, list[Prompt]]:
 
 
 EVERY_BATCH = tuple(hard_batches(5))
-# For the combinations of backend and cut that not every batch runs with.
+# For the models that not every batch runs on.
 HARDEST = (
     "prefixes at the window",
     "suffixes beside last rows",
     "prefill beside decode rows",
     "nobody reads a row",
 )
-# With the recorded tail: as many requests as a graph has rows, fewer, more, and with suffixes.
+# With the captured tail: as many requests as a graph has rows, fewer, more, and with suffixes.
 REPLAYED_OR_NOT = (
     "prefixes at the window",
     "prefill beside decode rows",
@@ -189,8 +187,8 @@ REPLAYED_OR_NOT = (
     "five requests",
     "suffixes beside last rows",
 )
-OWN, RECORDED = "own backend", "recorded tail"
-MOST_RECORDED = 4
+EAGER, CAPTURED = "eager tail", "captured tail"
+MOST_CAPTURED = 4
 needs_graphs = pytest.mark.skipif(
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),  # 0.5.21
     reason="this SGLang asks no platform for its graphs",
@@ -198,41 +196,24 @@ needs_graphs = pytest.mark.skipif(
 
 
 def cases() -> Iterator[Any]:
-    """(shape, backend, donor cut, batch); see ``case`` for what is left out where."""
-    usual = OWN, DonorCut.KEYS_AND_VALUES
+    """(model, tail, batch): one model after the other, the eager tail first."""
     for name in EVERY_BATCH:
-        yield case("two pools", *usual, name, slow=name not in HARDEST)
-    for i, name in enumerate(HARDEST):
-        yield case("two pools", OWN, DonorCut.NONE, name, slow=i > 0)
+        yield case("two pools", EAGER, name, slow=name not in HARDEST)
     for name in REPLAYED_OR_NOT:
-        yield case("two pools", RECORDED, usual[1], name, slow=name != HARDEST[0])
-    yield case("two pools", RECORDED, DonorCut.NONE, HARDEST[0], long=True)
-    yield case("one pool", RECORDED, usual[1], HARDEST[0], long=True)  # its donor has no window
-    yield case("pages of four", RECORDED, usual[1], HARDEST[0], slow=True)
-    yield case("one pool", *usual, HARDEST[0])
+        yield case("two pools", CAPTURED, name, slow=name != HARDEST[0])
     for i, name in enumerate(HARDEST[:2]):
-        yield case("pages of four", *usual, name, slow=i > 0, long=True)
-    yield case("E4B's pattern", *usual, HARDEST[0])
+        yield case("pages of four", EAGER, name, slow=i > 0, long=True)
+    yield case("pages of four", CAPTURED, HARDEST[0], slow=True)
+    yield case("E4B's pattern", EAGER, HARDEST[0])
+    yield case("one pool", EAGER, HARDEST[0])
+    yield case("one pool", CAPTURED, HARDEST[0], long=True)  # its donor has no window
 
 
-def case(
-    shape: str, backend: str, donor: DonorCut, name: str, *, slow: bool = False, long: bool = False
-) -> Any:
+def case(shape: str, tail: str, name: str, *, slow: bool = False, long: bool = False) -> Any:
     """One set of parameters; long ones are left to a release, slow ones out of the matrix too."""
     marks = [pytest.mark.slow] * slow + [pytest.mark.release] * (slow or long)
-    marks += [needs_graphs] * (backend == RECORDED)
-    return pytest.param(shape, backend, donor, name, marks=marks)
-
-
-def in_order() -> list[Any]:
-    """``cases``, so that an engine is made, and its tail is recorded, as seldom as possible."""
-    shapes, donors = list(SHAPES), list(DonorCut)
-
-    def place(one: Any) -> tuple[int, bool, int]:
-        shape, backend, donor, _ = one.values
-        return shapes.index(shape), backend == RECORDED, donors.index(donor)
-
-    return sorted(cases(), key=place)
+    marks += [needs_graphs] * (tail == CAPTURED)
+    return pytest.param(shape, tail, name, marks=marks)
 
 
 # SGLang's own; while the tail is planned another stands in its place.
@@ -265,25 +246,19 @@ def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
         triton_attention_num_kv_splits=2,
         disable_hybrid_swa_memory=shape == "one pool",
         page_size=4 if shape == "pages of four" else 1,
-        cuda_graph_bs_decode=[MOST_RECORDED],
+        cuda_graph_bs_decode=[MOST_CAPTURED],
     )
 
 
-@contextmanager
-def fast_path(engine: Engine, backend: str, donor: DonorCut) -> Iterator[None]:
-    """The tail launched on its own backend, or recorded, and layer K-1 cut at ``donor``."""
-    known = start.of(engine.text_model)
-    known.donor_cut = donor
-    fallback.reset()
+def set_up(engine: Engine, tail: str) -> None:
+    """The tail runs eagerly, or it is captured."""
     log.reset()
-    if backend != RECORDED:
-        known.drop_graphs(graphs.OFF)
-    elif known.captured is None or known.captured.first != known.cut:
-        record_tail(engine, MOST_RECORDED)
-    try:
-        yield
-    finally:
-        del known.donor_cut
+    state = find(engine.text_model)
+    assert state is not None
+    if tail == EAGER:
+        graphs.drop(state, graphs.OFF)
+    elif state.captured is None:
+        record_tail(engine, MOST_CAPTURED)
 
 
 def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -329,7 +304,7 @@ def assert_shuffled(engine: Engine, slots: torch.Tensor) -> None:
 
 
 def stock_of(engine: Engine, shape: str, name: str, prompts: list[Prompt]) -> list[Observed]:
-    """The stock forwards of a batch, which are the same for every backend and cut."""
+    """The stock forwards of a batch, which are the same for either tail."""
     if (shape, name) not in _played:
         seen = play(engine, prompts, "0")
         assert_stock(engine, prompts, seen[0])
@@ -337,25 +312,24 @@ def stock_of(engine: Engine, shape: str, name: str, prompts: list[Prompt]) -> li
     return _played[shape, name]
 
 
-def assert_fast(
-    engine: Engine, prompts: Sequence[Prompt], donor: DonorCut, backend: str, seen: Observed
-) -> None:
+def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Observed) -> None:
     """The tail ran on kept rows only, on the backend that it must run on, and left no trace."""
-    wanted = expected(engine, prompts, donor)
+    wanted = expected(engine, prompts)
     main = engine.runner.attn_backend
     assert type(main) is TritonAttnBackend
-    attention = start.of(engine.text_model).attention
+    state = find(engine.text_model)
+    assert state is not None
+    attention = state.attention
     assert attention is not None
-    if wanted is not None and backend == RECORDED and is_replayed(prompts, wanted):
-        wanted = replayed(wanted, start.of(engine.text_model).cut)
     if wanted is None:
         assert_stock(engine, prompts, seen)
     else:
+        if tail == CAPTURED and is_replayed(prompts, wanted):
+            wanted = replayed(wanted)
         assert_as_expected(seen, wanted)
-        tail = attention.tail
-        assert type(tail) is TritonAttnBackend
-        assert [a.backend is main for a in seen.attended[: wanted.front]] == [True] * wanted.front
-        assert all(a.backend is tail for a in seen.attended[wanted.front :])
+        assert type(attention.tail) is TritonAttnBackend
+        assert all(a.backend is main for a in seen.attended[: wanted.front])
+        assert all(a.backend is attention.tail for a in seen.attended[wanted.front :])
     assert_same_objects(seen)
     assert triton_backend.update_sliding_window_buffer is _WINDOW_PLANNER
     assert attention.main is main
@@ -367,23 +341,22 @@ def assert_fast(
 
 
 def is_replayed(prompts: Sequence[Prompt], wanted: Expected) -> bool:
-    """Whether there is a graph for a batch of which this is expected when it is launched."""
+    """Whether there is a graph for a batch of which this is expected when its tail is eager."""
     decodes = wanted.tail_mode == "DECODE"
-    return decodes and not is_unread(prompts) and len(prompts) <= MOST_RECORDED
+    return decodes and not is_unread(prompts) and len(prompts) <= MOST_CAPTURED
 
 
 def compare(
     engine: Engine,
     prompts: list[Prompt],
-    donor: DonorCut,
-    backend: str,
+    tail: str,
     stock: list[Observed],
     fast: list[Observed],
 ) -> None:
     prefills = [prompts, rest_of(prompts)] if rest_of(prompts) else [prompts]
-    assert expected(engine, prompts, donor) is not None
+    assert expected(engine, prompts) is not None
     for chunk, seen in zip(prefills, fast, strict=False):
-        assert_fast(engine, chunk, donor, backend, seen)
+        assert_fast(engine, chunk, tail, seen)
     for off, on in zip(stock, fast, strict=True):
         assert_same_cache(off, on)
         if not (off is stock[0] and is_unread(prompts)):
@@ -396,49 +369,23 @@ def compare(
     assert fast[0].hidden.isfinite().all()
 
 
-@pytest.mark.parametrize(("engine", "backend", "donor", "name"), in_order(), indirect=["engine"])
-def test_hard_batch(
-    engine: Engine, request: pytest.FixtureRequest, backend: str, donor: DonorCut, name: str
-) -> None:
-    shape = request.node.callspec.params["engine"]
-    prompts = hard_batches(SHAPES[shape].sliding_window)[name]
-    stock = stock_of(engine, shape, name, prompts)
-    with fast_path(engine, backend, donor):
-        fast = play(engine, prompts, "1", stock=stock)
-        compare(engine, prompts, donor, backend, stock, fast)
-
-
-@needs_graphs
-@pytest.mark.release
-@pytest.mark.parametrize("engine", ["one pool"], indirect=True)
-def test_what_was_planned_for_a_graph_can_be_launched(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The graph's metadata describe the kept rows as well as metadata of their own do."""
-    name, donor = HARDEST[0], DonorCut.KEYS_AND_VALUES
-    prompts = hard_batches(SHAPES["one pool"].sliding_window)[name][:3]
-    stock = play(engine, prompts, "0")
-    ahead = gate.ahead
-
-    def launched(*args: Any) -> Any:
-        planned = ahead(*args)
-        assert isinstance(planned, gate.Plan)
-        assert planned.replay is not None
-        return replace(planned, replay=None)
-
-    with fast_path(engine, RECORDED, donor):
-        monkeypatch.setattr(gate, "ahead", launched)
-        fast = play(engine, prompts, "1", stock=stock)
-        compare(engine, prompts, donor, OWN, stock, fast)
-
-
 @pytest.mark.parametrize("name", ["prefixes at the window", "prefill beside decode rows"])
 @pytest.mark.parametrize("engine", ["two pools"], indirect=True)
 def test_every_chunk_is_fast_from_the_first_on(engine: Engine, name: str) -> None:
     """The cached tokens too are computed by the fast path, against stock throughout."""
     prompts = hard_batches(SHAPES["two pools"].sliding_window)[name]
     stock = stock_of(engine, "two pools", name, prompts)
-    with fast_path(engine, OWN, DonorCut.KEYS_AND_VALUES):
-        fast = play(engine, prompts, "1", prefix="1", stock=stock)
-        assert log.forwards == {log.TAIL_EAGER: 2 + any(p.decodes for p in prompts)}
-        compare(engine, prompts, DonorCut.KEYS_AND_VALUES, OWN, stock, fast)
+    set_up(engine, EAGER)
+    fast = play(engine, prompts, "1", prefix="1", stock=stock)
+    assert log.forwards == {log.TAIL_EAGER: 2 + any(p.decodes for p in prompts)}
+    compare(engine, prompts, EAGER, stock, fast)
+
+
+@pytest.mark.parametrize(("engine", "tail", "name"), cases(), indirect=["engine"])
+def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, name: str) -> None:
+    shape = request.node.callspec.params["engine"]
+    prompts = hard_batches(SHAPES[shape].sliding_window)[name]
+    stock = stock_of(engine, shape, name, prompts)
+    set_up(engine, tail)
+    fast = play(engine, prompts, "1", stock=stock)
+    compare(engine, prompts, tail, stock, fast)

@@ -6,7 +6,6 @@ Everywhere else in the suite images attend causally: SGLang writes masks for thi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,8 +34,9 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import forward, gate
+from sglang_gemma4_yoco.core import gate
 
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
 
 # What no mask can do: several hundred times the differences of rounding.
@@ -73,16 +73,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """With two heads: the interpreter runs a kernel once per head, in Python."""
     path = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(path, dataclasses.replace(E2B_TINY, heads=2))
-    return Engine(path, device="cpu", dtype="float32", max_total_tokens=512)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_decisions(engine: Engine) -> Iterator[None]:
+    engine = Engine(path, device="cpu", dtype="float32", max_total_tokens=512)
     assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"
-    log.reset()
-    fallback.reset()
-    yield
-    fallback.reset()
+    return engine
 
 
 def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tensor | None]:

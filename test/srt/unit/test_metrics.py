@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import orjson
 import prometheus_client
 import pytest
-import torch
 
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.checking.checked import Checked
 from sglang_gemma4_yoco.checking.rounding import Finding
-from sglang_gemma4_yoco.commands import status
-from sglang_gemma4_yoco.cutting import doors, fallback, gate, served
+from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.core import forward
+from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.loading import metrics
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
@@ -36,7 +34,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
         monkeypatch.setattr(prometheus_client, kind, metric)
     monkeypatch.setattr(log, "on_forward", [])
     monkeypatch.setattr(log, "on_audit", [])
-    monkeypatch.setattr(served, "_attached", set())
+    monkeypatch.setattr(states, "_attached", set())
     return made
 
 
@@ -48,7 +46,7 @@ def test_nobody_is_served() -> None:
 
 
 def test_a_server_that_steps_aside_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "_attached", {Refused()})
+    monkeypatch.setattr(states, "_attached", {Refused()})
     log.batch_refused("LoRA", 7)
     state = metrics.state()
     assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
@@ -57,39 +55,30 @@ def test_a_server_that_steps_aside_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Refused:
-    constant_reason = "LoRA"
-    checked = auditor = None
+    refused = "LoRA"
+    facts: ClassVar[dict[str, Any]] = {}
+    after_cut = None
 
 
 class Serving:
     """What is known of a model whose batches may be cut."""
 
-    constant_reason: Any = None
-    first_shared = 15
-    checked: Any = None
-    auditor = None
+    refused: str | None = None
+    after_cut = None
 
     def __init__(self) -> None:
-        self.model = SimpleNamespace(layers_to_capture=[])
+        self.facts: dict[str, Any] = {"tail": "eager", "exits": "closed: some reason"}
 
-    def attends(self) -> Any:
+    def describe(self) -> str:
         return "cut inside layer 14"
-
-    def runs_its_tail(self) -> Any:
-        return "launched"
-
-    def leaves_recordings(self) -> Any:
-        return "closed: some reason"
 
 
 @pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    """It is attached, and has not failed."""
+def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
+    """It is attached."""
     known = Serving()
-    monkeypatch.setattr(served, "_attached", {known})
-    fallback.reset()
-    yield known
-    fallback.reset()
+    monkeypatch.setattr(states, "_attached", {known})
+    return known
 
 
 def told() -> dict[str, Any]:
@@ -106,32 +95,14 @@ def told() -> dict[str, Any]:
     return state
 
 
-def test_whatever_turns_the_path_off_is_told(serving: Serving) -> None:
-    def says(reason: str | None) -> bool:
-        state = told()
-        assert (state["active"], state["reason"]) == (reason is None, reason)
-        # Where nothing is cut, nobody asks where.
-        assert (state["cut"], state["tail"], state["doors"]) == (
-            ("cut inside layer 14", "launched", "closed: some reason")
-            if reason is None
-            else (None, None, None)
-        )
-        return status.verdict([state])[0] is (reason is None)
-
-    assert says(None)
-    with settings.changed(enabled=False):
-        assert says(gate.OFF)
-    for _ in range(forward.LIMIT):
-        assert says(None)
-        fallback.failed(RuntimeError("a failure"))
-    assert says(forward.GIVEN_UP)
-    fallback.reset()
-    for reason in (check.FAILED, audit.DIFFERED):
-        serving.refused = reason
-        assert says(reason)
-    serving.refused = None
-    serving.model = SimpleNamespace(layers_to_capture=[20])
-    assert says(gate.CAPTURE_IN_TAIL)
+@pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.FAILED, audit.DIFFERED])
+def test_whatever_turns_the_path_off_is_told(serving: Serving, reason: str | None) -> None:
+    serving.refused = reason
+    state = told()
+    assert (state["active"], state["reason"]) == (reason is None, reason)
+    # Where nothing is cut, it is of no interest how.
+    how = ("cut inside layer 14", "eager", "closed: some reason")
+    assert (state["cut"], state["tail"], state["exits"]) == (how if reason is None else (None,) * 3)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +113,7 @@ def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
-    serving.checked = Checked(Finding("keys", largest, 0.5))
+    serving.facts["check"] = Checked(Finding("keys", largest, 0.5)).facts()
     log.audits.worst = largest
     state = told()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
@@ -150,37 +121,11 @@ def test_a_number_that_is_not_finite_is_a_word(
     assert caplog.records == []
 
 
-def test_what_the_check_found_at_the_doors(serving: Serving) -> None:
-    """Nothing where they are closed; as of the comparison layer by layer where they are open."""
-    layers, doors = Finding("keys", 0.25, 0.5), Finding("the tail", math.inf, 0.5)
-    serving.checked = Checked(layers)
-    assert told()["check"]["doors"] is None
-    serving.checked = Checked(layers, doors=doors)
-    check = told()["check"]
-    assert (check["compared"], check["largest_difference"]) == ("keys", 0.25)
-    assert check["doors"] == {
-        "compared": "the tail",
-        "largest_difference": "infinite",
-        "allowed": 0.5,
-    }
-
-
-def test_whether_recordings_are_left() -> None:
-    found = doors.Doors()
-    assert found.state() == f"closed: {doors.NOT_YET}"
-    ways = {bucket: (None, SimpleNamespace(segments=15), torch.zeros(bucket)) for bucket in (4, 8)}
-    found._ways, found.closed = ways, None  # type: ignore[assignment]
-    assert found.state() == "open behind segment 15 (2 recordings of up to 8 tokens)"
-    assert found.summary().startswith("leave its recording behind segment 15, where")
-    found.close("some reason")
-    assert found.state() == "closed: some reason"
-
-
 def test_a_state_that_cannot_be_found_out_costs_nothing(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang's answer goes without it, and one line says so."""
-    del serving.model.layers_to_capture
+    del serving.facts
     answer = SimpleNamespace(internal_state={"theirs": 1})
     for _ in range(2):
         metrics.add_to(answer)
