@@ -363,7 +363,7 @@ def synchronizer(engine: Any) -> Callable[[], None]:
     return torch.cuda.synchronize if engine.runner.device == "cuda" else lambda: None
 
 
-def switched(way: str) -> AbstractContextManager[None]:
+def switched(way: str) -> AbstractContextManager[object]:
     """The fast path of this process on or off for the span, as the way says."""
     from sglang_gemma4_reference import engine
 

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, LORA, SPECULATIVE
+from sglang_gemma4_yoco.core.gate import HIDDEN_STATES as HIDDEN_STATES
+from sglang_gemma4_yoco.core.gate import LAST_ROW_DRAFTS as LAST_ROW_DRAFTS
+from sglang_gemma4_yoco.core.gate import LORA as LORA
+from sglang_gemma4_yoco.core.gate import SPECULATIVE as SPECULATIVE
 
 # -- server arguments ------------------------------------------------------------------------------
 

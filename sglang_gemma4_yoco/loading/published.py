@@ -19,8 +19,7 @@ from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.kept import TailBatch, rewritten
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
-from sglang_gemma4_yoco.deciding import backends
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import limits, start
 
 
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
@@ -40,7 +39,7 @@ def _can_run_a_tail(state: ModelState, current: Any | None) -> bool:
     """Whether a tail can be planned in a forward on this backend; None outside of a forward."""
     if current is None or (state.attention is not None and current is state.attention.main):
         return True
-    return backends.TAIL in backends.can(type(current))
+    return limits.tail_backend_reason(current) is None
 
 
 def _yoco_truncate_to_last_tokens(

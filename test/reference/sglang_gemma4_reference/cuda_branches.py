@@ -161,7 +161,8 @@ def _answer_is_cuda() -> None:
     answer: Any = property(lambda tensor: _inside > 0 or honest.__get__(tensor))
     torch.Tensor.is_cuda = answer
     for model in (Gemma4TextModel, LogitsProcessor):
-        model.forward = _as_on_cuda(model.forward)
+        # Not their ``forward``: a package that wraps it runs layers after it has returned.
+        model.__call__ = _as_on_cuda(model.__call__)
 
 
 def _as_on_cuda(forward: Callable[..., Any]) -> Callable[..., Any]:

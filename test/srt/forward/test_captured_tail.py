@@ -95,7 +95,7 @@ def assert_replayed(
     wanted = expected(engine, prompts)
     assert wanted is not None
     if not eager:
-        wanted = replayed(wanted, FIRST_CUT)
+        wanted = replayed(wanted)
     scheduled = engine.schedule(prompts)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)

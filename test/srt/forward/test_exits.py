@@ -40,11 +40,10 @@ from sglang_gemma4_yoco.captured.backend import GraphBackend
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core import gate, ranks
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ENTRY
-from sglang_gemma4_yoco.deciding import ranks
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.prefill_graphs import check, exits, repair, sglang
 from sglang_gemma4_yoco.prefill_graphs.exits import ExitForward, ExitPoint

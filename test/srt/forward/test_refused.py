@@ -303,7 +303,7 @@ def test_refused_servers_of_several_ranks(
         **draft_model(arguments, tiny_checkpoint),
     )
     with releases.serving(args):
-        assert gate.refused(engine.text_model) == reason
+        assert start.of(engine.text_model).refused == reason
 
 
 @pytest.mark.skipif(
@@ -384,5 +384,5 @@ def test_hidden_states_beside_drafts(engine: Engine) -> None:
     """Whoever asks for them is told that it is the two together."""
     both = {"speculative_algorithm": "FROZEN_KV_MTP", "enable_return_hidden_states": True}
     with releases.published(**both):
-        told = gate.refused(engine.text_model)
+        told = start.of(engine.text_model).refused
     assert told == f"{limits.HIDDEN_STATES}, beside speculative decoding"

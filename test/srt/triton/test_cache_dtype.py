@@ -36,7 +36,6 @@ from sglang_gemma4_reference.checkpoint import (
 )
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.cutting import fallback
 from sglang_gemma4_yoco.loading import start
 
 interpreter.make_quick()
@@ -61,9 +60,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory, shape: Gemma4Shape) 
 @pytest.fixture(autouse=True)
 def _fresh_decisions() -> Iterator[None]:
     log.reset()
-    fallback.reset()
     yield
-    fallback.reset()
 
 
 @pytest.mark.parametrize("name", TYPES)
