@@ -527,13 +527,13 @@ def test_a_server_that_is_not_cut_is_left_alone(
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with other buckets, another exit or another finding would leave alone."""
     compared: list[str] = []
-    monkeypatch.setattr(ranks, "disagreement", lambda found: compared.append(found))
+    monkeypatch.setattr(ranks, "reason_ranks_differ", lambda found: compared.append(found))
     reattached(engine)
     segments = dict.fromkeys((128, 64, 32, 16), TO_THE_EXIT)
     assert compared == [f"exits: None, {segments}", "exits agree with stock: True"]
     for asked in ("exits: ", "exits agree"):
         differs = lambda found: ranks.NOT_ALIKE if asked in found else None  # noqa: B023, E731
-        monkeypatch.setattr(ranks, "disagreement", differs)
+        monkeypatch.setattr(ranks, "reason_ranks_differ", differs)
         assert ranks.NOT_ALIKE in (reattached(engine) or "")
         assert_closed(engine)
     monkeypatch.undo()
