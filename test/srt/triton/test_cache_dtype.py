@@ -8,7 +8,6 @@ refuses, in the interpreter as on a GPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,9 +57,8 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory, shape: Gemma4Shape) 
 
 
 @pytest.fixture(autouse=True)
-def _fresh_decisions() -> Iterator[None]:
+def _fresh_decisions() -> None:
     log.reset()
-    yield
 
 
 @pytest.mark.parametrize("name", TYPES)
