@@ -98,7 +98,8 @@ def test_per_layer_inputs(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
     stock = PerLayerInputs.kept
 
     def kept(inputs: Any) -> torch.Tensor:
-        of_layers: torch.Tensor = stock(inputs)
+        of_layers = stock(inputs)
+        assert of_layers is not None
         of_layers[:, LAYER - DONOR] *= 1.1
         return of_layers
 

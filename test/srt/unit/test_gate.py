@@ -232,7 +232,8 @@ def test_a_front_that_is_replayed() -> None:
 # ---------------------------------------------------------------- is it worth it?
 
 # Rows in all, rows that are read, where and how the tail runs, and whether it pays.
-CPU, GPU, CAPTURED = {}, {"on_gpu": True}, {"eager": False}
+CPU: dict[str, bool] = {}
+GPU, CAPTURED = {"on_gpu": True}, {"eager": False}
 WORTH: list[tuple[int, int, dict[str, Any], bool]] = [
     (4, 1, CPU, True),
     (3, 1, CPU, False),
