@@ -262,7 +262,7 @@ BREAKAGES: Mapping[str, Breakage] = {
     "the norm left out": _layers_run(_no_norm),
     "scattered one row off": _scattered,
     "one layer skipped": _layers_run(_skipped_layer),
-    "keys and values of intermediate chunks not written": _never_written,
+    "unread keys and values not written": _never_written,  # by this name in the results
     **{
         f"a stale input of graphs: {name}": partial(_stale, name=name)
         for name in ("rows", "positions", "requests", "lengths", "embeds", "embedded")
