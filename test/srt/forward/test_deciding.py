@@ -145,6 +145,33 @@ def test_a_field_of_another_model_that_is_renamed(
     assert_fast(engine)
 
 
+# What the host would know of two prompts of 40 and of 3 tokens -> what it says instead.
+LENGTHS: dict[str, dict[str, Any]] = {
+    "no list of new tokens": {"extend_seq_lens_cpu": (40, 3)},
+    "no list of cached ones": {"extend_prefix_lens_cpu": None},
+    "fewer that are cached": {"extend_prefix_lens_cpu": [0]},
+    "more requests": {"seq_lens": torch.tensor([40, 3, 1])},
+    "a request without new tokens": {"extend_seq_lens_cpu": [43, 0]},
+    "fewer tokens in all": {"extend_num_tokens": 42},
+    "more input ids": {"input_ids": torch.arange(44)},
+    "no list of logprobs": {"return_logprob": True, "extend_logprob_start_lens_cpu": None},
+    "fewer logprobs": {"return_logprob": True, "extend_logprob_start_lens_cpu": [0]},
+}
+
+
+@pytest.mark.parametrize("what", LENGTHS)
+def test_lengths_that_the_host_does_not_know(engine: Engine, what: str) -> None:
+    @contextmanager
+    def said(batch: Any) -> Iterator[None]:
+        before = {name: getattr(batch, name) for name in LENGTHS[what]}
+        vars(batch).update(LENGTHS[what])
+        yield
+        vars(batch).update(before)
+
+    assert_served_by_stock(engine, said)
+    assert log.forwards[gate.UNKNOWN_LENGTHS] == 1
+
+
 @pytest.mark.parametrize("when", [PLANNED, CALLED])
 def test_a_graph_that_is_captured(engine: Engine, when: str) -> None:
     assert_served_by_stock(engine, lambda _: capture_mode.model_capture_mode(), when)

@@ -275,6 +275,23 @@ def test_something_else_before_the_norm(engine: Engine, monkeypatch: pytest.Monk
     assert_fast(engine)
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_inputs_that_were_not_projected(
+    engine: Engine,
+    doubled: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+    plain: bool,
+) -> None:
+    """The model has made them in a way of its own, and nobody knows those of the tail."""
+    model = engine.text_model
+    if not plain:
+        doubled(model.per_layer_model_projection)
+        engine.runner.init_attention_backends()
+    unseen = functools.partial(type(model).project_per_layer_inputs, model)
+    monkeypatch.setattr(per_layer.PerLayerInputs, "project", lambda _, *args: unseen(*args))
+    assert_refused_late(engine, cut.OTHER_INPUTS)
+
+
 @pytest.mark.parametrize("rows", [-1, 1])
 def test_rows_that_are_not_the_batchs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, rows: int

@@ -437,6 +437,32 @@ def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
     assert_untouched(engine)
 
 
+def test_metadata_is_given_back(engine: Engine) -> None:
+    """The tail's backend has what was planned for a batch while its tail runs, and no longer."""
+    attention = start.of(engine.text_model).attention
+    assert attention is not None
+    tail, seen = attention.tail, list[Any]()
+    planned, stock = object(), tail.init_forward_metadata
+
+    def planning(batch: Any) -> None:
+        stock(batch)
+        tail.forward_metadata = planned
+
+    def look(*_: Any) -> None:
+        seen.append(tail.forward_metadata)
+
+    layers = [engine.text_model.layers[number].mlp for number in (0, FIRST_CUT, LAYERS - 1)]
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    try:
+        with replaced(tail, init_forward_metadata=planning), switched("1"):
+            engine.forward(engine.schedule(BATCHES["input logprobs"]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert seen == [None, planned, planned]
+    assert tail.forward_metadata is None
+
+
 def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
