@@ -99,6 +99,7 @@ _REQUIRED_FIELDS = (
     "spec_info",
     "return_hidden_states_before_norm",
     "multi_item_delimiter_indices",
+    "token_indices_to_pool",
     "input_embeds",
     "replace_embeds",
     "full_prefill_cuda_graph_capture",
@@ -106,6 +107,7 @@ _REQUIRED_FIELDS = (
 )
 # The first release that has a field. One that is not listed here has been in all of them.
 _FIELDS_SINCE = {
+    "token_indices_to_pool": Version("0.5.21"),
     "full_prefill_cuda_graph_capture": Version("0.5.22"),
     "kv_loc_cols": Version("0.5.22"),
 }

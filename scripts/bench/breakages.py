@@ -19,13 +19,18 @@ import torch
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core import cut, donor, gate
+from sglang_gemma4_yoco.core import cut, donor
 from sglang_gemma4_yoco.core.kept import KeptRows
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
 Breakage = Callable[[ModelState], AbstractContextManager[bool]]
+
+
+def _is_triton(backend: Any) -> bool:
+    kind: type = type(backend)
+    return seams._triton_class(kind) is not None
 
 
 @contextmanager
@@ -39,7 +44,7 @@ def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Itera
         if seams.keys_in_window(layer.self_attn.attn)
     }
     tail, whole_window = attention.tail, seams.whole_window
-    on_triton = seams._triton_class(type(tail)) is not None
+    on_triton = _is_triton(tail)
     if not broken or (on_triton and donor_alone):  # whose windows are planned for all layers
         yield False
         return
@@ -102,7 +107,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
         metadata.window_kv_indices = slots
 
     with ExitStack() as stack:
-        if seams._triton_class(type(tail)) is not None:
+        if _is_triton(tail):
             stack.enter_context(mock.patch.object(seams, "plan", planned))
         else:
             stack.enter_context(replaced(tail, _written=untranslated))
@@ -139,7 +144,7 @@ def _next_request(_: ModelState) -> Iterator[bool]:
         last = right.indices[-1]
         return replace(right, indices=[min(row + 1, last) for row in right.indices])
 
-    with mock.patch.object(gate.KeptRows, "suffixes", suffixes):
+    with mock.patch.object(KeptRows, "suffixes", suffixes):
         yield True
 
 
@@ -159,7 +164,12 @@ def _keys(_: ModelState, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
 def _inputs(state: ModelState, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
     """``wrong`` is called with the tail's per-layer inputs, [B, layers, width]."""
     stock = PerLayerInputs.kept
-    with mock.patch.object(PerLayerInputs, "kept", lambda inputs: wrong(stock(inputs))):
+
+    def kept(inputs: PerLayerInputs) -> torch.Tensor | None:
+        right = stock(inputs)
+        return None if right is None else wrong(right)
+
+    with mock.patch.object(PerLayerInputs, "kept", kept):
         yield state.model.hidden_size_per_layer_input > 0
 
 
@@ -252,7 +262,7 @@ BREAKAGES: Mapping[str, Breakage] = {
     "the norm left out": _layers_run(_no_norm),
     "scattered one row off": _scattered,
     "one layer skipped": _layers_run(_skipped_layer),
-    "keys and values of intermediate chunks not written": _never_written,
+    "unread keys and values not written": _never_written,  # by this name in the results
     **{
         f"a stale input of graphs: {name}": partial(_stale, name=name)
         for name in ("rows", "positions", "requests", "lengths", "embeds", "embedded")

@@ -106,7 +106,7 @@ CAPTURED = "forward/test_captured_tail.py"
 ONE_ROW_EACH = f"{CAPTURED}::test_one_row_of_each_request"
 WHY_EAGER = f"{CAPTURED}::TestReasons"
 EXITS = "forward/test_exits.py"
-REPAIR = "unit/test_repair.py"
+REPAIR = "forward/test_repair.py"
 TOLD = "server/test_served_metrics.py"
 DOCTOR = "server/test_doctor.py"
 STATUS = "server/test_status.py"
@@ -327,7 +327,7 @@ _WRITTEN = [
          "embedded[:, cut:], 0,", "embedded[:, : embedded.shape[1] - cut], 0,", CUT),
         ("the front's inputs of the layers after it", "else embedded[:, :cut]",
          "else embedded[:, -cut:]", CUT),
-        ("all layers before the cut get the first one's inputs", "return self._front[:, layer]",
+        ("all layers before the cut get the first one's inputs", "return self._front[key]",
          "return self._front[:, 0]", CUT),
         ("the tail's inputs are projected by the front's weights",
          "slice(start * width, stop * width)", "slice(0, (stop - start) * width)", CUT),
@@ -1046,8 +1046,9 @@ _WRITTEN = [
         ("per-layer inputs are not compared",
          '            self._compared.append(_of_inputs(layer, stock, call["per_layer_input"]))\n',
          "            pass\n", f"{FORCED}::test_per_layer_inputs"),
-        ("queries go on as they are", '        call["q"].copy_(expected.reshape(call["q"].shape))\n',
-         "", f"{FORCED}::test_queries"),
+        ("queries go on as they are",
+         '        call["q"].copy_(expected.reshape(call["q"].shape))\n', "",
+         f"{FORCED}::test_queries"),
         ("keys are not compared",
          "        self._compared += compare_keys_and_values(layer, self._stock.keys, found)\n", "",
          f"{AUDIT}::test_what_differs_is_answered_by_stock"),

@@ -44,6 +44,7 @@ REFUSING_FIELDS = {
     "spec_info": SPECULATIVE,
     "return_hidden_states_before_norm": HIDDEN_STATES,
     "multi_item_delimiter_indices": "multi-item scoring",
+    "token_indices_to_pool": "setwise scoring",
     "input_embeds": "input embeddings",
     "replace_embeds": "replaced embeddings",
     "full_prefill_cuda_graph_capture": CAPTURING,

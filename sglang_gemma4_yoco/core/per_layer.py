@@ -121,11 +121,8 @@ class PerLayerInputs:
         return self
 
     def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor:
-        rows, layer, columns = key
-        if rows != slice(None) or columns != slice(None) or layer >= self._cut:
-            raise IndexError(f"per-layer inputs of layers before {self._cut} are asked for {key}")
         assert self._front is not None
-        return self._front[:, layer]
+        return self._front[key]
 
     def has_embedded(self) -> bool:
         """Whether the model was called with per-layer embeddings."""

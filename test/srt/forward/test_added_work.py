@@ -71,13 +71,11 @@ def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
     ]
     assert set(late) == {
-        ("plugin.py", "load"),
-        ("plugin.py", "_say_so_when_a_model_is_served"),
-        ("plugin.py", "_say_so_in_server_info"),
-        ("doctor.py", "_with_sglang"),  # a command, in no server
-        ("metrics.py", "_counters"),  # when SGLang has made its own
-        ("metrics.py", "_audit_metrics"),
+        ("plugin.py", "_install"),
+        ("metrics.py", "_count_forwards"),  # when SGLang has made its own
+        ("metrics.py", "_count_audits"),
         # Of an operator's command, which runs in no server: what not everybody has installed.
+        ("doctor.py", "_with_sglang"),
         ("verify.py", "run"),
         ("servers.py", "session"),
         ("servers.py", "fit_together"),

@@ -108,6 +108,7 @@ FIELDS: dict[str, tuple[object, str]] = {
     "spec_info": (SimpleNamespace(), "speculative decoding"),
     "return_hidden_states_before_norm": (True, "hidden states of all rows are returned"),
     "multi_item_delimiter_indices": ([torch.tensor([1]), torch.tensor([2])], "multi-item scoring"),
+    "token_indices_to_pool": ([torch.tensor([1]), torch.tensor([2])], "setwise scoring"),
     "input_embeds": (torch.zeros(43, 64).as_subclass(NotGiven), "input embeddings"),
     "replace_embeds": (torch.zeros(2, 64), "replaced embeddings"),
     "full_prefill_cuda_graph_capture": (True, "a CUDA graph is being captured"),

@@ -7,6 +7,7 @@ wrong yes would only cost accuracy, that it would is shown as well.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -85,7 +86,7 @@ NOT_PLAIN: dict[str, Callable[[Any], None]] = {
     "a class of tensors": _store(lambda weight: weight.as_subclass(Packed)),
     "fp8": _store(lambda weight: weight.to(torch.float8_e4m3fn)),
     "packed for the CPU": _give(use_intel_amx_backend=True),
-    "a bias": _give(bias=torch.zeros(1)),
+    "a bias": lambda linear: linear._parameters.update(bias=torch.nn.Parameter(torch.ones(1))),
 }
 
 

@@ -98,7 +98,8 @@ def test_per_layer_inputs(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
     stock = PerLayerInputs.kept
 
     def kept(inputs: Any) -> torch.Tensor:
-        of_layers: torch.Tensor = stock(inputs)
+        of_layers = stock(inputs)
+        assert of_layers is not None
         of_layers[:, LAYER - DONOR] *= 1.1
         return of_layers
 
@@ -111,7 +112,7 @@ def test_per_layer_inputs(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_rows_in_the_end(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = cut.run_layers
     monkeypatch.setattr(cut, "run_layers", lambda *args: stock(*args) * 1.1)
-    assert named(sharp) == {"rows after the norm"}
+    assert named(sharp) == {"rows after the norm", "logits"}
 
 
 def test_the_rows_at_the_beginning(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor import forward_context
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_gemma4_yoco import plugin, seams
+from sglang_gemma4_yoco import plugin, seams, settings
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 def refusal(caplog: pytest.LogCaptureFixture) -> str:
     """The one line that says why nothing is patched."""
     caplog.clear()
+    plugin.load.cache_clear()
     with caplog.at_level(logging.INFO, "sglang_gemma4_yoco"):
         plugin.load()
     [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
@@ -35,16 +36,16 @@ def refusal(caplog: pytest.LogCaptureFixture) -> str:
 NOT_A_NUMBER = ("few", "-1", "1.5", "", " 3", "\u0663")
 NO_ANSWER = ("on", "2", "", " 1")
 SETTINGS = {
-    "SGLANG_GEMMA4_YOCO": (NO_ANSWER, "use 1 (or leave it unset) to turn Gemma 4 fast prefill on"),
+    "SGLANG_GEMMA4_YOCO": (NO_ANSWER, "use 1 or 0, or leave it unset (1): 1 to turn"),
     "SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS": (
         ("0", *NOT_A_NUMBER),
         "use a whole number from 1 up",
     ),
     "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": (NOT_A_NUMBER, "use a whole number from 0 up"),
-    "SGLANG_GEMMA4_YOCO_SELF_CHECK": (NO_ANSWER, "use 1 (or leave it unset) to compare with stock"),
+    "SGLANG_GEMMA4_YOCO_SELF_CHECK": (NO_ANSWER, "use 1 or 0, or leave it unset (1): 1 to compare"),
     "SGLANG_GEMMA4_YOCO_AUDIT": (NOT_A_NUMBER, "use a whole number from 0 up"),
-    "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 to turn the fast path off where"),
-    "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "use 1 (or leave it unset) to shorten"),
+    "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 or 0, or leave it unset (0): 1 to turn"),
+    "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "or leave it unset (1): 1 to shorten"),
 }
 
 
@@ -58,6 +59,18 @@ def test_a_setting_that_means_nothing(
         why = refusal(caplog)
         assert why.startswith(f"{name}={value!r} is not a valid value: ")
         assert remedy in why
+
+
+@pytest.mark.parametrize("setting", settings.VARIABLES)
+def test_a_setting_that_means_something(setting: str) -> None:
+    """It sets what it is named after, and nothing else."""
+    variable = settings.VARIABLES[setting]
+    values: dict[str, Any] = {"0": False, "1": True}
+    if variable.minimum is not None:
+        values = {str(number): number for number in (variable.minimum, 4096)}
+    for value, meaning in values.items():
+        expected = dataclasses.replace(settings.Settings(), **{setting: meaning})
+        assert settings.read({variable.name: value}) == expected
 
 
 # ---------------------------------------------------------------- names of SGLang's
@@ -87,6 +100,7 @@ FIELDS = (
     "spec_info",
     "return_hidden_states_before_norm",
     "multi_item_delimiter_indices",
+    "token_indices_to_pool",
     "input_embeds",
     "replace_embeds",
     "full_prefill_cuda_graph_capture",
@@ -106,7 +120,11 @@ NAMES = {
     "layer_boundary.residual.batch": ("set_written", "start"),
 }
 WITH_RESIDUALS = {"residual_stream", "set_written", "start"}
-FIELDS_SINCE = {"full_prefill_cuda_graph_capture": "0.5.22", "kv_loc_cols": "0.5.22"}
+FIELDS_SINCE = {
+    "token_indices_to_pool": "0.5.21",
+    "full_prefill_cuda_graph_capture": "0.5.22",
+    "kv_loc_cols": "0.5.22",
+}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +160,7 @@ def test_a_field_that_a_release_never_had_is_not_missed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(seams, "ForwardBatch", record("ForwardBatch", set(FIELDS) - {name}))
-    monkeypatch.setattr(seams, "version", lambda _: "0.5.21")
+    monkeypatch.setattr(seams, "version", lambda _: "0.5.20")
     assert list(seams._missing()) == []
 
 

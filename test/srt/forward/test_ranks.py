@@ -10,29 +10,30 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from prefill_replays import RECORDED, ROWS, assert_served_alike
-from prefill_replays import run as replay
 from sglang.srt.platforms import interface
 from torch.multiprocessing.spawn import start_processes
 
 from forked import preloaded
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
+from prefill_exits import RECORDED, ROWS, assert_served_alike
+from prefill_exits import run as replay
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.commands.servers import free_ports
-from sglang_gemma4_yoco.core import gate, ranks, state
-from sglang_gemma4_yoco.cutting.doors import Doors
+from sglang_gemma4_yoco.core import ranks, state
 from sglang_gemma4_yoco.loading import start as starting
+from sglang_gemma4_yoco.prefill_graphs import exits
 
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
@@ -53,7 +54,7 @@ BATCHES = {
         [Prompt(TOKENS[:10], TOKENS[10:50], logprob_start=35), Prompt((), TOKENS[60:69])],
         16,
     ),
-    "a chunk that nobody reads": ([Prompt((), TOKENS[:60], to_come=(21, 22))], 0),
+    "an intermediate chunk": ([Prompt((), TOKENS[:60], to_come=(21, 22))], 0),
 }
 
 
@@ -70,8 +71,8 @@ def start(rank: int, path: Path, port: int, **arguments: Any) -> Engine:
     )
 
 
-def assert_every_batch_is_cut(engine: Engine, *, recorded: int = 0) -> None:
-    """As by stock, and what has so few rows as are recorded is replayed."""
+def assert_every_batch_is_cut(engine: Engine, *, captured: int = 0) -> None:
+    """As by stock, and what has so few rows as are captured is replayed."""
     attention = engine.text_model.layers[FIRST_CUT].self_attn
     assert attention.num_heads == E2B_TINY.heads // RANKS
     assert attention.num_kv_heads == 1
@@ -80,7 +81,7 @@ def assert_every_batch_is_cut(engine: Engine, *, recorded: int = 0) -> None:
         total = sum(len(prompt.new) for prompt in prompts)
         stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
         assert stock.rows == whole(total)
-        replayed = kept == len(prompts) <= recorded
+        replayed = kept == len(prompts) <= captured
         assert fast.rows == [rows for rows in cut(total, 0 if replayed else kept) if rows], name
         assert_same_objects(fast)
         assert_same_cache(stock, fast)
@@ -113,51 +114,49 @@ def with_the_package(rank: int, port: int, shared_head: Path, head_each: Path) -
         assert_stock(start(rank, shared_head, port), ranks.NOT_ALIKE)
 
 
-def with_the_recorded_tail(rank: int, port: int, path: Path) -> None:
-    """Its collectives are recorded too: one behind each attention, and one behind each FFN."""
+def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
+    """Its collectives are captured too: one after each attention, and one after each FFN."""
     from decode_graphs import record_tail
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     tail = record_tail(engine, 2)
-    (graph, _) = tail._recorded._backend.graphs.values()
+    (graph, _) = tail._captured._backend.graphs.values()
     collectives = [call for call in graph._calls if call.function.__name__ == "all_reduce"]
     assert len(collectives) == 2 * (LAYERS - FIRST_CUT)
-    assert_every_batch_is_cut(engine, recorded=2)
+    assert_every_batch_is_cut(engine, captured=2)
 
 
-def with_the_recorded_tail_on_one_rank(rank: int, port: int, path: Path) -> None:
-
+def with_the_tail_captured_on_one_rank(rank: int, port: int, path: Path) -> None:
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    known = starting.of(engine.text_model)
     with settings.changed(graph_rows=0 if rank == 1 else 2):
         releases.record_decode_steps(engine.runner)
-    assert known.captured is None
-    assert known.launched_because == ranks.NOT_ALIKE
-    assert_every_batch_is_cut(engine)
+    assert_runs_eagerly(engine)
 
 
 def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
-    from sglang_gemma4_yoco.checking import proof
-
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    known = starting.of(engine.text_model)
     prove = proof.prove
 
-    def strict(graphs: Any, runner: Any) -> None:
-        prove(graphs, runner)
+    def strict(tail: Any, runner: Any) -> None:
+        prove(tail, runner)
         if rank == 1:
-            graphs.drop(1)
+            tail.drop(1)
 
     with mock.patch.object(proof, "prove", strict):
         releases.record_decode_steps(engine.runner)
+    assert_runs_eagerly(engine)
+
+
+def assert_runs_eagerly(engine: Engine) -> None:
+    known = starting.of(engine.text_model)
     assert known.captured is None
-    assert known.launched_because == ranks.NOT_ALIKE
+    assert known.facts["tail"] == f"eager ({ranks.NOT_ALIKE})"
     assert_every_batch_is_cut(engine)
 
 
 @contextmanager
-def recorded_prefills(rank: int, port: int, path: Path) -> Iterator[Engine]:
-    """An engine whose prefills are recorded, and its tail."""
+def captured_prefills(rank: int, port: int, path: Path) -> Iterator[Engine]:
+    """An engine whose prefills are captured, and its tail."""
     from decode_graphs import record_tail
     from sglang_gemma4_reference import prefill_graphs
 
@@ -167,29 +166,34 @@ def recorded_prefills(rank: int, port: int, path: Path) -> Iterator[Engine]:
         yield engine
 
 
-def with_doors(rank: int, port: int, path: Path) -> None:
-    """The collectives of a recording are run up to the door, then those of the tail."""
-    with recorded_prefills(rank, port, path) as engine:
+def with_exits(rank: int, port: int, path: Path) -> None:
+    """The collectives of a graph are run up to the exit, then those of the tail."""
+    with captured_prefills(rank, port, path) as engine:
         outcomes = [assert_served_alike(engine, prompts) for prompts, _ in BATCHES.values()]
-        assert outcomes[::3] == [log.EXIT_CAPTURED, log.EXIT_SKIPPED]
-        assert outcomes[1:3] == [log.EXIT_CAPTURED, gate.NOT_RECORDED]
+    assert outcomes == [
+        log.EXIT_CAPTURED,
+        log.EXIT_CAPTURED,
+        exits.TAIL_NOT_CAPTURED,
+        log.EXIT_SKIPPED,
+    ]
 
 
-def with_doors_on_one_rank(rank: int, port: int, path: Path) -> None:
-    """None leaves its recording, and none waits."""
-    find = Doors.find
+def with_exits_on_one_rank(rank: int, port: int, path: Path) -> None:
+    """None leaves its graph, and none waits."""
+    from sglang_gemma4_yoco import prefill_graphs
 
-    def lost(self: Doors, runner: Any) -> str | None:
-        return find(self, runner) or ("they are lost" if rank == 1 else None)
-
-    with mock.patch.object(Doors, "find", lost), recorded_prefills(rank, port, path) as engine:
+    lost = {"side_effect": lambda _: nullcontext()} if rank == 1 else {"wraps": exits.noting}
+    with (
+        mock.patch.object(prefill_graphs, "noting", **lost),
+        captured_prefills(rank, port, path) as engine,
+    ):
         known = starting.of(engine.text_model)
-        assert known.doors.closed == ranks.NOT_ALIKE
         assert known.captured is not None
+        assert known.facts["exits"] == f"closed: {ranks.NOT_ALIKE}"
         batch = engine.schedule(BATCHES["one prompt"][0])
         stock, fast = (replay(engine, batch, fast=on) for on in (False, True))
         assert (stock.segments, fast.segments) == (LAYERS + 1, LAYERS + 1)
-        assert fast.outcomes == {gate.REPLAYED: 1}
+        assert fast.outcomes == {exits.CLOSED: 1}
         assert torch.equal(fast.logits, stock.logits)
 
 
@@ -257,7 +261,6 @@ def with_a_check_that_raises_on_one_rank(rank: int, port: int, path: Path) -> No
 
 def with_audits(rank: int, port: int, path: Path) -> None:
     """Both run every batch again; what one of them finds turns the path off on both."""
-    from sglang_gemma4_yoco import log
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.core import donor
 
@@ -302,8 +305,8 @@ def test_tensor_parallel_ranks_cut_alike_or_not_at_all(
     on_all_ranks(with_the_package, tiny_checkpoint, head_each)
 
 
-@pytest.mark.parametrize("work", [with_doors, with_doors_on_one_rank])
-def test_recordings_are_left_by_all_ranks_or_by_none(
+@pytest.mark.parametrize("work", [with_exits, with_exits_on_one_rank])
+def test_captured_prefills_are_left_by_all_ranks_or_by_none(
     tiny_checkpoint: Path, work: Callable[..., None]
 ) -> None:
     if not releases.records_prefills():
@@ -315,14 +318,19 @@ def test_a_check_that_raises_on_one_rank_ends_the_server(tiny_checkpoint: Path) 
     on_all_ranks(with_a_check_that_raises_on_one_rank, tiny_checkpoint)
 
 
-def test_nobody_is_asked_where_all_know() -> None:
-    """A rank alone; and ranks on another machine, which may not have this package."""
+def test_a_rank_alone_asks_nobody() -> None:
     assert ranks.reason_ranks_differ("anything") is None
+    assert ranks.largest(0.5) == 0.5
+
+
+def test_ranks_on_other_machines_are_not_asked(engine: Engine) -> None:
+    """They may not have this package."""
     with (
-        releases.published(tp_size=RANKS, nnodes=2),
-        mock.patch.object(seams, "tensor_parallel_group", return_value=object()),
+        releases.published(nnodes=2),
+        mock.patch.object(ranks, "reason_ranks_differ", side_effect=AssertionError),
     ):
-        assert ranks.reason_ranks_differ("anything") is None
+        starting.start(engine.runner, engine.text_model)
+    assert starting.of(engine.text_model).refused == "ranks on several machines"
 
 
 @pytest.mark.parametrize(
@@ -335,12 +343,12 @@ def test_ranks_are_checked_together(tiny_checkpoint: Path, work: Callable[..., N
 @pytest.mark.parametrize(
     "work",
     [
-        with_the_recorded_tail,
-        pytest.param(with_the_recorded_tail_on_one_rank, marks=pytest.mark.release),
+        with_the_captured_tail,
+        pytest.param(with_the_tail_captured_on_one_rank, marks=pytest.mark.release),
         pytest.param(with_a_graph_that_one_rank_drops, marks=pytest.mark.release),
     ],
 )
-def test_the_tail_is_recorded_on_all_ranks_or_on_none(
+def test_the_tail_is_captured_on_all_ranks_or_on_none(
     tiny_checkpoint: Path, work: Callable[..., None]
 ) -> None:
     if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):

@@ -63,15 +63,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
         },
         limits.SPECULATIVE,
     ),
-    ("pooled hidden states", {"return_pooled_hidden_states": True}, "pooled hidden states"),
-    ("matryoshka embeddings", {"dimensions": [8, 8]}, gate.EMBEDDINGS),
     ("a LoRA row", {"lora_ids": [None, "adapter"]}, limits.LORA),
-    ("a split batch", {"tbo_split_seq_index": 1}, "two-batch overlap"),
-    (
-        "token types",
-        {"token_type_ids": torch.zeros(ROWS_IN_ALL, dtype=torch.int64)},
-        "token type ids",
-    ),
 ]
 
 
@@ -87,7 +79,7 @@ def test_refused_batches(
 
 READOUTS = {
     "multi_item_delimiter_indices": "multi-item scoring",
-    "token_indices_to_pool": "setwise pooling",
+    "token_indices_to_pool": "setwise scoring",
 }
 
 
@@ -303,7 +295,7 @@ def test_refused_servers_of_several_ranks(
         **draft_model(arguments, tiny_checkpoint),
     )
     with releases.serving(args):
-        assert start.of(engine.text_model).refused == reason
+        assert start.model_reason(engine.text_model) == reason
 
 
 @pytest.mark.skipif(
@@ -313,7 +305,6 @@ def test_refused_servers_of_several_ranks(
     ("module", "table", "old", "name", "new"),
     [
         (limits, "_REFUSING_ARGUMENTS", "enable_lora", "enable_adapters", "--enable-adapters"),
-        (gate, "_REFUSING_FIELDS", "token_type_ids", "token_kinds", "ForwardBatch.token_kinds"),
     ],
 )
 def test_a_renamed_name_is_said_when_the_server_starts(
@@ -384,5 +375,5 @@ def test_hidden_states_beside_drafts(engine: Engine) -> None:
     """Whoever asks for them is told that it is the two together."""
     both = {"speculative_algorithm": "FROZEN_KV_MTP", "enable_return_hidden_states": True}
     with releases.published(**both):
-        told = start.of(engine.text_model).refused
+        told = start.model_reason(engine.text_model)
     assert told == f"{limits.HIDDEN_STATES}, beside speculative decoding"

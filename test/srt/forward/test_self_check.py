@@ -138,7 +138,7 @@ def test_what_is_broken_is_named(
     monkeypatch.setattr(mlp, "forward", forward)
     with check.comparing(engine.runner, state) as both:
         named = {found.what for found in both.findings() if not found.is_rounding}
-    after_it = {"rows after the norm"} if layer == LAYERS - 1 else set()
+    after_it = {"rows after the norm", "logits"} if layer == LAYERS - 1 else set()
     assert named == {f"output of layer {layer}"} | after_it
 
 

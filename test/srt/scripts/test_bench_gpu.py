@@ -15,8 +15,8 @@ import pytest
 import bench_gpu
 import gpu_report
 from generated import begin, end
+from sglang_gemma4_reference.engine import SWITCHED_OFF
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import gate
 
 SCRIPT = Path(bench_gpu.__file__)
 COMMAND = [sys.executable, str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--commit", "c0ffee"]
@@ -79,7 +79,7 @@ def test_prefills_that_sglang_replays(finished: Path) -> None:
     assert [row["length"] for row in summary["rows"]] == lengths
     for row in summary["rows"]:
         assert row["ms"].keys() == row["paths"].keys() == set(bench_gpu.FOUR_WAYS)
-        assert row["paths"]["off replayed"] == gate.OFF
+        assert row["paths"]["off replayed"] == SWITCHED_OFF
         assert row["paths"]["on replayed"] == log.EXIT_CAPTURED
         assert all(row["right"].values())
         assert row["same_cache"]

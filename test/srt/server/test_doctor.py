@@ -21,12 +21,13 @@ from test_refused_flags import REFUSED
 import forked
 from server import python_path
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import seams, settings
+from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor, preflight
 from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.loading import metrics, patch, repair
+from sglang_gemma4_yoco.loading import metrics, patch
 from sglang_gemma4_yoco.loading.limits import PIPELINE, server_reason
+from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 from stand_ins import prefill_graphs, server_args
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -254,17 +255,17 @@ def test_prefill_graphs_where_shared_layers_are_recorded(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
-    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: True)
+    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: True)
     findings = Findings()
     config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
     with releases.published(cuda_graph_config=config):
         preflight._prefill_graphs(findings, changes, changes.get)
-    assert [seams.IDS_AND_EMBEDDINGS in refusal for refusal in findings.refusals] == [
+    assert [sglang.IDS_AND_EMBEDDINGS in refusal for refusal in findings.refusals] == [
         True
     ] * refused
 
 
-REPAIRED = f"backend 'breakable': SGLang's capture is repaired ({seams.SHARED_LAYER_IDS})"
+REPAIRED = f"backend 'breakable': SGLang's capture is repaired ({sglang.SHARED_LAYER_IDS})"
 UNREPAIRED = "backend 'breakable': SGLang cannot capture this model"
 SHORTENED = "replayed prefills are shortened, where the check at start agrees"
 SWITCH = settings.name_of("prefill_graphs")
@@ -296,7 +297,7 @@ def test_prefill_graphs_that_are_repaired(
     said: list[str],
 ) -> None:
     """As at start: asked for by name, by a plugin that is there, and not switched off."""
-    monkeypatch.setattr(seams, "_indexes_shared_layers", lambda: False)
+    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
     monkeypatch.setattr(patch, "is_installed", lambda: installed)
     named = "breakable" if asked else None
     with prefill_graphs(Backend.BREAKABLE, named, max_bs=longest):
@@ -315,7 +316,7 @@ def test_prefill_graphs_that_need_no_repair(
     monkeypatch: pytest.MonkeyPatch, backend: str, switch: bool, because: str | None
 ) -> None:
     """As a text model of 0.5.18; replays of breakable graphs alone are shortened."""
-    monkeypatch.setattr(seams, "prefill_graph_error", lambda **_: None)
+    monkeypatch.setattr(sglang, "capture_error", lambda **_: None)
     with prefill_graphs(backend):
         (records, replays), refused = told_of(switch)
     assert records == f"backend {backend!r}: SGLang captures them"

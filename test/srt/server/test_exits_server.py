@@ -129,10 +129,9 @@ def outcome(prefill: Prefill) -> str:
         return log.TAIL_SKIPPED if replayed is None else log.EXIT_SKIPPED
     if tail:
         return log.TAIL_CAPTURED if replayed is None else log.EXIT_CAPTURED
-    total = sum(prefill.extend_lens)
-    if replayed is not None:
-        return TAIL_NOT_CAPTURED
-    return log.TAIL_EAGER if rows[-1] < total else gate.NOTHING_TO_SKIP
+    if workload.due_rows(prefill, lambda total, read: read < total) == sum(prefill.extend_lens):
+        return gate.NOTHING_TO_SKIP
+    return log.TAIL_EAGER if replayed is None else TAIL_NOT_CAPTURED
 
 
 # -- what it says ----------------------------------------------------------------------------

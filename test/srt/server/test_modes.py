@@ -199,9 +199,8 @@ def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
         assert server.verifications()
         assert_all_stock(server.verifications())
     assert [line for line in drafting[0].log_lines("cpu graph: True") if "accept len" in line]
-    lines = drafting[0].log_lines("Gemma 4 fast prefill is active")
-    assert len(lines) == ranks_of(drafting[0])
-    assert all(line.endswith(f"replayed for up to {RECORDED_ROWS[-1]} rows") for line in lines)
+    for line in ("Gemma 4 fast prefill is active", "the tail is captured from layer"):
+        assert len(drafting[0].log_lines(line)) == ranks_of(drafting[0])
 
 
 def test_drafts_overlap_scheduling(drafting: tuple[Server, Server]) -> None:

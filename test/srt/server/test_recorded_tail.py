@@ -27,6 +27,7 @@ from ask import (
 from layer_rows import FIRST_CUT, assert_all_fast, cut
 from server import CHUNK, RECORDED_ROWS, Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_yoco.loading import metrics
 
 if not hasattr(SRTPlatform, "get_full_graph_backend_cls"):
     pytest.skip("this SGLang asks no platform for its graphs", allow_module_level=True)
@@ -45,12 +46,12 @@ def assert_replayed(prefills: list[Any], replays: int) -> None:
 def test_it_says_that_it_is_recorded(both_servers: tuple[Server, Server]) -> None:
     recorded, stock = both_servers
     generate(recorded, tokens(50, seed=1))
-    [line] = recorded.log_lines("the tail is recorded from")
+    [line] = recorded.log_lines("the tail is captured from")
     rows = ", ".join(map(str, RECORDED_ROWS))
     assert f"from layer {FIRST_CUT} on for {rows} rows in " in line
-    [line] = recorded.log_lines("fast prefill is active")
-    assert line.endswith(f"tail replayed for up to {RECORDED_ROWS[-1]} rows")
-    assert not stock.log_lines("the tail is recorded from")
+    [state] = [state[metrics.ENTRY] for state in recorded.states()]
+    assert state["tail"] == f"captured for up to {RECORDED_ROWS[-1]} rows"
+    assert not stock.log_lines("the tail is captured from")
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

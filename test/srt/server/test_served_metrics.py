@@ -96,7 +96,7 @@ def test_server_info_has_the_same_numbers(measured: Server) -> None:
         assert state["active"] is True
         assert state["reason"] is None
         assert "inside layer 3" in state["cut"]
-        assert state["tail"].startswith("launched (")
+        assert state["tail"].startswith("eager (")
         assert state["forwards"] == forwards
         assert state["rows"] == series(measured, ROWS, "part")
 

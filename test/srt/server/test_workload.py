@@ -134,8 +134,8 @@ def hybrid_server(
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        ("recorded_server", "WindowedTorchNativeBackend, planned ahead, "),
-        ("hybrid_server", "HybridAttnBackend, planned ahead on WindowedTorchNativeBackend, "),
+        ("recorded_server", "WindowedTorchNativeBackend"),
+        ("hybrid_server", "HybridAttnBackend, the tail's by WindowedTorchNativeBackend"),
     ],
     ids=["one backend", "beside another attention backend"],
 )

@@ -114,6 +114,7 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("DFLASH", {"spec_algorithm": SpeculativeAlgorithm.DFLASH}, gate.SPECULATIVE),
     ("a LoRA row", {"lora_ids": [None, "adapter", None]}, gate.LORA),
     ("multi-item", {"multi_item_delimiter_indices": [torch.tensor([1])]}, "multi-item scoring"),
+    ("setwise", {"token_indices_to_pool": [torch.tensor([1])]}, "setwise scoring"),
     ("input embeds", {"input_embeds": torch.zeros(9, 4)}, "input embeddings"),
     ("replaced embeds", {"replace_embeds": torch.zeros(1, 4)}, "replaced embeddings"),
     ("full graph", {"full_prefill_cuda_graph_capture": True}, gate.CAPTURING),
@@ -231,7 +232,8 @@ def test_a_front_that_is_replayed() -> None:
 # ---------------------------------------------------------------- is it worth it?
 
 # Rows in all, rows that are read, where and how the tail runs, and whether it pays.
-CPU, GPU, CAPTURED = {}, {"on_gpu": True}, {"eager": False}
+CPU: dict[str, bool] = {}
+GPU, CAPTURED = {"on_gpu": True}, {"eager": False}
 WORTH: list[tuple[int, int, dict[str, Any], bool]] = [
     (4, 1, CPU, True),
     (3, 1, CPU, False),
