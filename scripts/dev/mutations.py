@@ -819,8 +819,6 @@ _WRITTEN = [
         ("the residual of a batch is not written",
          '"residual_stream", None) is not None:\n        residual_batch',
          '"residual_stream", None) is not None and False:\n        residual_batch', HELPERS),
-        ("the tail's residual is not begun", "        residual_batch.start(forward_batch)\n", "",
-         CUT),
         ("a pending residual counts as written",
          "    if stream.pending is not None:\n        return False\n", "",
          f"{DONOR}::TestResidualIsWritten"),
