@@ -209,8 +209,8 @@ CHUNK = "an intermediate chunk"
 def _shows(way: str, batch: str) -> bool:
     """Whether it lies on the way of such a batch."""
     if batch == CHUNK:
-        return way.startswith(("keys", "values"))
-    of_chunks = "intermediate chunks" in way
+        return way.startswith(("keys", "values", "unread"))
+    of_chunks = way.startswith("unread")
     return not of_chunks and (batch == "replayed" or not way.startswith("a stale"))
 
 

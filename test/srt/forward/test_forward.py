@@ -443,6 +443,7 @@ def test_metadata_is_given_back(engine: Engine) -> None:
     assert attention is not None
     tail, seen = attention.tail, list[Any]()
     planned, stock = object(), tail.init_forward_metadata
+    scheduled = engine.schedule(BATCHES["input logprobs"])  # its prefixes run in forwards of their own
 
     def planning(batch: Any) -> None:
         stock(batch)
@@ -455,7 +456,7 @@ def test_metadata_is_given_back(engine: Engine) -> None:
     hooks = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
         with replaced(tail, init_forward_metadata=planning), switched("1"):
-            engine.forward(engine.schedule(BATCHES["input logprobs"]))
+            engine.forward(scheduled)
     finally:
         for hook in hooks:
             hook.remove()
