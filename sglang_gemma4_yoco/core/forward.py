@@ -65,17 +65,11 @@ def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def serve(
-    state: ModelState, forward_batch: Any, forward: Forward, *, in_graph: bool = False
-) -> Any:
-    """Run a forward on the path that was decided for its batch; what the model goes on with.
-
-    Args:
-        in_graph: as of ``gate.check_eligibility``.
-    """
+def serve(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
+    """Run a forward on the path that was decided for its batch; what the model goes on with."""
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
     try:
-        decided = gate.decision(state, forward_batch, in_graph=in_graph)
+        decided = gate.decision(state, forward_batch)
         if not isinstance(decided, str):
             return _cut(state, decided, forward)
     except NotCuttableError as late:  # on all ranks alike, as any refusal

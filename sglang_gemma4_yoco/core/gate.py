@@ -118,7 +118,7 @@ def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
     return Plan(forward_batch, tail, attention, runner, runner.outcome)
 
 
-def decision(state: ModelState, forward_batch: Any, *, in_graph: bool = False) -> Plan | str:
+def decision(state: ModelState, forward_batch: Any) -> Plan | str:
     """What was decided of this very batch, taken from it; or why it was never planned.
 
     Two things can come about since: a graph is captured now (on AMD SGLang begins to after
@@ -131,7 +131,7 @@ def decision(state: ModelState, forward_batch: Any, *, in_graph: bool = False) -
     setattr(forward_batch, ENTRY, None)  # else batch and plan would hold each other
     if isinstance(decided, str):
         return decided
-    if not in_graph and seams.is_capturing():
+    if state.is_capturing():
         return CAPTURING
     current = seams.current_attn_backend()
     return decided if current is decided.attention.main else NOT_PLANNED
@@ -146,15 +146,11 @@ def ineligible_reason(state: ModelState, forward_batch: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def check_eligibility(
-    state: ModelState, forward_batch: Any, *, in_graph: bool = False
-) -> Eligible | str:
+def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
     """May this forward skip rows in the shared layers?
 
     Args:
         forward_batch: the batch that the model is about to run, SGLang's ``ForwardBatch``.
-        in_graph: whoever asks runs the layers before the cut from a graph, and so may be cut
-            where the model's own forward may not.
 
     Returns:
         What was found out about it; or why it must run as stock, in one line, fit for a log and as
@@ -168,7 +164,7 @@ def check_eligibility(
         extends = mode is not None and mode.is_extend_without_speculative()
         reason = None if extends else NO_EXTEND
     reason = reason or state.refused
-    if reason is None and not in_graph and seams.is_capturing():
+    if reason is None and state.is_capturing():
         reason = CAPTURING
     reason = reason or _fields(state, forward_batch) or _lengths(forward_batch)
     if reason is not None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
@@ -68,6 +69,7 @@ class ModelState:
         captured: the captured tail, if there is one.
         planner: called with this and each batch, no decode step, whose attention SGLang has
             planned.
+        is_capturing: whether what runs now is being captured in a CUDA graph.
         after_cut: called with each forward that was cut, its plan and its output; returns the
             output that the model goes on with. None if nothing is to be done.
         failures_in_a_row: of the fast path.
@@ -82,6 +84,7 @@ class ModelState:
         self.attention = attention
         self.captured: CapturedTail | None = None
         self.planner: Callable[[ModelState, Any], None] = lambda *_: None
+        self.is_capturing: Callable[[], bool] = seams.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
         self.facts: dict[str, Any] = {}

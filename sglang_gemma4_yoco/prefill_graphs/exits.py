@@ -137,19 +137,19 @@ class PrefillGraphExits:
         self._batch = forward_batch
         try:
             planner = partial(gate.plan_batch, make=self._make_plan)
-            with replaced(self._state, planner=planner):
+            # SGLang replays now what it has captured; nothing is captured anew.
+            with replaced(self._state, planner=planner, is_capturing=lambda: False):
                 return stock(forward_batch, **kwargs)
         finally:
             self._batch = None
-            setattr(forward_batch, ENTRY, None)  # the plan, if it failed before it was replayed
 
     def _replay(self, stock: Callable[..., Any], bucket: Any, batch: Any, **kwargs: Any) -> Any:
         to_its_end = partial(stock, bucket, batch, **kwargs)
         forward = ExitForward(self._state, *self._graphs[bucket], batch, to_its_end)
-        return serve(self._state, self._batch, forward, in_graph=True)
+        return serve(self._state, self._batch, forward)
 
     def _make_plan(self, state: ModelState, forward_batch: Any) -> Plan | str:
-        found = gate.check_eligibility(state, forward_batch, in_graph=True)
+        found = gate.check_eligibility(state, forward_batch)
         if isinstance(found, str):
             return found
         if self.closed is not None:

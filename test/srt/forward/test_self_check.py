@@ -318,7 +318,7 @@ def test_what_cannot_be_compared_is_said(engine: Engine, monkeypatch: pytest.Mon
         small.setattr(requests, "_lengths", lambda *_: [(5000, 5)])
         assert checked(engine) == Checked(unchecked=requests.NO_ROOM)
     with monkeypatch.context() as refused:
-        refused.setattr(seams, "is_capturing", lambda: True)
+        refused.setattr(start.of(engine.text_model), "is_capturing", lambda: True)
         assert checked(engine) == Checked(unchecked=gate.CAPTURING)
     with monkeypatch.context() as unseen:
         unseen.setattr(log, "_count", lambda *_, **__: None)

@@ -40,6 +40,7 @@ from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.kept import KeptRows
+from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import eligible_batch, model, reason_of
@@ -219,14 +220,13 @@ def test_graph_capture(capturing: Any) -> None:
     assert reason_of(model(), eligible_batch()) is None
 
 
-def test_a_front_that_is_replayed() -> None:
-    """Whoever replays it asks for itself; all other reasons hold."""
+def test_a_captured_prefill_that_is_replayed() -> None:
+    """Whoever replays it knows that nothing is captured now; all other reasons hold."""
     state = start.of(model())
-    with enable_breakable_cuda_graph():
-        found = gate.check_eligibility(state, eligible_batch(), in_graph=True)
-        assert isinstance(found, gate.Eligible)
+    with enable_breakable_cuda_graph(), replaced(state, is_capturing=lambda: False):
+        assert isinstance(gate.check_eligibility(state, eligible_batch()), gate.Eligible)
         batch = eligible_batch(lora_ids=["a", None, None])
-        assert gate.check_eligibility(state, batch, in_graph=True) == gate.LORA
+        assert gate.check_eligibility(state, batch) == gate.LORA
 
 
 # ---------------------------------------------------------------- is it worth it?
