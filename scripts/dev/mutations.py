@@ -382,7 +382,8 @@ _WRITTEN = [
          f"{TAILS_BATCH}::test_a_batch_is_not_held"),
         ("a refused batch is judged once more",
          "        return decided\n    if state.is_capturing()",
-         "        return ineligible_reason(state, forward_batch) or decided\n    if state.is_capturing()",
+         "        return ineligible_reason(state, forward_batch) or decided\n"
+         "    if state.is_capturing()",
          f"{HOST_WORK}::test_the_gate_is_asked_once"),
         ("a plan is used while a graph is captured",
          "    if state.is_capturing():\n        return CAPTURING\n", "",

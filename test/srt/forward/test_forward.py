@@ -443,7 +443,7 @@ def test_metadata_is_given_back(engine: Engine) -> None:
     assert attention is not None
     tail, seen = attention.tail, list[Any]()
     planned, stock = object(), tail.init_forward_metadata
-    scheduled = engine.schedule(BATCHES["input logprobs"])  # its prefixes run in forwards of their own
+    scheduled = engine.schedule(BATCHES["input logprobs"])  # runs the forwards of its prefixes
 
     def planning(batch: Any) -> None:
         stock(batch)
