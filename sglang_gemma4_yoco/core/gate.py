@@ -30,9 +30,11 @@ NO_EXTEND = "the batch is no plain extend"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 _OTHER_MODE = "forward mode "
 
-# Frozen-KV MTP captures FULL, and of it reads the last row of each prompt: its draft model has no
-# K/V of its own that prompt rows would have to fill, and attends to the target's.
-LAST_ROW_DRAFTS = ("FROZEN_KV_MTP",)
+# Speculative decoding whose drafts read no row of a prompt but its last. NGRAM looks drafts up in
+# the text. A STANDALONE draft model runs on the prompt's ids by itself. Frozen-KV MTP attends to the
+# target's K and V; it captures FULL, and reads the last row of each prompt.
+_CAPTURES_FULL = "FROZEN_KV_MTP"
+LAST_ROW_DRAFTS = (_CAPTURES_FULL, "NGRAM", "STANDALONE")
 
 # What an operator need not hear of: such a batch is no prefill, or has nothing worth skipping; and
 # embeddings of these models end SGLang's own server, whose error should be the last line.
@@ -185,15 +187,22 @@ def _fields(state: ModelState, forward_batch: Any) -> str | None:
     # Index i captures the input of layer i, which is all rows' up to the cut alone.
     if max(state.model.layers_to_capture or (0,)) >= state.cut:
         return CAPTURE_IN_TAIL
-    algorithm = getattr(forward_batch, "spec_algorithm", None)
-    speculates = algorithm is not None and not algorithm.is_none()
-    if speculates and getattr(algorithm, "name", None) not in LAST_ROW_DRAFTS:
+    drafts = _drafts(forward_batch)
+    if drafts not in (None, *LAST_ROW_DRAFTS):
         return SPECULATIVE
     capture = getattr(forward_batch, "capture_hidden_mode", None)
-    if capture not in _LAST_ROW_CAPTURES and not speculates:
+    if capture not in _LAST_ROW_CAPTURES and drafts != _CAPTURES_FULL:
         return HIDDEN_STATES
     adapters = getattr(forward_batch, "lora_ids", None) or ()
     return LORA if len(adapters) > list(adapters).count(None) else None
+
+
+def _drafts(forward_batch: Any) -> str | None:
+    """The algorithm of the server's speculative decoding, or None."""
+    algorithm = getattr(forward_batch, "spec_algorithm", None)
+    if algorithm is None or algorithm.is_none():
+        return None
+    return str(getattr(algorithm, "name", algorithm))
 
 
 def _lengths(forward_batch: Any) -> str | None:
@@ -230,13 +239,15 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
 
     SGLang throws away what it samples from an unfinished chunk. It counts running requests that
     decode along in a mixed batch as unfinished as well, though their rows are read; those have one
-    new token each, so a batch with such a request counts as read.
+    new token each, so a batch with such a request counts as read. A draft may go on from the token
+    that is sampled from a chunk, so beside drafts every chunk counts as read.
     """
     capture = getattr(forward_batch, "capture_hidden_mode", None)
     return (
         not getattr(forward_batch, "contains_last_prefill_chunk", True)
         and min(forward_batch.extend_seq_lens_cpu) > 1
         and capture in (None, seams.CaptureHiddenMode.NULL)
+        and _drafts(forward_batch) is None
         and not _wants_input_logprobs(forward_batch)
     )
 

@@ -15,7 +15,7 @@ def install() -> None:
     """Put the functions of this module where SGLang looks theirs up."""
     from sglang.srt.managers import overlap_utils
     from sglang.srt.mem_cache import allocation, memory_pool
-    from sglang.srt.speculative import eagle_utils, eagle_worker_common
+    from sglang.srt.speculative import eagle_utils, eagle_worker_common, spec_utils
 
     allocation.assign_req_to_token_pool_func = write_slots
     memory_pool.copy_all_layer_kv_cache_func = move_nothing
@@ -23,6 +23,7 @@ def install() -> None:
     eagle_utils.build_tree_kernel_efficient_func = build_chain
     eagle_utils.verify_tree_greedy_func = verify_chain
     eagle_worker_common.fill_bonus_tokens_func = last_accepted
+    spec_utils.move_accept_tokens_to_target_kvcache = leave_accepted
 
 
 def write_slots(
@@ -52,6 +53,23 @@ def move_nothing(
     """Stand in for the mover of K/V, which pools try out when built, and chains never need."""
     if not torch.equal(target_slots, source_slots):
         raise NotImplementedError("K/V of accepted drafts is moved in trees of drafts only")
+
+
+def leave_accepted(
+    batch: Any, accept_index: torch.Tensor, num_correct_drafts: torch.Tensor, _allocator: Any
+) -> None:
+    """Stand in for the mover of K/V of accepted drafts: those of a chain lie where they belong.
+
+    Args:
+        accept_index: [requests, n], the accepted of the batch's tokens; -1 after the last.
+        num_correct_drafts: [requests], how many follow each request's first one.
+    """
+    width = batch.input_ids.numel() // len(num_correct_drafts)
+    for request, more in enumerate(num_correct_drafts.tolist()):
+        first = request * width
+        accepted = accept_index[request, : more + 1].tolist()
+        if accepted != list(range(first, first + more + 1)):
+            raise NotImplementedError("K/V of accepted drafts is moved in trees of drafts only")
 
 
 def gather_rows(

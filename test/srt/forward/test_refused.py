@@ -29,7 +29,7 @@ from forwards import (
     assert_stock,
 )
 from layer_rows import FIRST_CUT, LAYERS
-from observe import TOLERANCE, run
+from observe import TOLERANCE, run, switched
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
@@ -62,6 +62,14 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
             "spec_algorithm": SpeculativeAlgorithm.DFLASH,
         },
         limits.SPECULATIVE,
+    ),
+    (
+        "hidden states of every row beside NGRAM",
+        {
+            "capture_hidden_mode": CaptureHiddenMode.FULL,
+            "spec_algorithm": SpeculativeAlgorithm.NGRAM,
+        },
+        limits.HIDDEN_STATES,
     ),
     ("a LoRA row", {"lora_ids": [None, "adapter"]}, limits.LORA),
 ]
@@ -114,6 +122,21 @@ def test_last_hidden_states_of_a_server(engine: Engine, restarted: Callable[...,
     skip_on_older("ServerArgs", releases.unknown_arguments(last))
     restarted(**last)
     assert_fast(engine)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [SpeculativeAlgorithm.NGRAM, SpeculativeAlgorithm.STANDALONE]
+)
+def test_drafts_that_read_no_row_but_the_last(
+    engine: Engine, batches_with: Callable[..., None], algorithm: SpeculativeAlgorithm
+) -> None:
+    batches_with(spec_algorithm=algorithm)
+    assert_fast(engine)
+    # A draft may go on from the token of a chunk that does not finish its prompt.
+    with switched("1"):
+        engine.forward(engine.schedule(TWO_PROMPTS), unread=True)
+    assert not log.forwards[log.TAIL_SKIPPED]
+    assert set(log.forwards) <= set(log.CUT)
 
 
 def test_full_capture_of_frozen_kv_drafts(
