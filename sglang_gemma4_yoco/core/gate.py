@@ -31,8 +31,8 @@ NOT_PLANNED = "the tail's attention was not planned for this batch"
 _OTHER_MODE = "forward mode "
 
 # Speculative decoding whose drafts read no row of a prompt but its last. NGRAM looks drafts up in
-# the text. A STANDALONE draft model runs on the prompt's ids by itself. Frozen-KV MTP attends to the
-# target's K and V; it captures FULL, and reads the last row of each prompt.
+# the text. A STANDALONE draft model runs on the prompt's ids by itself. Frozen-KV MTP attends to
+# the target's K and V; it captures FULL, and reads the last row of each prompt.
 _CAPTURES_FULL = "FROZEN_KV_MTP"
 LAST_ROW_DRAFTS = (_CAPTURES_FULL, "NGRAM", "STANDALONE")
 

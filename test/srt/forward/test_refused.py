@@ -124,19 +124,19 @@ def test_last_hidden_states_of_a_server(engine: Engine, restarted: Callable[...,
     assert_fast(engine)
 
 
-@pytest.mark.parametrize(
-    "algorithm", [SpeculativeAlgorithm.NGRAM, SpeculativeAlgorithm.STANDALONE]
-)
+@pytest.mark.parametrize("algorithm", [SpeculativeAlgorithm.NGRAM, SpeculativeAlgorithm.STANDALONE])
 def test_drafts_that_read_no_row_but_the_last(
     engine: Engine, batches_with: Callable[..., None], algorithm: SpeculativeAlgorithm
 ) -> None:
     batches_with(spec_algorithm=algorithm)
     assert_fast(engine)
     # A draft may go on from the token of a chunk that does not finish its prompt.
+    before = log.forwards.copy()
     with switched("1"):
         engine.forward(engine.schedule(TWO_PROMPTS), unread=True)
-    assert not log.forwards[log.TAIL_SKIPPED]
-    assert set(log.forwards) <= set(log.CUT)
+    outcomes = set(log.forwards - before)
+    assert outcomes
+    assert outcomes <= set(log.CUT) - {log.TAIL_SKIPPED}
 
 
 def test_full_capture_of_frozen_kv_drafts(
@@ -219,7 +219,6 @@ SERVERS: list[tuple[dict[str, Any], str]] = [
     ({"enable_lora": True, **LORA_SHAPE}, limits.LORA),
     ({"lora_paths": ["name=path"]}, limits.LORA),
     ({"enable_return_hidden_states": True}, limits.HIDDEN_STATES),
-    ({"speculative_algorithm": "NGRAM"}, limits.SPECULATIVE),
     (
         {**DRAFTS, "enable_return_hidden_states": True},
         f"{limits.HIDDEN_STATES}, beside speculative decoding",
