@@ -22,7 +22,7 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
     """The span in which SGLang captures graphs of this model.
 
     Its capture of prefills is repaired where the operator has asked for them, but not on a server
-    of which no batch may be cut: what else is set up there was never tried with a repair.
+    of which no batch may be cut: its setup was never tried with a repair.
     """
     _detach(runner)
     multimodal, why = runner.model_config.is_multimodal, None
@@ -66,11 +66,10 @@ def attach(runner: Any, state: ModelState) -> None:
         checked = check.at_start(runner, state, max(exits.segments))
         state.facts["exits_check"] = checked.facts()
         # A rank that leaves a graph would wait for one that runs it to its end.
-        others = ranks.reason_ranks_differ(f"exits agree with stock: {checked.agrees}")
-        reason = others
+        reason = ranks.reason_ranks_differ(f"exits agree with stock: {checked.agrees}")
         if not checked.agrees:
             reason, level = f"the check found {checked.worst}", logging.ERROR
-    if exits is not None and reason is None:
+    if reason is None:
         state.facts["exits"] = f"open {exits}"
         log.once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
         return

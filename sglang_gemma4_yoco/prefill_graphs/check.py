@@ -1,31 +1,19 @@
-"""A captured prefill that was left at its exit, beside the same graph run to its end.
-
-Up to the exit both are the very same graph of the same bucket: there is no rounding between them.
-So each thing that can go wrong at the exit is compared. K and V of layer S-1 are made once more of
-the rows at the exit and of their positions, and must be those that lie there. The tail must give
-what its layers give eagerly on the same rows. K and V in the pool must be those that the graph
-writes when it runs to its end.
-"""
+"""The check of exits at start: synthetic prefills leave at them, each compared with its graph."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import log, seams
-from sglang_gemma4_yoco.captured import proof
-from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
-from sglang_gemma4_yoco.checking import layerwise, requests, rounding, start
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.checking import requests, rounding, start
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.core import donor
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
-
-if TYPE_CHECKING:
-    from sglang_gemma4_yoco.prefill_graphs.exits import ExitForward
 
 NOT_TAKEN = "not every prefill of the check has left at an exit"
 
@@ -34,7 +22,7 @@ def at_start(runner: Any, state: ModelState, longest: int) -> Checked:
     """Have synthetic prompts that finish, and chunks that do not, leave at exits, which are open.
 
     Args:
-        runner: SGLang's ``ModelRunner``, which serves nobody at the moment.
+        runner: SGLang's ``ModelRunner``, which serves no requests at the moment.
         longest: tokens of the largest bucket.
 
     Raises:
@@ -45,7 +33,7 @@ def at_start(runner: Any, state: ModelState, longest: int) -> Checked:
         return Checked(unchecked=unchecked)
     found, finished, tail = list[Finding](), list[bool](), state.captured
 
-    def compared(forward: ExitForward, plan: Plan, output: torch.Tensor) -> torch.Tensor:
+    def compared(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
         found.extend(forward.findings(plan, output))
         finished.append(plan.runner is not None)
         return output
@@ -73,53 +61,3 @@ def at_start(runner: Any, state: ModelState, longest: int) -> Checked:
         log.failure("Gemma 4 fast prefill: exits could not be checked", failure)
         found.append(rounding.defect(NOT_TAKEN))
     return Checked(rounding.worst(found))
-
-
-@torch.no_grad()
-def findings(forward: ExitForward, plan: Plan, output: torch.Tensor) -> list[Finding]:
-    """What differs; the graph has run to its end when this returns.
-
-    Args:
-        forward: has left at the exit, and nothing has run since.
-        output: [bucket, hidden], what it has given; overwritten.
-    """
-    state = forward.state
-    found = _at_the_exit(forward, plan)
-    if plan.runner is not None:
-        found.append(_tail(forward, plan, output))
-    caches, slots = layerwise.donor_cache(state, plan)
-    written = [cache[slots] for cache in caches]
-    for cache in caches:
-        cache[slots] = 0  # else a graph that wrote none would be compared with the exit's
-    forward.stock()
-    stock = [cache[slots] for cache in caches]
-    compared = layerwise.compare_keys_and_values(state.cut, stock, written)
-    return found + rounding.findings(compared)
-
-
-def _at_the_exit(forward: ExitForward, plan: Plan) -> list[Finding]:
-    point, rows, layer = forward.point, plan.tail.kept.total, forward.state.tail_layers[0]
-    assert point is not None
-    normed, lying = (
-        layer.input_layernorm(point.rows[:rows]),
-        (point.keys[:rows], point.values[:rows]),
-    )
-    made = donor.keys_and_values(layer.self_attn, normed, forward.batch.positions[:rows])
-    compared = layerwise.compare_keys_and_values(forward.state.cut, made, lying, "at the exit")
-    return rounding.findings(compared)
-
-
-def _tail(forward: ExitForward, plan: Plan, output: torch.Tensor) -> Finding:
-    """The tail's rows, beside its layers on the same rows and the K and V just written."""
-    state, index, tail = forward.state, plan.tail.index, forward.state.captured
-    assert isinstance(plan.runner, Replay)
-    assert isinstance(tail, TailGraphs)
-    bucket, inputs = tail.bucket_for(plan.tail.kept), plan.runner.inputs.copied()
-    assert bucket is not None
-    if inputs.embeds is not None:
-        ids = plan.batch.input_ids.index_select(0, index)
-        inputs.embeds.copy_(state.model.embed_tokens(ids))
-        if inputs.embedded is not None:
-            inputs.embedded.copy_(state.model.get_per_layer_inputs(ids)[:, state.cut :])
-    eager, _ = tail.difference(bucket, inputs)
-    return proof.difference(eager, output.index_select(0, index))

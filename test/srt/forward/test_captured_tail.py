@@ -122,7 +122,7 @@ def outcomes() -> dict[str, int]:
 
 def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
     """The recorder's own graphs, by row count."""
-    found: dict[int, RecordedGraph] = tail._captured._backend.graphs
+    found: dict[int, RecordedGraph] = tail._captured.graphs
     return found
 
 
@@ -141,14 +141,14 @@ class Ran:
 def watched_replays(tail: TailGraphs) -> Iterator[list[Ran]]:
     """Yields the replays of the span."""
     seen: list[Ran] = []
-    replay = backend.GraphBackend.replay
+    replay = tail._captured.replay
 
-    def noting(backend: Any, size: int) -> Any:
+    def noting(size: int, batch: Any) -> Any:
         inputs = {name: t[:size].clone() for name, t in vars(tail._inputs).items()}
         seen.append(Ran(size, inputs))
-        return replay(backend, size)
+        return replay(size, batch)
 
-    with mock.patch.object(backend.GraphBackend, "replay", noting):
+    with replaced(tail._captured, replay=noting):
         yield seen
 
 
@@ -244,23 +244,6 @@ def test_chunks_and_the_steps_after_them(engine: Engine, tail: TailGraphs) -> No
         assert_same_answers(stock, fast, TOLERANCE)
 
 
-def test_prefixes_of_replayed_prefills_are_as_good(engine: Engine, tail: TailGraphs) -> None:
-    """What is in the cache was itself written before a replay."""
-    prompts = batch_of((60, 9), (31, 12))
-    stock = run(engine, engine.schedule(prompts, prefix="0"), "0")
-    fast = run(engine, engine.schedule(prompts, prefix="1"), "1")
-    assert fast.rows == [21] * FIRST_CUT
-    assert_same_answers(stock, fast, TOLERANCE)
-    assert outcomes() == {log.TAIL_CAPTURED: 2}
-
-
-def test_batches_leave_nothing_to_one_another(engine: Engine, tail: TailGraphs) -> None:
-    """Large and small ones in turns: what pads a batch are rows of the one before."""
-    batches = [batch_of(*[(5 * i, 9 + i)] * n) for i, n in enumerate((4, 3, 1, 2, 4, 1, 3))]
-    for prompts in batches:
-        assert_replayed(engine, prompts)
-
-
 def test_what_pads_a_batch_is_read_by_nobody(engine: Engine, tail: TailGraphs) -> None:
     """Its static rows are poisoned, and K and V of the slot that it attends to."""
     prompts = batch_of((0, 40), (5, 3), (90, 1))
@@ -280,10 +263,6 @@ def test_what_pads_a_batch_is_read_by_nobody(engine: Engine, tail: TailGraphs) -
             place.copy_(values)
         for tensor in floats:
             tensor.zero_()
-
-
-def test_a_mixed_batch(engine: Engine, tail: TailGraphs) -> None:
-    assert_replayed(engine, [*batch_of((5, 30)), *batch_of((9, 1), decodes=True)])
 
 
 def test_full_capture_of_frozen_kv_drafts(
@@ -364,9 +343,8 @@ def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine) -> None:
     with recorded_decode_steps(engine) as decode_steps:
         assert isinstance(known.captured, TailGraphs)
         ours = known.captured._captured
-        assert ours._backend is not decode_steps.backend
-        assert ours.pool is ours._backend._pool
-        assert ours.pool is not decode_steps.backend._pool
+        assert ours is not decode_steps.backend
+        assert ours._pool is not decode_steps.backend._pool
     graphs.drop(known, graphs.NOT_YET)
 
 
@@ -409,7 +387,7 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     held = [weakref.ref(record_tail(engine, MOST))]
     assert isinstance(known.captured, TailGraphs)
     assert buffers() == ["cuda_graph_kv_indices"]
-    batches = [graph.batch for graph in known.captured._graphs.values()]
+    batches = known.captured._batches.values()
     assert [getattr(batch, "residual_stream", None) for batch in batches] == [None] * 3
     assert_replayed(engine, TWO_PROMPTS)
     gc.collect()
@@ -424,7 +402,11 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
 
 @pytest.mark.parametrize("fails", ["capture", "every proof", "another rank"])
 def test_nothing_is_held_of_a_tail_that_is_not_used(
-    engine: Engine, buffers: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, fails: str
+    engine: Engine,
+    buffers: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails: str,
 ) -> None:
     def impossible(*_: Any) -> None:
         raise InjectedError(fails)
@@ -434,9 +416,9 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
 
     with monkeypatch.context() as broken:
         if fails == "capture":
-            broken.setattr(backend.GraphBackend, "capture", impossible)
+            broken.setattr(TailGraphs, "_tail", impossible)
         elif fails == "every proof":
-            broken.setattr(proof, "difference", lambda *_: rounding.defect("the captured tail"))
+            broken.setattr(proof, "findings", lambda *_: [rounding.defect("the captured tail")])
         else:
             broken.setattr(ranks, "reason_ranks_differ", disagreement)
         with pytest.raises(AssertionError):
@@ -448,6 +430,8 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         "another rank": ranks.NOT_ALIKE,
     }
     assert (known.captured, why_eager(engine)) == (None, because[fails])
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == {"capture": 1, "every proof": 3, "another rank": 0}[fails]
     assert buffers() == []
     assert_replayed(engine, TWO_PROMPTS, eager=True)
 
@@ -476,12 +460,29 @@ def test_recorded_in_inference_mode(engine: Engine) -> None:
     graphs.drop(known, graphs.NOT_YET)
 
 
-def test_all_row_counts_by_default(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "requests", "rows"),
+    [(None, 8, (1, 2, 4, 8)), (None, 99, (1, 2, 4, 8, 16, 32)), (2, 8, (1, 2)), (4, 3, (1, 2))],
+)
+def test_rows_that_are_captured(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: Callable[..., None],
+    wanted: int | None,
+    requests: int,
+    rows: tuple[int, ...],
+) -> None:
+    """No more than the operator wants, nor than requests can run at a time."""
     known = start.of(engine.text_model)
     graphs.drop(known, graphs.NOT_YET)
-    with recorded_decode_steps(engine):
-        assert isinstance(known.captured, TailGraphs), why_eager(engine)
-        assert known.captured.rows == (1, 2, 4, 8, 16, 32)
+    setting(graph_rows=wanted)
+    pool = SimpleNamespace(**vars(engine.runner.req_to_token_pool) | {"size": requests})
+    with monkeypatch.context() as other:
+        other.setattr(engine.runner, "req_to_token_pool", pool)
+        other.setattr(proof, "prove", lambda *_: None)
+        with recorded_decode_steps(engine):
+            assert isinstance(known.captured, TailGraphs), why_eager(engine)
+            assert known.captured.rows == rows
     graphs.drop(known, graphs.NOT_YET)
 
 
@@ -554,14 +555,14 @@ def test_each_input_is_filled_for_each_batch(engine: Engine, tail: TailGraphs, n
     prompts, static = batch_of((0, 40), (5, 3)), getattr(tail._inputs, name)
     scheduled = engine.schedule(prompts)
     stock = run(engine, scheduled, "0")
-    replay = backend.GraphBackend.replay
+    replay = tail._captured.replay
 
-    def stale(backend: Any, key: int) -> Any:
+    def stale(*graph: Any) -> Any:
         other = static[:2].flip(0) if name != "rows" else static[:2].neg()
         static[:2].copy_(other)
-        return replay(backend, key)
+        return replay(*graph)
 
-    with mock.patch.object(backend.GraphBackend, "replay", stale):
+    with replaced(tail._captured, replay=stale):
         fast = run(engine, scheduled, "1")
     assert fast.rows == [43] * FIRST_CUT
     want, got = stock.output.next_token_logits, fast.output.next_token_logits
@@ -606,7 +607,7 @@ def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: Tai
 
 def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> None:
     """So that a key more or less in a window shows."""
-    attentions = tail.attentions
+    attentions = [layer.self_attn.attn for layer in tail.state.tail_layers]
     caches = [buffer for attention in attentions for buffer in _caches(engine, attention)]
     with proof._a_request(engine.runner, attentions, torch.Generator().manual_seed(0)) as tokens:
         assert tokens > E2B_TINY.sliding_window
@@ -665,35 +666,7 @@ def test_a_graph_that_differs_is_not_used(
         graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
 
 
-def test_no_graph_is_left(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = start.of(engine.text_model)
-    monkeypatch.setattr(proof, "difference", lambda *_: rounding.defect("the captured tail"))
-    with pytest.raises(AssertionError, match=graphs.NONE_GOOD):
-        record_tail(engine, MOST)
-    assert known.captured is None
-    assert_replayed(engine, TWO_PROMPTS, eager=True)
-
-
 # ---------------------------------------------------------------- failures
-
-
-def test_a_failing_recording_leaves_a_working_server(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    known = start.of(engine.text_model)
-    graphs.drop(known, graphs.NOT_YET)
-
-    def impossible(*_: Any) -> None:
-        raise InjectedError("no memory for a graph")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(backend.GraphBackend, "capture", impossible)
-        with pytest.raises(AssertionError, match="capturing failed: InjectedError"):
-            record_tail(engine, MOST)
-    assert known.captured is None
-    [record] = [r for r in caplog.records if r.levelno == logging.ERROR]
-    assert "no memory for a graph" in record.getMessage()
-    assert_replayed(engine, TWO_PROMPTS, eager=True)
 
 
 def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
@@ -707,7 +680,7 @@ def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
         raise InjectedError("on one rank")
 
     with monkeypatch.context() as broken:
-        broken.setattr(backend.GraphBackend, "capture", impossible)
+        broken.setattr(TailGraphs, "_tail", impossible)
         broken.setattr(seams, "is_single_rank", lambda: False)
         with pytest.raises(InjectedError, match="on one rank"):
             record_tail(engine, MOST)
@@ -723,10 +696,7 @@ def test_a_failing_replay_is_served_by_stock(
     scheduled = engine.schedule(TWO_PROMPTS)
     stock = run(engine, scheduled, "0")
 
-    def impossible(*_: Any) -> None:
-        raise InjectedError("no graph")
-
-    with mock.patch.object(backend.GraphBackend, "replay", impossible):
+    with mock.patch.object(tail._captured, "replay", side_effect=InjectedError):
         fast = run(engine, scheduled, "1")
     total = sum(scheduled.extend_lens)
     assert fast.rows == [total] * FIRST_CUT + [total] * LAYERS
@@ -866,10 +836,6 @@ class TestReasons:
         monkeypatch.setattr(pool, "layer_transfer_counter", object(), raising=False)
         assert reason(engine) == graphs.LOADED_MEANWHILE
 
-    def test_too_little_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(backend, "free_device_memory", lambda _: 900 << 20)
-        assert reason(engine) == "only 900 MiB of the GPU's memory are free"
-
 
 def test_the_refused_arguments_are_these() -> None:
     """And SGLang has them."""
@@ -889,29 +855,6 @@ def test_it_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> No
     [_] = [line for line in said if "is active" in line]
     assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
     assert state.facts["tail"] == f"captured for up to {MOST} rows"
-
-
-def test_only_as_many_rows_as_are_asked_for(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
-    assert record_tail(engine, 2).rows == (1, 2)
-    assert_replayed(engine, TWO_PROMPTS)
-    assert_replayed(engine, batch_of((0, 9), (0, 8), (0, 7)), eager=True)
-    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
-
-
-def test_no_more_rows_than_requests_can_run(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The attention backend's buffers have room for so many requests."""
-    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
-    pool = SimpleNamespace(**vars(engine.runner.req_to_token_pool))
-    pool.size = 3
-    with monkeypatch.context() as small:
-        small.setattr(engine.runner, "req_to_token_pool", pool)
-        assert record_tail(engine, MOST, of=2).rows == (1, 2)
-    graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
 
 
 def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:

@@ -36,7 +36,6 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
 from sglang_gemma4_yoco import log, prefill_graphs, seams, settings
 from sglang_gemma4_yoco.captured import graphs
-from sglang_gemma4_yoco.captured.backend import GraphBackend
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
@@ -234,9 +233,10 @@ def assert_same(seen: prefill_exits.Run, stock: prefill_exits.Run, outcome: str)
 
 def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """The tail runs eagerly from then on, so nothing but an intermediate chunk takes an exit."""
-    batch = engine.schedule(FULL)
+    batch, tail = engine.schedule(FULL), start.of(engine.text_model).captured
+    assert isinstance(tail, graphs.TailGraphs)
     stock = run(engine, batch)
-    with mock.patch.object(GraphBackend, "replay", side_effect=InjectedError):
+    with mock.patch.object(tail._captured, "replay", side_effect=InjectedError):
         assert_same(run(engine, batch, fast=True), stock, log.FAILED)
     assert assert_served_alike(engine, FULL) == exits.TAIL_NOT_CAPTURED
     assert assert_served_alike(engine, CHUNK) == log.EXIT_SKIPPED
@@ -260,11 +260,18 @@ def test_a_batch_that_is_never_replayed(engine: Engine) -> None:
 # ---------------------------------------------------------------- checked at start
 
 
+def found_by_exits() -> Any:
+    """Yields the calls of ``findings``."""
+    return mock.patch.object(
+        ExitForward, "findings", autospec=True, side_effect=ExitForward.findings
+    )
+
+
 def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     state = start.of(engine.text_model)
     with (
         caplog.at_level(logging.INFO),
-        mock.patch.object(check, "findings", side_effect=check.findings) as compared,
+        found_by_exits() as compared,
     ):
         assert reattached(engine) is None
     assert [call.args[1].runner is None for call in compared.call_args_list] == [False, True]
@@ -293,14 +300,13 @@ WRONG: dict[str, Callable[[], Any]] = {
     "values": lambda: another_exit(larger_values),
     "no keys written": lambda: mock.patch.object(seams, "write_keys_and_values"),
     "embeddings": lambda: mock.patch.object(ExitForward, "fill", lambda _, b, __: b.embeds.zero_()),
-    "tail": lambda: mock.patch.object(GraphBackend, "replay", larger_rows),
+    "tail": lambda: mock.patch.object(graphs.TailGraphs, "replay", larger_rows),
 }
-_replay = GraphBackend.replay
+_replay = graphs.TailGraphs.replay
 
 
-def larger_rows(self: Any, key: int) -> torch.Tensor:
-    rows: torch.Tensor = _replay(self, key)
-    return rows * 1.001
+def larger_rows(self: graphs.TailGraphs, bucket: int) -> torch.Tensor:
+    return _replay(self, bucket) * 1.001
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -391,7 +397,7 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
     assert isinstance(state.captured, graphs.TailGraphs)
     for rows in (4, 2):
         state.captured.drop(rows)
-    with mock.patch.object(check, "findings", side_effect=check.findings) as compared:
+    with found_by_exits() as compared:
         assert reattached(engine) is None
     assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1, 3]
     graphs.drop(state, "fewer rows")
@@ -443,13 +449,13 @@ def test_a_defect_of_a_served_batch(engine: Engine, what: str) -> None:
 
 def test_keys_that_another_run_has_written_are_not_compared(engine: Engine) -> None:
     """Where SGLang's graph writes none, those that the exit has written are not taken for its."""
-    pool, findings = type(engine.runner.token_to_kv_pool), check.findings
+    pool, findings = type(engine.runner.token_to_kv_pool), ExitForward.findings
 
     def without_writing(forward: ExitForward, *given: Any) -> list[rounding.Finding]:
         with mock.patch.object(pool, "set_kv_buffer"):
             return findings(forward, *given)
 
-    with mock.patch.object(check, "findings", without_writing):
+    with mock.patch.object(ExitForward, "findings", without_writing):
         worst, _ = audited(engine, engine.schedule(FULL))
     assert not worst.is_rounding
     assert "in the pool" in worst.what

@@ -120,7 +120,7 @@ def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     tail = record_tail(engine, 2)
-    (graph, _) = tail._captured._backend.graphs.values()
+    (graph, _) = tail._captured.graphs.values()
     collectives = [call for call in graph._calls if call.function.__name__ == "all_reduce"]
     assert len(collectives) == 2 * (LAYERS - FIRST_CUT)
     assert_every_batch_is_cut(engine, captured=2)

@@ -36,7 +36,6 @@ _ELSEWHERE = {
 }
 # Those that only a release must pass, as a whole: other files show most of it.
 _FOR_A_RELEASE = (
-    "test_decode_graphs_triton.py",
     "test_equivalence_triton.py",
     "test_prefill_role.py",
 )
