@@ -369,7 +369,7 @@ _WRITTEN = [
          "        runner = state.captured.plan(",
          "        attention.plan(forward_batch, tail.fields)\n"
          "        runner = state.captured.plan(",
-         f"{CAPTURED}::test_a_replay_costs_the_host_no_more_than_its_inputs"),
+         f"{CAPTURED}::test_no_tail_is_planned_for_an_unread_chunk"),
         ("a batch that was not planned is cut",
          "        return ineligible_reason(state, forward_batch) or NOT_PLANNED\n",
          "        return make_plan(state, forward_batch)\n",
@@ -1330,9 +1330,6 @@ _WRITTEN = [
          f"{EXITS}::test_exits_of_ranks_are_compared"),
         ("wrong exits stay open", "        if not checked.agrees:\n", "        if False:\n",
          f"{EXITS}::test_wrong_exits_are_closed_at_start"),
-    ),
-    *of(
-        "prefill_graphs/check.py",
         ("what was found of the first run is lost",
          "        found.extend(forward.findings(plan, output))\n",
          "        found[:] = forward.findings(plan, output)\n",

@@ -8,9 +8,9 @@ With S the first KV-shared layer of L, and the cut inside layer S-1::
                                                             ^ the exit point
 
 A batch that is cut runs SGLang's own segments up to the exit point; then its K and V of layer S-1
-are written, its captured tail is replayed, and the tail's rows go into SGLang's output. Any other
-batch runs SGLang's graph to its end. What can be read at the exit point are tensors that Python
-held there when SGLang captured: the graph keeps their memory, and later segments overwrite it.
+are written, its captured tail is replayed, and the tail's rows go into SGLang's output. What can be
+read at the exit point are tensors that Python held there when SGLang captured: the graph keeps
+their memory, and later segments overwrite it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ CLOSED = "SGLang runs its captured prefill to the end"
 TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
 MEDIA = "its prefill is captured, and it is multimodal"
 
-# Rows that a batch must be able to skip on a GPU. Stock's replay of the tail costs the host next to
-# nothing either, so only the device's work is saved. For up to 90 rows a layer takes as long as its
-# weights take to be read (3.3e12 bytes per second); and the tail is planned in 0.3 ms, in which the
-# device computes 45 rows of E2B's tail. This is a model, no measurement.
+# Rows that a batch must be able to skip on a GPU, where an exit saves the device's work alone. For
+# up to 90 rows a layer takes as long as reading its weights (3.3e12 bytes per second); and planning
+# the tail takes 0.3 ms, as the device does for 45 rows of E2B's tail. A model, no measurement.
 _FEWEST_ON_GPU = 128
 
 
@@ -173,8 +172,6 @@ class ExitForward:
     """A forward that SGLang runs by a captured prefill.
 
     Attributes:
-        state: of the model.
-        graph: SGLang's.
         output: [bucket, hidden], what the graph writes, and every path.
         batch: SGLang's static batch, which the graph reads: the live one's tokens first, up to the
             bucket. Gemma 4 has added 1 to its positions, in place.
