@@ -62,7 +62,7 @@ def test_prefills_are_cut(engine: Engine) -> None:
     """Without a bucket, by the captured tail; three requests with an eager one."""
     for prompts, outcome in (
         (batch_of((0, 90), (30, 7)), log.TAIL_CAPTURED),
-        (batch_of(*((0, 20) for _ in range(ROWS + 1))), log.TAIL_EAGER),
+        (batch_of(*((0, 40) for _ in range(ROWS + 1))), log.TAIL_EAGER),
     ):
         batch = engine.schedule(prompts)
         stock, _, refused = run(engine, batch, "0")
