@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Protocol
 
@@ -39,10 +40,6 @@ class Forward(Protocol):
 
     def stock(self) -> Any:
         """Run it as stock, all as it was before it ran."""
-        ...
-
-    def outcome(self, plan: Plan) -> str:
-        """What it is counted as when it was cut."""
         ...
 
 
@@ -93,7 +90,7 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     log.active(
         state.model,
         lambda: f"{type(state.model).__name__}, {state.describe()}",
-        forward.outcome(plan),
+        plan.outcome,
         computed=computed,
         skipped=kept.total - computed,
     )
@@ -111,44 +108,31 @@ def _failed(state: ModelState, failure: Exception, rows: int) -> None:
     traceback.clear_frames(failure.__traceback__)
 
 
+@dataclass
 class EagerForward:
     """A forward that the model's own code runs, layer by layer.
 
     Attributes:
         positions: [T], what the model was called with.
+        embeds: [T, hidden], the input embeddings that it was called with, or None.
+        run: the model's own forward.
+        copy: of the embeddings, before the first try.
     """
 
-    def __init__(
-        self,
-        state: ModelState,
-        positions: torch.Tensor,
-        embeds: torch.Tensor | None,
-        run: Callable[[], Any],
-    ) -> None:
-        """Nothing is run yet.
-
-        Args:
-            embeds: [T, hidden], the input embeddings that the model was called with, or None.
-            run: the model's own forward.
-        """
-        self._state = state
-        self.positions = positions
-        self._embeds = embeds
-        self._run = run
-        self._copy: torch.Tensor | None = None  # of the embeddings, before the first try
+    state: ModelState
+    positions: torch.Tensor
+    embeds: torch.Tensor | None
+    run: Callable[[], Any]
+    copy: torch.Tensor | None = None
 
     def fast(self, plan: Plan) -> Any:
         """Run it on the fast path."""
-        if self._embeds is not None:
-            self._copy = self._embeds.clone()
-        return cut.prefill(self._state, plan, self.positions, self._run)
+        if self.embeds is not None:
+            self.copy = self.embeds.clone()
+        return cut.prefill(self.state, plan, self.positions, self.run)
 
     def stock(self) -> Any:
         """Run it as stock, given the embeddings that it was given."""
-        if self._embeds is not None and self._copy is not None:
-            self._embeds.copy_(self._copy)
-        return self._run()
-
-    def outcome(self, plan: Plan) -> str:
-        """What it is counted as when it was cut."""
-        return plan.outcome
+        if self.embeds is not None and self.copy is not None:
+            self.embeds.copy_(self.copy)
+        return self.run()
