@@ -539,6 +539,9 @@ _WRITTEN = [
         ("nobody hears that forwards cannot be cut",
          "        log.server_refused(decided, logging.ERROR)\n", "",
          f"{SELF_CHECK}::test_forwards_that_cannot_be_cut_any_more"),
+        ("what cannot be cut ends several ranks", "    except NotCuttableError as late:",
+         "    except (NotCuttableError if seams.is_single_rank() else KeyError) as late:",
+         f"{RANKS}::test_ranks_are_checked_together"),
         ("nothing is called after the cut",
          "return output if state.after_cut is None else state.after_cut(forward, plan, output)",
          "return output", f"{AUDIT}::test_what_is_right_agrees"),
@@ -1499,6 +1502,8 @@ _WRITTEN = [
     ),
     *of(
         "commands/preflight.py",
+        ("doctor needs the exits from captured prefills", "    if repair is None:\n",
+         "    if False:\n", "forward/test_without_exits.py"),
         ("a server that SGLang cannot start is told to be active",
          "    _prefill_graphs(findings, config, argument)\n", "",
          f"{DOCTOR}::test_prefill_graphs"),
@@ -1568,6 +1573,8 @@ _WRITTEN = [
          BROKEN),
         ("distances of log-probabilities are not seen",
          "max(distances) if all(map(math.isfinite, distances)) else math.inf", "0.0", DEMO),
+        ("more than stock's own noise is allowed", "MEAN_LOGPROB = 0.05", "MEAN_LOGPROB = 0.06",
+         "unit/test_verify_parts.py"),
     ),
     *of(
         "commands/page.py",
