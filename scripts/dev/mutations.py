@@ -1573,8 +1573,6 @@ _WRITTEN = [
          BROKEN),
         ("distances of log-probabilities are not seen",
          "max(distances) if all(map(math.isfinite, distances)) else math.inf", "0.0", DEMO),
-        ("more than stock's own noise is allowed", "MEAN_LOGPROB = 0.05", "MEAN_LOGPROB = 0.06",
-         "unit/test_verify_parts.py"),
     ),
     *of(
         "commands/page.py",
