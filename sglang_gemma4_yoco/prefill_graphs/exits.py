@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -164,7 +164,8 @@ class PrefillGraphExits:
             ruled = state.on_gpu and settings.current.min_skipped_rows is None
             if ruled and skipped < _FEWEST_ON_GPU:
                 return gate.TOO_LITTLE
-        return gate.plan_of(state, forward_batch, found)
+        outcome = log.EXIT_SKIPPED if found.is_intermediate_chunk else log.EXIT_CAPTURED
+        return replace(gate.plan_of(state, forward_batch, found), outcome=outcome)
 
 
 @dataclass
@@ -207,10 +208,6 @@ class ExitForward:
         buffers.embeds.copy_(embeds)
         if buffers.embedded is not None and embedded is not None:
             buffers.embedded.copy_(embedded)
-
-    def outcome(self, plan: Plan) -> str:
-        """What it is counted as when it was cut."""
-        return log.EXIT_SKIPPED if plan.runner is None else log.EXIT_CAPTURED
 
     @torch.no_grad()
     def findings(self, plan: Plan, output: torch.Tensor) -> list[Finding]:
