@@ -154,7 +154,7 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
         )
         return
     findings.add("", "replayed prefills are shortened, where the check at start agrees")
-    captures = argument("cuda_graph_config").prefill
+    captures = seams.prefill_captures()
     buckets = getattr(captures, "bs", None) or ()
     longest = max(buckets, default=getattr(captures, "max_bs", None))
     if longest is not None and longest > _WORTH_CAPTURING:
