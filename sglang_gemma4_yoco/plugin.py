@@ -55,11 +55,14 @@ def _install() -> None:
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         ) from missing
     patch.install()
-    line, newer = f"Gemma 4 fast prefill {__version__} is installed", seams.is_newer_than_tested()
-    if newer:
-        line += f"; SGLang {version('sglang')} is newer than {seams.LAST_TESTED}, "
-        line += "the last release that it was tested with"
-    logger.log(logging.WARNING if newer else logging.INFO, "%s", line)
+    if seams.is_newer_than_tested():
+        logger.warning(
+            "Gemma 4 fast prefill %s is installed; SGLang %s is newer than %s, the last release "
+            "that it was tested with",
+            *(__version__, version("sglang"), seams.LAST_TESTED),
+        )
+    else:
+        logger.info("Gemma 4 fast prefill %s is installed", __version__)
 
 
 @functools.cache  # another call in this process does nothing

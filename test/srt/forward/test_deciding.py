@@ -247,7 +247,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str | None]] = [
     ({"enable_return_hidden_states": True, **LAST}, None),
     ({"offload_group_size": -1}, None),
     ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, None),
-    (DRAFTS, None),
+    *(({"speculative_algorithm": kind}, None) for kind in ("FROZEN_KV_MTP", "NGRAM", "STANDALONE")),
     (DRAFTS | {"disaggregation_mode": "null"}, None),
 ]
 
