@@ -16,13 +16,13 @@ from dataclasses import dataclass
 logger = logging.getLogger(__package__)
 
 # Outcomes of a forward; the reason for which it runs as stock is another.
-TAIL_EAGER = "active"
-TAIL_CAPTURED = "active, tail replayed"
-TAIL_SKIPPED = "active, tail skipped"
+TAIL_EAGER = "active_eager"
+TAIL_CAPTURED = "active_captured"
+TAIL_SKIPPED = "active_intermediate_chunk"
 # The same after an exit from a prefill graph of SGLang's.
-EXIT_CAPTURED = "active, front and tail replayed"
-EXIT_SKIPPED = "active, front replayed, tail skipped"
-FAILED = "failed, served by stock"
+EXIT_CAPTURED = "exit_captured"
+EXIT_SKIPPED = "exit_intermediate_chunk"
+FAILED = "failed"
 CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
 
 PARTS = COMPUTED, SKIPPED = "computed", "skipped"
@@ -44,6 +44,8 @@ class Audits:
 forwards: Counter[str] = Counter()
 rows: Counter[str] = Counter()
 audits = Audits()
+#: The reasons for which all batches of this server run as stock.
+server_reasons: set[str] = set()
 
 #: Called with the outcome of every forward that is counted, and its rows by part.
 on_forward: list[Callable[[str, Mapping[str, int]], None]] = []
@@ -126,13 +128,15 @@ def batch_refused(reason: str, rows_in_all: int, *, logged: bool = True) -> None
     """Count a forward that ran as stock; log the reason, unless it was logged before."""
     _count(reason, rows_in_all)
     if logged and _not_counted is None and _first(("refused", reason)):
-        once(f"Gemma 4 fast prefill steps aside: {reason}")
+        once(f"Gemma 4 fast prefill falls back to stock: {reason}")
 
 
-def server_refused(reason: str, level: int = logging.INFO) -> None:
+def server_refused(reason: str, level: int = logging.INFO, *, logged: bool = True) -> None:
     """Log why all batches of this server run as stock; it is not logged again for a batch."""
+    server_reasons.add(reason)
     _logged.add(("refused", reason))
-    once(f"Gemma 4 fast prefill steps aside for this server: {reason}", level)
+    if logged:
+        once(f"Gemma 4 fast prefill falls back to stock for this server: {reason}", level)
 
 
 def failed(error: Exception, rows_in_all: int) -> None:

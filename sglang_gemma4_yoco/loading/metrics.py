@@ -11,6 +11,8 @@ directory, and SGLang names that directory after it has loaded its plugins.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +23,7 @@ from sglang_gemma4_yoco.core.state import attached
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
+SERVER_REFUSED = "server_refused"
 
 
 def state() -> dict[str, Any]:
@@ -44,11 +47,29 @@ def state() -> dict[str, Any]:
         "reason": reason,
         "cut": None if served is None or reason is not None else served.describe(),
         **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
-        "forwards": log.forwards,
+        "forwards": _labelled(log.forwards),
         "rows": log.rows,
         "audits": asdict(log.audits) if audited else None,
     }
     return {name: finite(value) for name, value in entry.items()}
+
+
+def label(outcome: str) -> str:
+    """An outcome in snake case, for a metric; reasons of the whole server have one in common.
+
+    >>> label("LoRA"), label("forward mode TARGET_VERIFY"), label("active_eager")
+    ('lora', 'forward_mode_target_verify', 'active_eager')
+    """
+    if outcome in log.server_reasons:
+        return SERVER_REFUSED
+    return re.sub(r"\W+", "_", outcome.replace("'", "")).lower().strip("_")
+
+
+def _labelled(outcomes: Mapping[str, int]) -> Counter[str]:
+    counted = Counter[str]()
+    for outcome, times in outcomes.items():
+        counted[label(outcome)] += times
+    return counted
 
 
 def finite(value: Any) -> Any:
@@ -89,29 +110,30 @@ def collect(labels: Mapping[str, Any]) -> None:
 
 
 def _collect(labels: Mapping[str, Any]) -> None:
-    from prometheus_client import Counter, Gauge
+    import prometheus_client
 
-    forwards = Counter(
+    counter = prometheus_client.Counter
+    forwards = counter(
         "sglang:gemma4_yoco_forwards_total",
         "Prefill forwards of Gemma 4, by what became of them: how they were cut, or why not.",
         [*labels, "outcome"],
     )
-    rows = Counter(
+    rows = counter(
         "sglang:gemma4_yoco_rows_total",
         "Rows of prefills, by whether the KV-shared layers have computed them.",
         [*labels, "part"],
     )
-    audits = Counter(
+    audits = counter(
         "sglang:gemma4_yoco_audits_total",
         "Prefills that were run again as stock, by whether a defect was found.",
         [*labels, "result"],
     )
-    changes = Counter(
+    changes = counter(
         "sglang:gemma4_yoco_audit_greedy_changes_total",
         "Rows of audited prefills whose likeliest token was another one.",
         [*labels],
     )
-    worst = Gauge(
+    worst = prometheus_client.Gauge(
         "sglang:gemma4_yoco_audit_worst_difference",
         "Largest error of an audited prefill, in multiples of what is rounding.",
         [*labels],
@@ -119,7 +141,7 @@ def _collect(labels: Mapping[str, Any]) -> None:
     )
 
     def count(outcomes: Mapping[str, int], counted: Mapping[str, int]) -> None:
-        for outcome, times in outcomes.items():
+        for outcome, times in _labelled(outcomes).items():
             forwards.labels(**labels, outcome=outcome).inc(times)
         for part in log.PARTS:
             rows.labels(**labels, part=part).inc(counted[part])

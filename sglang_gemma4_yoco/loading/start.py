@@ -64,9 +64,9 @@ def start(runner: Any, model: Any) -> None:
     state.on_close(lambda: graphs.drop(state, graphs.NOT_YET))
     if reason is None:
         _compile_kernels(state)
-    elif gate.is_news(reason):
-        wrong = reason == limits.WRONG_REPLAYS
-        log.server_refused(reason, logging.WARNING if wrong else logging.INFO)
+    else:
+        level = logging.WARNING if reason == limits.WRONG_REPLAYS else logging.INFO
+        log.server_refused(reason, level, logged=gate.is_news(reason))
 
 
 def _runner_reason(runner: Any, model: Any) -> str | None:
@@ -89,8 +89,10 @@ def _tail_backend(runner: Any) -> TailBackend | None:
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
         failure = repr(raised)
-    line = f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})"
-    log.once(line, logging.WARNING)
+    log.once(
+        f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
+        logging.WARNING,
+    )
     return None
 
 
@@ -173,6 +175,7 @@ def _check(runner: Any, state: ModelState) -> Checked:
     others = ranks.reason_ranks_differ(f"agrees with stock: {checked.agrees}")
     if others is not None or not checked.agrees:
         state.refuse(check.FAILED)
+        log.server_refused(check.FAILED, logged=False)
         found = "another rank's differs" if checked.agrees else checked.describe()
         log.error(f"Gemma 4 fast prefill is off for this server: {check.FAILED}; {found}")
     return checked

@@ -234,7 +234,7 @@ def test_a_refused_server_logs_why_and_plans_nothing(
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(enable_deterministic_inference=True)
     reason = "deterministic inference"
-    assert said(caplog) == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
+    assert said(caplog) == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
     assert start.of(engine.text_model).attention is None
     assert_stock(engine, reason)
     restarted()
@@ -296,7 +296,7 @@ def test_layers_whose_rows_may_depend_on_each_other(
     ):
         restarted()
         [line] = said(caplog)
-        assert line == f"Gemma 4 fast prefill steps aside for this server: {reason}"
+        assert line == f"Gemma 4 fast prefill falls back to stock for this server: {reason}"
         assert_stock(engine, reason)
 
 
