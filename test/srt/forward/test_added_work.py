@@ -71,8 +71,7 @@ def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
     ]
     assert set(late) == {
         ("plugin.py", "_install"),
-        ("metrics.py", "_count_forwards"),  # when SGLang has made its own
-        ("metrics.py", "_count_audits"),
+        ("metrics.py", "_collect"),  # when SGLang has made its own
         # Of an operator's command, which runs in no server: what not everybody has installed.
         ("doctor.py", "_with_sglang"),
         ("verify.py", "run"),
