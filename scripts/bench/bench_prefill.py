@@ -13,7 +13,7 @@ whose logprobs are wanted) it prints medians with 20th and 80th percentiles, the
 ceiling off/front-only, and the share of the possible saving that was realised,
 (off - on) / (off - front). Beside every time it verifies that on and off give the same answer,
 and how many rows each layer computed; it refuses to report "on" where the fast path was neither
-active nor stepped aside with a reason. It also measures what the package adds to forwards that
+active nor fell back with a reason. It also measures what the package adds to forwards that
 it leaves alone; and, in passes of their own behind the timed ones, what the host does in a forward
 (``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes time.
 
@@ -139,7 +139,7 @@ class Replayed:
     """What came of a prefill that SGLang replays.
 
     Attributes:
-        path: what the package says of it: a way of being active, or why it stepped aside.
+        path: what the package says of it: a way of being active, or why it fell back.
         max_logit_difference: from the stock forward that is launched.
         same_tokens: whether the greedy next tokens are the same.
     """
@@ -154,7 +154,7 @@ class Point:
     """What was measured of one batch.
 
     Attributes:
-        path: ``active``, or the reason why the fast path stepped aside.
+        path: a way of being active, or the reason why the forward fell back to stock.
         rows: FFN rows of the first and of the last layer with the fast path on.
         max_logit_difference: between on and off, over the last row of every prompt.
         same_tokens: whether the greedy next tokens are the same.

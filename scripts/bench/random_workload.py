@@ -56,7 +56,7 @@ from sglang_gemma4_yoco.commands.servers import Server, pair, running
 
 FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""
-ASIDE = "steps aside: "
+FALLBACK = "falls back to stock: "
 _ARGUMENTS = (
     *("--dtype", "float32"),
     *("--max-total-tokens", "32768"),
@@ -74,7 +74,7 @@ class Pass:
         name: ``off``, ``on`` or ``on, with failures``.
         seconds: from the first request to the last answer.
         forwards: prefill forwards by outcome, told from the rows that the layers computed.
-        reasons: why the fast path stepped aside, by this server's log so far.
+        reasons: why batches fell back to stock, by this server's log so far.
         eligible_share: of those with rows to skip, the share that skipped some.
         injected: failures injected into the tail.
         replays: forwards that replayed a recorded tail.
@@ -177,7 +177,7 @@ def run_pass(
     prefills = row_trace.read(trace)[mark:]
     forwards = outcomes(prefills)
     result.forwards = dict(forwards.most_common())
-    result.reasons = [line.split(ASIDE)[1] for line in server.log_lines(ASIDE)]
+    result.reasons = [line.split(FALLBACK)[1] for line in server.log_lines(FALLBACK)]
     result.injected = len(tail_failures.told(failures)) - injected
     shortened = forwards[ACTIVE] + forwards[SKIPPED] + forwards[SERVED_BY_STOCK]
     result.eligible_share = shortened / max(forwards.total() - forwards[NOTHING_TO_SKIP], 1)
@@ -310,7 +310,7 @@ def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
     console.print(page.table("Random workload", headings, lines, words=("",)))
     for one in passes:
         for reason in one.reasons:
-            console.print(f"{one.name}: stepped aside: {reason}")
+            console.print(f"{one.name}: fell back to stock: {reason}")
         for problem in one.problems[:20]:
             console.print(f"{one.name}: {problem}", style="red")
 

@@ -97,7 +97,7 @@ def markdown(document: dict[str, Any], points: pd.DataFrame) -> str:
             "",
             table[shown].rename(columns=COLUMNS).to_markdown(index=False, disable_numparse=True),
             "",
-            f"Added to a prefill that steps aside: {gate['ineligible_prefill_us']:.1f} us; "
+            f"Added to a prefill that falls back: {gate['ineligible_prefill_us']:.1f} us; "
             f"to an eager decode step: {gate['decode_us']:.2f} us.",
             *(["", "The host in one forward:", "", host] if host else []),
         ]

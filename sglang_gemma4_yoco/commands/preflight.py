@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,7 +116,7 @@ def _server(
     findings.add("flags", " ".join(flags))
     begin = output.tell()
     try:
-        seams.publish_arguments(flags)
+        _publish(flags)
     except SystemExit as refused:
         printed = output.getvalue()[begin:].partition(": error: ")[2].splitlines()
         help_alone = "they ask for help or a version alone, and start no server"
@@ -153,13 +154,16 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
         return
     how = f"SGLang's capture is repaired ({why})" if repaired else "SGLang captures them"
     findings.add("prefill graphs", f"backend {graph!r}: {how}")
-    closed, longest = repair.exits_refused(), seams.longest_captured_prefill()
+    closed = repair.exits_refused()
     if closed is not None:
         findings.add(
             "", f"replayed prefills are not shortened ({closed}); {disabled} shortens them"
         )
         return
     findings.add("", "replayed prefills are shortened, where the check at start agrees")
+    captures = seams.prefill_captures()
+    buckets = getattr(captures, "bs", None) or ()
+    longest = max(buckets, default=getattr(captures, "max_bs", None))
     if longest is not None and longest > _WORTH_CAPTURING:
         advice = f"try --cuda-graph-max-bs-prefill={_WORTH_CAPTURING}"
         captured = f"captured are up to {longest} tokens; a replay of a long prefill gains nothing"
@@ -190,3 +194,23 @@ def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None
         settled = f"attention by {', '.join(others)}: settled when a server has built it"
         findings.unknowns.append(f"{settled}. {admitted}")
     findings.add("settled at start", AT_START)
+
+
+def _publish(flags: Sequence[str]) -> None:
+    """Take this process for a scheduler of the server that these flags would start.
+
+    SGLang itself parses, resolves, checks and publishes them; nothing is started.
+
+    Raises:
+        SystemExit: its parser refuses them, and has printed why.
+        Exception: they cannot be resolved on this machine, or contradict each other.
+    """
+    args = import_module("sglang.srt.server_args").prepare_server_args(list(flags))
+    if hasattr(args, "resolve_once"):  # 0.5.20; before, the parser does it
+        args.resolve_once()
+    args.check_server_args()
+    context = import_module("sglang.srt.runtime_context")
+    ranks: dict[str, Any] = {}
+    if hasattr(context, "SpawnRanks"):  # 0.5.21
+        ranks["ranks"] = context.SpawnRanks(world_rank=0, gpu_id=0)
+    context.publish(args, role="scheduler", **ranks)

@@ -71,8 +71,7 @@ def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
     ]
     assert set(late) == {
         ("plugin.py", "_install"),
-        ("metrics.py", "_count_forwards"),  # when SGLang has made its own
-        ("metrics.py", "_count_audits"),
+        ("metrics.py", "_collect"),  # when SGLang has made its own
         # Of an operator's command, which runs in no server: what not everybody has installed.
         ("doctor.py", "_with_sglang"),
         ("verify.py", "run"),
@@ -205,7 +204,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
         assert built == []
         assert start.of(engine.text_model).attention is None
         said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
-        assert said == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
+        assert said == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
         assert_stock(engine, reason)
     engine.runner.init_attention_backends()
     assert_fast(engine)

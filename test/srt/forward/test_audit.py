@@ -228,7 +228,10 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert state.refused == audit.DIFFERED
-        assert f"steps aside for this server: {audit.DIFFERED}" in caplog.records[-1].getMessage()
+        assert (
+            f"falls back to stock for this server: {audit.DIFFERED}"
+            in caplog.records[-1].getMessage()
+        )
         assert_stock(engine, audit.DIFFERED)
         assert counts() == (1, 1)
 

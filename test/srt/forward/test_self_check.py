@@ -375,7 +375,7 @@ def test_a_server_whose_forwards_cannot_be_cut(
     said = [(r.levelname, r.getMessage()) for r in caplog.records]
     assert [line for _, line in said if " is on: " in line] == []
     [error] = [line for level, line in said if level == "ERROR"]
-    assert f"steps aside for this server: {cut.OTHER_NORM}" in error
+    assert f"falls back to stock for this server: {cut.OTHER_NORM}" in error
     assert state.refused == cut.OTHER_NORM
     assert state.facts["check"]["unchecked"] == cut.OTHER_NORM
     for _ in range(2):
@@ -396,7 +396,7 @@ def test_forwards_that_cannot_be_cut_any_more(
     assert rows[1:] == [[total] * LAYERS] * 2
     assert state.refused == cut.OTHER_NORM
     [line] = [r.getMessage() for r in caplog.records]
-    assert f"steps aside for this server: {cut.OTHER_NORM}" in line
+    assert f"falls back to stock for this server: {cut.OTHER_NORM}" in line
 
 
 # ---------------------------------------------------------------- several ranks

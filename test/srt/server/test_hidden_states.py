@@ -14,7 +14,7 @@ import pytest
 from ask import compare, tokens
 from layer_rows import whole
 from server import Server, pair
-from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.core import gate
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_returned_hidden_states(telling: tuple[Server, Server]) -> None:
     assert len(on[0]) == 40
     assert on == off
     server, _ = telling
-    aside = "Gemma 4 fast prefill steps aside for this server"
-    assert server.log_lines(f"{aside}: {limits.HIDDEN_STATES}")
+    fallback = "Gemma 4 fast prefill falls back to stock for this server"
+    assert server.log_lines(f"{fallback}: {gate.HIDDEN_STATES}")
     assert not server.log_lines(" is on: ")
     assert "hidden_states" not in both.on[1]["meta_info"]

@@ -242,9 +242,9 @@ def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
     plan = plan_for(on_server)
     [long] = [prompt for prompt in plan.prompts if prompt.kind == prompts.CHUNKS]
 
-    before = on_server.forwards()["active, tail skipped"]
+    before = on_server.forwards()[log.TAIL_SKIPPED]
     on_server.generate(**long.request())
-    assert on_server.forwards()["active, tail skipped"] == before + 1
+    assert on_server.forwards()[log.TAIL_SKIPPED] == before + 1
 
 
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
