@@ -113,10 +113,10 @@ STATUS = "server/test_status.py"
 FOUND_OUT = "server/test_broken_package.py::test_it_is_found_out"
 OTHER_MAINS = "forward/test_any_backend.py"
 VERIFY = "server/test_verify.py"
-DEMO = f"{VERIFY}::test_the_demo_keeps_its_contract"
-KINDS_ASKED = f"{VERIFY}::test_every_kind_of_prompt_is_asked_and_compared"
+DEMO = f"{VERIFY}::test_the_document_of_the_demo"
+KINDS_ASKED = f"{VERIFY}::test_every_kind_of_prompt_is_sent_and_compared"
 PEOPLE_SEE = f"{VERIFY}::test_what_people_see"
-BROKEN = f"{VERIFY}::test_a_broken_package_is_told"
+BROKEN = f"{VERIFY}::test_a_broken_package_is_found"
 CANNOT = f"{VERIFY}::test_what_cannot_be_verified"
 
 _WRITTEN = [
@@ -1538,12 +1538,12 @@ _WRITTEN = [
          f"{VERIFY}::test_signals_leave_no_process"),
         ("an inactive server passes for an active one",
          "    if cut if server.fast else", "    if True if server.fast else",
-         f"{VERIFY}::test_stock_and_fast_are_told_apart"),
+         f"{VERIFY}::test_the_switch_is_checked"),
         ("a stock server that is active passes",
          'any(entry and entry["active"] for entry in entries)', "False",
-         f"{VERIFY}::test_stock_and_fast_are_told_apart"),
+         f"{VERIFY}::test_the_switch_is_checked"),
         ("prefills of an earlier round count", "server.forwards() - since", "server.forwards()",
-         f"{VERIFY}::test_forwards_before_a_round_do_not_count"),
+         f"{VERIFY}::test_the_switch_is_checked"),
         ("a proxy stands between a machine and itself",
          'not in ("localhost", "127.0.0.1", "::1")', "is not None",
          f"{STATUS}::test_no_proxy_stands_between_a_machine_and_itself"),
@@ -1556,9 +1556,9 @@ _WRITTEN = [
         "commands/prompts.py",
         ("lines of a file counted from zero", ".splitlines(), 1)", ".splitlines())", CANNOT),
         ("no log-probabilities of prompts",
-         'len(question.body["input_ids"]) // 2 if number % 2 else 0', "-1", KINDS_ASKED),
+         "start = len(ids) // 2 * (number % 2)", "start = -1", KINDS_ASKED),
         ("two prefixes that differ",
-         "prefix + self._some_words(40, seed)", "self._some_words(40, seed) + prefix",
+         "prefix + _words(tokenizer, 40, seed)", "_words(tokenizer, 40, seed) + prefix",
          KINDS_ASKED),
     ),
     *of(
@@ -1567,20 +1567,24 @@ _WRITTEN = [
          "result.equal_answers += one.tokens == other.tokens", "result.equal_answers += 1",
          BROKEN),
         ("distances of log-probabilities are not seen",
-         "max(distances) if all(map(math.isfinite, distances)) else math.inf", "0.0", DEMO),
+         "max(differences) if all(map(math.isfinite, differences)) else math.inf", "0.0", DEMO),
+        ("prefills are not judged by themselves",
+         ', ("those of prefills alone", "prefilled")', ",", BROKEN),
     ),
     *of(
         "commands/page.py",
         ("the verdict says the opposite",
          'agree" if document["agrees"]', 'agree" if not document["agrees"]', PEOPLE_SEE),
         ("a figure that names a DTD on another server",
-         "return drawn[drawn.index(\"<svg\") :]", "return drawn", PEOPLE_SEE),
+         "_, tag, svg = drawn.getvalue().partition(\"<svg\")",
+         "_, tag, svg = \"\", \"\", drawn.getvalue()",
+         "unit/test_verify_parts.py::test_the_page_opens_without_a_network"),
     ),
     *of(
         "commands/verify.py",
         ("stock is asked to record prefills",
          "        stock.arguments.append(f\"{_PREFILL_GRAPHS}=disabled\")", "        pass",
-         f"{VERIFY}::test_stock_cannot_record_prefills"),
+         f"{VERIFY}::test_stock_cannot_capture_prefills"),
         ("a difference is no failure",
          'return 0 if document["agrees"] else 1', "return 0", BROKEN),
         ("a prompt that fits into one chunk",
@@ -1591,14 +1595,14 @@ _WRITTEN = [
         ("a round that cuts nothing is reported",
          "servers.check_switch(server, before, during)", "server.forwards()",
          f"{VERIFY}::test_a_round_that_the_prefix_cache_answers_is_not_reported"),
-        ("a time from the prefix cache counts", "    if answer.cached_tokens:\n",
-         "    if False:\n", f"{VERIFY}::test_a_time_from_the_prefix_cache_is_refused"),
-        ("the first time of each length counts", "if number:", "if number >= 0:", KINDS_ASKED),
+        ("a time from the prefix cache counts",
+         "    if prompt.kind == kinds.TIMED and answer.cached_tokens:\n", "    if False:\n",
+         f"{VERIFY}::test_a_time_from_the_prefix_cache_is_refused"),
+        ("the first time of each length counts",
+         "if prompt is not prompts[0]:", "if prompt:", KINDS_ASKED),
         ("stock is compared with itself alone",
-         "by_kind(fast.answers[ALONE], fast.answers[AT_ONCE])",
-         "by_kind(alone, stock.answers[AT_ONCE])", BROKEN),
-        ("prefills are not judged by themselves",
-         "    if not plan.exact:\n", "    if False:\n", BROKEN),
+         "(alone, mine[ALONE]), (alone, mine[AT_ONCE])",
+         "(alone, alone), (alone, stocks[AT_ONCE])", BROKEN),
     ),
 ]  # fmt: skip
 
