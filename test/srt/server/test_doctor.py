@@ -27,9 +27,9 @@ from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics, patch
-from sglang_gemma4_yoco.loading.limits import PIPELINE, server_reason
+from sglang_gemma4_yoco.loading.limits import PIPELINE
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
-from stand_ins import prefill_graphs, server_args
+from stand_ins import prefill_graphs
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -56,9 +56,36 @@ with open(found, "w") as file:
     json.dump({"answers": answers, "touched": touched[1:], "cuda": cuda}, file)
 """
 _PREFILL, _DECODE = "--prefill-attention-backend", "--decode-attention-backend"
-BACKENDS = ("breakable", "disabled", "full")
-OTHER_PREFILL = (_PREFILL, "intel_xpu", _DECODE, "triton")
-OTHER_DECODE = (_PREFILL, "triton", _DECODE, "intel_xpu")
+GRAPHS, OTHER = "--cuda-graph-backend-prefill", "attention by intel_xpu: settled when a server has"
+#: Flags of a server of the tiny model, the exit status, and how the reason begins.
+VERDICTS: list[tuple[tuple[str, ...], int, str]] = [
+    ((), 0, "None"),
+    # ``test_refused_flags`` starts such servers.
+    *(((refused.argument, *refused.value), 1, refused.reason) for refused in REFUSED),
+    (("--pp-size", "2"), 1, PIPELINE),
+    (("--is-embedding",), 1, gate.EMBEDDINGS),
+    (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),
+    (("--kv-cache-dtype", "fp8_e5m2"), 0, "None"),
+    (("--attention-backend", "intel_xpu"), 2, OTHER),
+    ((_PREFILL, "intel_xpu", _DECODE, "triton"), 2, OTHER),
+    ((_PREFILL, "triton", _DECODE, "intel_xpu"), 2, OTHER),
+    # SGLang's capture is repaired for the backend "breakable" alone.
+    ((f"{GRAPHS}=disabled",), 0, "None"),
+    ((f"{GRAPHS}=breakable",), 0, "None"),
+    ((f"{GRAPHS}=full",), 1, "SGLang does not start with prefill CUDA graphs of this model"),
+    # SGLang needs more than that.
+    (("--enable-lora",), 2, "SGLang does not resolve these flags on this machine (Assert"),
+    (("--no-such-flag",), 2, "the server's flags: unrecognized arguments: --no-such-flag"),
+    (("--help",), 2, "the server's flags: with --help or --version they start no server"),
+    (("--model-path", "/another"), 2, "two models: "),
+]
+#: The same of models, by the rest of the command line.
+MODELS = [
+    (("--model-path", "{tmp}/unshared"), 1, metrics.NO_MODEL),
+    (("--model-path", "{tmp}/none"), 2, "the model {tmp}/none cannot be read ("),
+    (("--model-path", "nobody/nothing"), 2, "the model nobody/nothing cannot be read ("),
+    ((), 2, "no model is named: give --model-path"),
+]
 
 
 @dataclass(frozen=True)
@@ -74,10 +101,6 @@ class Answer:
         """Of --json: the last line."""
         found: dict[str, Any] = json.loads(self.out.splitlines()[-1])
         return found
-
-    @property
-    def verdict(self) -> tuple[int, bool | None, str | None]:
-        return self.status, self.document["active"], self.document["reason"]
 
 
 def environment(**changed: str) -> dict[str, str]:
@@ -104,129 +127,62 @@ def doctor(
     return [Answer(**answer) for answer in document["answers"]], document
 
 
-class Calls:
-    """Calls of ``doctor --json`` on the tiny model, by their flags; all of them in one process.
-
-    Attributes:
-        touched: ports and directories that a call has made, and whether CUDA was initialised.
-    """
-
-    FLAGS: tuple[tuple[str, ...], ...] = (
-        (),
-        *((refused.argument, *refused.value) for refused in REFUSED),
-        ("--enable-single-batch-overlap",),
-        ("--cpu-offload-gb", "1"),
-        ("--pp-size", "2"),
-        *((f"--cuda-graph-backend-prefill={backend}",) for backend in BACKENDS),
-        ("--is-embedding",),
-        ("--quantization", "fp8"),
-        ("--kv-cache-dtype", "fp8_e5m2"),
-        ("--attention-backend", "intel_xpu"),
-        OTHER_PREFILL,
-        OTHER_DECODE,
-        ("--no-such-flag",),
-        ("--help",),
-        ("--model-path", "/another"),
-        ("--enable-lora",),  # SGLang wants more than that
-    )
-
-    def __init__(self, checkpoint: Path, directory: Path) -> None:
-        begin = ("--json", "--model-path")
-        calls = [[*begin, str(checkpoint), "--", *_CPU, *flags] for flags in self.FLAGS]
-        config = json.loads((checkpoint / "config.json").read_text())
-        config["text_config"]["num_kv_shared_layers"] = 0
-        unshared = directory / "unshared"
-        unshared.mkdir()
-        (unshared / "config.json").write_text(json.dumps(config))
-        calls.append([*begin, str(unshared)])
-        calls += [[*begin, str(directory / "none")], [*begin, "nobody/nothing"], ["--json"]]
-        answers, document = doctor(directory, *calls)
-        self._answers = dict(zip(self.FLAGS, answers, strict=False))
-        self.unshared, self.no_directory, self.no_name, self.nothing = answers[-4:]
-        self.touched, self.cuda = document["touched"], document["cuda"]
-
-    def __getitem__(self, flags: tuple[str, ...]) -> Answer:
-        """The answer for a server with these flags besides."""
-        return self._answers[flags]
-
-
 @pytest.fixture(scope="module")
-def calls(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Calls:
-    return Calls(tiny_checkpoint, tmp_path_factory.mktemp("doctor"))
+def answers(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[tuple[str, ...], Answer], dict[str, Any]]:
+    """Those of ``VERDICTS`` and ``MODELS``, and what else ``_CALLS`` has found."""
+    directory = tmp_path_factory.mktemp("doctor")
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    config["text_config"]["num_kv_shared_layers"] = 0
+    (directory / "unshared").mkdir()
+    (directory / "unshared" / "config.json").write_text(json.dumps(config))
+    model = ("--model-path", str(tiny_checkpoint), "--", *_CPU)
+    calls: dict[tuple[str, ...], list[str]] = {flags: [*model, *flags] for flags, *_ in VERDICTS}
+    calls |= {
+        ("model", *rest): [word.format(tmp=directory) for word in rest] for rest, *_ in MODELS
+    }
+    found, document = doctor(directory, *(["--json", *call] for call in calls.values()))
+    return dict(zip(calls, found, strict=True)), document
 
 
-def test_a_server_that_would_be_active(calls: Calls) -> None:
-    answer = calls[()]
-    assert answer.verdict == (0, True, None)
-    found = answer.document
+@pytest.mark.parametrize(
+    ("call", "status", "reason"),
+    [*VERDICTS, *((("model", *rest), *expected) for rest, *expected in MODELS)],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str) -> None:
+    answer = answers[0][call]
+    document = answer.document
+    assert (answer.status, document["active"]) == (status, (True, False, None)[status])
+    directory = str(document["model"]).rpartition("/")[0]
+    assert str(document["reason"]).startswith(reason.format(tmp=directory))
+    # Where the command line is wrong, people read of it as well.
+    assert answer.err in ("", f"error: {document['reason']}\n")
+    assert bool(answer.err) is (call in [flags for flags, *_ in VERDICTS[-3:]])
+
+
+def test_what_is_known_of_a_server(answers: Any) -> None:
+    found = answers[0][()].document
     assert set(command.FACTS) <= found.keys()
     assert None not in [found[name] for name in command.FACTS if name != "quantisation"]
     assert (found["layers"], found["first_shared"]) == (8, 4)
-    assert found["attention"] == ["triton"]
     assert found["plugins"]["installed"] is True
-    assert answer.err == ""
+    for call, attention in (
+        (VERDICTS[0][0], ["triton"]),
+        (("--attention-backend", "intel_xpu"), ["intel_xpu"]),
+        ((_PREFILL, "intel_xpu", _DECODE, "triton"), ["intel_xpu", "triton"]),
+    ):
+        assert answers[0][call].document["attention"] == attention
+    assert (
+        answers[0][(f"{GRAPHS}=full",)].document["reason"].endswith(f"{GRAPHS}=disabled starts it")
+    )
 
 
-def test_nothing_is_started_or_left(calls: Calls) -> None:
-    assert calls.touched == []
-    assert calls.cuda is False
-
-
-@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.name)
-def test_real_servers_give_the_same_reason(calls: Calls, refused: Any) -> None:
-    """``test_refused_flags`` starts them."""
-    answer = calls[(refused.argument, *refused.value)]
-    assert answer.verdict == (1, False, refused.reason)
-
-
-@pytest.mark.parametrize(
-    ("flags", "arguments"),
-    [
-        (("--enable-deterministic-inference",), {"enable_deterministic_inference": True}),
-        (("--enable-single-batch-overlap",), {"enable_single_batch_overlap": True}),
-        (("--cpu-offload-gb", "1"), {"cpu_offload_gb": 1}),
-        ((), {}),
-    ],
-    ids=["deterministic", "overlap", "offloaded", "none"],
-)
-def test_the_gate_gives_the_same_reason(
-    calls: Calls, tiny_checkpoint: Path, flags: Sequence[str], arguments: dict[str, Any]
-) -> None:
-    """On arguments that SGLang has resolved and published in this process."""
-    args = server_args(model_path=str(tiny_checkpoint), device="cpu", dtype="float32", **arguments)
-    with releases.serving(args):
-        assert calls[flags].document["reason"] == server_reason()
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "reason"),
-    [
-        (("--pp-size", "2"), 1, PIPELINE),
-        (("--is-embedding",), 1, gate.EMBEDDINGS),
-        (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),
-        (("--enable-lora",), 2, "SGLang does not resolve these flags on this machine (Assert"),
-    ],
-)
-def test_other_reasons(calls: Calls, flags: Sequence[str], status: int, reason: str) -> None:
-    answer = calls[flags]
-    assert answer.status == status
-    assert answer.document["reason"].startswith(reason)
-    assert answer.document["active"] is (False if status == 1 else None)
-
-
-def test_a_model_without_a_tail(calls: Calls) -> None:
-    assert calls.unshared.verdict == (1, False, metrics.NO_MODEL)
-
-
-def test_prefill_graphs(calls: Calls) -> None:
-    """Asked for by name, SGLang's recording is repaired; not so another backend's."""
-    named = "--cuda-graph-backend-prefill"
-    for backend in ("disabled", "breakable"):
-        assert calls[(f"{named}={backend}",)].verdict == (0, True, None)
-    full = calls[(f"{named}=full",)]
-    assert full.status == 1
-    assert full.document["reason"].startswith("SGLang does not start with prefill CUDA graphs")
-    assert full.document["reason"].endswith(f"{named}=disabled starts it")
+def test_nothing_is_started_or_left(answers: Any) -> None:
+    """No port is opened, no directory made, and CUDA not initialised."""
+    assert answers[1]["touched"] == []
+    assert answers[1]["cuda"] is False
 
 
 @pytest.mark.parametrize(
@@ -237,7 +193,7 @@ def test_prefill_graphs(calls: Calls) -> None:
         ({"language_model_only": True}, False),
     ],
 )
-def test_prefill_graphs_where_shared_layers_are_recorded(
+def test_prefill_graphs_of_multimodal_models(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
@@ -320,25 +276,6 @@ def test_prefill_graphs_that_need_no_repair(
     assert not refusals
 
 
-@pytest.mark.parametrize(
-    ("flags", "names", "others"),
-    [
-        (("--kv-cache-dtype", "fp8_e5m2"), ["triton"], None),
-        (("--attention-backend", "intel_xpu"), ["intel_xpu"], "intel_xpu"),
-        (OTHER_PREFILL, ["intel_xpu", "triton"], "intel_xpu"),
-        (OTHER_DECODE, ["intel_xpu", "triton"], "intel_xpu"),
-    ],
-    ids=["a rounded cache", "another backend", "for prefills", "for decode steps"],
-)
-def test_what_is_settled_at_start(
-    calls: Calls, flags: Sequence[str], names: list[str], others: str | None
-) -> None:
-    status, active, reason = calls[flags].verdict
-    assert calls[flags].document["attention"] == names
-    assert (status, active) == ((0, True) if others is None else (2, None))
-    assert others is None or str(reason).startswith(f"attention by {others}: settled when a server")
-
-
 def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a checkout that was never installed: SGLang would not find it."""
     monkeypatch.delenv(command.RESTRICTION, raising=False)
@@ -373,35 +310,6 @@ def test_a_switch_that_is_off(
     assert findings.refusals == refusals
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--no-such-flag",), "the server's flags: unrecognized arguments: --no-such-flag"),
-        (("--help",), "with --help or --version they start no server"),
-        (("--model-path", "/another"), "two models: "),
-    ],
-)
-def test_flags_that_start_no_server(calls: Calls, flags: Sequence[str], words: str) -> None:
-    answer = calls[flags]
-    assert answer.status == 2
-    [line] = answer.err.splitlines()
-    assert line.startswith("error: ")
-    assert words in line
-    assert answer.verdict == (2, None, line.removeprefix("error: "))
-
-
-def test_models_that_cannot_be_read(calls: Calls) -> None:
-    for answer, words in (
-        (calls.no_directory, "none cannot be read ("),
-        (calls.no_name, "the model nobody/nothing cannot be read ("),
-        (calls.nothing, "no model is named: give --model-path"),
-    ):
-        status, active, reason = answer.verdict
-        assert (status, active) == (2, None)
-        assert words in str(reason)
-        assert answer.document["layers"] is None
-
-
 def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """All that is wrong is named at once, and the first of it is the reason."""
     wrong = {
@@ -419,7 +327,7 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
         **{**variables, "SGLANG_PLUGINS": "gemma4_row_trace"},
     )
     *invalid, plugins = answer.document["refusals"]
-    assert answer.verdict == (1, False, invalid[0])
+    assert (answer.status, answer.document["reason"]) == (1, invalid[0])
     for (name, (value, accepted)), refusal in zip(wrong.items(), invalid, strict=True):
         start = f"{settings.SWITCH}_{name}={value!r} is not a valid value: use {accepted}"
         assert refusal.startswith(start)
@@ -459,8 +367,8 @@ def test_a_module_that_moved(tiny_checkpoint: Path, tmp_path: Path) -> None:
         ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
         PYTHONPATH=python_path(plugin(tmp_path / "path", "a_move", gone)),
     )
-    status, active, reason = answer.verdict
-    assert (status, active, answer.err) == (1, False, "")
+    assert (answer.status, answer.err) == (1, "")
+    reason = answer.document["reason"]
     assert re.search(r" lacks what the patch needs \(.*forward_context", str(reason))
 
 
