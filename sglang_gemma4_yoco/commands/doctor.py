@@ -72,8 +72,7 @@ def add_to(commands: Any) -> None:
     about = {"help": "would it be active, before a server is started", "description": __doc__}
     usage = "%(prog)s [-h] [--model-path MODEL] [--json] [-- SERVER_FLAG ...]"
     parser = commands.add_parser("doctor", **about, usage=usage)
-    of_model = "a directory, or a name on Hugging Face"
-    parser.add_argument("--model-path", metavar="MODEL", help=of_model)
+    parser.add_argument("--model-path", metavar="MODEL", help="directory, or name on Hugging Face")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
     parser.add_argument("flags", nargs="*", metavar="SERVER_FLAG", help="the server's, after --")
     parser.set_defaults(run=run)

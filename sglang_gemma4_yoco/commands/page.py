@@ -120,4 +120,4 @@ def _draw_differences(axes: Any, compared: Mapping[str, Compared]) -> None:
     axes.set_xscale("log")
     what = f"difference of two log-probabilities (equal ones at {_LEAST:g})"
     axes.set(xlabel=what, ylabel="share of log-probabilities")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left")

@@ -49,17 +49,16 @@ def examine(
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
     given, _ = parser.parse_known_args(flags)
-    served = model or given.model_path
-    if given.model_path not in (None, served):
-        two = f"--model-path {model}, and {given.model_path} after --"
-        raise CommandError(f"two models: {two}; leave one")
+    named = given.model_path
+    served = model or named
+    if named not in (None, served):
+        raise CommandError(f"two models: --model-path {model}, and {named} after --; leave one")
     if served is None:
         findings.unknowns.append("no model is named: give --model-path")
         return
     config = _model(findings, served, given.revision)
     if config is not None:
-        named = [] if given.model_path else ["--model-path", served]
-        _server(findings, config, [*named, *flags], output)
+        _server(findings, config, flags if named else ["--model-path", served, *flags], output)
 
 
 def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any] | None:

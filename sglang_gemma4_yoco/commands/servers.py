@@ -268,10 +268,8 @@ def free_ports(count: int, first: int | None = None) -> list[int]:
     """So many free ports; with ``first`` those from it on, or CommandError."""
     with ExitStack() as stack:
         try:
-            for_each = [first + i if first else 0 for i in range(count)]
-            taken = [
-                stack.enter_context(socket.create_server(("127.0.0.1", port))) for port in for_each
-            ]
+            ports = [first + i if first else 0 for i in range(count)]
+            taken = [stack.enter_context(socket.create_server(("127.0.0.1", p))) for p in ports]
         except (OSError, OverflowError) as failure:
             raise CommandError(f"--port {first} cannot be used: {failure}") from failure
         return [listener.getsockname()[1] for listener in taken]

@@ -39,6 +39,10 @@ def test_a_server_that_is_active(on_server: Server, capsys: Captured) -> None:
     [shown] = json.loads("\n".join(out[:-1]))
     [state] = on_server.get("/server_info")["internal_states"]
     assert shown == state[ENTRY]
+    code, [line], _ = report(capsys, "--json", on_server.url)
+    document = json.loads(line)
+    assert (code, document["active"], document["reason"]) == (0, True, None)
+    assert document["schedulers"] == [state[ENTRY]]
     assert (shown["version"], shown["active"]) == (__version__, True)
     assert shown["rows"]["skipped"] >= 99
 
@@ -49,16 +53,10 @@ def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> 
     assert (code, err) == (1, [])
     assert out[-1] == f"The fast path is NOT active: {NO_ENTRY}"
     assert "SGLANG_GEMMA4_YOCO=0" in out[-1]
-
-
-def test_for_a_program(servers: tuple[Server, Server], capsys: Captured) -> None:
-    for server, active in zip(servers, (True, False), strict=True):
-        code, out, _ = report(capsys, "--json", server.url)
-        document = json.loads(out[-1])
-        assert (code, document["active"]) == (int(not active), active)
-        assert (document["reason"] is None) is active
-        [state] = server.get("/server_info")["internal_states"]
-        assert document["schedulers"] == [state.get(ENTRY)]
+    code, [line], _ = report(capsys, "--json", off_server.url)
+    document = json.loads(line)
+    assert (code, document["active"], document["reason"]) == (1, False, NO_ENTRY)
+    assert document["schedulers"] == [None]
 
 
 @pytest.mark.release

@@ -325,7 +325,7 @@ def test_the_switch_is_checked(
         (["--model-path", "/no/such/model"], "--model-path /no/such/model has no tokenizer ("),
         (["--model-path", "{tmp}"], " has no tokenizer ("),
         (["--prompts", "{tmp}/none"], "No such file or directory: '"),
-        (["--prompts", "{tmp}/bad"], '/bad:2: no text, or no JSON with a "prompt"'),
+        (["--prompts", "{tmp}/bad"], "/bad:2: no text, or no JSON"),
         (["--output", "{tmp}/bad/dir"], "Not a directory: '"),
         (["--port", "65535"], "--port 65535 cannot be used"),
     ],

@@ -162,6 +162,8 @@ def test_answers_are_compared_up_to_where_they_part() -> None:
     found = Comparison.of([(one, other), (one, one)])
     assert (found.answers, found.equal_answers) == (2, 1)
     assert (found.prefilled, found.decoded) == ([0.25, 0.0], [0.25, 0.0, 0.0])
+    read = answer(position(1, -1.0), read=(position(5, -1.0), position(6, -2.0)))
+    assert Comparison.of([(read, read)]).prefilled == [0.0] * 3  # a prefill computes them all
 
 
 @pytest.mark.parametrize(
@@ -188,12 +190,6 @@ def test_a_token_that_is_not_among_the_likeliest(likeliest: dict[str, float], le
     one = answer(position(1, -1.0))
     assert Comparison.of([(one, other)]).logprobs == [least]
     assert Comparison.of([(other, one)]).logprobs == [least]
-
-
-def test_logprobs_of_a_prompt_are_those_of_a_prefill() -> None:
-    read = (position(5, -1.0), position(6, -2.0))
-    whole = answer(position(1, -1.0), position(2, -0.5), read=read)
-    assert len(Comparison.of([(whole, whole)]).prefilled) == 3
 
 
 def test_a_reply_is_read() -> None:
