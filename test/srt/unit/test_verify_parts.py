@@ -14,7 +14,7 @@ import pytest
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.commands import main, page, prompts, servers, verify
-from sglang_gemma4_yoco.commands.compare import MEAN_LOGPROB, Answer, Comparison, Position, Times
+from sglang_gemma4_yoco.commands.compare import Answer, Comparison, Position, Times
 from sglang_gemma4_yoco.commands.compare import beyond as sentences
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.prompts import Prompt
@@ -231,7 +231,7 @@ def test_float32_on_a_cpu_must_be_equal() -> None:
 def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
     # Of one prompt, which was sent twice: it may differ as much as stock from itself at most.
     noise = [comparison(own), comparison(own / 2)]
-    limit = 4 * own + MEAN_LOGPROB
+    limit = 4 * own + 0.05
     assert beyond(comparison(limit * 0.99, equal=False), noise, exact=False) == []
     assert "log-prob" in beyond(comparison(limit * 1.01), noise, exact=False)[0]
     assert beyond(comparison(math.inf), noise, exact=False)
@@ -240,7 +240,7 @@ def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
 
 def test_the_largest_difference_of_stock_is_shared_by_all_prompts() -> None:
     noise = [Comparison(8, 8, [0.0] * 7 + [0.8])]
-    limit = 3 * 0.1 + MEAN_LOGPROB
+    limit = 3 * 0.1 + 0.05
     for prompts_sent, more in ((1, 0.8), (4, 0.2)):
         for factor, found in ((0.99, 0), (1.01, 1)):
             fast = Comparison(2 * prompts_sent, 0, [limit + factor * more] * 2 * prompts_sent)
