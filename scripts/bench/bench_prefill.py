@@ -11,16 +11,16 @@ and times the same batch three ways, interleaved in one run:
 For each batch (prompt length, number of prompts, requests that decode along, share of the prompt
 whose logprobs are wanted) it prints medians with 20th and 80th percentiles, the ratio off/on, the
 ceiling off/front-only, and the share of the possible saving that was realised,
-(off - on) / (off - front). Beside every time it verifies that on and off give the same answer,
-and how many rows each layer computed; it refuses to report "on" where the fast path was neither
-active nor stepped aside with a reason. It also measures what the package adds to forwards that
-it leaves alone; and, in passes of their own behind the timed ones, what the host does in a forward
-(``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes time.
+(off - on) / (off - front). It verifies that on and off give
+the same answer, and how many rows each layer computed; it refuses to report "on" where the fast
+path was neither active nor stepped aside with a reason. It also measures what the package adds to
+forwards that it leaves alone; and, in separate passes after the timed ones, what the host does in
+a forward (``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes
+time.
 
-With ``--graphs`` SGLang records its prefills too, of batches of up to 1024 rows, and the host is
-looked at off and on where SGLang replays them as well: **off replayed** runs SGLang's recording to
-its end, **on replayed** leaves it for the package's recorded tail. Nothing is replayed of the three
-ways that are timed.
+With ``--graphs`` SGLang captures prefills of up to 1024 rows too, and ``host_work`` looks at two
+more ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for
+the package's captured tail. The three timed ways stay eager.
 
 Output contract: tables for people on stdout; the last line is one JSON document.
 
@@ -37,9 +37,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -55,7 +53,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import commit, package_of
+from environment import command_line, origin, write_whole
 from sglang_gemma4_yoco.commands.compare import Times
 
 if TYPE_CHECKING:
@@ -63,16 +61,16 @@ if TYPE_CHECKING:
 
 WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
-# Prefills of more rows are launched by SGLang: the host has less to do for them than the device,
-# and a CPU's recording holds all that was ever computed in it.
+# Larger prefills stay eager: the host has less to do for them than the device, and on a CPU a
+# captured prefill keeps every intermediate result.
 MOST_RECORDED = 1024
-# A prefill of so many rows is always recorded: the package's check at start fits into it.
+# A prefill of so many rows is always captured: the package's check at start fits into it.
 CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
 HOST_REPEATS = 3
-# Of logits. Below it they are all alike, as those of SGLang's dummy weights are, which vanish on
-# their way through the layers: then on and off agree whatever they compute.
+# Standard deviation of logits. Below it all are alike, as with SGLang's dummy weights, and then on
+# agrees with off whatever it computes.
 LEAST_SPREAD = 0.01
 CONTEXT = 64  # cached tokens of a request that decodes along
 
@@ -188,14 +186,12 @@ class Point:
 
 
 class NotActiveError(Exception):
-    """The fast path did not run and gave no reason, or nobody could have told that it did."""
+    """The fast path did not run and gave no reason, or its answers could not have differed."""
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="directory of a checkpoint")
     model.add_argument(
@@ -203,42 +199,34 @@ def parse_arguments() -> argparse.Namespace:
         default="E2B_MINI",
         help="E2B, E4B (dummy weights), E2B_MINI, E4B_MINI, E2B_TINY, E2B_HOST, E4B_HOST",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--weights",
         choices=["random", "dummy"],
-        help="of a preset, random either way: written to disk, or filled in behind SGLang's dummy "
+        help="of a preset, random either way: written to disk, or filled in after SGLang's dummy "
         "loader (default: dummy for E2B and E4B)",
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
-    parser.add_argument(
-        "--decoding", type=int, nargs="+", default=[0], help="requests that decode along"
-    )
-    parser.add_argument(
-        "--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs"
-    )
-    parser.add_argument("--repeats", type=int, default=7, help="times each of the three ways")
-    parser.add_argument(
-        "--host-repeats",
-        type=int,
-        default=HOST_REPEATS,
-        help="times off and on for the host's time by region",
-    )
-    parser.add_argument(
+    add("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
+    add("--batch-sizes", type=int, nargs="+", default=[1, 4])
+    add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
+    add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
+    add("--repeats", type=int, default=7, help="times each of the three ways")
+    add("--host-repeats", type=int, default=HOST_REPEATS, help="passes for the host's times")
+    add(
         "--graphs",
         action="store_true",
-        help="record the tail, as a server with CUDA graphs does, and prefills of up to "
-        f"{MOST_RECORDED} rows; on a CPU (SGLang 0.5.23) a replay runs the recorded operations one "
-        "by one: look at what the host does besides",
+        help="capture the tail, as a server with CUDA graphs does, and prefills of up to "
+        f"{MOST_RECORDED} rows; on a CPU a replay runs the captured operations one by one, so "
+        "only the host's work besides is a result",
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--json", type=Path, help="also write the JSON document to this file")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--dtype", help="default: float32 on a CPU, else bfloat16")
+    add("--json", type=Path, help="also write the JSON document to this file")
     args = parser.parse_args()
     if min(*args.lengths, *args.batch_sizes, args.repeats, args.host_repeats) < 1:
-        parser.error("--lengths, --batch-sizes and both --repeats want numbers above 0")
+        parser.error("--lengths, --batch-sizes and both --repeats take numbers above 0")
     if min(args.decoding) < 0 or min(args.read) < 0 or max(args.read) > 1:
-        parser.error("--decoding wants numbers from 0, --read shares from 0 to 1")
+        parser.error("--decoding takes numbers from 0, --read shares from 0 to 1")
     if args.model is not None and not (args.model / "config.json").exists():
         parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
     return args
@@ -533,9 +521,16 @@ def measure_host(
 
 
 def measure(
-    engine: Any, load: Load, repeats: int, progress: Any, host_repeats: int = HOST_REPEATS
+    engine: Any,
+    load: Load,
+    repeats: int,
+    host_repeats: int = HOST_REPEATS,
+    progress: Callable[[], object] = lambda: None,
 ) -> Point:
     """Time one batch all three ways, in turns, and verify the answers.
+
+    Args:
+        progress: called after each timed forward.
 
     Raises:
         NotActiveError: the fast path did not run and gave no reason, or no answer could differ.
@@ -554,7 +549,7 @@ def measure(
             way = WAYS[(i + repeat) % len(WAYS)]
             spent, logits[way] = timed(engine, batch, way)
             seconds[way].append(spent)
-            progress.update()
+            progress()
     must_have_spread(logits["off"])
     off, on, front = (Times.of(seconds[way]) for way in WAYS)
     possible = off.median - front.median
@@ -705,12 +700,9 @@ def describe(args: argparse.Namespace, engine: Any) -> dict[str, Any]:
 
     cuda = engine.runner.device == "cuda"
     return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "package": package_of(),
+        **origin(),
         "model": str(args.model or args.preset),
         "device": torch.cuda.get_device_name() if cuda else f"cpu ({os.cpu_count()} cores)",
-        "machine": platform.machine(),
         "torch_threads": torch.get_num_threads(),
         "dtype": str(next(engine.text_model.parameters()).dtype),
         "sglang": version("sglang"),
@@ -736,11 +728,12 @@ def main() -> int:
         grid = loads(args)
         with tqdm(total=len(grid) * args.repeats * len(WAYS), unit="forward") as progress:
             for load in grid:
-                points.append(measure(engine, load, args.repeats, progress, args.host_repeats))
+                points.append(
+                    measure(engine, load, args.repeats, args.host_repeats, progress.update)
+                )
                 line = json.dumps(about | {"points": points, "gate": gate}, default=asdict)
                 if args.json is not None:  # after each point, so that nothing is lost
-                    args.json.parent.mkdir(parents=True, exist_ok=True)
-                    args.json.write_text(line + "\n")
+                    write_whole(args.json, line + "\n")
     show(points, gate)
     print(line)
     exact = next(engine.text_model.parameters()).dtype == torch.float32
