@@ -54,7 +54,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -534,7 +534,8 @@ def latency(machine: Machine, way: str, arriving: bool) -> dict[str, Any]:
     import numpy
 
     server, work = machine.servers()[way], machine.workload
-    with arrivals(server, work) if arriving else nullcontext([]) as sent:
+    with ExitStack() as span:
+        sent = span.enter_context(arrivals(server, work)) if arriving else []
         result = send(server, work.running)
     itls = [seconds for request in result["itls"] for seconds in request]
     points = (50, 95, 99)

@@ -53,7 +53,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import command_line, origin, write_whole
+from environment import REPO, command_line, origin, write_whole
 from sglang_gemma4_yoco.commands.compare import Times
 
 if TYPE_CHECKING:
@@ -112,13 +112,11 @@ class HostWork:
     """What the host does in one forward; see ``host_work``.
 
     Attributes:
-        operations: dispatched, outside of replays; each replay counts as one.
-        replays: of graphs.
+        operations: dispatched outside of replays; each replay counts as one.
         triton_launches: outside of replays.
         device_reads: values for which the host of a GPU would wait.
         seconds: median by region.
-        operations_by_region: those of ``operations``.
-        outside_of_layers: seconds of planning and of all that is before, behind and around layers.
+        outside_of_layers: seconds of planning and of all that is before, after and around layers.
         added_outside: by how much they were more than those of the off pass beside each.
     """
 
@@ -137,8 +135,8 @@ class Replayed:
     """What came of a prefill that SGLang replays.
 
     Attributes:
-        path: what the package says of it: a way of being active, or why it stepped aside.
-        max_logit_difference: from the stock forward that is launched.
+        path: what the package reports: a way of being active, or why it stepped aside.
+        max_logit_difference: from the eager stock forward.
         same_tokens: whether the greedy next tokens are the same.
     """
 
@@ -156,11 +154,9 @@ class Point:
         rows: FFN rows of the first and of the last layer with the fast path on.
         max_logit_difference: between on and off, over the last row of every prompt.
         same_tokens: whether the greedy next tokens are the same.
-        ratio: off / on.
-        ceiling: off / front-only.
-        realised: share of the possible saving.
+        ratio: off / on; ``ceiling`` is off / front-only, ``realised`` (off - on) / (off - front).
         host: what the host does, by way.
-        replayed: what came of the ways whose prefill SGLang replays; empty where it has recorded
+        replayed: what came of the ways whose prefill SGLang replays; empty where it has captured
             none of this length.
     """
 
@@ -254,7 +250,7 @@ def build_engine(
     """The model on SGLang's ModelRunner, with room for the largest batch.
 
     Args:
-        prefills: how many rows the prefills have that SGLang records; nothing else is recorded.
+        prefills: lengths of the prefills that SGLang captures; it captures no others.
     """
     from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
     from sglang_gemma4_reference.engine import Engine
@@ -267,13 +263,14 @@ def build_engine(
         dummy = args.weights == "dummy" or (args.weights is None and args.preset in ("E2B", "E4B"))
         path = directory / args.preset
         write_checkpoint(path, PRESETS[args.preset], weights=not dummy)
-        if dummy:
-            options["load_format"] = "dummy"
+        options |= {"load_format": "dummy"} if dummy else {}
     largest = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
     graphs: dict[str, Any] = {"cuda_graph_bs_decode": [1]} if args.graphs else {}
     if prefills:
         graphs |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
-    with recordable(device) if prefills else nullcontext():
+    with ExitStack() as span:
+        if prefills:
+            span.enter_context(recordable(device))
         engine = Engine(
             path,
             device=device,
@@ -289,7 +286,7 @@ def build_engine(
 
 
 def buckets(args: argparse.Namespace, device: str) -> list[int]:
-    """Rows of the batches whose prefills SGLang records."""
+    """Rows of the batches whose prefills SGLang captures."""
     from sglang_gemma4_reference import releases
 
     if not args.graphs or not (device == "cuda" or releases.records_prefills()):
@@ -298,20 +295,22 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
     return sorted(total for total in totals if total <= MOST_RECORDED)
 
 
-def recordable(device: str) -> AbstractContextManager[None]:
-    """SGLang can record prefills in the span."""
-    if device == "cuda":
-        return nullcontext()
-    from sglang_gemma4_reference import prefill_graphs
+@contextmanager
+def recordable(device: str) -> Iterator[None]:
+    """SGLang can capture prefills in the span, on a CPU too."""
+    with ExitStack() as span:
+        if device == "cpu":
+            from sglang_gemma4_reference import prefill_graphs
 
-    return prefill_graphs.recordable()
+            span.enter_context(prefill_graphs.recordable())
+        yield
 
 
 def record(engine: Any) -> None:
-    """Have the tail recorded; decode steps are launched, as without graphs.
+    """Capture the tail; decode steps stay eager.
 
     Raises:
-        NotActiveError: it was not recorded.
+        NotActiveError: the tail was not captured.
     """
     from sglang_gemma4_reference import releases
     from sglang_gemma4_yoco.loading import start
@@ -360,7 +359,7 @@ def switched(way: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
-    """The same; and SGLang replays prefills that it has recorded, or does not, as the way says."""
+    """``switched``; and SGLang replays captured prefills, or does not, as the way says."""
     from sglang_gemma4_yoco import seams
 
     with ExitStack() as span:
@@ -437,10 +436,10 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 
 
 def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
-    """What comes of the ways whose prefill SGLang replays, if it has recorded one of these rows.
+    """What comes of the ways whose prefill SGLang replays, if it has captured one of these rows.
 
     Args:
-        stock: the logits of the stock forward that is launched.
+        stock: the logits of the eager stock forward.
 
     Raises:
         NotActiveError: nothing was reported of the fast path.
@@ -464,7 +463,7 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
 
 def recorded_rows(engine: Any) -> list[int]:
-    """Of how many rows SGLang has recorded prefills."""
+    """The lengths of the prefills that SGLang has captured."""
     import host_work
 
     graphs = getattr(host_work.recorded_prefills(engine), "_graphs", ())
@@ -474,10 +473,10 @@ def recorded_rows(engine: Any) -> list[int]:
 def measure_host(
     engine: Any, batch: Any, repeats: int, ways: Sequence[str] = WAYS[:2]
 ) -> dict[str, HostWork]:
-    """What the host does for one batch, in turns in each way. None of it is timed as a whole.
+    """What the host does for one batch, in turns in each way.
 
     Raises:
-        NotActiveError: SGLang replayed nothing where it is said to.
+        NotActiveError: SGLang was to replay, and did not.
     """
     from functools import partial
     from statistics import median
@@ -498,26 +497,17 @@ def measure_host(
                 synchronizer(engine)()
                 seconds[way].append(host_work.clock(engine, forward))
     outside = {way: [host_work.outside_of_layers(one) for one in seconds[way]] for way in ways}
-    return {
-        way: HostWork(
-            operations=counts[way].operations.total(),
-            replays=counts[way].replays,
-            triton_launches=counts[way].triton_launches,
-            device_reads=counts[way].device_reads,
-            seconds={
-                region: median(pass_[region] for pass_ in seconds[way])
-                for region in host_work.REGIONS
-            },
-            operations_by_region={
-                region: counts[way].operations[region] for region in host_work.REGIONS
-            },
+    found = {}
+    for way in ways:
+        beside = zip(outside[way], outside["off"], strict=True)
+        found[way] = HostWork(
+            **vars(counts[way]) | {"operations": counts[way].operations.total()},
+            seconds={name: median(one[name] for one in seconds[way]) for name in host_work.REGIONS},
+            operations_by_region={name: counts[way].operations[name] for name in host_work.REGIONS},
             outside_of_layers=Times.of(outside[way]),
-            added_outside=Times.of(
-                [one - off for one, off in zip(outside[way], outside["off"], strict=True)]
-            ),
+            added_outside=Times.of([one - off for one, off in beside]),
         )
-        for way in ways
-    }
+    return found
 
 
 def measure(
@@ -582,8 +572,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 def measure_gate(engine: Any) -> dict[str, float]:
     """What the package adds to forwards that it leaves alone, in microseconds.
 
-    The wrapped calls get a stock function that does nothing, called through the same arguments
-    without the wrapper for comparison.
+    Stock functions that do nothing are called with the package's wrappers around them, and without.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -601,29 +590,23 @@ def measure_gate(engine: Any) -> dict[str, float]:
         pass
 
     backend, model = Backend(), engine.text_model
-    plain_plan = backend.init_forward_metadata
+    plain_plan, wrapped = backend.init_forward_metadata, with_fast_prefill(stock)
     attached = find(model)
     known = ModelState(model, None, TailBackend(backend, Backend()))
     known.attach(gate.plan_batch)
-    wrapped = with_fast_prefill(stock)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     prefill = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
     decode = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
     decode.forward_mode = ForwardMode.DECODE
 
-    def added(forward_batch: Any) -> float:
+    def taken(forward: Callable[..., Any], plan: Callable[[Any], Any], forward_batch: Any) -> float:
         arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
+        return microseconds(lambda: (plan(forward_batch), forward(*arguments)))
 
-        def with_package() -> None:
-            backend.init_forward_metadata(forward_batch)
-            wrapped(*arguments)
-
-        def without() -> None:
-            plain_plan(forward_batch)
-            stock(*arguments)
-
-        return microseconds(with_package) - microseconds(without)
+    def added(forward_batch: Any) -> float:
+        with_package = taken(wrapped, backend.init_forward_metadata, forward_batch)
+        return with_package - taken(stock, plain_plan, forward_batch)
 
     try:
         return {
@@ -634,64 +617,6 @@ def measure_gate(engine: Any) -> dict[str, float]:
         known.close()
         if attached is not None:
             model.__dict__[ENTRY] = attached
-
-
-def show(points: Sequence[Point], gate: dict[str, float]) -> None:
-    """Print the tables."""
-    from sglang_gemma4_yoco.commands import page
-
-    console = page.console_of(150)
-    of_load = ("tokens", "batch", "decoding")
-    console.print(
-        page.table(
-            "Prefill, milliseconds: median (20th-80th percentile)",
-            (
-                *of_load, "read", "off", "on", "front only", "off/on", "ceiling", "realised",
-                "rows", "max |dlogit|", "path",
-            ),
-            [
-                (
-                    *_load(p), f"{p.load.read:g}",
-                    *(times.text(1e3, 1) for times in (p.off, p.on, p.front)),
-                    f"{p.ratio:.2f}", f"{p.ceiling:.2f}", f"{p.realised:.0%}",
-                    f"{p.rows[0]}->{p.rows[1]}", f"{p.max_logit_difference:.1e}", p.path,
-                )
-                for p in points
-            ],
-            words=("path",),
-        )
-    )  # fmt: skip
-    regions = list(points[0].host["off"].seconds)
-    console.print(
-        page.table(
-            "The host in one forward; milliseconds by region",
-            (
-                *of_load, "way", "operations", "replays", "Triton launches", "device reads",
-                *regions, "path",
-            ),
-            [
-                (
-                    *_load(p), way, f"{host.operations}", f"{host.replays}",
-                    f"{host.triton_launches}",
-                    f"{host.device_reads}",
-                    *(f"{host.seconds[region] * 1e3:.2f}" for region in regions),
-                    p.replayed[way].path if way in p.replayed else "",
-                )
-                for p in points
-                for way, host in p.host.items()
-            ],
-            words=("way", "path"),
-        )
-    )  # fmt: skip
-    console.print(
-        f"Added to an ineligible prefill: {gate['ineligible_prefill_us']:.1f} us; "
-        f"to a decode step: {gate['decode_us']:.2f} us"
-    )
-
-
-def _load(point: Point) -> tuple[str, str, str]:
-    load = point.load
-    return f"{load.length}", f"{load.batch_size}", f"{load.decoding}"
 
 
 def describe(args: argparse.Namespace, engine: Any) -> dict[str, Any]:
@@ -734,7 +659,10 @@ def main() -> int:
                 line = json.dumps(about | {"points": points, "gate": gate}, default=asdict)
                 if args.json is not None:  # after each point, so that nothing is lost
                     write_whole(args.json, line + "\n")
-    show(points, gate)
+    sys.path.insert(0, str(REPO / "scripts" / "docs"))
+    import plot_prefill  # whose tables need what a GPU machine may lack
+
+    print(plot_prefill.markdown(*plot_prefill.read(json.loads(line))))
     print(line)
     exact = next(engine.text_model.parameters()).dtype == torch.float32
     wrong = [p for p in points if p.differs]

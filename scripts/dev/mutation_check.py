@@ -236,10 +236,10 @@ class Workplace:
     ) -> str | None:
         """How the process that runs the tests ended, unless it ended well."""
         # Triton decides at import whether it interprets, so there nothing can be preloaded.
-        way = "spawn" if _on_triton(arguments) else "forkserver"
-        process = multiprocessing.get_context(way).Process(
-            target=run_pytest, args=(tree, arguments, notes)
+        context: Any = multiprocessing.get_context(
+            "spawn" if _on_triton(arguments) else "forkserver"
         )
+        process = context.Process(target=run_pytest, args=(tree, arguments, notes))
         process.start()
         try:
             process.join(limit)

@@ -103,28 +103,19 @@ PARTS = {
 #: folder counts; without it each of its files is one test, which starts a process for them.
 VARIABLES = {"forward": {"YOCO_TEST_MODELS": "2"}, "triton": {"TRITON_INTERPRET": "1"}}
 
-# SGLang's own loader loads the plugin, which refuses in one line of its log.
+# SGLang's own loader loads the plugin.
 _PROBE = """
-import json, logging, platform
+import json, platform
 from importlib.metadata import version
-refusals = []
-class Listener(logging.Handler):
-    def emit(self, record):
-        if record.levelno >= logging.ERROR:
-            refusals.append(record.getMessage().partition("unpatched: ")[2])
-logging.getLogger("sglang_gemma4_yoco").addHandler(Listener())
 from sglang.srt.plugins import load_plugins
 load_plugins()
-if not refusals:
+from sglang_gemma4_yoco import plugin
+if plugin.left_alone is None:
     from sglang.srt.models.gemma4_causal import Gemma4TextModel
     assert hasattr(Gemma4TextModel, "_yoco_eligibility"), "the plugin was not loaded"
-print(json.dumps({
-    "refusal": "; ".join(refusals) or None,
-    "packages": {
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "triton", "transformers")},
-    },
-}))
+packages = {name: version(name) for name in ("torch", "triton", "transformers")}
+packages["python"] = platform.python_version()
+print(json.dumps({"refusal": plugin.left_alone, "packages": packages}))
 """
 
 PASSED, FAILED, REFUSED, NOT_INSTALLED = "passed", "failed", "refused", "not installed"

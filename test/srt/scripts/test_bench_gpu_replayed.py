@@ -110,20 +110,20 @@ class TestSummary:
 class TestReport:
     def test_times_and_predictions(self) -> None:
         text = gpu_report.table([document(**steps({512: [16.0, 10.0, 9.0, 8.0]}))])
-        assert "stock's own replays give the answers of its launches at 1 lengths." in text
+        assert "stock's replays give the answers of its eager prefills at 1 lengths." in text
         assert "| 512 | 16.0 (14.9) | 10.0 (9.7) | 9.0 (10.0) | 8.0 (7.2) |" in text
         assert "| 2.00 / 1.25 / 1.12 | right | yes |" in text
         assert "on replayed: faster than off / off replayed / on" in text
 
     def test_a_wrong_answer_is_told(self) -> None:
         text = gpu_report.table([document(**steps({512: [1.0] * 4}, stock=False))])
-        assert "**stock's own replays give other answers than its launches** at 512" in text
+        assert "**stock's replays give other answers than its eager prefills** at 512" in text
         assert "| **wrong** |" in text
 
     def test_what_cannot_be_recorded(self) -> None:
         failed = {"recorded": {"failed": "no slot"}, "32 tokens, times": {"failed": "no slot"}}
         text = gpu_report.table([document(**failed)])
-        assert "they cannot be recorded (no slot)." in text
+        assert "they cannot be captured (no slot)." in text
 
 
 class TestRecording:
