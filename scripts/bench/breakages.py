@@ -150,7 +150,7 @@ def _next_request(stock: Callable[..., KeptRows], *args: Any) -> KeptRows:
     return replace(right, indices=[min(row + 1, last) for row in right.indices])
 
 
-def _keys(stock: Callable[..., Any], *args: Any, k: float = 1.0, v: float = 1.0) -> Any:
+def _keys(stock: Callable[..., Any], *args: Any, k: float, v: float) -> Any:
     keys, values = stock(*args)
     return keys * k, values * v
 
@@ -195,8 +195,8 @@ def _never_written(stock: Callable[..., Any], state: ModelState, plan: Any, *arg
         stock(state, plan, *args)
 
 
-def _scaled(**factors: float) -> Breakage:
-    return _wrong(donor, "keys_and_values", partial(_keys, **factors))
+def _scaled(k: float = 1.0, v: float = 1.0) -> Breakage:
+    return _wrong(donor, "keys_and_values", partial(_keys, k=k, v=v))
 
 
 @contextmanager

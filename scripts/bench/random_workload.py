@@ -300,7 +300,7 @@ def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
         line |= {name.replace("_", " "): value for name, value in counts.items()}
     first, *others = dict.fromkeys(label for line in reversed(lines) for label in line)
     rows: list[list[Any]] = [[label, *(line.get(label, "") for line in lines)] for label in others]
-    say(markdown(["", *(line[first] for line in lines)], rows, numbers=len(lines)))
+    say(markdown(["", *(str(line[first]) for line in lines)], rows, numbers=len(lines)))
     for one in passes:
         for reason in one.reasons:
             say(f"{one.name}: stepped aside: {reason}")

@@ -106,6 +106,16 @@ def test_mutation_table_is_up_to_date() -> None:
     assert document["survivors"] == document["not judged"] == []
 
 
+def test_the_picture_is_up_to_date(tmp_path: Path) -> None:
+    """If this fails: the help of ``plot_prefill.py`` has the command."""
+    committed = (REPO / "benchmark" / "prefill.svg").read_text()
+    if f"Matplotlib v{version('matplotlib')}," not in committed:
+        pytest.skip("another Matplotlib has drawn it")
+    files = sorted(version_matrix.RESULTS.parent.glob("prefill_*.json"))
+    plot_prefill.draw([plot_prefill.load(path) for path in files], tmp_path / "prefill.svg")
+    assert (tmp_path / "prefill.svg").read_text() == committed
+
+
 def test_measurements_are_up_to_date() -> None:
     measurements = (REPO / "benchmark" / "README.md").read_text()
     results = [*version_matrix.RESULTS.parent.glob("prefill_*.json")]
