@@ -250,7 +250,7 @@ class Machine:
         self._servers: dict[str, Server] = {}
         self._engine: Any = None
         self._recorded: tuple[int, ...] = ()
-        #: Why SGLang cannot record the prefills of part h, once that has shown.
+        #: Why SGLang cannot capture the prefills of part h, once it has failed.
         self.unrecordable: str | None = None
         self.checkpoint = directory / self.preset
         write_checkpoint(self.checkpoint, SHAPES[self.preset], weights=False)
@@ -767,7 +767,7 @@ def replayed_steps(work: Workload) -> dict[str, Step]:
 
 
 def what_is_recorded(machine: Machine) -> dict[str, Any]:
-    """Whether SGLang starts with recorded prefills at all, and what the package says of them."""
+    """Whether SGLang starts with captured prefills at all, and what the package reports of them."""
     from sglang_gemma4_yoco.loading import start
 
     began = time.monotonic()
@@ -789,7 +789,7 @@ class Answer:
     """What one forward gave.
 
     Attributes:
-        path: what the package says of it.
+        path: what the package reports of it.
         logits: [1, vocabulary], in double precision.
         cache: K and V of each layer with some, at the slots that were written.
     """
@@ -809,7 +809,7 @@ class Answer:
         return cls(", ".join(log.forwards), logits, engine.written(batch))
 
     def beside(self, other: Answer) -> dict[str, Any]:
-        """How far it is from another one, which is taken for right."""
+        """How far it is from another one, which counts as right."""
         import torch
 
         errors = [
@@ -830,8 +830,8 @@ class Answer:
 
 
 def four_answers(engine: Any, batch: Any, _: int) -> dict[str, Any]:
-    """SGLang's replay beside what it launches; the package's beside both."""
-    # The package's replay first: the tail's inputs are still another batch's then.
+    """SGLang's replay beside its eager prefill; the package's beside both."""
+    # The package's replay first, while the tail's inputs are still those of another batch.
     seen = {way: Answer.of(engine, batch, way) for way in reversed(FOUR_WAYS)}
     bench_prefill.must_have_spread(seen["off"].logits)
     return {
@@ -847,7 +847,7 @@ def four_times(engine: Any, batch: Any, length: int, repeats: int) -> dict[str, 
     """Seconds of each way, in turns, and what the host does in it.
 
     Raises:
-        NotActiveError: a way is not what it is said to be.
+        NotActiveError: a prefill did not take the way that was to be measured.
     """
     from sglang_gemma4_yoco import log
 

@@ -14,12 +14,12 @@ may be another 5.x: the one that SGLang 0.5.17 asks for is in the folder, as new
         export PYTHONPATH=$PWD/site SGLANG_IS_FLASHINFER_AVAILABLE=0
     python3 scripts/bench_gpu.py --preset e2b --server-args='--grammar-backend none'
 
-Some packages are imported by SGLang whatever it serves, and are large: those are replaced by
-stand-ins, which say so when they are used (``STAND_INS``; one of them is the grammar backend).
+SGLang imports some large packages whatever it serves. Stand-ins replace them, and raise an error
+that names them when they are used (``STAND_INS``; one of them is the grammar backend).
 
 At the end all imports that the launch needs are followed through the folder, so that a module
-which neither machine has is found here. That says nothing about modules whose names are put
-together at run time, nor about a condition that only the other machine can decide.
+which neither machine has is found here. Modules whose names are put together at run time are not
+seen, and conditions that only the other machine can decide are not decided.
 
 Output contract: progress on stdout, the last line is one JSON document with size and contents.
 Exit status 1 when an import is missing or the folder is too large. Standard library only, and
@@ -184,7 +184,7 @@ def write_stand_ins(directory: Path) -> Path:
 
 
 def pip(*arguments: str | Path) -> None:
-    """Run pip, or end with what it said."""
+    """Run pip; if it fails, end with its output."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", *map(str, arguments)],
         capture_output=True,
