@@ -191,8 +191,7 @@ def test_a_document_has_a_line_for_each_verdict(tmp_path: Path, sources: Sources
 
 
 BROKEN = {
-    "a test that fails": ("def test_a(): assert False", ["unit/test_a.py::test_a"], None),
-    "a name with spaces": (
+    "a test that fails": (
         "import pytest\n@pytest.mark.parametrize('x', ['one, two'])\ndef test_a(x): assert not x",
         ["unit/test_a.py::test_a[one, two]"],
         None,
