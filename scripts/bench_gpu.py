@@ -16,7 +16,7 @@ Eight parts, each of which can run alone:
     g  greedy tokens, and how far logits are apart
     h  prefills of 16 to 8192 tokens that SGLang replays from CUDA graphs: do they give the answers
        of the eager ones; then stock and the package, each eager and replayed, in turns, beside
-       predicted times. SGLang 0.5.17 to 0.5.23 captures these prefills only with this package
+       predicted times. SGLang cannot capture these prefills without the package, which repairs that
 
 "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns. ``sglang.benchmark.serving``
 sends the loads. The servers' counters and the rows that the layers computed prove that "on" was on
