@@ -8,7 +8,6 @@ more, made from the source itself.
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -1625,49 +1624,23 @@ _FIRST_OF_ENTRY = {
 }
 
 
-def _table(value: ast.expr) -> ast.expr:
-    """The dict, tuple or set that a table is made of."""
-    return value.args[0] if isinstance(value, ast.Call) else value
-
-
-def _entries(table: ast.expr) -> list[ast.expr]:
-    """What the entries of a table are called by: the keys of a dict."""
-    if isinstance(table, ast.Dict):
-        return [key for key in table.keys if key is not None]
-    assert isinstance(table, ast.Tuple | ast.Set), ast.dump(table)
-    return table.elts
-
-
-def _is_table(value: ast.expr) -> bool:
-    return isinstance(_table(value), ast.Dict | ast.Tuple | ast.Set)
-
-
-def _paths(value: ast.expr) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each entry of a table, by name and by where it is: its place, or those of a table in it."""
-    table = _table(value)
-    for place, entry in enumerate(_entries(table)):
-        name = ast.unparse(entry).strip("'")
-        within = table.values[place] if isinstance(table, ast.Dict) else None
-        if within is None or not _is_table(within):
-            yield name, (place,)
-        else:
-            yield from ((f"{name}: {inner}", (place, *path)) for inner, path in _paths(within))
-
-
-def _without(statement: ast.Assign, path: tuple[int, ...]) -> str:
-    """The source of an assignment whose table lacks one entry."""
-    changed = copy.deepcopy(statement)
-    table, (*outer, place) = _table(changed.value), path
-    for within in outer:
-        assert isinstance(table, ast.Dict)
-        table = _table(table.values[within])
-    if isinstance(table, ast.Dict):
-        del table.keys[place], table.values[place]
-    else:
-        assert isinstance(table, ast.Tuple | ast.Set)
-        del table.elts[place]
-    # A set without elements has no literal: ast writes ``{*()}`` for it.
-    return ast.unparse(changed)
+def _removals(table: str, value: ast.expr) -> Iterator[tuple[str, str]]:
+    """Each entry of a table, by name, and a statement that takes it out."""
+    made_of = value.args[0] if isinstance(value, ast.Call) and value.args else value
+    if isinstance(made_of, ast.Dict):
+        for key, within in zip(made_of.keys, made_of.values, strict=True):
+            assert key is not None, table
+            name, place = ast.unparse(key).strip("'"), f"{table}[{ast.unparse(key)}]"
+            entries = [*_removals(place, within)]
+            yield from ((f"{name}: {entry}", removal) for entry, removal in entries)
+            if not entries:
+                yield name, f"del {place}"
+    elif isinstance(made_of, ast.Tuple | ast.Set):
+        for entry in map(ast.unparse, made_of.elts):
+            yield (
+                entry.strip("'"),
+                f"{table} = type({table})(entry for entry in {table} if entry != {entry})",
+            )
 
 
 def table_entries() -> list[Mutation]:
@@ -1684,9 +1657,9 @@ def table_entries() -> list[Mutation]:
             statement = assigned[table]
             whole = ast.get_source_segment(source, statement)
             assert whole is not None
-            for name, path in _paths(statement.value):
+            for name, removal in _removals(table, statement.value):
                 first = _FIRST_OF_ENTRY.get(name, first_of_table)
-                changed = _without(statement, path)
+                changed = f"{whole}\n{removal}"
                 mutations.append(Mutation(f"{table} without {name}", file, whole, changed, first))
     return mutations
 
