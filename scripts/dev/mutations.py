@@ -1058,7 +1058,7 @@ _WRITTEN = [
     *of(
         "checking/requests.py",
         ("what another run has written looks as if it were this one's",
-         ".get(layer, (0, 0)), strict=True)", ".get(layer, [c[slots] for c in pair]), strict=True)",
+         "if given and layer in given else 0", "if given and layer in given else cache[slots]",
          f"{MODELS}::test_what_is_broken_is_found"),
         ("the check's forwards are counted", "        with log.not_counted() as outcomes:\n",
          "        outcomes = log.forwards\n        if True:\n",
@@ -1113,7 +1113,7 @@ _WRITTEN = [
          "            found += rounding.findings([logits])\n", "            pass\n",
          f"{SELF_CHECK}::test_answers_of_another_request"),
         ("K and V of layers before the cut are not compared",
-         "        found = self._written(seen)\n", "        found = list[Finding]()\n",
+         "for layer, expected in self._front.items():", "for layer, expected in ():",
          f"{FORCED}::test_it_is_named"),
         ("logits may be no numbers", "            found.append(rounding.defect(NO_NUMBERS))\n",
          "            pass\n", f"{SELF_CHECK}::test_logits_that_are_no_numbers"),

@@ -2,19 +2,14 @@
 
 A whole forward cannot be compared: a right fast path sums in another order than stock, and in bf16
 one rounding can make sharp attention pick another key. So stock is watched, layer by layer. Then
-the cut is made of stock's rows, and after each step of the tail the result is compared with stock's
-and replaced by it (teacher forcing). For layers S-1 to L-1 these steps are:
+the cut is made of stock's rows, and after each step of layers S-1 to L-1 the result is compared
+with stock's and replaced by it (teacher forcing): K and V, per-layer inputs, queries, attention,
+the layer's output, and at the end the rows after the norm. Attention also runs with queries of
+zeros. They give the mean of all values that a row sees, in which one key more or less shows,
+however sharp the weights. So a wrong window, slot, position, row or order shows where it happens.
 
-- K and V of layer S-1 in the pool, for all rows (projected, normed, turned);
-- the per-layer inputs of all layers; those before the cut are projected apart;
-- queries (projected, normed, turned);
-- attention of stock's queries over stock's K and V; and attention of queries of zeros, which is the
-  mean of all values that a row sees: one key more or less shows in it, however sharp the weights;
-- the layer's output, given stock's output of its attention;
-
-and at the end the rows that the model returns, normed. So a wrong window, slot, position, row or
-order shows in the step where it happens. A captured tail runs no Python between its steps; it is
-compared as a whole with its own layers, run eagerly on the same rows.
+A captured tail runs no Python between its steps. It is compared as a whole with its own layers, run
+eagerly on the same rows.
 """
 
 from __future__ import annotations

@@ -36,21 +36,13 @@ class NotComparableError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """One synthetic request.
+    """One synthetic request."""
 
-    Attributes:
-        row: in SGLang's table of tokens.
-        cached: tokens that precede the new ones.
-        ids: [new] int64, its new tokens.
-        slots: [cached + new] int64, in the full pool.
-        window_slots: the same tokens', in the window's pool.
-    """
-
-    row: int
-    cached: int
-    ids: torch.Tensor
-    slots: torch.Tensor
-    window_slots: torch.Tensor
+    row: int  # in SGLang's table of tokens
+    cached: int  # tokens that precede the new ones
+    ids: torch.Tensor  # [new] int64
+    slots: torch.Tensor  # [cached + new] int64, in the full pool
+    window_slots: torch.Tensor  # the same tokens', in the window's pool
 
 
 class Run(NamedTuple):
@@ -95,9 +87,9 @@ class SyntheticRequests:
             given: ``Run.caches`` of layers that do not run, written before.
         """
         for layer, (pair, slots) in self._caches.items():
-            # Zeros: what is not written must not look as if it were.
-            for cache, values in zip(pair, (given or {}).get(layer, (0, 0)), strict=True):
-                cache[slots] = values
+            for number, cache in enumerate(pair):
+                # Zeros: what is not written must not look as if it were.
+                cache[slots] = given[layer][number] if given and layer in given else 0
         batch = prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         with log.not_counted() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()

@@ -177,10 +177,10 @@ class BothPaths:
             return serve(self._state, batch, forward)
 
         with replaced(self._state.model, forward=run):
-            seen = self._cut(starts, self._front, finishes=finishes)
+            seen, found = self._cut(starts, self._front, finishes=finishes)
         if outcome not in (None, seen.outcome):
             raise NotComparableError(NOT_REPLAYED)
-        found = forward.found + self._written(seen)
+        found += forward.found
         if finishes and outcome is None:  # a captured tail is not given stock's steps
             rows = stock.front[self._state.cut]
             logits = layerwise.compare_logits(self._logits, seen.logits, rows=rows)
@@ -195,28 +195,24 @@ class BothPaths:
             call["hidden_states"].copy_(self._stock.front[number])
 
         with layerwise.before(layers, force):
-            seen = self._cut(None)
-        found = self._written(seen)
+            seen, found = self._cut(None)
         if not seen.logits.isfinite().all():
             found.append(rounding.defect(NO_NUMBERS))
         return found
 
-    def _written(self, seen: Run) -> list[Finding]:
-        """K and V in the pools, of the layers before the cut."""
-        compare, found = layerwise.compare_keys_and_values, list[Comparison]()
-        for layer, expected in self._front.items():
-            found += compare(layer, expected, seen.caches[layer])
-        return rounding.findings(found)
-
     def _cut(
         self, starts: Sequence[int] | None, given: Mapping[int, Any] | None = None, **kind: bool
-    ) -> Run:
+    ) -> tuple[Run, list[Finding]]:
+        """A forward that must be cut, and its K and V before the cut, compared."""
         run = self._requests.run(starts, given=given, **kind)
         if run.outcome == log.FAILED:
             raise FastPathError
         if run.outcome not in log.CUT:
             raise NotComparableError(run.outcome or NOT_SEEN)
-        return run
+        compared = list[Comparison]()
+        for layer, expected in self._front.items():
+            compared += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])
+        return run, rounding.findings(compared)
 
 
 class _OnStocksRows(EagerForward):

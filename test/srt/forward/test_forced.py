@@ -175,6 +175,7 @@ def test_it_is_named(sharp: Engine, case: str) -> None:
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
     model, state = sharp.text_model, find(sharp.text_model)
+    assert state is not None
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
