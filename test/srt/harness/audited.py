@@ -1,4 +1,4 @@
-"""What the interpreter does behind a call's back: the files that it opens, and what it imports."""
+"""What the interpreter does during a call: the files that it opens, and what it imports."""
 
 from __future__ import annotations
 
