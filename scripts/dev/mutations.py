@@ -1018,7 +1018,7 @@ _WRITTEN = [
         ("stock's rows are views", 'stock.front[number] = call["hidden_states"].clone()',
          'stock.front[number] = call["hidden_states"]', f"{MODELS}::test_norms_that_add_in_place"),
         ("what is not written looks as if it were", "            cache[self._slots] = 0\n",
-         "            pass\n", f"{FORCED}::test_it_is_named"),
+         "            pass\n", f"{AUDIT}::test_what_differs_is_answered_by_stock"),
         ("the captured tail is not looked at",
          "            found.append(_captured(state, plan, stock, rows))\n", "            pass\n",
          f"{MODELS}::test_what_is_broken_is_found"),
