@@ -225,5 +225,5 @@ class _OnStocksRows(EagerForward):
         self._stock = stock
 
     def fast(self, plan: Plan) -> torch.Tensor:
-        rows, self.found = layerwise.prefill(self._state, plan, self._stock)
+        rows, self.found = layerwise.prefill(self.state, plan, self._stock)
         return rows

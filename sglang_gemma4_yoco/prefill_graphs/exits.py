@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -163,7 +163,8 @@ class PrefillGraphExits:
             ruled = state.on_gpu and settings.current.min_skipped_rows is None
             if ruled and skipped < _FEWEST_ON_GPU:
                 return gate.TOO_LITTLE
-        return gate.plan_of(state, forward_batch, found)
+        outcome = log.EXIT_SKIPPED if found.is_intermediate_chunk else log.EXIT_CAPTURED
+        return replace(gate.plan_of(state, forward_batch, found), outcome=outcome)
 
 
 @dataclass
@@ -208,10 +209,6 @@ class ExitForward:
         buffers.embeds.copy_(model.embed_tokens(ids))
         if buffers.embedded is not None:
             buffers.embedded.copy_(model.get_per_layer_inputs(ids)[:, self.state.cut :])
-
-    def outcome(self, plan: Plan) -> str:
-        """What it is counted as when it was cut."""
-        return log.EXIT_SKIPPED if plan.runner is None else log.EXIT_CAPTURED
 
     def findings(self, plan: Plan, output: torch.Tensor) -> list[Finding]:
         """What differs from the same graph run to its end, which it has when this returns."""

@@ -27,6 +27,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import observe
+from audited import functions_entered
 from batches import BATCHES, batch_of
 from decode_graphs import record_tail, recorded_decode_steps, static_tensors
 from forwards import (
@@ -355,6 +356,17 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
     assert outcomes() == {log.TAIL_CAPTURED: 3}
     assert gathered.times == 2 * len(("rows", "positions", "embeds", "embedded"))
     assert calls == ["init_forward_metadata_out_graph"] * 2
+
+
+def test_a_replay_enters_few_functions_of_the_package(engine: Engine, tail: TailGraphs) -> None:
+    """In two files more than an eager tail: this one's folder is no part of the core."""
+    entered = functions_entered(engine, TWO_PROMPTS)
+    assert outcomes() == {log.TAIL_CAPTURED: 2}
+    assert len(entered) <= 60, sorted(entered)
+    files = {Path(file) for file, *_ in entered}
+    outside = {file.name for file in files if file.parent.name != "core"}
+    assert len(files) == 12
+    assert outside == {"log.py", "seams.py", "graphs.py", "backend.py"}
 
 
 def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine) -> None:

@@ -259,6 +259,27 @@ def with_a_check_that_raises_on_one_rank(rank: int, port: int, path: Path) -> No
         starting.set_up(engine.runner, state)
 
 
+def with_a_norm_that_is_called_otherwise(rank: int, port: int, path: Path) -> None:
+    """As by another SGLang, while it serves or from its start on: no rank cuts any more."""
+    from sglang_gemma4_yoco.core import cut as core_cut
+
+    engine = start(rank, path, port)
+    model, batch = engine.text_model, engine.schedule(BATCHES["one prompt"][0])
+    call = type(model.norm).__call__
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, *[None] * (self is model.norm), **kwargs)
+
+    with mock.patch.object(type(model.norm), "__call__", other):
+        assert starting.of(model).refused is None
+        assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
+        assert_stock(engine, core_cut.OTHER_NORM)
+        engine.runner.init_attention_backends()  # as when a server starts
+        assert starting.of(model).refused is None
+        starting.set_up(engine.runner, starting.of(model))
+        assert_stock(engine, core_cut.OTHER_NORM)
+
+
 def with_audits(rank: int, port: int, path: Path) -> None:
     """Both run every batch again; what one of them finds turns the path off on both."""
     from sglang_gemma4_yoco.checking import audit
@@ -334,7 +355,13 @@ def test_ranks_on_other_machines_are_not_asked(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [with_settings_of_its_own, with_a_check_that_fails_on_one_rank, with_audits]
+    "work",
+    [
+        with_settings_of_its_own,
+        with_a_check_that_fails_on_one_rank,
+        with_a_norm_that_is_called_otherwise,
+        with_audits,
+    ],
 )
 def test_ranks_are_checked_together(tiny_checkpoint: Path, work: Callable[..., None]) -> None:
     on_all_ranks(work, tiny_checkpoint)

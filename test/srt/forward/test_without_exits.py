@@ -15,6 +15,7 @@ PART = "sglang_gemma4_yoco.prefill_graphs"
 assert not {PART, "sglang_gemma4_yoco.loading.start"} & set(sys.modules), "a process of its own"
 sys.modules[PART] = None  # type: ignore[assignment] # as if it were not installed
 
+import stand_ins
 from batches import batch_of
 from decode_graphs import record_tail
 from forwards import ENGINE
@@ -23,6 +24,8 @@ from sglang_gemma4_reference import prefill_graphs, recorder, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.commands import preflight
+from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.loading import metrics, start
 from upstream_fixes import repaired
 
@@ -84,4 +87,9 @@ def test_it_is_said() -> None:
     told = metrics.state()
     assert told["active"] is True
     assert told["exits"] == start.NO_EXITS
+    findings = Findings()
+    with stand_ins.prefill_graphs("breakable"):
+        preflight._prefill_graphs(findings, {}, {}.get)
+    [line] = findings.lines
+    assert (findings.exit_status, start.NO_EXITS in line[1]) == (0, True)
     assert told["tail"] == f"captured for up to {ROWS} rows"
