@@ -9,6 +9,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 import document_tables
@@ -20,6 +21,7 @@ import plot_prefill
 import result_ages
 import version_matrix
 from generated import inserted
+from sglang_gemma4_yoco import settings
 
 REPO = Path(__file__).resolve().parents[3]
 MODES, UNSERVED, RELEASE = mode_table.load()
@@ -126,9 +128,9 @@ def test_measurements_are_up_to_date() -> None:
 def test_tables_of_code_and_results_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails: ``python scripts/docs/document_tables.py --write``."""
     assert document_tables.main([]) == 0
-    changed = {**document_tables.settings.VARIABLES}
+    changed = {**settings.VARIABLES}
     del changed["audit"]
-    monkeypatch.setattr(document_tables.settings, "VARIABLES", changed)
+    monkeypatch.setattr(settings, "VARIABLES", changed)
     assert document_tables.main([]) == 1
 
 
@@ -142,7 +144,7 @@ def assert_drawn_anew(picture: Path, drawn: Path) -> None:
 @pytest.mark.parametrize("theme", draw_idea.THEMES)
 def test_the_picture_of_the_readme_is_up_to_date(tmp_path: Path, theme: str) -> None:
     """If this fails: ``python scripts/docs/draw_idea.py docs/pictures``."""
-    with draw_idea.mpl.rc_context(draw_idea.SETTINGS):
+    with matplotlib.rc_context(draw_idea.SETTINGS):
         draw_idea.draw(theme, tmp_path / "drawn.svg")
     pictures = REPO / "docs" / "pictures"
     assert_drawn_anew(pictures / f"prefill_{theme}.svg", tmp_path / "drawn.svg")
