@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write the tables of README.md and docs/upstream.md that come from the code and from results.
+"""Write tables of README.md, benchmark/README.md and docs/upstream.md, from code and results.
 
-- README.md: every setting, from ``sglang_gemma4_yoco/settings.py``; what was measured on a CPU,
-  from ``benchmark/results``.
+- README.md: every setting, from ``sglang_gemma4_yoco/settings.py``.
+- README.md and benchmark/README.md: what was measured on a CPU, from ``benchmark/results``.
 - docs/upstream.md: the methods of SGLang that are wrapped or added, from ``loading/patch.py``.
 
-Needs an environment with SGLang. Checks both pages, or writes them; the exit status is 1 if one is
+Needs an environment with SGLang. Checks the pages, or writes them; the exit status is 1 if one is
 out of date.
 """
 
@@ -19,7 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from generated import REPO, inserted, kept_up_to_date, markdown
+from environment import REPO
+from generated import inserted, kept_up_to_date, markdown
 from sglang_gemma4_yoco import settings
 
 RESULTS = REPO / "benchmark" / "results"
@@ -77,7 +78,12 @@ def _names(methods: Sequence[str]) -> str:
 
 def readme(page: str) -> str:
     """``page`` with the tables of README.md."""
-    return inserted(inserted(page, "settings", settings_table()), "cpu figures", measured_table())
+    return measurements(inserted(page, "settings", settings_table()))
+
+
+def measurements(page: str) -> str:
+    """``page`` with the table of benchmark/README.md."""
+    return inserted(page, "cpu figures", measured_table())
 
 
 def upstream(page: str) -> str:
@@ -86,8 +92,12 @@ def upstream(page: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check both pages, or write them; 1 if one is out of date."""
-    pages = {REPO / "README.md": readme, REPO / "docs" / "upstream.md": upstream}
+    """Check the pages, or write them; 1 if one is out of date."""
+    pages = {
+        REPO / "README.md": readme,
+        REPO / "benchmark" / "README.md": measurements,
+        REPO / "docs" / "upstream.md": upstream,
+    }
     return max(
         kept_up_to_date(page, written, Path(__file__), __doc__, arguments)
         for page, written in pages.items()
