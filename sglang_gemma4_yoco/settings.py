@@ -72,6 +72,11 @@ class Variable:
     help: str
     minimum: int | None
 
+    @property
+    def accepts(self) -> str:
+        """The accepted values, in words."""
+        return "1 or 0" if self.minimum is None else f"a whole number from {self.minimum} up"
+
     def read(self, value: str) -> bool | int:
         """Parse ``value``; a ``ValueError`` names the variable and what it accepts."""
         if self.minimum is None and value in ("0", "1"):
@@ -79,9 +84,7 @@ class Variable:
         is_number = self.minimum is not None and value.isascii() and value.isdecimal()
         if is_number and int(value) >= (self.minimum or 0):
             return int(value)
-        numbers = f"a whole number from {self.minimum} up"
-        accepted = f"use {'1 or 0' if self.minimum is None else numbers}"
-        remedy = f"{accepted}, or leave it unset ({self.unset}): {self.help}"
+        remedy = f"use {self.accepts}, or leave it unset ({self.unset}): {self.help}"
         raise ValueError(f"{self.name}={value!r} is not a valid value: {remedy}")
 
 
