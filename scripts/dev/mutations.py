@@ -101,7 +101,7 @@ HOST_WORK = "forward/test_added_work.py"
 FAULTS = "server/test_load_faults.py"
 LOAD = "forward/test_load.py"
 GONE = f"{LOAD}::test_a_name_that_is_gone"
-RULE = "forward/test_measured_rule.py"
+RULE = "unit/test_gate.py::test_the_rule"
 CAPTURED = "forward/test_captured_tail.py"
 ONE_ROW_EACH = f"{CAPTURED}::test_one_row_of_each_request"
 WHY_EAGER = f"{CAPTURED}::TestReasons"
@@ -481,14 +481,15 @@ _WRITTEN = [
          f"{CAPTURED}::test_on_a_gpu_a_launched_tail_must_skip_many"),
         ("few skipped rows",
          "    if not is_worth_cutting(kept.total, read, minimum, eager=eager, "
-         "on_gpu=state.on_gpu):\n", "    if False:\n", RULE),
+         "on_gpu=state.on_gpu):\n", "    if False:\n",
+         "unit/test_gate.py::test_too_few_rows_to_skip"),
         ("any image prompt is refused", "    spread = not kept.one_per_request\n",
          "    spread = True\n", "forward/test_media.py"),
         ("logprobs of an image prompt",
          "return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None",
          "return None", f"{IMAGES}::test_input_logprobs_beside_an_image_are_stock"),
         ("the operator's number is not asked for", "    if minimum is not None:\n",
-         "    if False:\n", f"{RULE}::test_an_operators_own_number"),
+         "    if False:\n", RULE),
         ("one skipped row of a captured tail does not pay", "return skipped >= 1\n",
          "return skipped >= 2\n", f"{CAPTURED}::test_by_default_one_skipped_row_is_enough"),
         *(
@@ -557,7 +558,8 @@ _WRITTEN = [
         "core/state.py",
         ("the cut is after the donor", "        return self.first_shared - 1\n",
          "        return self.first_shared\n", CUT),
-        ("every device is a GPU", '.type == "cuda"', '.type != "cuda"', RULE),
+        ("every device is a GPU", '.type == "cuda"', '.type != "cuda"',
+         "server/test_defaults.py"),
         ("batches are planned for nobody", "        self.planner = planner\n", "", CUT),
         ("the tail has no backend of its own",
          "        if self.attention is not None:\n            self._patches",
@@ -919,16 +921,16 @@ _WRITTEN = [
          "    if True:\n",
          f"{OTHER_MAINS}::test_the_published_helper_asks_for_the_current_backend"),
         ("pools of any class", "        if not seams.is_plain_pool(part):\n",
-         "        if False:\n", f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
+         "        if False:\n", "unit/test_limits.py::test_pools"),
         ("quantised pools", '        if method != "unquantized":\n', "        if False:\n",
-         f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
+         "unit/test_limits.py::test_pools"),
         ("pools of any layout", "        if not dimensions <= {3}:\n", "        if False:\n",
-         f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
+         "unit/test_limits.py::test_pools"),
         ("caches of any type", "return None if pool.dtype == dtype else",
          "return None if True else",
          f"{OTHER_MAINS}::test_a_rounded_cache"),
         ("values lie as keys do", "(*part.k_buffer, *part.v_buffer)", "part.k_buffer",
-         f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
+         "unit/test_limits.py::test_pools"),
         *(
             (f"the tail runs on {kind} too", f'"{kind}": frozenset({{Ability.MAIN}})',
              f'"{kind}": frozenset({{Ability.MAIN, Ability.TAIL}})',

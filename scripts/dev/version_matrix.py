@@ -105,7 +105,7 @@ FORWARD = (
     "refused",
     "tails_batch",
 )
-TRITON = ("any_backend_triton", "equivalence_triton", "hard_batches")
+TRITON = ("any_backend_triton", "hard_batches")
 PARTS = {
     "units": Selection(("unit", "models")),
     "forward": Selection(

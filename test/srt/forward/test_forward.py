@@ -417,26 +417,6 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
     assert alive == [False]
 
 
-def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
-    """Its tensors, and the metadata planned for it, are device memory."""
-    held: list[weakref.ref[Any]] = []
-
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-        assert isinstance(planned_for(batch), Plan)
-        held.append(weakref.ref(batch))
-
-    handle = engine.text_model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        with switched("1"):
-            engine.forward(engine.schedule(BATCHES["one prompt"]))
-    finally:
-        handle.remove()
-    (batch,) = held
-    assert batch() is None
-    assert_untouched(engine)
-
-
 def test_metadata_is_given_back(engine: Engine) -> None:
     """The tail's backend has what was planned for a batch while its tail runs, and no longer."""
     attention = start.of(engine.text_model).attention

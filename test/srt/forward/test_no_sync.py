@@ -9,16 +9,12 @@ What a CPU shows: no read by the package's own code at all, and none in a whole 
 stock forward does not do as well. SGLang's Triton backend by itself reads from the device how
 large a window's index buffer must be, whenever it plans a batch; planning the tail it is given one.
 Up to 0.5.21 it also reads, twice, how much of that buffer to translate: before the first layer, and
-right after the stock plan's own reads, which have drained the queue already. Where there is a GPU,
-CUDA itself is asked too.
+right after the stock plan's own reads, which have drained the queue already. ``gpu/`` asks CUDA.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,7 +30,7 @@ from audited import audited
 from batches import batch_of
 from layer_rows import FIRST_CUT, LAYERS
 from media import MediaPrompt, media_batch
-from observe import Observed, run, switched, watching
+from observe import Observed, switched, watching
 from own_process import INTERPRETER, is_set_up, template_of
 from sglang_gemma4_reference import host_reads, interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
@@ -349,64 +345,3 @@ def test_on_triton_the_tails_plan_reads_nothing(tmp_path: Path) -> None:
     status = template_of(INTERPRETER, Path.cwd()).run(program, log, 500)
     assert status == 0, log.read_text()[-9000:]
     assert "1 passed" in log.read_text()
-
-
-# ---------------------------------------------------------------- on a GPU
-
-
-def check_on_gpu(checkpoint: Path) -> None:
-    """CUDA itself refuses every host wait inside the text model: stock first, then the fast path.
-
-    A wait that stock does as well would fail the stock forward, and with it this check.
-    """
-    engine = Engine(
-        checkpoint,
-        device="cuda",
-        dtype="bfloat16",
-        max_total_tokens=4096,
-        disable_cuda_graph=True,
-    )
-    forward = engine.text_model.forward
-    waits = 0
-
-    def refusing_waits(*args: Any, **kwargs: Any) -> Any:
-        nonlocal waits
-        torch.cuda.set_sync_debug_mode("error")
-        waits += 1
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    for name, prompts in BATCHES.items():
-        scheduled = engine.schedule(prompts)
-        for switch in ("0", "1"):
-            run(engine, scheduled, switch)  # compiles its kernels first
-            engine.text_model.__dict__["forward"] = refusing_waits
-            try:
-                with switched(switch):
-                    log.reset()
-                    engine.forward(scheduled, unread=name == "an intermediate chunk")
-            finally:
-                del engine.text_model.__dict__["forward"]
-            ran = set(log.forwards) & {log.TAIL_EAGER, log.TAIL_SKIPPED}
-            assert bool(ran) == (switch == "1"), log.forwards
-    assert waits == 2 * len(BATCHES)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_no_wait_on_a_gpu(tiny_checkpoint: Path) -> None:
-    # A process of its own: this one has chosen the CPU platform.
-    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_PLATFORM"}
-    done = subprocess.run(
-        [sys.executable, __file__, tiny_checkpoint],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},  # the harness is on it
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-
-
-if __name__ == "__main__":
-    check_on_gpu(Path(sys.argv[1]))
