@@ -37,8 +37,6 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.cut import EagerTail
-from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.state import find
 
 PACKAGE = str(Path(log.__file__).parent)
@@ -227,51 +225,16 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
         assert events == ["plan main", "plan tail", *(f"layer {i}" for i in range(LAYERS))]
 
 
-# ---------------------------------------------------------------- the test's own teeth
-
-
-def _reading_gate(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def check_eligibility(state: Any, forward_batch: Any, **more: Any) -> Any:
-        assert int(forward_batch.seq_lens.max()) > 0
-        return stock(state, forward_batch, **more)
-
-    return check_eligibility
-
-
-def _reading_inputs(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def kept(self: Any) -> torch.Tensor:
-        inputs: torch.Tensor = stock(self)
-        return inputs[torch.ones(len(inputs), dtype=torch.bool)]
-
-    return kept
-
-
-def _reading_tail(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def run(self: Any, *args: Any) -> Any:
-        assert self.tail.index.tolist()
-        return stock(self, *args)
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "breaks"),
-    [
-        (gate, "check_eligibility", _reading_gate),
-        (PerLayerInputs, "kept", _reading_inputs),
-        (EagerTail, "run", _reading_tail),
-    ],
-)
-def test_a_read_in_the_package_is_found(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    breaks: Callable[..., Any],
-) -> None:
+def test_a_read_in_the_package_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = read_by(engine, scheduled, "0", unread=False)
-    monkeypatch.setattr(owner, name, breaks(getattr(owner, name)))
+    check = gate.check_eligibility
+
+    def reading(state: Any, forward_batch: Any) -> Any:
+        assert int(forward_batch.seq_lens.max()) > 0
+        return check(state, forward_batch)
+
+    monkeypatch.setattr(gate, "check_eligibility", reading)
     fast = read_by(engine, scheduled, "1", unread=False)
     with pytest.raises(AssertionError):
         assert_no_more_reads(fast, stock)
