@@ -19,11 +19,10 @@ from observe import (
     assert_same_cache,
     expected,
     run,
-    switched,
     watching,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine, NotTheLastEngineError, Prompt
+from sglang_gemma4_reference.engine import Engine, NotTheLastEngineError, Prompt, switched
 
 
 def slots_of(engine: Engine, req: Any, count: int) -> torch.Tensor:

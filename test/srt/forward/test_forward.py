@@ -36,11 +36,10 @@ from observe import (
     assert_same_objects,
     run,
     step,
-    switched,
     watching,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import cut, forward, gate
 from sglang_gemma4_yoco.core import state as states

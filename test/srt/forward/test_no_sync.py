@@ -30,11 +30,11 @@ from audited import audited
 from batches import batch_of
 from layer_rows import FIRST_CUT, LAYERS
 from media import MediaPrompt, media_batch
-from observe import Observed, switched, watching
+from observe import Observed, watching
 from own_process import INTERPRETER, is_set_up, template_of
 from sglang_gemma4_reference import host_reads, interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.state import find

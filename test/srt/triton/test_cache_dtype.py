@@ -17,14 +17,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 import truth
 from batches import batch_of
 from layer_rows import FIRST_SHARED, LAYERS
-from observe import (
-    Observed,
-    assert_same_cache,
-    assert_same_objects,
-    run,
-    switched,
-    watching,
-)
+from observe import Observed, assert_same_cache, assert_same_objects, run, watching
 from rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import (
@@ -33,7 +26,7 @@ from sglang_gemma4_reference.checkpoint import (
     Gemma4Shape,
     write_checkpoint,
 )
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.loading import start
 

@@ -35,12 +35,11 @@ from observe import (
     assert_same_cache,
     assert_same_objects,
     run,
-    switched,
 )
 from rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import cut, donor
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
