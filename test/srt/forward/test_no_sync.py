@@ -31,7 +31,7 @@ from batches import batch_of
 from layer_rows import FIRST_CUT, LAYERS
 from media import MediaPrompt, media_batch
 from observe import Observed, watching
-from own_process import INTERPRETER, is_set_up, template_of
+from own_process import INTERPRETER, is_set_up, run_elsewhere
 from sglang_gemma4_reference import host_reads, interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, switched
@@ -305,6 +305,6 @@ def test_on_triton_the_tails_plan_reads_nothing(tmp_path: Path) -> None:
     # Triton decides when it is imported whether it interprets, hence a process of its own.
     this = f"{__file__}::{test_on_triton_the_tails_plan_reads_nothing.__name__}"
     program, log = ["pytest", "-p", "no:xdist", "-p", "no:cacheprovider", this], tmp_path / "log"
-    status = template_of(INTERPRETER, Path.cwd()).run(program, log, 500)
+    status = run_elsewhere(program, log, INTERPRETER, Path.cwd())
     assert status == 0, log.read_text()[-9000:]
     assert "1 passed" in log.read_text()

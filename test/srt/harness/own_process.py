@@ -14,7 +14,9 @@ A plugin of pytest, which ``test/srt/conftest.py`` names.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import forked
 from sglang_gemma4_reference import cuda_branches, roles
 from template import Template
 
@@ -96,7 +99,7 @@ class OwnProcess(pytest.Item):
             *("-m", self.config.option.markexpr),  # what was left out here is left out there
             *(f"--junitxml={report}", str(self.path)),
         ]
-        status = template_of(file.environment, self.config.rootpath).run(program, log, SECONDS)
+        status = run_elsewhere(program, log, file.environment, self.config.rootpath)
         output = log.read_text()
         log.unlink()
         if status:
@@ -119,12 +122,25 @@ class OwnProcess(pytest.Item):
 _templates: dict[frozenset[tuple[str, str]], Template] = {}
 
 
-def template_of(environment: Mapping[str, str], cwd: Path) -> Template:
-    """What is forked for programs whose environment differs so from this process's."""
+def run_elsewhere(
+    program: Sequence[str], log: Path, environment: Mapping[str, str], cwd: Path
+) -> int:
+    """The exit status of ``python -m *program`` in an environment that differs so from this one.
+
+    It is forked from a process that has imported SGLang, as servers are where that is possible.
+    """
+    whole = {**_without_pytest(os.environ), **environment}
+    if forked.as_this_process(whole):
+        process = forked.Program(["-m", *program], cwd=cwd, env=whole, log=log)
+        try:
+            return process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     key = frozenset(environment.items())
     if key not in _templates or not _templates[key].is_alive:
-        _templates[key] = Template({**_without_pytest(os.environ), **environment}, cwd)
-    return _templates[key]
+        _templates[key] = Template(whole, cwd)
+    return _templates[key].run(program, log, SECONDS)
 
 
 def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:

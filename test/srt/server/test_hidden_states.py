@@ -28,6 +28,7 @@ def telling(
         yield servers
 
 
+@pytest.mark.release
 def test_returned_hidden_states(telling: tuple[Server, Server]) -> None:
     """A server that may be asked for every row computes every row, whoever asks."""
 

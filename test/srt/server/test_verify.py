@@ -476,7 +476,9 @@ def test_control_c_leaves_no_process(tiny_checkpoint: Path, tmp_path: Path) -> N
         wait_for(lines, "interrupted", 5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.release)]
+)
 def test_signals_leave_no_process(
     tiny_checkpoint: Path, tmp_path: Path, stand_in: dict[str, str], number: signal.Signals
 ) -> None:

@@ -135,7 +135,11 @@ def hybrid_server(
     ("name", "attention"),
     [
         ("recorded_server", "WindowedTorchNativeBackend"),
-        ("hybrid_server", "HybridAttnBackend, the tail's by WindowedTorchNativeBackend"),
+        pytest.param(
+            "hybrid_server",
+            "HybridAttnBackend, the tail's by WindowedTorchNativeBackend",
+            marks=pytest.mark.release,
+        ),
     ],
     ids=["one backend", "beside another attention backend"],
 )
