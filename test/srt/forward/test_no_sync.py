@@ -14,7 +14,6 @@ right after the stock plan's own reads, which have drained the queue already. ``
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,12 +27,12 @@ import torch
 import batches
 from audited import audited
 from batches import batch_of
-from layer_rows import FIRST_CUT, LAYERS
+from layer_rows import FIRST_CUT, INTERPRETED, LAYERS
 from media import MediaPrompt, media_batch
 from observe import Observed, watching
 from own_process import INTERPRETER, is_set_up, run_elsewhere
 from sglang_gemma4_reference import host_reads, interpreter
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import gate
@@ -247,8 +246,8 @@ def check_on_triton(checkpoint: Path) -> None:
     """On SGLang's Triton backend the tail's plan reads nothing, or no more than it must."""
     interpreter.make_quick()
     engine = Engine(checkpoint, device="cpu", dtype="float32", max_total_tokens=512)
-    last_rows = batch_of((6, 10), (0, 4))
-    suffixes = [*batch_of((6, 10), logprob_start=13), *batch_of((0, 4))]
+    last_rows = batch_of((3, 6), (0, 4))
+    suffixes = [*batch_of((3, 6), logprob_start=7), *batch_of((0, 4))]
     for prompts in (last_rows, suffixes):
         scheduled = engine.schedule(prompts)
         assert_no_more_reads_on_triton(engine, scheduled)
@@ -299,8 +298,7 @@ def in_sglang(reads: HostReads) -> Counter[tuple[str, str]]:
 
 def test_on_triton_the_tails_plan_reads_nothing(tmp_path: Path) -> None:
     if is_set_up(INTERPRETER):
-        shape = dataclasses.replace(E2B_TINY, heads=2)  # the interpreter runs them one by one
-        check_on_triton(write_checkpoint(tmp_path, shape))
+        check_on_triton(write_checkpoint(tmp_path, INTERPRETED))
         return
     # Triton decides when it is imported whether it interprets, hence a process of its own.
     this = f"{__file__}::{test_on_triton_the_tails_plan_reads_nothing.__name__}"

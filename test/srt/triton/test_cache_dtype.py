@@ -36,6 +36,7 @@ interpreter.make_exact()
 WINDOW = E2B_TINY.sliding_window
 BATCH = batch_of((6, 20), (0, 7), (0, 15), (WINDOW, 4), (0, 2))
 TOTAL, KEPT = 48, 5
+RELEASE = pytest.mark.release
 TYPES = {
     "bfloat16": torch.bfloat16,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -54,7 +55,10 @@ def _fresh_decisions() -> None:
     log.reset()
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("bfloat16", marks=RELEASE), "fp8_e4m3", pytest.param("fp8_e5m2", marks=RELEASE)],
+)
 def test_a_cache_of_another_type_is_refused(
     tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
@@ -92,7 +96,9 @@ def true_answers(checkpoint: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("shape", "from_fp32"),
     [
-        pytest.param(dataclasses.replace(E2B_TINY, dtype="bfloat16"), 0.1, id="tame"),
+        pytest.param(
+            dataclasses.replace(E2B_TINY, dtype="bfloat16"), 0.1, id="tame", marks=RELEASE
+        ),
         # In bf16 another model than in fp32, by as much as prompts differ.
         pytest.param(E2B_TINY_SHARP, 1.0, id="sharp"),
     ],

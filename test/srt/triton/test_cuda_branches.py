@@ -332,6 +332,7 @@ class InjectedError(Exception):
 # -- the type that is served -----------------------------------------------------------------------
 
 
+@pytest.mark.release  # a sharp model shows more
 @models("bfloat16")
 def test_bfloat16(bench: Bench) -> None:
     """The kernels take the served type as well, beside a rotary cache of float32.
