@@ -916,7 +916,7 @@ _WRITTEN = [
          f"{OTHER_MAINS}::test_a_hybrid_is_as_good_as_its_parts"),
         ("a class by the name of one of SGLang's is that one",
          "return kind.__name__ if own else", "return kind.__name__ if True else",
-         f"{OTHER_MAINS}::test_another_packages_backend"),
+         "unit/test_limits.py"),
         ("the tail may run on any backend", "    if Ability.TAIL in abilities(type(backend)):\n",
          "    if True:\n",
          f"{OTHER_MAINS}::test_the_published_helper_asks_for_the_current_backend"),
@@ -1618,7 +1618,7 @@ _TABLES: dict[str, dict[str, str]] = {
         "_REFUSING_SIZES": ARGUMENTS,
         "_HIDDEN_STATE_ARGUMENTS": ARGUMENTS,
         "_OTHER_ARGUMENTS": f"{DECIDING}::test_arguments_of_a_newer_release",
-        "PROVEN_BACKENDS": f"{OTHER_MAINS}::test_sglangs_own_backends",
+        "PROVEN_BACKENDS": "unit/test_limits.py",
         "_INDEPENDENT_ROWS": KINDS,
     },
     "captured/graphs.py": {

@@ -74,7 +74,6 @@ ASKS_NONE = (
     "test_broken_package.py",
     "test_doctor.py",
     "test_load_faults.py",
-    "test_prefill_role.py",
 )
 
 

@@ -196,46 +196,6 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
     assert state_of(engine).refused is None
 
 
-# SGLang's classes: whether one may be main; none of them may be the tail's.
-SGLANGS: dict[str, str | None] = {
-    **dict.fromkeys(("TRTLLMHAAttnBackend", "XPUAttentionBackend", "FlashAttentionBackend")),
-    **{
-        name: f"the attention backend {name} is not proven"
-        for name in ("AiterAttnBackend", "AscendAttnBackend", "IntelAMXAttnBackend")
-    },
-}
-
-
-@pytest.mark.parametrize("name", SGLANGS)
-def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """By the names of their classes; what they would compute, the reference does here."""
-    reason = SGLANGS[name]
-    module = {"__module__": "sglang.srt.layers.attention.a"}
-    with monkeypatch.context() as others:
-        others.setitem(ATTENTION_BACKENDS, "intel_xpu", type(name, (FrontBackend,), module))
-        engine.runner.init_attention_backends()
-        assert state_of(engine).refused == reason
-        seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
-        assert seen.rows == (cut(70, 1) if reason is None else [70] * LAYERS)
-        if reason is None:
-            others.setattr(seams, "build_attn_backend", out_of_memory)
-            engine.runner.init_attention_backends()
-            assert state_of(engine).refused == limits.NO_TAIL
-    engine.runner.init_attention_backends()
-    assert state_of(engine).refused is None
-
-
-def test_another_packages_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one by the name of one of SGLang's."""
-    kind = type("XPUAttentionBackend", (FrontBackend,), {"__module__": "another"})
-    with monkeypatch.context() as others:
-        others.setitem(ATTENTION_BACKENDS, "intel_xpu", kind)
-        engine.runner.init_attention_backends()
-        reason = state_of(engine).refused
-        assert reason == "the attention backend XPUAttentionBackend is not proven"
-    engine.runner.init_attention_backends()
-
-
 @pytest.mark.parametrize(
     "kind",
     [

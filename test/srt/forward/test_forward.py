@@ -523,14 +523,6 @@ def test_without_a_backend_of_the_tails_own_stock_serves(
     assert_stock(engine, limits.NO_TAIL, BATCHES[name])
 
 
-def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
-    attention = start.of(engine.text_model).attention
-    assert attention is not None
-    assert attention.main is engine.runner.attn_backend
-    assert attention.tail is not attention.main
-    assert attention.tail.token_to_kv_pool is attention.main.token_to_kv_pool
-
-
 def test_reinitialised_backends_are_followed(engine: Engine) -> None:
     before = start.of(engine.text_model).attention
     engine.runner.init_attention_backends()
@@ -547,19 +539,6 @@ def test_a_second_copy_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(patch, "_installed", {})
     with pytest.raises(seams.SeamError, match="is it patched already"):
         patch.install()
-
-
-def test_the_fast_path_says_once_that_it_is_active(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduled = engine.schedule(BATCHES["one prompt"])
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"), switched("1"):
-        for _ in range(3):
-            engine.forward(scheduled)
-    (line,) = [m for m in caplog.messages if "active" in m]
-    for part in ("Gemma4TextModel", "layer 3", "of 8", type(engine.runner.attn_backend).__name__):
-        assert part in line
-    assert log.forwards[log.TAIL_EAGER] == 3
 
 
 def test_each_reason_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

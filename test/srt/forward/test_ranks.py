@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +21,6 @@ from forked import preloaded
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
 from prefill_exits import RECORDED, ROWS, assert_served_alike
-from prefill_exits import run as replay
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -124,35 +122,14 @@ def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
     assert_every_batch_is_cut(engine, captured=2)
 
 
-def with_the_tail_captured_on_one_rank(rank: int, port: int, path: Path) -> None:
-    engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    with settings.changed(graph_rows=0 if rank == 1 else 2):
-        releases.record_decode_steps(engine.runner)
-    assert_runs_eagerly(engine)
-
-
-def assert_runs_eagerly(engine: Engine) -> None:
-    known = starting.of(engine.text_model)
-    assert known.captured is None
-    assert known.facts["tail"] == f"eager ({ranks.NOT_ALIKE})"
-    assert_every_batch_is_cut(engine)
-
-
-@contextmanager
-def captured_prefills(rank: int, port: int, path: Path) -> Iterator[Engine]:
-    """An engine whose prefills are captured, and its tail."""
+def with_exits(rank: int, port: int, path: Path) -> None:
+    """The collectives of a graph are run up to the exit, then those of the tail."""
     from decode_graphs import record_tail
     from sglang_gemma4_reference import prefill_graphs
 
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED)
         record_tail(engine, ROWS)
-        yield engine
-
-
-def with_exits(rank: int, port: int, path: Path) -> None:
-    """The collectives of a graph are run up to the exit, then those of the tail."""
-    with captured_prefills(rank, port, path) as engine:
         outcomes = [assert_served_alike(engine, prompts) for prompts, _ in BATCHES.values()]
     assert outcomes == [
         log.EXIT_CAPTURED,
@@ -160,25 +137,6 @@ def with_exits(rank: int, port: int, path: Path) -> None:
         exits.TAIL_NOT_CAPTURED,
         log.EXIT_SKIPPED,
     ]
-
-
-def with_exits_on_one_rank(rank: int, port: int, path: Path) -> None:
-    """None leaves its graph, and none waits."""
-    from sglang_gemma4_yoco import prefill_graphs
-
-    lost = {"side_effect": lambda _: nullcontext()} if rank == 1 else {"wraps": exits.noting}
-    with (
-        mock.patch.object(prefill_graphs, "noting", **lost),
-        captured_prefills(rank, port, path) as engine,
-    ):
-        known = starting.of(engine.text_model)
-        assert known.captured is not None
-        assert known.facts["exits"] == f"closed: {ranks.NOT_ALIKE}"
-        batch = engine.schedule(BATCHES["one prompt"][0])
-        stock, fast = (replay(engine, batch, fast=on) for on in (False, True))
-        assert (stock.segments, fast.segments) == (LAYERS + 1, LAYERS + 1)
-        assert fast.outcomes == {exits.CLOSED: 1}
-        assert torch.equal(fast.logits, stock.logits)
 
 
 def set_up_together(rank: int, port: int, path: Path) -> None:
@@ -292,15 +250,10 @@ def test_tensor_parallel_ranks_cut_alike_or_not_at_all(tmp_path: Path) -> None:
     on_all_ranks(with_the_package, write_checkpoint(tmp_path, head_each))
 
 
-@pytest.mark.parametrize(
-    "work", [with_exits, pytest.param(with_exits_on_one_rank, marks=pytest.mark.release)]
-)
-def test_captured_prefills_are_left_by_all_ranks_or_by_none(
-    tiny_checkpoint: Path, work: Callable[..., None]
-) -> None:
+def test_captured_prefills_are_left_by_all_ranks(tiny_checkpoint: Path) -> None:
     if not releases.records_prefills():
         pytest.skip("tried with the prefill graphs of SGLang 0.5.23")
-    on_all_ranks(work, tiny_checkpoint)
+    on_all_ranks(with_exits, tiny_checkpoint)
 
 
 def test_ranks_are_checked_together(tiny_checkpoint: Path) -> None:
@@ -323,10 +276,7 @@ def test_ranks_on_other_machines_are_not_asked(engine: Engine) -> None:
 
 
 @pytest.mark.release  # by default ``with_exits`` has a captured tail
-@pytest.mark.parametrize("work", [with_the_captured_tail, with_the_tail_captured_on_one_rank])
-def test_the_tail_is_captured_on_all_ranks_or_on_none(
-    tiny_checkpoint: Path, work: Callable[..., None]
-) -> None:
+def test_the_tail_is_captured_on_all_ranks(tiny_checkpoint: Path) -> None:
     if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
         pytest.skip("this SGLang asks no platform for its graphs")
-    on_all_ranks(work, tiny_checkpoint)
+    on_all_ranks(with_the_captured_tail, tiny_checkpoint)

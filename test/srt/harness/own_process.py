@@ -1,7 +1,5 @@
 """A test file that needs a process of its own: Triton decides at import whether it interprets.
 
-A scheduler takes the process that it is made in for its own as well.
-
 Collected in a process that is set up otherwise, such a file becomes one test, which runs the whole
 file in a second pytest; collected where the environment is as it must be, it is an ordinary file.
 So ``pytest`` alone runs everything, and a single test can still be asked for by name::
@@ -25,7 +23,7 @@ from xml.etree import ElementTree
 import pytest
 
 import forked
-from sglang_gemma4_reference import cuda_branches, roles
+from sglang_gemma4_reference import cuda_branches
 from template import Template
 
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
@@ -34,17 +32,13 @@ INTERPRETER = {"TRITON_INTERPRET": "1"}
 # Files that need more than the interpreter, or another folder's that need something.
 _MORE = {"test_cuda_branches.py": {cuda_branches.VARIABLE: "cuda"}}
 _ELSEWHERE = {
-    "test_prefill_role.py": {"YOCO_TEST_ALONE": "1"},
     "test_without_exits.py": {"YOCO_TEST_WITHOUT_EXITS": "1"},
 }
 # Those that only a release must pass, as a whole: other files show most of it.
-_FOR_A_RELEASE = (
-    "test_decode_graphs_triton.py",
-    "test_prefill_role.py",
-)
+_FOR_A_RELEASE = ("test_decode_graphs_triton.py",)
 # What another SGLang than theirs collects of these is one skipped test, in the process that
 # collects it: the other process would refuse to start.
-_RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG, "test_prefill_role.py": roles.SGLANG}
+_RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG}
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:

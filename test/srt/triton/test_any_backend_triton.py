@@ -131,6 +131,7 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert not check.check(engine.runner, state).agrees
 
 
+@pytest.mark.release
 @pytest.mark.skipif(
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
     reason="this SGLang asks no platform for its graphs",

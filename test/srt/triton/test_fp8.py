@@ -18,10 +18,10 @@ from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from batches import batch_of
 from forwards import assert_fast
-from layer_rows import INTERPRETED
+from layer_rows import LAYERS
 from observe import Observed, run
 from sglang_gemma4_reference import interpreter, releases
-from sglang_gemma4_reference.checkpoint import write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.captured import graphs
@@ -32,12 +32,13 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
 interpreter.make_exact()
 
-WINDOW = INTERPRETED.sliding_window
+WINDOW = E2B_TINY.sliding_window
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    shape = dataclasses.replace(INTERPRETED, audio=None, dtype="bfloat16")
+    """With two heads: the interpreter runs a kernel once per head, in Python."""
+    shape = dataclasses.replace(E2B_TINY, heads=2, audio=None, dtype="bfloat16")
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
     return Engine(
         checkpoint, device="cpu", dtype="bfloat16", max_total_tokens=512, quantization="fp8"
@@ -71,7 +72,7 @@ def test_a_row_does_not_hang_on_the_rows_beside_it(engine: Engine) -> None:
 def projections(engine: Engine, prompts: list[Prompt]) -> list[tuple[int, int]]:
     """Per-layer inputs are projected for all rows and layers at once, as in stock."""
     assert not per_layer.can_be_split(engine.text_model)
-    return [(sum(len(prompt.new) for prompt in prompts), INTERPRETED.layers)]
+    return [(sum(len(prompt.new) for prompt in prompts), LAYERS)]
 
 
 def test_the_same_answers(engine: Engine) -> None:

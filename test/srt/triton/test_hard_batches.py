@@ -70,6 +70,7 @@ SHAPES = {
         layers=12,
         kv_shared_layers=6,
         sliding_per_full=5,
+        heads=2,
         kv_heads=2,
         double_wide_mlp=False,
         sliding_window=8,

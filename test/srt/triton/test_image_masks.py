@@ -63,7 +63,7 @@ CASES = {
     "beside a sound": [MediaPrompt("<|audio|> or <|image|> or?")],
 }
 RELEASE = pytest.mark.release
-USUAL = ("in the middle", "its own row last", "longer than the window", "beside another image",
+USUAL = ("in the middle", "its own row last", "longer than the window",
          "behind a prefix beyond the window", "beside text")  # fmt: skip
 
 
