@@ -25,9 +25,9 @@ from forwards import (
     assert_untouched,
     failing,
     norms_that_add_in_place,
-    with_image,
 )
 from layer_rows import FIRST_CUT, LAYERS
+from media import MediaPrompt, media_batch
 from observe import (
     TOLERANCE,
     Observed,
@@ -150,12 +150,16 @@ def norms(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
         yield request.param
 
 
+def scheduled_batch(engine: Engine, name: str) -> Any:
+    if name == "image":
+        return media_batch(engine, MediaPrompt("what do you see <|image|> there?"))
+    return engine.schedule(BATCHES[name])
+
+
 @pytest.mark.parametrize("name", [*BATCHES, "image"])
 def test_norms_that_add_in_place(engine: Engine, norms: str, name: str) -> None:
     """The fast path reads nothing of the embeddings after layer 0 has overwritten them."""
-    scheduled = engine.schedule(BATCHES["one prompt" if name == "image" else name])
-    if name == "image":
-        with_image(engine, scheduled)
+    scheduled = scheduled_batch(engine, name)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert fast.rows[-1] < stock.rows[-1]
     assert (fast.before["mm_input_embeds"] is not None) == (name == "image")
@@ -173,9 +177,7 @@ def test_a_failure_is_served_by_stock(
     place: str,
     name: str,
 ) -> None:
-    scheduled = engine.schedule(BATCHES["one prompt" if name == "image" else name])
-    if name == "image":
-        with_image(engine, scheduled)
+    scheduled = scheduled_batch(engine, name)
     stock = run(engine, scheduled, "0")
     log.reset()
     with failing(engine, place) as calls, caplog.at_level("INFO", "sglang_gemma4_yoco"):

@@ -86,37 +86,25 @@ def _mask(x: torch.Tensor) -> torch.Tensor:
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda x: x[0].item(),
-    "int": lambda x: int(x[0]),
-    "bool": lambda x: bool(x[0] > 0),
     "tolist": lambda x: x.tolist(),
     "slice by a scalar": lambda x: x[: x[0]],
-    "size by a scalar": lambda x: torch.empty(x[0]),  # type: ignore[call-overload] # SGLang does
     "nonzero": lambda x: x.nonzero(),
-    "where": lambda x: torch.where(_mask(x)),
     "mask": lambda x: x[_mask(x)],
-    "assignment by a mask": lambda x: x.__setitem__(_mask(x), 0),
     "masked_select": lambda x: x.masked_select(_mask(x)),
-    "equal": lambda x: torch.equal(x, x),
-    "allclose": lambda x: torch.allclose(x.float(), x.float()),
     "unique": lambda x: x.unique(),
     "repeat_interleave": lambda x: x.repeat_interleave(x),
     "cpu": lambda x: x.cpu(),
-    "numpy": lambda x: x.numpy(),
     "to cpu": lambda x: x.to("cpu"),
     "tensor on the device": lambda x: torch.tensor([1, 2], device=x.device),
 }
 
 NO_READS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "cumsum": lambda x: torch.cumsum(x, dim=0) - 1,
     "index_select": lambda x: x.index_select(0, x[:1] - 1),
-    "index_copy_": lambda x: x.index_copy_(0, x[:1] - 1, x[:1] + 1),
     "slice by numbers": lambda x: x[1:2],
     "index by a tensor": lambda x: x[x - 1],
-    "ones_like": torch.ones_like,
     "host tensor": lambda x: torch.tensor([1, 2], dtype=x.dtype),
     "pinned copy": lambda x: torch.tensor([1, 2]).to(x.device, non_blocking=True),
     "cast": lambda x: x.to(torch.int32),
-    "shape": lambda x: (len(x), x.shape[0], x.numel()),
 }
 
 
