@@ -1,12 +1,10 @@
-"""What the tail attends on: a second attention backend over the server's pools, planned ahead.
+"""The tail's attention backend: a second one over the server's pools, planned after the first.
 
-The tail's metadata must not be built in the middle of the forward. Up to SGLang 0.5.21 Triton's
-planner reads device scalars on the host, which there would stall the host until the GPU has
-finished the layers before the cut; and from the end of the backend's own planning on, the scheduler
-may rewrite the tables it reads. Nor may it be built on the runner's own backend: two metadata
-objects of one backend share buffers, so the second would overwrite the first.
-
-Hence a second backend over the same memory pools, planned right after the first.
+Its metadata must not be built in the middle of the forward. Up to SGLang 0.5.21 Triton's planner
+reads device scalars on the host, which would stall the host until the GPU has finished the layers
+before the cut; and once the backend's own planning is done, the scheduler may rewrite the tables
+that planning reads. Nor may it be built on the runner's own backend: two metadata objects of one
+backend share buffers, so the second would overwrite the first.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.core.kept import rewritten
 from sglang_gemma4_yoco.core.replaced import replaced
 
-_ROWS = 2  # of the step that compiles: Triton compiles anew for arguments that are 1
+_ROWS = 2  # of the step that compiles: Triton compiles another kernel for arguments that are 1
 
 
 class TailBackend:
@@ -30,7 +28,7 @@ class TailBackend:
     Attributes:
         main: the runner's attention backend.
         tail: a backend over the same pools, used by nobody else.
-        decodes: a decode step of ``tail`` sees the keys that an extend row sees.
+        decodes: a decode step of ``tail`` sees the same keys as an extend row.
     """
 
     def __init__(self, main: Any, tail: Any) -> None:
@@ -39,7 +37,7 @@ class TailBackend:
         self.decodes: bool = seams.decodes_like_extend(tail)
 
     def followed_by(self, state: Any) -> AbstractContextManager[None]:
-        """In the span ``state.planner`` gets each batch that SGLang plans; no decode step."""
+        """Call ``state.planner`` with each batch, except decode steps, that SGLang plans."""
         stock = self.main.init_forward_metadata
 
         def init_forward_metadata(forward_batch: Any) -> None:
@@ -62,7 +60,7 @@ class TailBackend:
     def running(
         self, forward_batch: Any, fields: Mapping[str, object], metadata: Any
     ) -> Iterator[None]:
-        """The tail's batch on the tail's backend, whose metadata is planned already."""
+        """Make ``tail`` the current backend, with this metadata, and the batch the tail's."""
         self.tail.forward_metadata = metadata
         try:
             with rewritten(forward_batch, fields), seams.attn_backend_switched(self.tail):
@@ -74,8 +72,8 @@ class TailBackend:
     def compile_kernels(self, attentions: Iterable[Any]) -> None:
         """Run a decode step of a synthetic request, once for each kind of layer.
 
-        Where another backend serves the decode steps, the first user's prefill would wait for the
-        compiler otherwise. What lies in the reserved slot is read, and nothing is written.
+        Otherwise the first prefill of a user would wait for the compiler if another backend serves
+        the decode steps. It reads the reserved slot and writes nothing.
 
         Args:
             attentions: each a ``Gemma4Attention`` of the tail.

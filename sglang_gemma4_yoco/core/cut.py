@@ -31,10 +31,10 @@ KeptInputs = Callable[[], "torch.Tensor | None"]
 
 
 class NotCuttableError(Exception):
-    """The model's forward is not one that can be cut; the message says why.
+    """This model's forward cannot be cut; the message has the reason.
 
-    It turns out when the layers before the cut have run. Nothing is lost but time: run from its
-    beginning, the stock forward serves the batch.
+    It is raised after the layers before the cut have run. Only time is lost: the stock forward then
+    serves the batch from its beginning.
     """
 
 
@@ -45,10 +45,10 @@ class Plan:
     Attributes:
         batch: SGLang's ``ForwardBatch``.
         tail: its kept rows, and the batch as the tail sees it.
-        attention: what the tail attends on.
-        runner: runs the tail, its attention planned; None of an intermediate chunk, whose rows
-            nobody reads.
-        outcome: what its forward is counted as.
+        attention: the tail's attention backend.
+        runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
+            no row of which is read.
+        outcome: as what the forward is counted.
     """
 
     batch: Any
@@ -68,8 +68,8 @@ def prefill(
         stock: the model's own forward.
 
     Returns:
-        What ``stock`` does: [T, hidden], or a tuple that begins so. Rows that are not kept are
-        finite, and read by nobody.
+        What ``stock`` returns: [T, hidden], or a tuple that begins so. Rows that are not kept are
+        finite, and never read.
 
     Raises:
         NotCuttableError: the stock forward must serve the batch.
@@ -92,7 +92,6 @@ def write_keys_and_values(
     """Write K and V of layer S-1 for all rows, from its input [T, hidden]."""
     layer, attention = state.tail_layers[0], plan.attention
     k, v = donor.keys_and_values(layer.self_attn, layer.input_layernorm(front), positions)
-    # From the front's plan of this batch, into the pools of both.
     seams.write_keys_and_values(
         attention.main, attention.tail, layer.self_attn.attn, plan.batch, k, v
     )
@@ -100,10 +99,10 @@ def write_keys_and_values(
 
 @contextmanager
 def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]:
-    """In the span the model's forward runs layers 0 .. S-2 and no norm.
+    """Have the model's forward run layers 0 to S-2 and no norm, for the span of the ``with``.
 
-    Yields what computes the per-layer inputs of the other layers, [B, L - S + 1, width]; they are
-    known when the model has run.
+    Yields a function that returns the per-layer inputs of the other layers, [B, L - S + 1, width];
+    it can be called once the model has run.
     """
     model, buffers = state.model, None if plan.runner is None else plan.runner.buffers
     inputs = PerLayerInputs(
@@ -111,7 +110,7 @@ def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]
     )
 
     def unchanged(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
-        # A residual update that is still owed comes as a second argument.
+        # A second argument is an update that must still be added to the residual.
         if others or settings:
             raise NotCuttableError(OTHER_NORM)
         normed.append(True)
@@ -133,11 +132,7 @@ def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]
 
 @dataclass(frozen=True)
 class EagerTail:
-    """The tail of one batch, its layers launched one by one.
-
-    Attributes:
-        metadata: of the tail's attention, as ``attention`` has planned it.
-    """
+    """Runs the tail of one batch layer by layer; ``metadata`` is what ``attention`` planned."""
 
     state: ModelState
     batch: Any
@@ -166,7 +161,7 @@ def run_layers(
     positions: torch.Tensor,
     inputs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run layers S-1 to L-1 and the norm; the tail's attention is planned and current.
+    """Run layers S-1 to L-1 and the norm; the tail's attention is planned and is the current one.
 
     Args:
         batch: the batch of the kept rows.

@@ -1,9 +1,9 @@
 """The donor, the last layer with K and V of its own: these for all rows, the rest for kept ones.
 
-With S the first KV-shared layer, the donor is layer S-1: the shared layers of its kind read the K
-and V that it writes, for all rows. Its own output goes only into the tail. So its queries,
-attention, output projection, FFN and per-layer input are needed for kept rows alone. Once its K and
-V are in the pool it attends as the shared layers do, by the code that SGLang has for those.
+With S the first KV-shared layer, the donor is layer S-1. The shared layers of its kind read the K
+and V that it writes, for all rows. Its output goes only into the tail, so its queries, attention,
+output projection, FFN and per-layer input are needed for kept rows alone. Once its K and V are in
+the pool, it runs by the code that SGLang has for shared layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.core.replaced import replaced
 
-#: The kernel that norms is compiled apart for few rows and for many.
+#: The norm's kernel is compiled once for few rows and once for many.
 _FEW, _MANY = 2, 257
 
 
@@ -38,9 +38,8 @@ def why_not(model: Any) -> str | None:
 def _projected(attention: Any, normed: torch.Tensor) -> torch.Tensor:
     """The columns of K and V of the fused projection, [rows, 2 * kv_size].
 
-    Plain weights are sliced. Of quantised or packed ones, and beside a bias, all columns are
-    computed, as stock does, and the queries dropped: exact for every kind that computes each row
-    for itself.
+    Plain weights are sliced. With quantised or packed ones, or a bias, all columns are computed, as
+    in stock, and the queries are dropped: exact for every kind of layer with independent rows.
 
     Args:
         normed: [rows, hidden].
@@ -63,7 +62,7 @@ def _headwise_norm(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> 
         [rows, heads * head_dim].
     """
     if (rows.is_cuda or rows.is_xpu) and norm.scale_shift == 0.0:
-        # The fused kernel norms q, k and v alike; given one of them alone, it is called its q.
+        # The fused kernel norms q, k and v in the same way; a single one is passed as its q.
         seams.gemma4_causal.gemma_qkv_rmsnorm(
             rows,
             None,
@@ -104,9 +103,9 @@ def keys_and_values(
 
 @torch.no_grad()
 def compile_kernels(attention: Any) -> None:
-    """Compute K and V apart from the queries once, as no stock layer does.
+    """Compute K and V without queries once, which stock never does.
 
-    Else the first user's request would wait for their kernels to be compiled.
+    Otherwise the first request of a user would wait for the compiler.
     """
     weight = attention.k_norm.weight
     for rows in (_FEW, _MANY):
@@ -116,9 +115,9 @@ def compile_kernels(attention: Any) -> None:
 
 
 def sharing(attention: Any) -> AbstractContextManager[None]:
-    """In the span the donor's attention makes no K and V and reads those of the pool.
+    """Have the donor's attention read K and V from the pool, for the span of the ``with``.
 
-    SGLang's own code does so for a KV-shared layer; the donor shares with itself.
+    SGLang's code does so for a KV-shared layer; here the donor shares its own K and V.
     """
     return replaced(
         attention, is_kv_shared_layer=True, kv_shared_layer_index=attention.attn.layer_id

@@ -1,14 +1,14 @@
-"""One prefill forward: cut if its plan says so, served by stock if not, or if the cut fails.
+"""One prefill forward: cut if it has a plan, and run as stock if it has none or if the cut fails.
 
-An exception in a forward ends SGLang's scheduler, and with it the server. So a failure of the fast
-path costs time and nothing else: the batch is run once more, as stock, and finds all as the first
-try did. Whoever changed the batch's fields, the attention state or the model has put them back; K
-and V go to the same slots with the same values; and the input embeddings, which layer 0's fused
-add-norm overwrites, are put back here. When stock fails as well, its exception goes to the
-scheduler, as without this package. After ``LIMIT`` failures in a row the path is off.
+An exception in a forward ends SGLang's scheduler, and with it the server. So after a failure of the
+fast path the same batch is run again, as stock, and only time is lost. The second run starts from
+the same state as the first: the batch's fields, the attention state and the model have been
+restored; K and V go to the same slots with the same values; and the input embeddings, which layer
+0's fused add-norm overwrites, are restored here. If stock fails too, its exception goes to the
+scheduler, as without this package. After ``LIMIT`` failures in a row the fast path is off.
 
-With other ranks nothing is run again: they might have had no failure, and wait in collectives that
-this rank's second run would answer wrongly.
+With several ranks nothing is run again. The others may have had no failure, and would wait in
+collectives that this rank's second run answers with other rows.
 """
 
 from __future__ import annotations
@@ -34,16 +34,13 @@ class Forward(Protocol):
     """A forward that can be run on either path."""
 
     def fast(self, plan: Plan) -> Any:
-        """Run it on the fast path; what the model goes on with."""
-        ...
+        """Run it on the fast path; returns the model's output."""
 
     def stock(self) -> Any:
-        """Run it as stock, all as it was before it ran."""
-        ...
+        """Run it as stock, from the state in which it began; returns the model's output."""
 
     def outcome(self, plan: Plan) -> str:
-        """What it is counted as when it was cut."""
-        ...
+        """As what it is counted if it was cut."""
 
 
 def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +63,7 @@ def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serve(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
-    """Run a forward on the path that was decided for its batch; what the model goes on with."""
+    """Run a forward on the path that was chosen for its batch; returns the model's output."""
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
     try:
         decided = gate.decision(state, forward_batch)
@@ -101,22 +98,18 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
 
 
 def _failed(state: ModelState, failure: Exception, rows: int) -> None:
-    """The fast path has failed for so many rows, and stock is about to serve them."""
+    """Count a failure of the fast path; ``rows`` are those of the batch."""
     log.failed(failure, rows)
     state.failures_in_a_row += 1
     if state.failures_in_a_row == LIMIT:
         state.refuse(GIVEN_UP)
         log.server_refused(GIVEN_UP, logging.ERROR)
-    # The traceback keeps the first try's tensors alive, memory that the second one needs.
+    # The traceback keeps the tensors of the first run alive, and the second one needs the memory.
     traceback.clear_frames(failure.__traceback__)
 
 
 class EagerForward:
-    """A forward that the model's own code runs, layer by layer.
-
-    Attributes:
-        positions: [T], what the model was called with.
-    """
+    """A forward that the model's own code runs eagerly; ``positions`` [T] are its argument."""
 
     def __init__(
         self,
@@ -125,7 +118,7 @@ class EagerForward:
         embeds: torch.Tensor | None,
         run: Callable[[], Any],
     ) -> None:
-        """Nothing is run yet.
+        """Run nothing yet.
 
         Args:
             embeds: [T, hidden], the input embeddings that the model was called with, or None.
@@ -144,11 +137,11 @@ class EagerForward:
         return cut.prefill(self._state, plan, self.positions, self._run)
 
     def stock(self) -> Any:
-        """Run it as stock, given the embeddings that it was given."""
+        """Run it as stock, on the embeddings that the model was called with."""
         if self._embeds is not None and self._copy is not None:
             self._embeds.copy_(self._copy)
         return self._run()
 
     def outcome(self, plan: Plan) -> str:
-        """What it is counted as when it was cut."""
+        """As what it is counted if it was cut."""
         return plan.outcome

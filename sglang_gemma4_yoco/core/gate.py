@@ -1,9 +1,9 @@
 """May this batch be cut, and how? Decided once, right after SGLang has planned its attention.
 
-A wrong yes corrupts answers silently, a wrong no costs time. So everything is refused that is not
-known to read only the kept rows, and a batch whose host-side lengths are not plain lists is refused
-too. Only host fields that are the same on every rank are looked at. What is the same for all
-batches of a server is ``limits``'.
+A wrong yes corrupts answers silently, a wrong no costs time. So a batch is refused unless only its
+kept rows are known to be read, and unless its lengths are plain lists on the host. The decision
+depends on host fields alone, which are the same on every rank. Reasons that hold for all batches of
+a server are in ``loading/limits.py``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ NO_EXTEND = "the batch is no plain extend"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 _OTHER_MODE = "forward mode "
 
-# Speculative decoding whose drafts read no row of a prompt but its last. NGRAM looks drafts up in
-# the text. A STANDALONE draft model runs on the prompt's ids by itself. Frozen-KV MTP attends to
-# the target's K and V; it captures FULL, and reads the last row of each prompt.
+# Speculative decoding whose drafts read only the last row of a prompt. NGRAM looks drafts up in the
+# text. A STANDALONE draft model runs on the prompt's ids by itself. Frozen-KV MTP attends to the
+# target's K and V; it captures FULL, and reads the last row of each prompt.
 _CAPTURES_FULL = "FROZEN_KV_MTP"
 LAST_ROW_DRAFTS = (_CAPTURES_FULL, "NGRAM", "STANDALONE")
 
-# What an operator need not hear of: such a batch is no prefill, or has nothing worth skipping; and
-# embeddings of these models end SGLang's own server, whose error should be the last line.
+# Reasons that are counted and not logged: such a batch is no prefill, or has too little to skip.
+# Embeddings of these models end SGLang's own server, whose error should be the last line.
 _NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
 
-# A set field -> the reason. Whoever sets one reads, or lays out, more rows than the last ones.
-# Other fields can be set on servers that are refused at start, or on those of other models.
+# A set field -> the reason. With one of these set, more rows than the last ones are read or moved.
+# All other fields are set only on servers that are refused at start, or for other models.
 REFUSING_FIELDS = {
     "spec_info": SPECULATIVE,
     "return_hidden_states_before_norm": HIDDEN_STATES,
@@ -52,21 +52,21 @@ REFUSING_FIELDS = {
     "full_prefill_cuda_graph_capture": CAPTURING,
 }
 
-# NULL captures nothing and LAST the last row of each request; FULL reads every row.
+# NULL captures no row, LAST the last one of each request, FULL every row.
 _LAST_ROW_CAPTURES = (None, seams.CaptureHiddenMode.NULL, seams.CaptureHiddenMode.LAST)
 _EXTENDS = (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED)
 
-# Rows that a batch must be able to skip, and of how many rows one.
+# At least so many rows must be skipped, and at least one of so many.
 _FEWEST_ON_CPU, _FEWEST_EAGER_ON_GPU, _ONE_OF = 3, 1024, 16
 
 
 class Eligible(NamedTuple):
-    """What was found out about a batch that may be cut.
+    """A batch that may be cut.
 
     Attributes:
         kept: the rows whose logits the sampler and the logprobs read.
-        is_intermediate_chunk: no request of it finishes its prompt, so nobody reads any row.
-        bucket: of the captured tail that has room for the rows; None if the tail runs eagerly.
+        is_intermediate_chunk: no request in it finishes its prompt, so no row is read.
+        bucket: of the captured tail, with room for the kept rows; None if the tail runs eagerly.
     """
 
     kept: KeptRows
@@ -75,7 +75,7 @@ class Eligible(NamedTuple):
 
 
 def is_news(reason: str) -> bool:
-    """Whether a reason tells an operator something; it is counted in any case."""
+    """Whether a reason is worth a log line; it is counted in any case."""
     return reason not in _NO_NEWS and not reason.startswith(_OTHER_MODE)
 
 
@@ -87,7 +87,7 @@ def plan_batch(
     forward_batch: Any,
     make: Callable[[ModelState, Any], Plan | str] | None = None,
 ) -> None:
-    """SGLang has planned this batch's attention: decide, and leave the decision on the batch."""
+    """Decide on a batch whose attention SGLang has planned, and store the decision on it."""
     try:
         decided: Plan | str = (make or make_plan)(state, forward_batch)
     except Exception as failure:
@@ -99,7 +99,7 @@ def plan_batch(
 
 
 def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
-    """The plan of a batch, its attention planned; or why it runs as stock. It is not changed."""
+    """The plan of a batch, its attention planned; or the reason why it runs as stock."""
     found = check_eligibility(state, forward_batch)
     return found if isinstance(found, str) else plan_of(state, forward_batch, found)
 
@@ -121,11 +121,11 @@ def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
 
 
 def decision(state: ModelState, forward_batch: Any) -> Plan | str:
-    """What was decided of this very batch, taken from it; or why it was never planned.
+    """The decision that was stored on this batch, taken from it; or why there is none.
 
-    Two things can come about since: a graph is captured now (on AMD SGLang begins to after
-    planning), and another attention backend is current. Nothing else that was looked at changes
-    between planning and the forward.
+    Two things can have changed since: a graph is being captured (on AMD SGLang begins the capture
+    after planning), or another attention backend is current. In the supported releases nothing else
+    that the decision depends on changes between planning and the forward.
     """
     decided: Plan | str | None = getattr(forward_batch, ENTRY, None)
     if decided is None:
@@ -143,26 +143,25 @@ def decision(state: ModelState, forward_batch: Any) -> Plan | str:
 
 
 def ineligible_reason(state: ModelState, forward_batch: Any) -> str | None:
-    """Why this forward must run as stock, or None when it may skip rows in the shared layers."""
+    """Why this batch must run as stock, or None if it may be cut."""
     found = check_eligibility(state, forward_batch)
     return found if isinstance(found, str) else None
 
 
 def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
-    """May this forward skip rows in the shared layers?
+    """May this batch be cut?
 
     Args:
-        forward_batch: the batch that the model is about to run, SGLang's ``ForwardBatch``.
+        forward_batch: SGLang's ``ForwardBatch``, which the model is about to run.
 
     Returns:
-        What was found out about it; or why it must run as stock, in one line, fit for a log and as
-        a metric's label.
+        What to keep of it; or the reason why it must run as stock, for the log and for counters.
     """
-    # The mode first: it is what refuses an ineligible forward most often.
+    # The mode comes first, because it refuses most of the ineligible batches.
     mode = forward_batch.forward_mode
     if isinstance(mode, seams.ForwardMode):
         reason = None if mode in _EXTENDS else f"{_OTHER_MODE}{mode.name}"
-    else:  # whatever is not SGLang's own enum must at least answer SGLang's own question
+    else:  # a mode of another type, as in the published tests of the helpers
         extends = mode is not None and mode.is_extend_without_speculative()
         reason = None if extends else NO_EXTEND
     reason = reason or state.refused
@@ -184,7 +183,7 @@ def _fields(state: ModelState, forward_batch: Any) -> str | None:
         value = getattr(forward_batch, name, None)
         if value is not None and value is not False:  # a tensor is equal to neither, nor unequal
             return reason
-    # Index i captures the input of layer i, which is all rows' up to the cut alone.
+    # Index i captures the input of layer i, which has all rows only up to the cut.
     if max(state.model.layers_to_capture or (0,)) >= state.cut:
         return CAPTURE_IN_TAIL
     drafts = _drafts(forward_batch)
@@ -235,12 +234,12 @@ def kept_rows(forward_batch: Any) -> KeptRows:
 
 
 def is_intermediate_chunk(forward_batch: Any) -> bool:
-    """Whether nobody reads any row of an eligible batch: it only fills the cache.
+    """Whether no row of an eligible batch is read, because it only fills the KV cache.
 
-    SGLang throws away what it samples from an unfinished chunk. It counts running requests that
-    decode along in a mixed batch as unfinished as well, though their rows are read; those have one
-    new token each, so a batch with such a request counts as read. A draft may go on from the token
-    that is sampled from a chunk, so beside drafts every chunk counts as read.
+    SGLang discards the token that it samples from an unfinished chunk. It also counts the decoding
+    requests of a mixed batch as unfinished, though their rows are read; these have one new token
+    each, so a batch with such a request is not taken for an intermediate chunk. Nor is any batch
+    beside drafts, because a draft may continue from the token that is sampled from a chunk.
     """
     capture = getattr(forward_batch, "capture_hidden_mode", None)
     return (
@@ -268,16 +267,16 @@ def _rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | No
     minimum = settings.current.min_skipped_rows
     if not is_worth_cutting(kept.total, read, minimum, eager=eager, on_gpu=state.on_gpu):
         return TOO_LITTLE
-    # An image's rows attend in both directions, which the suffix's attention does not know of.
-    # The last row of a request has nothing after it, so for it that makes no difference.
+    # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
+    # row of a request that makes no difference: no row follows it.
     spread = not kept.one_per_request
     return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None
 
 
 def is_multimodal(forward_batch: Any) -> bool:
-    """Whether some request brings images, video or audio.
+    """Whether some request has images, video or audio.
 
-    SGLang puts their embeddings in place of the inputs once the batch has been planned.
+    SGLang replaces the inputs by their embeddings after the batch has been planned.
     """
     inputs = getattr(forward_batch, "mm_inputs", None) or ()
     return getattr(forward_batch, "mm_input_embeds", None) is not None or any(
@@ -288,23 +287,21 @@ def is_multimodal(forward_batch: Any) -> bool:
 def is_worth_cutting(
     total: int, read: int, minimum: int | None = None, *, eager: bool = True, on_gpu: bool = False
 ) -> bool:
-    """Whether skipping ``total - read`` rows saves more than the cut itself costs.
+    """Whether skipping ``total - read`` rows saves more than the cut costs.
 
-    - A tail that is captured, or that nobody reads, spares the host 21 layers of 35 (E2B) or 19 of
-      42 (E4B), whatever the rows: one skipped row is enough.
-    - An eager tail on a CPU: a layer reads all its weights for one row as for three, so few skipped
-      rows save nothing; and where nearly all are kept nothing is won. Hence at least 3 rows, and a
-      sixteenth of them (``benchmark/results/threshold_e2b-mini_cpu_sglang-0.5.23.json``).
-    - An eager tail on a GPU spares the device alone, so that it pays only where the device is
-      slower than the host. With h seconds of the host per layer, w multiplied weights of a layer
-      and F operations per second, that is from h * F / (2 * w) rows on: h = 0.35 ms, F = 3e14 (an
-      H100) and E2B's w = 5e7 make 1050. A model, until a GPU has been measured.
+    - Captured or skipped tail: the host saves 21 layers of 35 (E2B), so one skipped row is enough.
+    - Eager tail on a CPU: a layer reads its weights for one row as for three. At least 3 skipped
+      rows and a sixteenth of all, from ``benchmark/results/threshold_e2b-mini_cpu_sglang-*.json``.
+    - Eager tail on a GPU: only the device saves time, which counts if it is slower than the host.
+      With h seconds of the host per layer, w weights of a layer and F operations per second that is
+      from h * F / (2 * w) rows on: 1050 for h = 0.35 ms, w = 5e7 (E2B), F = 3e14 (H100). This is a
+      model; no GPU has been measured.
 
     Args:
         total: rows of the batch, T.
-        read: rows that somebody reads; 0 for an intermediate chunk.
+        read: rows whose output is used; 0 for an intermediate chunk.
         minimum: the operator's own number of rows to skip, which replaces the rule.
-        eager: its tail is launched layer by layer.
+        eager: the tail runs layer by layer.
 
     >>> is_worth_cutting(2048, 1), is_worth_cutting(16, 14), is_worth_cutting(100, 95)
     (True, False, False)

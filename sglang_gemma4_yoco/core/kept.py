@@ -7,9 +7,9 @@ tokens after p_i + n_i - m_i cached ones::
 
     n = [3, 4, 2] after p = [0, 10, 0], one row each  ->  rows 2, 6, 8: [1, 1, 1] after [2, 13, 1]
 
-With one kept row per request the tail is a decode step: request i has s_i tokens in the cache and
-its last one is the query. A decode kernel splits a long K/V over the whole device; the extend
-kernel would walk it with a handful of thread blocks.
+With one kept row per request the tail is a decode step: the query is the last token of request i,
+and its p_i + n_i tokens are in the cache. A decode kernel splits a long K/V over the whole device;
+an extend kernel processes it with a handful of thread blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 
 from sglang_gemma4_yoco import seams
 
-# Triton compiles a kernel anew for a tensor that does not begin at a multiple of 16 bytes, which is
-# what 4 numbers of 4 bytes take: the lengths of 3 requests are followed by 1 number of padding.
+# Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes, that is
+# of 4 numbers of 4 bytes: the lengths of 3 requests are followed by 1 number of padding.
 _ALIGNMENT = 4
 
 
@@ -90,7 +90,7 @@ class KeptRows:
 
 @dataclass(frozen=True)
 class TailBatch:
-    """What the tail runs on, derived from one batch before its first layer.
+    """The batch that the tail runs on, made before the first layer of the model runs.
 
     Attributes:
         kept: the kept rows, on the host.
@@ -108,8 +108,8 @@ class TailBatch:
     def of(cls, forward_batch: Any, kept: KeptRows, *, decodes: bool) -> TailBatch:
         """The tail of an eligible batch.
 
-        No value travels from the device to the host, and what the host knows travels to the
-        device in one copy. No tensor shares memory with one of the batch's.
+        No value is read from the device, and all host values are copied to it in one copy. No
+        tensor shares memory with one of the batch's.
 
         Args:
             decodes: one kept row per request is run as a decode step.
@@ -131,10 +131,9 @@ class TailBatch:
 
     @cached_property
     def fields(self) -> Mapping[str, object]:
-        """ForwardBatch fields of the tail, by name.
+        """Fields of ``ForwardBatch`` for the tail, by name.
 
-        Made when they are first asked for, while the batch still has its own; a captured tail
-        needs none.
+        They are made when first used, while the batch still has its own; a captured tail uses none.
         """
         kept, index, batch = self.kept, self.index, self._batch
         columns = self._packed[kept.count :].to(batch.extend_seq_lens.dtype).view(3, -1)
@@ -156,8 +155,8 @@ class TailBatch:
         else:
             fields |= {
                 "forward_mode": seams.ForwardMode.EXTEND,
-                # Without K and V of its own a layer reads this chunk's back from these slots,
-                # row by row with the queries.
+                # A layer without K and V of its own reads those of this chunk from these slots, one
+                # for each query row.
                 "out_cache_loc": batch.out_cache_loc.index_select(0, index),
                 # The same rows of the iteration's translated slots (SGLang 0.5.22 and later).
                 "kv_loc_cols": index,
@@ -170,10 +169,10 @@ class TailBatch:
 
 @contextmanager
 def rewritten(forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
-    """Set ``fields`` on the batch for the span; put the very same objects back on every way out.
+    """Set ``fields`` on the batch for the span of the ``with``; then restore the same objects.
 
-    Fields that this SGLang's batch does not have are left out. The residual stream goes with the
-    rows: it is put back too, whatever the span made of it.
+    Fields that this SGLang's batch does not have are left out. The residual stream, which belongs
+    to the rows, is restored as well.
     """
     saved: dict[str, object] = {}
     try:

@@ -1,9 +1,9 @@
 """Per-layer inputs (PLE), with those of the tail's layers computed for kept rows only.
 
-``project_per_layer_inputs`` makes [T, L, width] for all L layers at once: a GEMM, a norm and four
-elementwise passes. The layers from the cut on read kept rows only, so the stock function is run
-twice over a part of the layers each: for all rows before the cut, and, when the tail asks, for the
-kept rows after it. Rows do not depend on each other and neither do layers, so nothing changes.
+SGLang's ``project_per_layer_inputs`` computes [T, L, width] for all L layers at once: a GEMM, a
+norm and four elementwise passes. Here it is called twice: for the layers before the cut on all
+rows, and for the tail's layers on the kept rows. Rows are independent of each other, and so are
+layers, so the numbers are the same.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def project(
 
 
 class Buffers(NamedTuple):
-    """Where a captured tail reads what its per-layer inputs are made of.
+    """The memory from which a captured tail projects its per-layer inputs.
 
     Attributes:
         embeds: [B, hidden], for the kept rows' input embeddings.
@@ -70,16 +70,16 @@ class Buffers(NamedTuple):
 
 
 class PerLayerInputs:
-    """One forward's. Its ``project`` takes the place of the model's ``project_per_layer_inputs``.
+    """Those of one forward. ``project`` replaces the model's ``project_per_layer_inputs``.
 
-    Where they can be split, the model's loop gets this object for its [T, L, width] tensor, and
-    takes ``inputs[:, layer, :]`` from it for the layers before the cut.
+    If they can be split, the model's loop gets this object instead of a [T, L, width] tensor, and
+    indexes it as ``inputs[:, layer, :]`` for the layers before the cut.
     """
 
     def __init__(
         self, model: Any, cut: int, index: torch.Tensor, buffers: Buffers | None, *, split: bool
     ) -> None:
-        """Nothing is computed yet.
+        """Compute nothing yet.
 
         Args:
             cut: the first layer that reads kept rows only.
@@ -100,7 +100,7 @@ class PerLayerInputs:
         self.projected = False
 
     def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
-        """Project those before the cut, and keep what the others are made of.
+        """Project those before the cut, and keep the inputs of the others' projection.
 
         Args:
             embeds: [T, hidden], the input embeddings.

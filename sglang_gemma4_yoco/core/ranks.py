@@ -1,15 +1,14 @@
 """Tensor-parallel ranks cut a batch together, or not at all.
 
-After every attention and FFN the ranks of a group add up the same rows. A rank that cut a batch
-while another did not would hang both, or add up rows of different tokens. So a batch is judged by
-host fields that the scheduler hands to all ranks alike, and what each rank finds out for itself (is
-there memory for a second attention backend?) is compared when the server starts.
+After every attention and FFN the ranks of a group add up the same rows. If one rank cut a batch and
+another did not, both would hang, or add up rows of different tokens. So the decision on a batch
+depends on host fields that the scheduler gives to all ranks alike; and what can differ between
+ranks (is there memory for a second attention backend?) is compared when the server starts.
 
 All ranks of a group call these functions in the same order. A rank that raises instead ends the
-server, which is what should happen: its scheduler process sends SIGQUIT to the server's parent
-(``run_scheduler_process``), which kills all processes, and its end closes the connections on which
-the others wait, so that gloo raises there at once. A rank that neither comes nor ends is waited for
-as long as by SGLang's own collectives on that group: two hours (``GroupCoordinator``'s
+server: its scheduler process sends SIGQUIT to the server's parent (``run_scheduler_process``), and
+its closed connections make gloo raise in the others at once. A rank that hangs is waited for as
+long as in SGLang's own collectives of that group: two hours (``GroupCoordinator``'s
 ``gloo_timeout``). All ranks are on one machine with one installation, so none lacks the package.
 """
 
@@ -24,7 +23,7 @@ NOT_ALIKE = "the tensor-parallel ranks were not set up alike"
 
 
 def reason_ranks_differ(findings: str) -> str | None:
-    """Compare what this rank found out with the others of its group.
+    """Compare the findings of this rank with those of the others of its group.
 
     Args:
         findings: what must be the same on every rank.

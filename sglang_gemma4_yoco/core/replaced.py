@@ -11,10 +11,10 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """``owner`` has these attributes in the span, and afterwards what it had before.
+    """Give ``owner`` these attributes for the span of the ``with``, then restore the old ones.
 
-    They go into the instance's ``__dict__``, where ``nn.Module.__call__`` finds a method before its
-    class's; other instances, and the class, are untouched. ``owner`` may be a module of Python.
+    They go into the instance's ``__dict__``, where ``nn.Module.__call__`` finds a method before the
+    class's; other instances, and the class, are untouched. ``owner`` may be a Python module.
     """
     own = owner.__dict__
     before: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""What is known of a served model; found from the model, and owned by its runner's start."""
+"""What is known of one served model. The start of SGLang's runner creates it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ class TailRunner(Protocol):
 
     @property
     def outcome(self) -> str:
-        """What its forward is counted as."""
-        ...
+        """As what its forward is counted."""
 
     @property
     def buffers(self) -> Buffers | None:
-        """Where it reads what its per-layer inputs are made of; None if it is handed them."""
-        ...
+        """The memory from which it projects its per-layer inputs; None if it is given them."""
 
     def run(
         self,
@@ -41,19 +39,16 @@ class TailRunner(Protocol):
         kept_inputs: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor:
         """The kept rows [B, hidden], normed, from all rows [T, hidden] at the cut."""
-        ...
 
 
 class CapturedTail(Protocol):
-    """Tails for some numbers of rows that run without the host."""
+    """The tail, captured for several numbers of rows, the buckets."""
 
     def bucket_for(self, kept: KeptRows) -> int | None:
         """The smallest bucket with room for these rows; None if there is none."""
-        ...
 
     def plan(self, forward_batch: Any, tail: TailBatch, bucket: int) -> TailRunner:
-        """The runner of this batch's tail, its attention planned."""
-        ...
+        """Plan this batch's tail; returns what runs it."""
 
 
 class ModelState:
@@ -64,16 +59,16 @@ class ModelState:
 
     Attributes:
         model: a ``Gemma4TextModel``.
-        refused: why no batch of it is cut, or None. Constant, or set by ``refuse``.
+        refused: the reason why none of its batches is cut, or None. Constant but for ``refuse``.
         attention: the tail's own attention backend; None if ``refused``.
         captured: the captured tail, if there is one.
-        planner: called with this and each batch, no decode step, whose attention SGLang has
-            planned.
-        is_capturing: whether what runs now is being captured in a CUDA graph.
+        planner: called with this object and each batch, except decode steps, whose attention
+            SGLang has just planned.
+        is_capturing: whether the current forward is being captured in a CUDA graph.
         after_cut: called with each forward that was cut, its plan and its output; returns the
-            output that the model goes on with. None if nothing is to be done.
+            output for the model. None if there is nothing to do.
         failures_in_a_row: of the fast path.
-        facts: what the parts that hook on here have to say in /server_info, by entry.
+        facts: entries for /server_info, by key, from the parts that use this object.
     """
 
     def __init__(
@@ -125,8 +120,7 @@ class ModelState:
         )
 
     def attach(self, planner: Callable[[ModelState, Any], None]) -> None:
-        """Be found from the model; have ``planner`` called with each batch, no decode step, whose
-        attention SGLang has planned."""
+        """Become the state of the model, and have ``planner`` called."""
         self.model.__dict__[ENTRY] = self
         _attached.add(self)
         self.planner = planner
@@ -144,13 +138,13 @@ class ModelState:
         self._patches.callback(callback)
 
     def refuse(self, reason: str) -> None:
-        """Cut no batch from now on."""
+        """Cut no further batch."""
         self.refused = reason
         self.after_cut = None
 
     @contextmanager
     def refusing(self, reason: str) -> Iterator[None]:
-        """Cut no batch in the span."""
+        """Cut no batch for the span of the ``with``."""
         before, self.refused = self.refused, reason
         try:
             yield
@@ -159,10 +153,10 @@ class ModelState:
 
 
 def first_shared_layer(config: Any) -> int | None:
-    """S, the first layer that reads an earlier layer's K and V; None if there is no such tail.
+    """S, the first layer that reads an earlier layer's K and V; None if the model has no tail.
 
-    A model whose layers are all shared (the multi-token-prediction assistant) has no layer that
-    could write K and V, so it has no tail either.
+    The multi-token-prediction assistant has none: all its layers are shared, and no layer writes
+    K and V for them.
     """
     layers = config.num_hidden_layers
     shared = getattr(config, "num_kv_shared_layers", None) or 0
@@ -170,11 +164,11 @@ def first_shared_layer(config: Any) -> int | None:
 
 
 def find(model: Any) -> ModelState | None:
-    """What is known of ``model``, if anything is."""
+    """The state of ``model``, if it has one."""
     state: ModelState | None = model.__dict__.get(ENTRY)
     return state
 
 
 def attached() -> ModelState | None:
-    """What is known of the model that this process serves."""
+    """The state of the model that this process serves."""
     return next(iter(_attached), None)
