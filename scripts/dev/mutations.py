@@ -101,7 +101,7 @@ HOST_WORK = "forward/test_added_work.py"
 FAULTS = "server/test_load_faults.py"
 LOAD = "forward/test_load.py"
 GONE = f"{LOAD}::test_a_name_that_is_gone"
-RULE = "unit/test_gate.py::test_the_rule"
+RULE = "forward/test_measured_rule.py"
 CAPTURED = "forward/test_captured_tail.py"
 ONE_ROW_EACH = f"{CAPTURED}::test_one_row_of_each_request"
 WHY_EAGER = f"{CAPTURED}::TestReasons"
@@ -255,7 +255,7 @@ _WRITTEN = [
          "False", f"{CAPTURED}::test_without_per_layer_embeddings_stock_serves"),
         ("an eager tail counts as a captured one", "outcome: str = log.TAIL_EAGER",
          "outcome: str = log.TAIL_CAPTURED",
-         f"{FORWARD}::test_the_fast_path_says_once_that_it_is_active"),
+         f"{FORWARD}::test_a_success_between_failures_keeps_the_fast_path_on"),
         ("a tail of the first rows", "rows, positions = front.index_select(0, index),",
          "rows, positions = front[: len(index)].clone(),", CUT),
         ("a tail at the first positions", "positions.index_select(0, index)\n",
@@ -481,15 +481,14 @@ _WRITTEN = [
          f"{CAPTURED}::test_on_a_gpu_a_launched_tail_must_skip_many"),
         ("few skipped rows",
          "    if not is_worth_cutting(kept.total, read, minimum, eager=eager, "
-         "on_gpu=state.on_gpu):\n", "    if False:\n",
-         "unit/test_gate.py::test_too_few_rows_to_skip"),
+         "on_gpu=state.on_gpu):\n", "    if False:\n", RULE),
         ("any image prompt is refused", "    spread = not kept.one_per_request\n",
          "    spread = True\n", "forward/test_media.py"),
         ("logprobs of an image prompt",
          "return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None",
          "return None", f"{IMAGES}::test_input_logprobs_beside_an_image_are_stock"),
         ("the operator's number is not asked for", "    if minimum is not None:\n",
-         "    if False:\n", RULE),
+         "    if False:\n", f"{RULE}::test_an_operators_own_number"),
         ("one skipped row of a captured tail does not pay", "return skipped >= 1\n",
          "return skipped >= 2\n", f"{CAPTURED}::test_by_default_one_skipped_row_is_enough"),
         *(
@@ -558,8 +557,7 @@ _WRITTEN = [
         "core/state.py",
         ("the cut is after the donor", "        return self.first_shared - 1\n",
          "        return self.first_shared\n", CUT),
-        ("every device is a GPU", '.type == "cuda"', '.type != "cuda"',
-         "server/test_defaults.py"),
+        ("every device is a GPU", '.type == "cuda"', '.type != "cuda"', RULE),
         ("batches are planned for nobody", "        self.planner = planner\n", "", CUT),
         ("the tail has no backend of its own",
          "        if self.attention is not None:\n            self._patches",
@@ -916,21 +914,21 @@ _WRITTEN = [
          f"{OTHER_MAINS}::test_a_hybrid_is_as_good_as_its_parts"),
         ("a class by the name of one of SGLang's is that one",
          "return kind.__name__ if own else", "return kind.__name__ if True else",
-         "unit/test_limits.py"),
+         f"{OTHER_MAINS}::test_another_packages_backend"),
         ("the tail may run on any backend", "    if Ability.TAIL in abilities(type(backend)):\n",
          "    if True:\n",
          f"{OTHER_MAINS}::test_the_published_helper_asks_for_the_current_backend"),
         ("pools of any class", "        if not seams.is_plain_pool(part):\n",
-         "        if False:\n", "unit/test_limits.py::test_pools"),
+         "        if False:\n", f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
         ("quantised pools", '        if method != "unquantized":\n', "        if False:\n",
-         "unit/test_limits.py::test_pools"),
+         f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
         ("pools of any layout", "        if not dimensions <= {3}:\n", "        if False:\n",
-         "unit/test_limits.py::test_pools"),
+         f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
         ("caches of any type", "return None if pool.dtype == dtype else",
          "return None if True else",
          f"{OTHER_MAINS}::test_a_rounded_cache"),
         ("values lie as keys do", "(*part.k_buffer, *part.v_buffer)", "part.k_buffer",
-         "unit/test_limits.py::test_pools"),
+         f"{OTHER_MAINS}::test_pools_that_are_not_plain"),
         *(
             (f"the tail runs on {kind} too", f'"{kind}": frozenset({{Ability.MAIN}})',
              f'"{kind}": frozenset({{Ability.MAIN, Ability.TAIL}})',
@@ -1618,7 +1616,7 @@ _TABLES: dict[str, dict[str, str]] = {
         "_REFUSING_SIZES": ARGUMENTS,
         "_HIDDEN_STATE_ARGUMENTS": ARGUMENTS,
         "_OTHER_ARGUMENTS": f"{DECIDING}::test_arguments_of_a_newer_release",
-        "PROVEN_BACKENDS": "unit/test_limits.py",
+        "PROVEN_BACKENDS": f"{OTHER_MAINS}::test_sglangs_own_backends",
         "_INDEPENDENT_ROWS": KINDS,
     },
     "captured/graphs.py": {

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.platforms.interface import SRTPlatform
@@ -196,6 +198,46 @@ def test_a_hybrid_is_as_good_as_its_parts(engine: Engine, monkeypatch: pytest.Mo
     assert state_of(engine).refused is None
 
 
+# SGLang's classes: whether one may be main; none of them may be the tail's.
+SGLANGS: dict[str, str | None] = {
+    **dict.fromkeys(("TRTLLMHAAttnBackend", "XPUAttentionBackend", "FlashAttentionBackend")),
+    **{
+        name: f"the attention backend {name} is not proven"
+        for name in ("AiterAttnBackend", "AscendAttnBackend", "IntelAMXAttnBackend")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SGLANGS)
+def test_sglangs_own_backends(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By the names of their classes; what they would compute, the reference does here."""
+    reason = SGLANGS[name]
+    module = {"__module__": "sglang.srt.layers.attention.a"}
+    with monkeypatch.context() as others:
+        others.setitem(ATTENTION_BACKENDS, "intel_xpu", type(name, (FrontBackend,), module))
+        engine.runner.init_attention_backends()
+        assert state_of(engine).refused == reason
+        seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+        assert seen.rows == (cut(70, 1) if reason is None else [70] * LAYERS)
+        if reason is None:
+            others.setattr(seams, "build_attn_backend", out_of_memory)
+            engine.runner.init_attention_backends()
+            assert state_of(engine).refused == limits.NO_TAIL
+    engine.runner.init_attention_backends()
+    assert state_of(engine).refused is None
+
+
+def test_another_packages_backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one by the name of one of SGLang's."""
+    kind = type("XPUAttentionBackend", (FrontBackend,), {"__module__": "another"})
+    with monkeypatch.context() as others:
+        others.setitem(ATTENTION_BACKENDS, "intel_xpu", kind)
+        engine.runner.init_attention_backends()
+        reason = state_of(engine).refused
+        assert reason == "the attention backend XPUAttentionBackend is not proven"
+    engine.runner.init_attention_backends()
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -216,6 +258,51 @@ def test_the_published_helper_asks_for_the_current_backend(engine: Engine, kind:
     ):
         with forward_context(ForwardContext(attn_backend=backend)):
             assert engine.text_model._yoco_eligibility(batch) is eligible
+
+
+class PoolOfAnotherKind(MHATokenToKVPool):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"__class__": PoolOfAnotherKind},
+            "K and V lie in a PoolOfAnotherKind, whose layout is not known",
+        ),
+        (
+            {"quant_method": SimpleNamespace(name="nvfp4")},
+            "K and V are quantised (nvfp4)",
+        ),
+        (
+            {"k_buffer": [torch.zeros(1, 2, 3, 4)]},
+            "K and V do not lie slot by slot, but in 4 dimensions",
+        ),
+        (
+            {"v_buffer": [torch.zeros(1, 2, 3, 4)]},
+            "K and V do not lie slot by slot, but in 4 dimensions",
+        ),
+    ],
+    ids=["another class", "quantised", "K by pages", "V by pages"],
+)
+@pytest.mark.parametrize("part", ["full_kv_pool", "swa_kv_pool"])
+def test_pools_that_are_not_plain(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    """The one or the other is enough."""
+    with monkeypatch.context() as changed:
+        for name, value in changes.items():
+            pool = getattr(engine.runner.token_to_kv_pool, part)
+            changed.setattr(pool, name, value, raising=False)
+        engine.runner.init_attention_backends()
+        assert state_of(engine).refused == reason
+    engine.runner.init_attention_backends()
+    assert state_of(engine).refused is None
 
 
 # ---------------------------------------------------------------- servers that are refused
