@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps, captured and replayed by a graph backend of SGLang's own."""
+"""SGLang's captured decode steps, and what captures and replays graphs for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,61 +21,30 @@ def captured_decode_steps(runner: Any) -> Any | None:
     config = None if argument is None else argument("cuda_graph_config")
     graphs = getattr(runner, "decode_cuda_graph_runner", None)
     if not isinstance(graphs, DecodeCudaGraphRunner):
-        return None  # switched off: SGLang's eager runner stands in its place
+        return None  # switched off
     return graphs if getattr(getattr(config, "decode", None), "backend", None) == "full" else None
 
 
-class GraphBackend:
-    """Graphs by key, in a memory pool of their own.
+def graph_backend(decode_steps: Any) -> Any:
+    """A graph backend of SGLang's, with a memory pool of its own.
 
     In the pool of all graphs, memory that is free while one of SGLang's is captured may be in use
     when it is replayed.
     """
-
-    def __init__(self, decode_steps: Any) -> None:
-        self._runner = decode_steps
-        self._backend = type(decode_steps.backend)(decode_steps)
-        self.pool = self._backend._pool = decode_steps.device_module.graph_pool_handle()
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """The span of ``capture``. With several ranks, all of them enter it together."""
-        with (
-            capture_mode.model_capture_mode(),
-            parallel_state.graph_capture(stream=self._runner.stream) as captured,
-            self._backend.capture_session(captured.stream),
-        ):
-            yield
-
-    def capture(self, key: int, function: Callable[[], Any]) -> None:
-        """Run ``function`` twice, then capture it."""
-        self._backend.capture_one(key, function)
-
-    def replay(self, key: int) -> Any:
-        """Run what was captured; its outputs, which stay where they are until the next replay."""
-        return self._backend.replay(key, None)
-
-    def close(self) -> None:
-        """Let go of all graphs and of their memory."""
-        self._backend.cleanup()
+    backend = type(decode_steps.backend)(decode_steps)
+    backend._pool = decode_steps.device_module.graph_pool_handle()
+    return backend
 
 
-def plan_captured(backend: Any, forward_batch: Any, live: Any | None = None) -> Any:
-    """Build ``backend``'s metadata of a decode step in its graphs' own buffers.
-
-    Args:
-        forward_batch: the batch that was, or is to be, captured.
-        live: the batch to be served, once its lengths and requests have been filled in; None
-            before the capture.
-
-    Returns:
-        The metadata object.
-    """
-    with seams.whole_window(backend):
-        if live is not None and hasattr(live, "kv_loc_plan"):
-            forward_batch.kv_loc_plan = live.kv_loc_plan
-        backend.init_forward_metadata_out_graph(forward_batch, in_capture=live is None)
-    return backend.forward_metadata
+@contextmanager
+def capturing(decode_steps: Any, backend: Any) -> Iterator[None]:
+    """The span in which ``backend`` captures. With several ranks, all of them enter it together."""
+    with (
+        capture_mode.model_capture_mode(),
+        parallel_state.graph_capture(stream=decode_steps.stream) as captured,
+        backend.capture_session(captured.stream),
+    ):
+        yield
 
 
 def is_allocated_after_capture(pool: Any) -> bool:
@@ -95,34 +64,22 @@ def borrows_graph_pool() -> bool:
     return borrows is not None and bool(borrows.get())
 
 
-def drop_graph_buffers(backend: Any) -> None:
-    """Free what ``init_cuda_graph_state`` allocated on a backend that nobody else uses."""
-    for name in [name for name in vars(backend) if name.startswith("cuda_graph_")]:
-        delattr(backend, name)
-
-
-def free_device_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU, what PyTorch holds in reserve among them; None on no GPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
-def end_failed_capture(device: torch.device, backend: GraphBackend) -> None:
-    """Leave nothing of a capture that CUDA has broken off.
+def end_failed_capture(device: torch.device, backend: Any) -> None:
+    """Undo what CUDA leaves of a capture that it has broken off.
 
     Up to torch 2.13 the default random generator stays in capture mode then, so that the first
-    sampled token would end the server, and the allocator goes on serving the graph's pool.
+    sampled token would end the server, and the allocator goes on allocating in the graph's pool.
+
+    Args:
+        device: with its index.
 
     Raises:
         RuntimeError: random numbers cannot be drawn all the same.
     """
     if device.type != "cuda":
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(RuntimeError):  # it had ended
-        torch._C._cuda_endAllocateToPool(index, backend.pool)
-    generator = torch.cuda.default_generators[index]
+        torch._C._cuda_endAllocateToPool(device.index, backend._pool)
+    generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
     torch.empty(1, device=device).uniform_()

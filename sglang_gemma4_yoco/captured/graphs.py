@@ -1,16 +1,16 @@
 """The tail, captured once per bucket of rows in CUDA graphs, and replayed.
 
 On a GPU the host launches 21 layers kernel by kernel, for one row as for thousands, and for a short
-prompt that is what a prefill takes. The tail has few rows and always the same shapes: one per
-request. So it is captured when the server starts, after SGLang's own decode steps and by the same
-machinery, for 1, 2, 4, ... rows, and a batch costs the host one launch for all of its tail.
+prompt that is what a prefill takes. The tail has few rows, one per request. So it is captured when
+the server starts, after SGLang's own decode steps and by the same machinery, for 1, 2, 4, ... rows,
+and a batch costs the host one launch for all of its tail.
 
-A graph reads and writes static tensors: ``Inputs``, the weights, the pools, and the tail backend's
-own buffers. A batch of B rows is replayed with the smallest bucket b >= B. The b - B rows that pad
-it are requests of one token, the reserved row and slot 0, and nobody reads what becomes of them.
-With buckets of 1, 2 and 4 rows, three prompts run as lengths [40, 3, 700, 1].
+A graph reads static tensors: ``Inputs``, the weights, the pools, and the tail backend's buffers. A
+batch of B rows is replayed with the smallest bucket b >= B. The b - B rows of padding are requests
+of one token in the reserved row and slot 0, and their output is not read. With buckets of 1, 2 and
+4 rows, three prompts run as lengths [40, 3, 700, 1].
 
-Before any batch is replayed with it, a graph must give what the same layers give when they run
+A graph is replayed for a batch only after it has given what the same layers give when they run
 eagerly (``proof``).
 """
 
@@ -18,17 +18,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.captured import backend
-from sglang_gemma4_yoco.core import cut, per_layer
+from sglang_gemma4_yoco.core import cut, per_layer, ranks
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ModelState
+
+_T = TypeVar("_T")
 
 _BUCKETS = (1, 2, 4, 8, 16, 32)
 
@@ -47,21 +50,6 @@ _REFUSED = {
     "enable_symm_mem": "collectives need memory of their own",
     "disable_cuda_graph_padding": "rows must not be padded",
 }
-_RESERVE = 1 << 30  # bytes that must be free before the capture, which takes less than a tenth
-
-
-def buckets(most: int | None, requests: int) -> tuple[int, ...]:
-    """The numbers of rows to capture, ascending.
-
-    Args:
-        most: the operator's largest; None for all of ours.
-        requests: the largest number of requests that run at a time.
-
-    >>> buckets(None, 5), buckets(3, 100), buckets(100, 100)
-    ((1, 2, 4), (1, 2), (1, 2, 4, 8, 16, 32))
-    """
-    largest = requests if most is None else min(most, requests)
-    return tuple(rows for rows in _BUCKETS if rows <= largest)
 
 
 def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
@@ -83,32 +71,16 @@ def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | N
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    pool = tail.token_to_kv_pool
-    if backend.is_allocated_after_capture(pool):
+    if backend.is_allocated_after_capture(tail.token_to_kv_pool):
         return ALLOCATED_LATER
-    if backend.loads_kv_layerwise(pool):  # when it is captured anew
+    if backend.loads_kv_layerwise(tail.token_to_kv_pool):
         return LOADED_MEANWHILE
-    return refused_by_arguments() or _no_memory(torch.device(runner.device))
-
-
-def refused_by_arguments() -> str | None:
-    """Why the tail of a server with these arguments and settings is never captured, or None."""
     argument = seams.server_arguments()
     assert argument is not None, "SGLang has captured its own graphs"
     for name, reason in _REFUSED.items():
         if argument(name):
             return f"--{name.replace('_', '-')}: {reason}"
     return "SGLang lends the memory of its graphs" if backend.borrows_graph_pool() else None
-
-
-def _no_memory(device: torch.device) -> str | None:
-    free = backend.free_device_memory(device)
-    if free is None or free >= _RESERVE:
-        return None
-    return f"only {free >> 20} MiB of the GPU's memory are free"
-
-
-# ---------------------------------------------------------------- what a graph reads
 
 
 @dataclass(frozen=True)
@@ -120,7 +92,6 @@ class Inputs:
         positions: [n] int64.
         requests: [n], the requests' rows in SGLang's table of tokens; 0 is reserved.
         lengths: [n], tokens of each request.
-        input_ids: [n] int64; only its shape is read.
         embeds: [n, hidden], the kept rows' input embeddings; None without per-layer inputs.
         embedded: [n, L - S + 1, width], their per-layer embeddings; None without any.
     """
@@ -129,7 +100,6 @@ class Inputs:
     positions: torch.Tensor
     requests: torch.Tensor
     lengths: torch.Tensor
-    input_ids: torch.Tensor
     embeds: torch.Tensor | None
     embedded: torch.Tensor | None
 
@@ -141,26 +111,21 @@ class Inputs:
         Args:
             like: static inputs of SGLang's own decode steps, whose types are taken over.
         """
-        model, device = state.model, runner.device
+        model = state.model
 
-        def floats(*shape: int) -> torch.Tensor:
-            return torch.zeros(rows, *shape, dtype=runner.dtype, device=device)
-
-        def numbers(value: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.full((rows,), value, dtype=dtype, device=device)
+        def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> torch.Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=runner.device)
 
         hidden, embeds, embedded = model.config.hidden_size, None, None
-        if getattr(model, "per_layer_model_projection", None) is not None:
-            embeds = floats(hidden)
+        if state.splits_per_layer_inputs:
+            embeds = zeros(hidden)
             if model.embed_tokens_per_layer is not None:
-                layers = len(model.layers) - state.cut
-                embedded = floats(layers, model.hidden_size_per_layer_input)
+                embedded = zeros(len(state.tail_layers), model.hidden_size_per_layer_input)
         return cls(
-            rows=floats(hidden),
-            positions=numbers(0),
-            requests=numbers(0, like.req_pool_indices.dtype),
-            lengths=numbers(1, like.seq_lens.dtype),
-            input_ids=numbers(0),
+            rows=zeros(hidden),
+            positions=zeros(dtype=torch.int64),
+            requests=zeros(dtype=like.req_pool_indices.dtype),
+            lengths=zeros(dtype=like.seq_lens.dtype).fill_(1),
             embeds=embeds,
             embedded=embedded,
         )
@@ -169,10 +134,6 @@ class Inputs:
         """The same memory, of the first rows."""
         return replace(self, **{name: t[:rows] for name, t in vars(self).items() if t is not None})
 
-    def copied(self) -> Inputs:
-        """The same values in memory of their own."""
-        return replace(self, **{name: t.clone() for name, t in vars(self).items() if t is not None})
-
     def fill(self, **tensors: torch.Tensor | None) -> None:
         """Overwrite these of them, each of as many rows; None of those that are None here."""
         for name, tensor in tensors.items():
@@ -180,27 +141,6 @@ class Inputs:
             if own is not None:
                 assert tensor is not None, name
                 own.copy_(tensor)
-
-    def pad(self, kept: int) -> None:
-        """Make the rows after the first ``kept`` ones requests of one token."""
-        self.requests[kept:].zero_()
-        self.lengths[kept:].fill_(1)
-
-
-# ---------------------------------------------------------------- graphs
-
-
-@dataclass
-class _Graph:
-    """One bucket.
-
-    Attributes:
-        inputs: of so many rows.
-        batch: the decode step that is captured. What it holds is read whenever it is replayed.
-    """
-
-    inputs: Inputs
-    batch: Any
 
 
 class Replay:
@@ -211,47 +151,49 @@ class Replay:
     def __init__(self, graphs: TailGraphs, bucket: int, inputs: Inputs, index: torch.Tensor):
         self._graphs = graphs
         self._bucket = bucket
+        self._inputs = inputs
         self._index = index
-        self.inputs = inputs
         self.buffers = None
         if inputs.embeds is not None:
             self.buffers = per_layer.Buffers(inputs.embeds, inputs.embedded)
 
     def run(self, front: torch.Tensor, positions: torch.Tensor, _: Any) -> torch.Tensor:
         """The kept rows [B, hidden], normed, which the next replay overwrites."""
-        torch.index_select(front, 0, self._index, out=self.inputs.rows)
-        torch.index_select(positions, 0, self._index, out=self.inputs.positions)
+        torch.index_select(front, 0, self._index, out=self._inputs.rows)
+        torch.index_select(positions, 0, self._index, out=self._inputs.positions)
         return self._graphs.replay(self._bucket)[: self._index.shape[0]]
+
+    def eager(self, **inputs: torch.Tensor | None) -> torch.Tensor:
+        """``TailGraphs.eager`` of the kept rows, after ``run``: [B, hidden], normed."""
+        return self._graphs.eager(self._bucket, self._index.shape[0], **inputs)
 
 
 class TailGraphs:
-    """The captured tail of one model.
-
-    Attributes:
-        attentions: the ``RadixAttention`` of each layer of the tail.
-        seconds: how long the capture took.
-    """
+    """The captured tail of one model; its capture took ``seconds``."""
 
     def __init__(self, runner: Any, state: ModelState) -> None:
         """Prepare for the capture; nothing is captured yet."""
         assert state.attention is not None
-        self.attentions = [layer.self_attn.attn for layer in state.tail_layers]
         self.seconds = 0.0
-        self._state = state
+        self.state = state
+        self._attention = state.attention
         self._backend = state.attention.tail
-        self._device = torch.device(runner.device)
-        self._buckets = buckets(settings.current.graph_rows, runner.req_to_token_pool.size)
-        decode_steps = backend.captured_decode_steps(runner)
-        assert decode_steps is not None, "the tail is captured after them"
-        self._inputs = Inputs.of(runner, state, decode_steps.buffers, self._buckets[-1])
+        self._decode_steps = backend.captured_decode_steps(runner)
+        assert self._decode_steps is not None, "the tail is captured after them"
+        # As many rows as the operator wants, and as requests can run at a time.
+        wanted, requests = settings.current.graph_rows, runner.req_to_token_pool.size
+        most = requests if wanted is None else min(wanted, requests)
+        self._buckets = tuple(rows for rows in _BUCKETS if rows <= most)
+        self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._buckets[-1])
         self._of_first = [self._inputs.first(rows) for rows in range(self._buckets[-1] + 1)]
-        self._graphs: dict[int, _Graph] = {}
-        self._captured = backend.GraphBackend(decode_steps)
+        # By bucket the decode step that is captured; a replay reads the tensors that it holds.
+        self._batches: dict[int, Any] = {}
+        self._captured = backend.graph_backend(self._decode_steps)
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The buckets, ascending."""
-        return tuple(sorted(self._graphs))
+        return tuple(sorted(self._batches))
 
     @torch.no_grad()
     def capture(self) -> None:
@@ -260,38 +202,34 @@ class TailGraphs:
         with seams.whole_window(self._backend):
             self._backend.init_cuda_graph_state(self._buckets[-1], self._buckets[-1])
         try:
-            with self._captured.session():
-                for rows in reversed(self._buckets):
-                    graph = self._graph(self._of_first[rows])
-                    self._backend.forward_metadata = backend.plan_captured(
-                        self._backend, graph.batch
-                    )
-                    self._captured.capture(rows, partial(self._tail, graph))
-                    self._graphs[rows] = graph
+            with backend.capturing(self._decode_steps, self._captured):
+                for bucket in reversed(self._buckets):
+                    self._batches[bucket] = _decode_step(self._of_first[bucket])
+                    self._plan_captured(bucket)
+                    self._captured.capture_one(bucket, partial(self._tail, bucket))
         except BaseException:
-            backend.end_failed_capture(self._device, self._captured)
+            backend.end_failed_capture(self._inputs.rows.device, self._captured)
             raise
         finally:
             self._backend.forward_metadata = None
         self.seconds = time.monotonic() - began
 
-    def drop(self, rows: int) -> None:
+    def drop(self, bucket: int) -> None:
         """Never replay the graph of this bucket again."""
-        del self._graphs[rows]
+        del self._batches[bucket]
 
     def close(self) -> None:
         """Let go of all graphs, and of the backend's buffers for them."""
-        self._graphs.clear()
-        self._captured.close()
-        backend.drop_graph_buffers(self._backend)
-
-    # -- one batch ---------------------------------------------------------------------------
+        self._batches.clear()
+        self._captured.cleanup()
+        for name in [name for name in vars(self._backend) if name.startswith("cuda_graph_")]:
+            delattr(self._backend, name)
 
     def bucket_for(self, kept: KeptRows) -> int | None:
         """The smallest bucket with room for these rows, if they are one per request."""
         if not kept.one_per_request:
             return None
-        return min((rows for rows in self._graphs if rows >= kept.count), default=None)
+        return min((rows for rows in self._batches if rows >= kept.count), default=None)
 
     def plan(self, forward_batch: Any, tail: TailBatch, bucket: int) -> Replay:
         """Plan the tail of this batch for a graph."""
@@ -299,13 +237,22 @@ class TailGraphs:
         self._plan(bucket, inputs, forward_batch)
         return Replay(self, bucket, inputs, tail.index)
 
-    def _plan(self, bucket: int, inputs: Inputs, batch: Any) -> None:
-        graph, rows = self._graphs[bucket], inputs.rows.shape[0]
-        inputs.fill(requests=batch.req_pool_indices, lengths=batch.seq_lens)
+    def _plan(self, bucket: int, inputs: Inputs, live: Any) -> None:
+        rows = inputs.rows.shape[0]
+        inputs.fill(requests=live.req_pool_indices, lengths=live.seq_lens)
         if rows < bucket:
-            graph.inputs.pad(rows)
-        backend.plan_captured(self._backend, graph.batch, live=batch)
+            self._inputs.requests[rows:].zero_()
+            self._inputs.lengths[rows:].fill_(1)
+        self._plan_captured(bucket, live)
         self._backend.forward_metadata = None  # a graph reads its buffers alone
+
+    def _plan_captured(self, bucket: int, live: Any | None = None) -> None:
+        """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
+        batch = self._batches[bucket]
+        with seams.whole_window(self._backend):
+            if live is not None and hasattr(live, "kv_loc_plan"):
+                batch.kv_loc_plan = live.kv_loc_plan
+            self._backend.init_forward_metadata_out_graph(batch, in_capture=live is None)
 
     def replay(self, bucket: int) -> torch.Tensor:
         """What a planned graph gives, [bucket, hidden], normed; the next replay overwrites it.
@@ -313,71 +260,60 @@ class TailGraphs:
         When it fails the tail runs eagerly from then on.
         """
         try:
-            output: torch.Tensor = self._captured.replay(bucket)
+            output: torch.Tensor = self._captured.replay(bucket, None)
         except Exception as failure:
-            drop(self._state, f"a replay failed: {type(failure).__name__}")
+            drop(self.state, f"a replay failed: {type(failure).__name__}")
             raise
         return output
 
-    # -- proof -------------------------------------------------------------------------------
-
-    def inputs(self, rows: int) -> Inputs:
-        """Inputs of so many rows, in memory of their own, to be filled."""
-        return self._of_first[rows].copied()
-
-    def difference(self, bucket: int, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the eager layers and the graph of ``bucket`` give for these inputs.
-
-        Args:
-            inputs: of as many rows, or less, in memory of their own.
-
-        Returns:
-            eager and captured, each [rows, hidden].
-        """
-        rows = inputs.rows.shape[0]
-        static = self._of_first[rows]
-        self._plan(bucket, static, self._graph(inputs).batch)
-        static.fill(**vars(inputs))
-        padded = self._graphs[bucket].inputs.copied()
-        captured = self.replay(bucket)[:rows].clone()
-        return self.eager(padded)[:rows], captured
+    def replayed(self, bucket: int, rows: int, fill: Callable[[Inputs], None]) -> torch.Tensor:
+        """What the graph gives for so many rows of static inputs, filled in: [rows, hidden]."""
+        inputs = self._of_first[rows]
+        fill(inputs)
+        self._plan(bucket, inputs, _decode_step(inputs))
+        return self.replay(bucket)[:rows].clone()
 
     @torch.no_grad()
-    def eager(self, inputs: Inputs) -> torch.Tensor:
-        """What the captured layers give when they run eagerly on these inputs: [rows, hidden]."""
-        graph = self._graph(inputs)
-        graph.batch.seq_lens_sum = int(inputs.lengths.sum())
-        assert self._state.attention is not None
-        metadata = self._state.attention.plan(graph.batch, {})
-        with self._state.attention.running(graph.batch, {}, metadata):
-            return self._layers(graph)
+    def eager(self, bucket: int, kept: int, /, **others: torch.Tensor | None) -> torch.Tensor:
+        """What the captured layers give eagerly for what the graph has read last: [kept, hidden].
 
-    # -- capture -----------------------------------------------------------------------------
+        Args:
+            kept: rows that are not padding.
+            others: ``Inputs`` that these rows have instead.
+        """
+        of_graph = self._of_first[bucket]
+        own = {name: t.clone() for name, t in vars(of_graph).items() if t is not None}
+        inputs = replace(of_graph, **own)
+        inputs.first(kept).fill(**others)
+        batch = _decode_step(inputs)
+        batch.seq_lens_sum = int(inputs.lengths.sum())
+        with self._attention.running(batch, {}, self._attention.plan(batch, {})):
+            return self._layers(inputs, batch)[:kept]
 
-    def _graph(self, inputs: Inputs) -> _Graph:
-        """A tail of these rows, not planned."""
-        batch = seams.decode_batch(
-            input_ids=inputs.input_ids,
-            req_pool_indices=inputs.requests,
-            seq_lens=inputs.lengths,
-            positions=inputs.positions,
-        )
-        return _Graph(inputs, batch)
-
-    def _tail(self, graph: _Graph) -> torch.Tensor:
+    def _tail(self, bucket: int) -> torch.Tensor:
         with seams.attn_backend_switched(self._backend):
-            return self._layers(graph)
+            return self._layers(self._of_first[bucket], self._batches[bucket])
 
-    def _layers(self, graph: _Graph) -> torch.Tensor:
+    def _layers(self, inputs: Inputs, batch: Any) -> torch.Tensor:
         """Layers S-1 to L-1 and the model's norm: [rows, hidden]."""
-        model, inputs, projected = self._state.model, graph.inputs, None
+        model, projected = self.state.model, None
         if inputs.embeds is not None:
             projected = per_layer.project(
-                model, inputs.embeds, inputs.embedded, self._state.cut, len(model.layers)
+                model, inputs.embeds, inputs.embedded, self.state.cut, len(model.layers)
             )
-        # Layers add into their input in place, and what pads would grow from replay to replay.
+        # Layers add into their input in place, and padding would grow from replay to replay.
         rows = inputs.rows.clone()
-        return cut.run_layers(self._state, graph.batch, rows, inputs.positions, projected)
+        return cut.run_layers(self.state, batch, rows, inputs.positions, projected)
+
+
+def _decode_step(inputs: Inputs) -> Any:
+    """A batch of these rows, one per request, not planned."""
+    return seams.decode_batch(
+        input_ids=inputs.positions,  # only its shape is read
+        req_pool_indices=inputs.requests,
+        seq_lens=inputs.lengths,
+        positions=inputs.positions,
+    )
 
 
 def drop(state: ModelState, reason: str) -> None:
@@ -390,49 +326,57 @@ def drop(state: ModelState, reason: str) -> None:
         log.once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
 
 
-def prepare(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
-    """``why_not``; what was captured before is dropped."""
-    drop(state, NOT_YET)
-    return _attempt(lambda: why_not(runner, state, can_be_captured=can_be_captured))
-
-
 def capture(
-    runner: Any, state: ModelState, proven: Callable[[TailGraphs], None]
-) -> TailGraphs | str:
-    """Capture the tail, and have it ``proven``; or why there is none.
+    runner: Any,
+    state: ModelState,
+    prove: Callable[[TailGraphs, Any], None],
+    *,
+    can_be_captured: bool,
+) -> None:
+    """Capture the tail anew and have its graphs proven, on all ranks or on none.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    tail: TailGraphs | None = None
+    drop(state, NOT_YET)
+    reason = _attempt(partial(why_not, runner, state, can_be_captured=can_be_captured))
+    reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
+    if reason is None:
+        tail = _attempt(partial(_captured, runner, state, prove))
+        # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
+        rows = tail if isinstance(tail, str) else tail.rows
+        reason = ranks.reason_ranks_differ(f"replayed: {rows}")
+        if isinstance(tail, str):
+            reason = tail
+        elif reason is not None:
+            tail.close()
+        else:
+            state.captured = tail
+            state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
+            log.once(
+                f"Gemma 4 fast prefill: the tail is captured from layer {state.cut} on for "
+                f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
+            )
+            return
+    drop(state, reason)
 
-    def both() -> str | None:
-        nonlocal tail
-        tail = TailGraphs(runner, state)
+
+def _captured(
+    runner: Any, state: ModelState, prove: Callable[[TailGraphs, Any], None]
+) -> TailGraphs | str:
+    tail = TailGraphs(runner, state)
+    with ExitStack() as undone:
+        undone.callback(tail.close)
         tail.capture()
-        proven(tail)
-        return None if tail.rows else NONE_GOOD
-
-    reason = _attempt(both)
-    if reason is None and tail is not None:
-        return tail
-    if tail is not None:
-        tail.close()
-    return reason or NONE_GOOD
+        prove(tail, runner)
+        if not tail.rows:
+            return NONE_GOOD
+        undone.pop_all()
+    return tail
 
 
-def use(state: ModelState, tail: TailGraphs) -> None:
-    """Replay tails from now on."""
-    state.captured = tail
-    state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
-    log.once(
-        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut} on for "
-        f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
-    )
-
-
-def _attempt(step: Callable[[], str | None]) -> str | None:
-    """What ``step`` says; why it failed, if it did and no other rank waits for this one."""
+def _attempt(step: Callable[[], _T]) -> _T | str:
+    """What ``step`` gives; why it failed, if it did and no other rank waits for this one."""
     try:
         return step()
     except Exception as failure:

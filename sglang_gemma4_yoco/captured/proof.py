@@ -2,20 +2,19 @@
 
 A capture can go wrong silently: a tensor that is not where it was, a branch taken for the captured
 batch alone, a kernel that CUDA left out. So each graph is replayed on random inputs, over a request
-of random K and V that reaches beyond the window, and compared, row by row: full, and with as many
-rows of padding as a batch can have there. What was in those slots is put back: a server that
-captures anew may have cached prefixes.
+of random K and V that is longer than the window: full, and with as much padding as a batch can
+have. What was in those slots is put back: a server that captures anew may have cached prefixes.
 
-The eager layers get the same numbers in other memory, padding and all. So both sides run the same
-kernels on the same shapes, and what they give is equal, or nearly: there is no rounding that layer
-after layer could make more of. Both plan with the same planner, over the same widened window:
-whether that is right, the tests show that compare with stock.
+The eager layers get the same numbers, padding and all, in other memory. So both run the same
+kernels on the same shapes, and their results are equal, or nearly. Both plan over the same widened
+window: that it is right is shown by the comparisons with stock (``checking.start``, the tests).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,20 +47,22 @@ def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
     """What the graph for ``size`` rows gives, compared: with most padding, and with none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
-    with _a_request(runner, graphs.attentions, generator) as tokens:
-        return [
-            difference(*graphs.difference(size, _random(graphs.inputs(rows), tokens, generator)))
-            for rows in sorted({fewest, size})
-        ]
+    attentions = [layer.self_attn.attn for layer in graphs.state.tail_layers]
+    compared = []
+    with _a_request(runner, attentions, generator) as tokens:
+        for rows in sorted({fewest, size}):
+            fill = partial(_fill, tokens=tokens, generator=generator)
+            captured = graphs.replayed(size, rows, fill)
+            compared.append(comparison(graphs.eager(size, rows), captured))
+    return rounding.findings(compared)
 
 
-def difference(eager: torch.Tensor, captured: torch.Tensor) -> Finding:
+def comparison(eager: torch.Tensor, captured: torch.Tensor) -> Comparison:
     """What the two have given, each [rows, hidden], compared."""
-    of = Comparison.of("the captured tail", eager, captured, _ROUNDINGS)
-    return rounding.worst(rounding.findings([of]))
+    return Comparison.of("the captured tail", eager, captured, _ROUNDINGS)
 
 
-def _random(inputs: Inputs, tokens: int, generator: torch.Generator) -> Inputs:
+def _fill(inputs: Inputs, tokens: int, generator: torch.Generator) -> None:
     """Random rows of one request: with n of them, at 1/n, 2/n, ... of its length."""
     rows = inputs.rows.shape[0]
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
@@ -71,7 +72,6 @@ def _random(inputs: Inputs, tokens: int, generator: torch.Generator) -> Inputs:
     inputs.lengths.copy_(torch.tensor(lengths))
     inputs.positions.copy_(inputs.lengths - 1)
     inputs.requests.zero_()
-    return inputs
 
 
 @contextmanager

@@ -33,7 +33,7 @@ import torch
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.captured import proof
-from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
+from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 from sglang_gemma4_yoco.core import cut
@@ -235,7 +235,7 @@ def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, 
             output = seams.layer_rows(cut.prefill(state, plan, stock.positions, model))
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
-            found.append(_captured(state, plan, stock, rows))
+            compared.append(_captured(state, plan, stock, rows))
         written = [cache[slots] for cache in caches]
     finally:
         for cache, values in zip(caches, stock.keys, strict=True):
@@ -263,27 +263,20 @@ def _model(state: ModelState, plan: Plan, stock: Stock, compared: list[Compariso
     return output
 
 
-def _captured(state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor) -> Finding:
+def _captured(state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor) -> Comparison:
     """What a captured tail gave, beside its layers run eagerly on stock's rows, with padding."""
-    captured, batch, kept = state.captured, plan.batch, len(rows)
-    assert isinstance(captured, TailGraphs)
+    assert isinstance(plan.runner, Replay)
     assert stock.positions is not None
-    bucket = captured.bucket_for(plan.tail.kept)
-    assert bucket is not None
-    of_rows: dict[str, Any] = {"embeds": stock.embeds, "embedded": stock.embedded}
-    of_rows = {n: None if t is None else t.index_select(0, stock.index) for n, t in of_rows.items()}
-    if of_rows["embedded"] is not None:
-        of_rows["embedded"] = of_rows["embedded"][:, state.cut :]
-    inputs = captured.inputs(bucket)
-    inputs.first(kept).fill(
+    embeds, embedded = stock.embeds, stock.embedded
+    eager = plan.runner.eager(
         rows=stock.inputs[state.cut],
         positions=stock.positions.index_select(0, stock.index),
-        requests=batch.req_pool_indices,
-        lengths=batch.seq_lens,
-        **of_rows,
+        requests=plan.batch.req_pool_indices,
+        lengths=plan.batch.seq_lens,
+        embeds=None if embeds is None else embeds[stock.index],
+        embedded=None if embedded is None else embedded[stock.index, state.cut :],
     )
-    inputs.pad(kept)
-    return proof.difference(captured.eager(inputs)[:kept], rows)
+    return proof.comparison(eager, rows)
 
 
 class _Forcing:

@@ -279,6 +279,3 @@ class _OnStocksRows:
     def stock(self) -> torch.Tensor:
         assert self._stock.front is not None
         return self._stock.front.clone()
-
-    def outcome(self, plan: Plan) -> str:
-        return plan.outcome

@@ -18,8 +18,12 @@ from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.core.gate import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
-from sglang_gemma4_yoco.loading import limits, metrics, patch
-from sglang_gemma4_yoco.prefill_graphs import repair, sglang
+from sglang_gemma4_yoco.loading import limits, metrics, patch, start
+
+try:
+    from sglang_gemma4_yoco.prefill_graphs import repair, sglang
+except ImportError:  # as in ``loading.start``
+    repair = None  # type: ignore[assignment]
 
 #: What a server finds out when it starts, and says in its first line.
 AT_START = "whether K and V can be read, whether the tail is captured, whether stock agrees"
@@ -131,6 +135,9 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
     """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
     graph = seams.prefill_graph()
     if graph is None:
+        return
+    if repair is None:
+        findings.add("prefill graphs", f"backend {graph!r}: exits are {start.NO_EXITS}")
         return
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)

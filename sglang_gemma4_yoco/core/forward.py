@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Protocol
 
@@ -38,9 +39,6 @@ class Forward(Protocol):
 
     def stock(self) -> Any:
         """Run it as stock, from the state in which it began; returns the model's output."""
-
-    def outcome(self, plan: Plan) -> str:
-        """As what it is counted if it was cut."""
 
 
 def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +88,7 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     log.active(
         state.model,
         lambda: f"{type(state.model).__name__}, {state.describe()}",
-        forward.outcome(plan),
+        plan.outcome,
         computed=computed,
         skipped=kept.total - computed,
     )
@@ -108,40 +106,31 @@ def _failed(state: ModelState, failure: Exception, rows: int) -> None:
     traceback.clear_frames(failure.__traceback__)
 
 
+@dataclass
 class EagerForward:
-    """A forward that the model's own code runs eagerly; ``positions`` [T] are its argument."""
+    """A forward that the model's own code runs eagerly.
 
-    def __init__(
-        self,
-        state: ModelState,
-        positions: torch.Tensor,
-        embeds: torch.Tensor | None,
-        run: Callable[[], Any],
-    ) -> None:
-        """Run nothing yet.
+    Attributes:
+        positions: [T], what the model was called with.
+        embeds: [T, hidden], the input embeddings that it was called with, or None.
+        run: the model's own forward.
+        copy: of the embeddings, before the first try.
+    """
 
-        Args:
-            embeds: [T, hidden], the input embeddings that the model was called with, or None.
-            run: the model's own forward.
-        """
-        self._state = state
-        self.positions = positions
-        self._embeds = embeds
-        self._run = run
-        self._copy: torch.Tensor | None = None  # of the embeddings, before the first try
+    state: ModelState
+    positions: torch.Tensor
+    embeds: torch.Tensor | None
+    run: Callable[[], Any]
+    copy: torch.Tensor | None = None
 
     def fast(self, plan: Plan) -> Any:
         """Run it on the fast path."""
-        if self._embeds is not None:
-            self._copy = self._embeds.clone()
-        return cut.prefill(self._state, plan, self.positions, self._run)
+        if self.embeds is not None:
+            self.copy = self.embeds.clone()
+        return cut.prefill(self.state, plan, self.positions, self.run)
 
     def stock(self) -> Any:
         """Run it as stock, on the embeddings that the model was called with."""
-        if self._embeds is not None and self._copy is not None:
-            self._embeds.copy_(self._copy)
-        return self._run()
-
-    def outcome(self, plan: Plan) -> str:
-        """As what it is counted if it was cut."""
-        return plan.outcome
+        if self.embeds is not None and self.copy is not None:
+            self.embeds.copy_(self.copy)
+        return self.run()

@@ -142,29 +142,10 @@ def set_up(runner: Any, state: ModelState) -> None:
 
 
 def capture_tail(runner: Any, state: ModelState) -> None:
-    """Capture the tail, on all ranks or on none.
-
-    Raises:
-        Exception: it failed, and other ranks wait for this one.
-    """
+    """``captured.graphs.capture``."""
     assert state.attention is not None
-    abilities = limits.abilities(type(state.attention.tail))
-    able = limits.Ability.CAPTURED in abilities
-    reason = graphs.prepare(runner, state, can_be_captured=able)
-    reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
-    if reason is None:
-        tail = graphs.capture(runner, state, lambda tail: proof.prove(tail, runner))
-        # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
-        rows = tail if isinstance(tail, str) else tail.rows
-        reason = ranks.reason_ranks_differ(f"replayed: {rows}")
-        if reason is None and not isinstance(tail, str):
-            graphs.use(state, tail)
-            return
-        if not isinstance(tail, str):
-            tail.close()
-        else:
-            reason = tail
-    graphs.drop(state, reason or graphs.NONE_GOOD)
+    able = limits.Ability.CAPTURED in limits.abilities(type(state.attention.tail))
+    graphs.capture(runner, state, proof.prove, can_be_captured=able)
 
 
 def _check(runner: Any, state: ModelState) -> Checked:

@@ -10,11 +10,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from sglang_gemma4_yoco import log
+import torch
+
+from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.checking import requests, rounding, start
+from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import ranks
+from sglang_gemma4_yoco.core.cut import Plan
+from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
-from sglang_gemma4_yoco.prefill_graphs import check, repair, sglang
+from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 from sglang_gemma4_yoco.prefill_graphs.exits import NO_POINT, PrefillGraphExits, noting
+
+NOT_TAKEN = "not every prefill of the check has left at an exit"
 
 
 @contextmanager
@@ -22,7 +32,7 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
     """The span in which SGLang captures graphs of this model.
 
     Its capture of prefills is repaired where the operator has asked for them, but not on a server
-    of which no batch may be cut: what else is set up there was never tried with a repair.
+    of which no batch may be cut: its setup was never tried with a repair.
     """
     _detach(runner)
     multimodal, why = runner.model_config.is_multimodal, None
@@ -63,14 +73,13 @@ def attach(runner: Any, state: ModelState) -> None:
     reason = ranks.reason_ranks_differ(f"exits: {reason}, {exits and exits.segments}") or reason
     if exits is not None and reason is None:
         exits.closed = None
-        checked = check.at_start(runner, state, max(exits.segments))
+        checked = _check(runner, state, max(exits.segments))
         state.facts["exits_check"] = checked.facts()
         # A rank that leaves a graph would wait for one that runs it to its end.
-        others = ranks.reason_ranks_differ(f"exits agree with stock: {checked.agrees}")
-        reason = others
+        reason = ranks.reason_ranks_differ(f"exits agree with stock: {checked.agrees}")
         if not checked.agrees:
             reason, level = f"the check found {checked.worst}", logging.ERROR
-    if exits is not None and reason is None:
+    if reason is None:
         state.facts["exits"] = f"open {exits}"
         log.once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
         return
@@ -82,6 +91,51 @@ def attach(runner: Any, state: ModelState) -> None:
         "--cuda-graph-backend-prefill=disabled shortens prefills",
         level,
     )
+
+
+def _check(runner: Any, state: ModelState, longest: int) -> Checked:
+    """Have synthetic prompts that finish, and chunks that do not, leave at exits, which are open.
+
+    Args:
+        runner: SGLang's ``ModelRunner``, which serves no requests at the moment.
+        longest: tokens of the largest bucket.
+
+    Raises:
+        Exception: one of them failed, and other ranks wait for this one.
+    """
+    unchecked = start.why_not(runner)
+    if unchecked is not None:
+        return Checked(unchecked=unchecked)
+    found, finished, tail = list[Finding](), list[bool](), state.captured
+
+    def compared(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
+        found.extend(forward.findings(plan, output))
+        finished.append(plan.runner is not None)
+        return output
+
+    # SGLang replays each, however much padding its bucket needs.
+    always = replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
+    comparing = replaced(state, after_cut=compared)
+    try:
+        with requests.synthetic_requests(runner, state) as chunks, always, comparing:
+            if sum(chunks.lens) > longest:
+                return Checked(rounding.defect(f"{NOT_TAKEN}: they have up to {longest} tokens"))
+            if isinstance(tail, TailGraphs):
+                few = chunks.requests[: tail.rows[-1]]
+                requests.SyntheticRequests(runner, state, few).run()
+            chunks.run(finishes=False)
+            if finished != [True, False][tail is None :]:
+                found.append(rounding.defect(NOT_TAKEN))
+            if chunks.others_changed():
+                found.append(rounding.defect(start.OTHERS_SLOTS))
+    except requests.NotComparableError as why:
+        return Checked(unchecked=str(why))
+    except Exception as failure:
+        if not seams.is_single_rank():
+            raise
+        log.failure("Gemma 4 fast prefill: exits could not be checked", failure)
+        found.append(rounding.defect(NOT_TAKEN))
+    return Checked(rounding.worst(found))
 
 
 def _detach(runner: Any) -> None:

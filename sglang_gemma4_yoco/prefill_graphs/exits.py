@@ -1,37 +1,40 @@
 """Exits from SGLang's captured prefills: at the attention of the layer that is cut inside.
 
-SGLang captures a prefill as one CUDA graph for each stretch between two attentions, and runs the
-attentions between them eagerly. So a batch can leave at any attention. With S the first KV-shared
-layer of L, and the cut inside layer S-1::
+SGLang captures a prefill as one CUDA graph for each stretch between two attentions, a *segment*,
+and runs the attentions eagerly (its *breakable* graphs). So a batch can leave at any attention.
+With S the first KV-shared layer of L, and the cut inside layer S-1::
 
     segment 0 | attention 0 | segment 1 | ... | segment S-1 | attention S-1 | ... | segment L
                                                             ^ the exit point
 
 A batch that is cut runs SGLang's own segments up to the exit point; then its K and V of layer S-1
-are written, its captured tail is replayed, and the tail's rows go into SGLang's output. Any other
-batch runs SGLang's graph to its end. What can be read at the exit point are tensors that Python
-held there when SGLang captured: the graph keeps their memory, and later segments overwrite it.
+are written, its captured tail is replayed, and the tail's rows go into SGLang's output. What can be
+read at the exit point are tensors that Python held there when SGLang captured: the graph keeps
+their memory, and later segments overwrite it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import log, seams, settings
-from sglang_gemma4_yoco.checking.rounding import Finding
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.captured import proof
+from sglang_gemma4_yoco.captured.graphs import Replay
+from sglang_gemma4_yoco.checking import layerwise, rounding
+from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
+from sglang_gemma4_yoco.core import donor, gate
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.forward import serve
 from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
-from sglang_gemma4_yoco.prefill_graphs import check, sglang
+from sglang_gemma4_yoco.prefill_graphs import sglang
 
 NO_POINT = "some captured prefill does not run the layer inside which batches are cut"
 # Why a batch runs SGLang's graph to its end.
@@ -39,10 +42,9 @@ CLOSED = "SGLang runs its captured prefill to the end"
 TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
 MEDIA = "its prefill is captured, and it is multimodal"
 
-# Rows that a batch must be able to skip on a GPU. Stock's replay of the tail costs the host next to
-# nothing either, so only the device's work is saved. For up to 90 rows a layer takes as long as its
-# weights take to be read (3.3e12 bytes per second); and the tail is planned in 0.3 ms, in which the
-# device computes 45 rows of E2B's tail. A model, until a GPU has been measured.
+# Rows that a batch must be able to skip on a GPU, where an exit saves the device's work alone. For
+# up to 90 rows a layer takes as long as reading its weights (3.3e12 bytes per second); and planning
+# the tail takes 0.3 ms, as the device does for 45 rows of E2B's tail. A model, no measurement.
 _FEWEST_ON_GPU = 128
 
 
@@ -98,13 +100,12 @@ def replay_to_exit(graph: Any) -> ExitPoint:
 class PrefillGraphExits:
     """The exits of one model's captured prefills, one for each bucket; all are open, or none.
 
-    It is an attribute of SGLang's runner of them, and nothing else holds it: graphs that SGLang
-    lets go are freed.
+    Only SGLang's runner of captured prefills holds it: graphs that SGLang lets go are freed.
 
     Attributes:
         closed: why no batch may take them; None if they are open.
         segments: how many run before the exit, by bucket; 0 of a graph that has no exit.
-        hooks: when this is closed, SGLang's runner is as it was.
+        hooks: closing these leaves SGLang's runner as it was.
     """
 
     def __init__(self, state: ModelState, prefills: Any) -> None:
@@ -163,7 +164,8 @@ class PrefillGraphExits:
             ruled = state.on_gpu and settings.current.min_skipped_rows is None
             if ruled and skipped < _FEWEST_ON_GPU:
                 return gate.TOO_LITTLE
-        return gate.plan_of(state, forward_batch, found)
+        outcome = log.EXIT_SKIPPED if found.is_intermediate_chunk else log.EXIT_CAPTURED
+        return replace(gate.plan_of(state, forward_batch, found), outcome=outcome)
 
 
 @dataclass
@@ -171,8 +173,6 @@ class ExitForward:
     """A forward that SGLang runs by a captured prefill.
 
     Attributes:
-        state: of the model.
-        graph: SGLang's.
         output: [bucket, hidden], what the graph writes, and every path.
         batch: SGLang's static batch, which the graph reads: the live one's tokens first, up to the
             bucket. Gemma 4 has added 1 to its positions, in place.
@@ -204,15 +204,49 @@ class ExitForward:
 
     def fill(self, buffers: Buffers, index: torch.Tensor) -> None:
         """Make the embeddings of the kept rows anew: the graph's own are overwritten by now."""
-        model, ids = self.state.model, self.batch.input_ids.index_select(0, index)
-        buffers.embeds.copy_(model.embed_tokens(ids))
-        if buffers.embedded is not None:
-            buffers.embedded.copy_(model.get_per_layer_inputs(ids)[:, self.state.cut :])
+        embeds, embedded = _embeddings(self.state, self.batch.input_ids.index_select(0, index))
+        buffers.embeds.copy_(embeds)
+        if buffers.embedded is not None and embedded is not None:
+            buffers.embedded.copy_(embedded)
 
-    def outcome(self, plan: Plan) -> str:
-        """What it is counted as when it was cut."""
-        return log.EXIT_SKIPPED if plan.runner is None else log.EXIT_CAPTURED
-
+    @torch.no_grad()
     def findings(self, plan: Plan, output: torch.Tensor) -> list[Finding]:
-        """What differs from the same graph run to its end, which it has when this returns."""
-        return check.findings(self, plan, output)
+        """What differs from the same graph run to its end, which it has when this returns.
+
+        Up to the exit both are the same kernels on the same rows. So each thing that can go wrong
+        at the exit is compared: K and V of layer S-1 with those made anew of the rows there; the
+        tail with its layers run eagerly; K and V in the pool with those that the graph writes.
+
+        Args:
+            plan: of the forward that has left at the exit; nothing has run since.
+            output: [bucket, hidden], what it has given; overwritten.
+        """
+        state, compared = self.state, self._at_the_exit(plan)
+        if plan.runner is not None:
+            assert isinstance(plan.runner, Replay)
+            index = plan.tail.index
+            embeds, embedded = _embeddings(state, plan.batch.input_ids.index_select(0, index))
+            eager = plan.runner.eager(embeds=embeds, embedded=embedded)
+            compared.append(proof.comparison(eager, output.index_select(0, index)))
+        caches, slots = layerwise.donor_cache(state, plan)
+        written = [cache[slots] for cache in caches]
+        for cache in caches:
+            cache[slots] = 0  # else a graph that wrote none would be compared with the exit's
+        self.stock()
+        stock = [cache[slots] for cache in caches]
+        compared += layerwise.compare_keys_and_values(state.cut, stock, written)
+        return rounding.findings(compared)
+
+    def _at_the_exit(self, plan: Plan) -> list[Comparison]:
+        point, rows, layer = self.point, plan.tail.kept.total, self.state.tail_layers[0]
+        assert point is not None
+        normed = layer.input_layernorm(point.rows[:rows])
+        made = donor.keys_and_values(layer.self_attn, normed, self.batch.positions[:rows])
+        found = point.keys[:rows], point.values[:rows]
+        return layerwise.compare_keys_and_values(self.state.cut, made, found, "at the exit")
+
+
+def _embeddings(state: ModelState, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Input embeddings of these rows, and the per-layer ones of the tail's layers, if any."""
+    embedded = state.model.get_per_layer_inputs(ids)
+    return state.model.embed_tokens(ids), None if embedded is None else embedded[:, state.cut :]

@@ -2,11 +2,10 @@
 
 SGLang 0.5.19 to 0.5.23 cannot capture prefills of E2B and E4B: two layers that share K and V count
 as an error, and a multimodal model is captured with ids and embeddings at once (``docs/upstream``
-has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server would not start.
+has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server does not start.
 
-So in the span in which SGLang captures, and only there, the two are stepped over, each where the
-installed SGLang needs it: what it cannot index stays as it came, and text is captured from the ids
-alone. Such a graph would answer a prompt with images as if it were text: those run eagerly.
+So while SGLang captures, layers that it cannot index stay as they came, and text is captured from
+its ids alone. Such a graph would answer a prompt with images as if it were text: those run eagerly.
 """
 
 from __future__ import annotations
@@ -25,12 +24,8 @@ NO_BREAKS = "it is captured without breaks"
 
 
 def needed(*, multimodal: bool) -> str | None:
-    """What keeps SGLang from capturing prefills and is to be repaired, or None.
-
-    A server of which no batch may be cut is left as it is, whatever this says: SGLang may be set up
-    in a way that was never tried with a repair.
-    """
-    # SGLang may choose them unasked.
+    """What keeps SGLang from capturing prefills and is to be repaired, or None."""
+    # The flag itself: SGLang may choose breakable graphs unasked.
     named = getattr(seams._published(), "cuda_graph_backend_prefill", None)
     wanted = named == "breakable" and exits_refused() is None
     return sglang.capture_error(multimodal=multimodal) if wanted else None
@@ -68,6 +63,6 @@ def warn_that_capture_fails(*, multimodal: bool) -> None:
 
 
 def keep_media_out(prefills: Any) -> None:
-    """What was captured from ids alone serves no batch with images, video or audio."""
+    """Have no batch with images, video or audio replayed: it was captured from ids alone."""
     stock = type(prefills).can_run_graph
     prefills.can_run_graph = lambda batch: not batch.contains_mm_inputs() and stock(prefills, batch)

@@ -1,8 +1,6 @@
 """SGLang's captured prefills: what a server asks for, what SGLang can capture, and what it has.
 
-SGLang captures a prefill as one CUDA graph for each stretch between two attentions, a *segment*,
-and runs the attentions between them eagerly (its *breakable* graphs). Where it has none by the
-names that are known here, this module cannot be imported.
+Where SGLang has no breakable graphs by the names known here, this module cannot be imported.
 """
 
 from __future__ import annotations
@@ -37,12 +35,9 @@ def has_breaks() -> bool:
 
 
 def capture_error(*, multimodal: bool) -> str | None:
-    """Why this server stops where it captures prefills of a model with shared layers, or None.
-
-    A release that was not tested may have been repaired: nothing is said of it.
-    """
+    """Why this server stops where it captures prefills of a model with shared layers, or None."""
     backend = seams.prefill_graph()
-    if backend is None or seams.is_newer_than_tested():
+    if backend is None or seams.is_newer_than_tested():  # which may have been repaired
         return None
     if not _indexes_shared_layers():
         return SHARED_LAYER_IDS
@@ -52,10 +47,8 @@ def capture_error(*, multimodal: bool) -> str | None:
 
 
 def _indexes_shared_layers() -> bool:
-    """Whether capturing puts up with two layers of one id: up to 0.5.18 it does not look."""
-    index = getattr(cuda_graph_setup, _INDEX, None)
-    if index is None:
-        return True
+    """Whether capturing takes two layers of one id: up to 0.5.18 it does not look."""
+    index = getattr(cuda_graph_setup, _INDEX, lambda *_: None)
     with suppress(ValueError):
         index([SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=0)], [None, None])
         return True
@@ -66,8 +59,8 @@ def _indexes_shared_layers() -> bool:
 def indexing_shared_layers() -> Iterator[None]:
     """In the span SGLang leaves attention layers as they come where two have one id.
 
-    What it makes of them is looked up by nothing since 0.5.23; before, a break looks its layer up
-    by its id, and finds its donor's, which is alike in heads, window and scale.
+    Up to 0.5.22 a break looks its layer up by its id, and finds its donor's, which is alike in
+    heads, window and scale; 0.5.23 looks nothing up.
     """
     stock: Any = getattr(cuda_graph_setup, _INDEX, None)
 
@@ -101,8 +94,10 @@ def graph_being_captured() -> Any | None:
 
 
 def at_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
-    """How many segments a graph that is being captured has before the break that comes next, and
-    the memory of these tensors, which the graph keeps alive, and nothing else."""
+    """Segments of a graph that is being captured before its next break, and views of these tensors.
+
+    The graph alone keeps their memory.
+    """
     return len(graph._break_fns) + 1, *map(_weak_ref_if_tensor, tensors)
 
 

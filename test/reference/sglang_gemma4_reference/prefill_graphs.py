@@ -126,8 +126,3 @@ def install() -> None:
             row_trace.replayed.reset(token)
 
     PrefillCudaGraphRunner.execute = execute
-
-
-def segments_of(graph: Any) -> int:
-    """How many segments a breakable graph of SGLang's has."""
-    return len(graph.__dict__["recording"].segments)

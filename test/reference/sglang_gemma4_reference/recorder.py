@@ -2,27 +2,20 @@
 
 As with a CUDA graph:
 
-- A replay runs no Python of what was recorded. Numbers, branches and objects are those of the
-  recording; what it reads and writes are tensors, at the place where they lay then. A weight that
-  has been given other memory since is not followed.
-- Memory that somebody else held when it was recorded is not kept for the graph. Once nobody else
-  holds it any more, a replay raises; a GPU would read what lies there by then.
-- Memory that was allocated while recording belongs to the graph. Nothing in it lasts until the next
-  replay, and but for the outputs nothing in it may be read behind one: it is full of NaN (numbers
-  that are no floats: of 1) before each replay and, but for the outputs, after it.
+- A replay runs no Python of what was recorded. It reads and writes tensors where they lay then; a
+  weight that has been given other memory since is not followed.
+- Memory that was allocated before is not kept for the graph. When all others have let go of it, a
+  replay raises; a GPU would read what lies there by then.
+- Memory that was allocated while recording belongs to the graph. It is full of NaN (integers: of 1)
+  before each replay and, but for the outputs, after it.
 - What the host cannot know while recording raises: values (``host_reads``), shapes made of values,
   tensors made of the host's numbers, tensors that are given other memory.
 
-A Triton kernel in Triton's interpreter is one node, and so is whatever goes through
-``as_one_node``: host code that stands for a kernel and reads values as a kernel does.
+A Triton kernel in Triton's interpreter is one node, and so is what goes through ``as_one_node``.
+Collectives are nodes too, where they fill a tensor that they are given; others raise.
 
-Collectives are nodes too, where they fill a tensor that they are given; others raise. All ranks
-record, and replay, in the same order.
-
-What it cannot show: streams, events and races; failures of CUDA's own while capturing (lazy loading
-of modules, autotuning, other threads); workspaces of libraries; registration of custom all-reduce;
-launch grids, which are the recording's here as well, but for kernels whose grid is no number;
-random numbers; and code that runs on CUDA alone.
+What it cannot show: streams, events and races; failures of CUDA's own while capturing; workspaces
+of libraries; registration of custom all-reduce; launch grids; random numbers; code for CUDA alone.
 """
 
 from __future__ import annotations
@@ -376,6 +369,7 @@ def _refuse(what: str) -> None:
 def _name(function: Any) -> str:
     if isinstance(function, functools.partial):
         return _name(function.args[0]) if function.args else _name(function.func)
+    function = getattr(function, "fn", function)  # of a launch in Triton's interpreter
     return str(getattr(function, "__name__", function))
 
 
@@ -390,7 +384,7 @@ def _interpreted_kernels_as_nodes(recording: Recording) -> Iterator[None]:
     stock = GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        launched = _Launch(stock, self)
+        launched = functools.partial(stock, self)
         if _recording.get() is recording:
             recording.node(launched, args, kwargs)
         else:
@@ -425,16 +419,3 @@ def _collectives_as_nodes() -> Iterator[None]:
         for name in _OTHER:
             stack.enter_context(mock.patch.object(distributed, name, refused(name)))
         yield
-
-
-@dataclass(frozen=True)
-class _Launch:
-    stock: Callable[..., None]
-    executor: Any
-
-    @property
-    def __name__(self) -> str:
-        return str(getattr(self.executor.fn, "__name__", self.executor.fn))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.stock(self.executor, *args, **kwargs)

@@ -116,7 +116,7 @@ def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     tail = record_tail(engine, 2)
-    (graph, _) = tail._captured._backend.graphs.values()
+    (graph, _) = tail._captured.graphs.values()
     collectives = [call for call in graph._calls if call.function.__name__ == "all_reduce"]
     assert len(collectives) == 2 * (LAYERS - FIRST_CUT)
     assert_every_batch_is_cut(engine, captured=2)
@@ -149,6 +149,7 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
     engine = start(rank, path, port)
     with_a_check_that_fails_on_one_rank(rank, engine)
     with_settings_of_its_own(rank, engine)
+    with_a_norm_that_is_called_otherwise(engine)
     with_audits(rank, engine)
     # It ends that rank; and the other, which waits for it, when it is gone.
     engine.runner.init_attention_backends()
@@ -201,6 +202,27 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
         engine.runner.init_attention_backends()
     assert_stock(engine, ranks.NOT_ALIKE)
+
+
+def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
+    """As by another SGLang, while it serves or from its start on: no rank cuts any more."""
+    from sglang_gemma4_yoco.core import cut as core_cut
+
+    engine.runner.init_attention_backends()
+    model, batch = engine.text_model, engine.schedule(BATCHES["one prompt"][0])
+    call = type(model.norm).__call__
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, *[None] * (self is model.norm), **kwargs)
+
+    with mock.patch.object(type(model.norm), "__call__", other):
+        assert starting.of(model).refused is None
+        assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
+        assert_stock(engine, core_cut.OTHER_NORM)
+        engine.runner.init_attention_backends()  # as when a server starts
+        assert starting.of(model).refused is None
+        starting.set_up(engine.runner, starting.of(model))
+        assert_stock(engine, core_cut.OTHER_NORM)
 
 
 def with_audits(rank: int, engine: Engine) -> None:

@@ -252,4 +252,4 @@ def test_a_recorded_prefill_would_read_uncopied_positions(
 
 
 class _StopError(Exception):
-    """Nothing behind this is looked at."""
+    """Nothing after this is looked at."""

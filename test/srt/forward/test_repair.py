@@ -5,7 +5,6 @@ Asked at start and by ``doctor``. On a runner: ``forward/test_exits`` and ``forw
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -138,18 +137,3 @@ def test_shared_layers_are_left_as_they_come(
             assert getattr(cuda_graph_setup, INDEX)(*shared) == shared
         raise MemoryError
     assert getattr(cuda_graph_setup, INDEX, None) is stock
-
-
-def test_text_is_captured_from_its_ids() -> None:
-    """Where there are ids, embeddings beside them are left out; per-layer inputs stay."""
-
-    def forward(
-        input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **others: Any
-    ) -> tuple[Any, ...]:
-        return input_ids, positions, forward_batch, input_embeds, others
-
-    of_ids = sglang.without_embeddings_beside_ids(forward)
-    assert inspect.signature(of_ids) == inspect.signature(forward)
-    assert of_ids(1, 2, 3, input_embeds=4, more=5) == (1, 2, 3, None, {"more": 5})
-    assert of_ids(1, 2, 3, 4) == (1, 2, 3, None, {})
-    assert of_ids(None, 2, 3, input_embeds=4) == (None, 2, 3, 4, {})

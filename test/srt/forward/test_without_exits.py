@@ -15,6 +15,7 @@ PART = "sglang_gemma4_yoco.prefill_graphs"
 assert not {PART, "sglang_gemma4_yoco.loading.start"} & set(sys.modules), "a process of its own"
 sys.modules[PART] = None  # type: ignore[assignment] # as if it were not installed
 
+import stand_ins
 from batches import batch_of
 from decode_graphs import record_tail
 from forwards import ENGINE
@@ -23,13 +24,15 @@ from sglang_gemma4_reference import prefill_graphs, recorder, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.commands import preflight
+from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.loading import metrics, start
 from upstream_fixes import repaired
 
 pytestmark = pytest.mark.skipif(
     not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
 )
-ROWS = 4
+ROWS = 2
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +62,10 @@ def run(engine: Engine, batch: Any, switch: str) -> tuple[torch.Tensor, int, dic
 
 
 def test_prefills_are_cut(engine: Engine) -> None:
-    """Without a bucket, by the captured tail; five requests with an eager one."""
+    """Without a bucket, by the captured tail; three requests with an eager one."""
     for prompts, outcome in (
         (batch_of((0, 90), (30, 7)), log.TAIL_CAPTURED),
-        (batch_of(*((0, 20) for _ in range(ROWS + 1))), log.TAIL_EAGER),
+        (batch_of(*((0, 40) for _ in range(ROWS + 1))), log.TAIL_EAGER),
     ):
         batch = engine.schedule(prompts)
         stock, _, refused = run(engine, batch, "0")
@@ -84,4 +87,9 @@ def test_it_is_said() -> None:
     told = metrics.state()
     assert told["active"] is True
     assert told["exits"] == start.NO_EXITS
+    findings = Findings()
+    with stand_ins.prefill_graphs("breakable"):
+        preflight._prefill_graphs(findings, {}, {}.get)
+    [line] = findings.lines
+    assert (findings.exit_status, start.NO_EXITS in line[1]) == (0, True)
     assert told["tail"] == f"captured for up to {ROWS} rows"

@@ -1,12 +1,20 @@
-"""What the interpreter does behind a call's back: the files that it opens, and what it imports."""
+"""What the interpreter does: files that it opens, what it imports, the package's functions."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from observe import run
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import settings
 
 _EVENTS = frozenset({"open", "import", "os.listdir", "os.scandir"})
 
@@ -31,3 +39,27 @@ def audited() -> Iterator[Counter[tuple[str, str]]]:
         yield seen
     finally:
         _recorded.remove(seen)
+
+
+def functions_entered(engine: Engine, prompts: Sequence[Prompt]) -> set[tuple[str, str, int]]:
+    """File, name and line of the package's functions in a prefill that is not the first.
+
+    Its planning included; lambdas and generators are functions too.
+    """
+    package, entered = Path(settings.__file__).parent, set[tuple[str, str, int]]()
+    scheduled = engine.schedule(prompts)
+    run(engine, scheduled, "1")  # the first one is logged
+    batch = releases.forward_batch(scheduled, engine.runner)
+
+    def entering(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and Path(code.co_filename).is_relative_to(package):
+            entered.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+
+    with torch.no_grad():
+        sys.setprofile(entering)
+        try:
+            engine.runner.forward(batch)
+        finally:
+            sys.setprofile(None)
+    return entered

@@ -1,20 +1,18 @@
-"""SGLang's own decode steps, recorded by its own runner and replayed, beside eager ones.
+"""SGLang's own decode steps, recorded by its own runner, and the tail after them.
 
 A GPU's server does this at its start; here ``graph_backend`` records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_reference.recorder import tensors_in
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
@@ -50,56 +48,14 @@ def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGrap
     return captured
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """What some decode steps of a batch did.
-
-    Attributes:
-        logits: of each step, [requests, vocabulary].
-        cache: K and V of each layer with some, at all slots that may be given to a token.
-        layer_calls: how many times a layer ran, in all steps.
-    """
-
-    logits: list[torch.Tensor]
-    cache: list[tuple[torch.Tensor, torch.Tensor]]
-    layer_calls: int
-
-
-def decoded(
-    engine: Engine, prompts: Sequence[Prompt], tokens: Sequence[int], *, eagerly: bool = False
-) -> Decoded:
-    """Prefill ``prompts``, then one decode step of all of them after each of ``tokens``."""
-    batch, calls = engine.schedule(prompts), []
-    engine.forward(batch)
-    hooks = [
-        layer.register_forward_pre_hook(lambda *_: calls.append(1))
-        for layer in engine.text_model.layers
-    ]
-    without_graphs = mock.patch.object(engine.runner, "decode_cuda_graph_runner", None)
-    try:
-        with without_graphs if eagerly else nullcontext():
-            logits = [
-                engine.decode(batch, [token] * len(prompts)).next_token_logits.clone()
-                for token in tokens
-            ]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    # Slot 0 is nobody's: rows that pad a recorded batch write there.
-    cache = [(keys[1:], values[1:]) for keys, values in engine.kv()]
-    return Decoded(logits, cache, len(calls))
-
-
 def static_tensors(engine: Engine) -> list[torch.Tensor]:
-    """All that stays where it is while a server runs: weights, pools, static inputs, buffers."""
+    """What stays where it is while a server runs: weights, pools, buffers; not graphs' inputs."""
     runner = engine.runner
-    decode_steps = runner.decode_cuda_graph_runner
     owners = [
         *runner.model.modules(),
         runner.attn_backend,
         runner.token_to_kv_pool,
         runner.graph_shared_output,
-        decode_steps.buffers,
     ]
     return tensors_in(
         [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ from ask import (
     Answer,
     Compared,
     assert_same_answers,
-    beside_decoding,
     chat,
     compare,
     generate,
@@ -32,7 +30,6 @@ from server import CHUNK, RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Se
 from sglang_gemma4_reference import releases, workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_reference.tail_failures import slow_prefills
 from sglang_gemma4_reference.workload import Client
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import gate
@@ -182,18 +179,6 @@ def bucket_of_text(length: int) -> bool:
     return bucket_of(Prefill("EXTEND", [length], [0], [])) is not None
 
 
-def test_chunked_prompts(both_servers: tuple[Server, Server]) -> None:
-    """Intermediate chunks leave at the exit, write K and V, and have no tail."""
-    lengths = (2 * CHUNK, 2 * CHUNK + 9, CHUNK + 100)
-
-    def ask(server: Server) -> list[Answer]:
-        return [generate(server, tokens(n, seed=n))[0] for n in lengths]
-
-    both, told = through_exits(both_servers, ask)
-    assert told == {log.EXIT_SKIPPED: 4, log.EXIT_CAPTURED: 3}
-    assert_same_answers(both)
-
-
 def test_cached_prefix_and_the_next_turn(both_servers: tuple[Server, Server]) -> None:
     """K and V of a prefix were written at the exit, and are read after it."""
     prompt = tokens(90, seed=61)
@@ -248,60 +233,6 @@ def test_images_run_eagerly_and_are_cut(both_servers: tuple[Server, Server]) -> 
 
 
 # -- requests together -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [3, 5])
-def test_prompts_in_one_batch(both_servers: tuple[Server, Server], count: int) -> None:
-    """For five rows no tail is captured."""
-    prompts = [tokens(12 + 3 * n, seed=60 + n) for n in range(count)]
-    both, told = through_exits(both_servers, lambda server: generate(server, prompts))
-    assert told[log.EXIT_CAPTURED] or count > RECORDED_ROWS[-1]
-    assert_same_answers(both)
-
-
-def test_a_crowd(both_servers: tuple[Server, Server]) -> None:
-    """Clients at once: requests share forwards, and decode steps run between them."""
-    lengths = (3, 45, 128, 129, 300, 17, 64, 90, 20, 31)
-
-    def ask(server: Server) -> list[Answer]:
-        with ThreadPoolExecutor(len(lengths)) as clients:
-            return list(
-                clients.map(lambda n: generate(server, tokens(n, seed=n))[0], lengths),
-            )
-
-    both, told = through_exits(both_servers, ask)
-    assert told[log.EXIT_CAPTURED] >= 1
-    assert_same_answers(both, close_calls=1)
-
-
-def test_prompt_beside_decoding(both_servers: tuple[Server, Server]) -> None:
-    """A decode row in the same forward is one row more of its tail."""
-    short, long = tokens(20, seed=64), tokens(CHUNK + 40, seed=65)
-    both, told = through_exits(both_servers, lambda server: beside_decoding(server, short, long))
-    mixed = [p for p in both.prefills if len(p.extend_lens) == 2]
-    assert any(p.replays == 2 for p in mixed)
-    assert told[log.EXIT_CAPTURED] >= 2
-    assert both.on == both.off
-
-
-def test_abort_between_two_chunks(both_servers: tuple[Server, Server]) -> None:
-    """What was given up leaves the answers of others as they are."""
-    body = {"input_ids": tokens(30 * CHUNK, seed=24), "sampling_params": GREEDY, "rid": "gone"}
-
-    def ask(server: Server) -> list[Answer]:
-        mark = server.mark()
-        with ThreadPoolExecutor(1) as client, slow_prefills(server.failures, 0.3):
-            given_up = client.submit(server.generate, **body)
-            server.wait_for_prefills(2, since=mark)
-            server.post("/abort_request", {"rid": "gone"})
-            assert given_up.result()["meta_info"]["finish_reason"]["type"] == "abort"
-            server.wait_until(lambda: not any(server.load().values()), "nothing runs or waits")
-        return generate(server, tokens(100, seed=25))
-
-    both, told = through_exits(both_servers, ask)
-    assert 2 <= told[log.EXIT_SKIPPED] < 29
-    assert told[log.EXIT_CAPTURED] == 1
-    assert_same_answers(both)
 
 
 # -- random requests -------------------------------------------------------------------------

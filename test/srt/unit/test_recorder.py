@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import nn
 from torch.nn import functional
-from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.recorder import (
@@ -86,6 +86,8 @@ def static() -> Static:
 
 def test_a_replay_equals_an_eager_call(static: Static) -> None:
     graph = static.graph()
+    graph.replay()
+    assert static.layer.calls == 1, "a replay runs no Python"
     for seed in (2, 3, 4):
         static.pool.normal_()  # the cache moves on, where it is
         static.load(seed)
@@ -95,29 +97,7 @@ def test_a_replay_equals_an_eager_call(static: Static) -> None:
         assert torch.equal(graph.outputs, static.eager(seed))
 
 
-def test_a_replay_runs_no_python(static: Static) -> None:
-    graph = static.graph(scale=3.0)
-    graph.replay()
-    assert static.layer.calls == 1
-    assert torch.equal(graph.outputs, static.eager(1, scale=3.0))
-
-
-def test_inference_mode_makes_no_difference(static: Static) -> None:
-    with torch.inference_mode():
-        graph = static.graph()
-    static.load(2)
-    graph.replay()
-    assert torch.equal(graph.outputs, static.eager(2))
-
-
 # ---------------------------------------------------------------- each defect shows
-
-
-def test_a_static_buffer_that_is_not_filled(static: Static) -> None:
-    graph = static.graph()
-    static.rows.copy_(live(2)[0])
-    graph.replay()
-    assert not torch.allclose(graph.outputs, static.eager(2))
 
 
 def test_a_weight_that_was_replaced(static: Static) -> None:
@@ -131,20 +111,6 @@ def test_a_weight_that_was_replaced(static: Static) -> None:
         graph.replay()
 
 
-def test_a_weight_that_was_given_other_memory(static: Static) -> None:
-    graph = static.graph()
-    static.layer.q.weight.data = torch.randn(HIDDEN, HIDDEN)
-    with pytest.raises(FreedMemoryError):
-        graph.replay()
-
-
-def test_a_weight_that_was_loaded_in_place_is_followed(static: Static) -> None:
-    graph = static.graph()
-    static.layer.q.weight.copy_(torch.randn(HIDDEN, HIDDEN))
-    graph.replay()
-    assert torch.equal(graph.outputs, static.eager(1))
-
-
 def test_a_tensor_of_the_batch_is_undeclared(static: Static) -> None:
     slots = live(1)[1]
     graph = RecordedGraph.of(lambda: static.layer(static.rows, slots, static.pool))
@@ -153,23 +119,6 @@ def test_a_tensor_of_the_batch_is_undeclared(static: Static) -> None:
     assert found.data_ptr() == slots.data_ptr()
     assert "index_select" in call
     assert graph.undeclared(declared, {"slots": slots}) == []
-
-
-def test_a_tensor_of_the_batch_that_is_gone(static: Static) -> None:
-    batch = {"slots": live(1)[1]}
-    graph = RecordedGraph.of(lambda: static.layer(static.rows, batch["slots"], static.pool))
-    graph.replay()
-    batch.clear()
-    with pytest.raises(FreedMemoryError, match="index_select"):
-        graph.replay()
-
-
-def test_graphs_do_not_hold_memory_for_one_another(static: Static) -> None:
-    graphs = [static.graph(), static.graph()]
-    static.layer.q.weight.data = torch.randn(HIDDEN, HIDDEN)
-    for graph in graphs:
-        with pytest.raises(FreedMemoryError):
-            graph.replay()
 
 
 REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
@@ -239,20 +188,6 @@ def test_memory_that_nobody_wrote_is_dirty() -> None:
     assert seen[0].isnan().all(), "what is no output is gone behind a replay"
 
 
-def test_a_sum_that_is_kept_in_the_graphs_own_memory() -> None:
-    """Memory of the graph's own carries nothing from one replay to the next."""
-    kept: list[torch.Tensor] = []
-
-    def body() -> torch.Tensor:
-        if not kept:
-            kept.append(torch.empty(2))
-        return kept[0].add_(1)
-
-    graph = RecordedGraph.of(body)
-    graph.replay()
-    assert graph.outputs.isnan().all()
-
-
 def test_an_input_that_is_written_in_place_grows() -> None:
     """A body that forgets to copy its static rows: what a replay leaves is the next one's input."""
     rows = torch.ones(3)
@@ -263,15 +198,6 @@ def test_an_input_that_is_written_in_place_grows() -> None:
     assert rows.tolist() == [2] * 3, "through the view"
     graph.replay()
     assert graph.outputs.flatten().tolist() == [3] * 3
-
-
-def test_outputs_in_static_memory_stay() -> None:
-    """Only memory of the graph's own is given away; an output may lie elsewhere."""
-    x, logits = torch.ones(3), torch.zeros(3)
-    graph = RecordedGraph.of(lambda: logits.copy_(x * 2))
-    graph.replay()
-    graph.spoil()
-    assert logits.tolist() == [2] * 3
 
 
 def test_a_kernel_on_the_host_is_one_node_that_reads_anew() -> None:
@@ -318,20 +244,3 @@ def double(x: torch.Tensor, out: torch.Tensor) -> None:
     """A Triton kernel; its arguments are pointers there."""
     where = tl.arange(0, 4)
     tl.store(out + where, 2 * tl.load(x + where))
-
-
-def test_a_triton_kernel_is_one_node() -> None:
-    kernel, x, out = InterpretedFunction(double), torch.arange(4.0), torch.zeros(4)
-    stock = GridExecutor.__call__
-
-    def body() -> torch.Tensor:
-        kernel[(1,)](x, out)
-        return out + 1
-
-    graph = RecordedGraph.of(body)
-    assert GridExecutor.__call__ is stock
-    assert len(graph) == 2
-    assert [call for _, call in graph.undeclared(out)] == ["double"]
-    x.copy_(torch.tensor([5.0, 6.0, 7.0, 8.0]))
-    graph.replay()
-    assert graph.outputs.tolist() == [11, 13, 15, 17]

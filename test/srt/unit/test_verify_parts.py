@@ -18,7 +18,6 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.commands import main, page, prompts, servers, verify
 from sglang_gemma4_yoco.commands.compare import (
-    MEAN_LOGPROB,
     Answer,
     Comparison,
     Position,
@@ -249,7 +248,7 @@ def test_float32_on_a_cpu_must_be_equal() -> None:
 def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
     # Of one prompt, which was asked twice: it may be as far off as stock's own.
     noise = [comparison(own), comparison(own / 2)]
-    limit = 4 * own + MEAN_LOGPROB
+    limit = 4 * own + 0.05
     assert beyond(comparison(limit * 0.99, equal=False), noise, exact=False) == []
     assert "log-prob" in beyond(comparison(limit * 1.01), noise, exact=False)[0]
     assert beyond(comparison(math.inf), noise, exact=False)
@@ -258,7 +257,7 @@ def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
 
 def test_one_prompt_of_several_may_be_as_far_off_as_the_furthest() -> None:
     noise = [Comparison(8, 8, [0.0] * 7 + [0.8])]
-    limit = 3 * 0.1 + MEAN_LOGPROB
+    limit = 3 * 0.1 + 0.05
 
     def fast(asked: int, logprob: float) -> Comparison:
         return Comparison(2 * asked, 0, [logprob] * 2 * asked)
