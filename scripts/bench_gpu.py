@@ -11,17 +11,16 @@ Eight parts, each of which can run alone:
        (``bench_prefill.py``)
     d  peak memory of a prefill
     e  inter-token latency of running requests while long prompts arrive
-    f  a profile of one prefill of 16 to 8192 tokens: host, device, waiting, how many kernels were
-       launched, and the ten largest
+    f  a profile of one prefill of 16 to 8192 tokens: time of host and device, how long the device
+       waited, how many kernels were launched, and the ten largest
     g  greedy tokens, and how far logits are apart
     h  prefills of 16 to 8192 tokens that SGLang replays from CUDA graphs: do they give the answers
-       of those that it launches, at all; then stock and the package, each launched and replayed,
-       in turns, beside what was predicted. The package repairs SGLang's recording; without it
-       SGLang does not start
+       of the eager ones; then stock and the package, each eager and replayed, in turns, beside
+       predicted times. SGLang cannot capture these prefills without the package, which repairs that
 
-"off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns. Loads come from SGLang's own
-``sglang.benchmark.serving``. That "on" was on and "off" was off is read from the servers' logs and
-from the rows that the layers computed; otherwise nothing is reported.
+"off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns. ``sglang.benchmark.serving``
+sends the loads. The servers' counters and the rows that the layers computed prove that "on" was on
+and "off" was off; without that proof nothing is reported.
 
 Output contract: tables for people on stdout, one JSON document in
 ``benchmark/results/gpu_DEVICE_MODEL_sglang-VERSION.json``, and its path as the last line. Every
@@ -44,6 +43,7 @@ import json
 import os
 import random
 import re
+import resource
 import shlex
 import statistics
 import sys
@@ -51,18 +51,22 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import bench_prefill
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, NotActiveError, switched
-from environment import REPO, SetupError, commit, heading, say, tail
+from environment import REPO, SetupError, command_line, commit, failed, heading, say, write_whole
 from sglang_gemma4_yoco.commands.compare import Times
 from sglang_gemma4_yoco.commands.servers import (
     Server,
@@ -93,39 +97,22 @@ class Requests:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the parts do; lengths are in tokens.
+    """What the parts do; lengths are in tokens, and a field's comment names its parts."""
 
-    Attributes:
-        published: part a.
-        concurrent: part b.
-        repeats: how often a and b send their load to each server.
-        lengths: part c.
-        prefill_repeats: part c, forwards per length and way.
-        memory: part d.
-        running: part e, the requests whose latency is measured.
-        arriving: part e, length of the prompts that arrive meanwhile.
-        interval: part e, seconds from one such prompt to the next.
-        profiled: part f.
-        answers: part g, prompts to continue greedily.
-        replayed: part h, lengths that SGLang records: no row of a replay is padding.
-        replayed_repeats: part h, forwards per length and way.
-        pool: tokens that the KV pool of each server must hold.
-    """
-
-    published: Requests
-    concurrent: tuple[Requests, ...]
-    repeats: int
-    lengths: tuple[int, ...]
-    prefill_repeats: int
-    memory: tuple[int, ...]
-    running: Requests
-    arriving: int
-    interval: float
-    profiled: tuple[int, ...]
-    answers: Requests
-    replayed: tuple[int, ...]
-    replayed_repeats: int
-    pool: int
+    published: Requests  # a
+    concurrent: tuple[Requests, ...]  # b
+    repeats: int  # a and b: how often each server gets the load
+    lengths: tuple[int, ...]  # c
+    prefill_repeats: int  # c: forwards per length and way
+    memory: tuple[int, ...]  # d
+    running: Requests  # e: the requests whose latency is measured
+    arriving: int  # e: length of the prompts that arrive meanwhile
+    interval: float  # e: seconds from one such prompt to the next
+    profiled: tuple[int, ...]  # f
+    answers: Requests  # g: prompts to continue greedily
+    replayed: tuple[int, ...]  # h: lengths that SGLang captures, so that no row is padding
+    replayed_repeats: int  # h: forwards per length and way
+    pool: int  # tokens that the KV pool of each server must hold
 
 
 FULL = Workload(
@@ -165,11 +152,11 @@ TINY = Workload(
 
 #: The ways of part h, in the order of their columns.
 FOUR_WAYS = ("off", OFF_REPLAYED, "on", ON_REPLAYED)
-#: Milliseconds to the logits of one prompt on an H100, by model, length and way: no measurement.
-#: Of the host 0.35 ms for each launched layer and 2.65 ms around them, 0.015 ms for each replayed
-#: segment, 0.10 ms for each attention between two of them, 0.3 ms to fill SGLang's inputs and
-#: 0.3 ms to plan the tail; of the device matrix products at 60 % of peak or at memory bandwidth.
-#: The longer of the two, and the device's work behind what the host has done before it.
+#: Milliseconds to the logits of one prompt on an H100, by model, length and way: predictions, the
+#: longer of two estimates. The host needs 0.35 ms for each eager layer and 2.65 ms around them,
+#: 0.015 ms for each replayed segment, 0.10 ms for each attention between two of them, 0.3 ms to
+#: fill SGLang's inputs and 0.3 ms to plan the tail. The device runs matrix products at 60 % of its
+#: peak or at memory bandwidth, after what the host has done before it.
 PREDICTED_MS = {
     model: {length: dict(zip(FOUR_WAYS, ms, strict=True)) for length, *ms in rows}
     for model, rows in {
@@ -211,8 +198,7 @@ class Results:
 
     def steps(self, part: str) -> dict[str, Any]:
         """The measurements of one part, by name."""
-        found = self._document["parts"].get(part, {})
-        steps: dict[str, Any] = found.get("steps", {})
+        steps: dict[str, Any] = self._document["parts"][part]["steps"]
         return steps
 
     def begin(self, part: str, title: str, settings: dict[str, Any]) -> None:
@@ -242,10 +228,7 @@ class Results:
         self._write()
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._document, indent=1) + "\n")
-        partial.replace(self.path)
+        write_whole(self.path, json.dumps(self._document, indent=1) + "\n")
 
 
 # ---------------------------------------------------------------- what the parts run on
@@ -267,7 +250,7 @@ class Machine:
         self._servers: dict[str, Server] = {}
         self._engine: Any = None
         self._recorded: tuple[int, ...] = ()
-        #: Why SGLang cannot record the prefills of part h, once that has shown.
+        #: Why SGLang cannot capture the prefills of part h, once it has failed.
         self.unrecordable: str | None = None
         self.checkpoint = directory / self.preset
         write_checkpoint(self.checkpoint, SHAPES[self.preset], weights=False)
@@ -281,12 +264,11 @@ class Machine:
     def servers(self) -> dict[str, Server]:
         """Both servers, ready: ``off`` and ``on``."""
         if not self._servers:
-            arguments = ["--model-path", str(self.checkpoint), "--load-format", "dummy"]
-            arguments += ["--disable-radix-cache", "--attention-backend", "triton"]
-            arguments += ["--max-total-tokens", str(self.workload.pool)]
-            arguments += ["--dtype", "bfloat16"] if self.device == "cuda" else []
-            arguments += shlex.split(self._args.server_args)
-            both = pair(arguments, self._directory, device=self.device)
+            arguments = f"--model-path {self.checkpoint} --load-format dummy --disable-radix-cache"
+            arguments += f" --attention-backend triton --max-total-tokens {self.workload.pool}"
+            arguments += " --dtype bfloat16" if self.device == "cuda" else ""
+            arguments += f" {self._args.server_args}"
+            both = pair(shlex.split(arguments), self._directory, device=self.device)
             started = running(both, self._args.start_timeout, one_by_one=self.device == "cuda")
             self._stack.enter_context(started)
             self._servers = dict(zip(WAYS, both, strict=True))
@@ -296,21 +278,24 @@ class Machine:
         """The model on SGLang's ModelRunner in this process.
 
         Args:
-            recorded: how many rows the prefills have that SGLang records.
+            recorded: lengths of the prefills that SGLang captures.
         """
         if self._engine is None or self._recorded != recorded:
-            self._stack.close()  # the servers' memory is needed
-            self._servers = {}
-            self._let_go()
+            self._stack.close()  # the servers' memory is needed, and that of the last engine
+            self._servers, self._engine = {}, None
+            gc.collect()
+            if self.device == "cuda":
+                import torch
+
+                torch.cuda.empty_cache()
             work = self.workload
             longest = max(*work.lengths, *work.memory, *work.profiled, work.answers.tokens_in)
-            longest = max(recorded, default=longest)
             options = argparse.Namespace(
                 model=None,
                 preset=self.preset,
                 weights="dummy",
                 dtype=None,
-                lengths=[longest],
+                lengths=[max(recorded, default=longest)],
                 batch_sizes=[1],
                 decoding=[0],
                 graphs=True,
@@ -321,18 +306,9 @@ class Machine:
             self._recorded = recorded
             try:
                 bench_prefill.record(self._engine)
-            except NotActiveError as launched:  # measured all the same; each point says its path
-                say(str(launched))
+            except NotActiveError as eager:  # measured all the same; each point names its path
+                say(str(eager))
         return self._engine
-
-    def _let_go(self) -> None:
-        """Of the engine and its memory."""
-        self._engine = None
-        gc.collect()
-        if self.device == "cuda":
-            import torch
-
-            torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -396,27 +372,23 @@ class Part:
     settings: tuple[str, ...]
     steps: Callable[[Workload], dict[str, Step]]
     summary: Callable[[dict[str, Any]], Any]
-    on_servers: bool
+    on_servers: bool = False
 
 
-def send(server: Server, load: Requests, details: Path) -> dict[str, Any]:
+def send(server: Server, load: Requests) -> dict[str, Any]:
     """Send a load by ``sglang.benchmark.serving``; return its own result."""
     from sglang.benchmark import serving
 
-    command = ["serving", "--backend", "sglang", "--port", str(server.port), "--host", "127.0.0.1"]
-    command += ["--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "1"]
-    command += ["--random-input-len", str(load.tokens_in)]
-    command += ["--random-output-len", str(load.tokens_out), "--num-prompts", str(load.prompts)]
+    details = server.log_file.with_suffix(".jsonl")
+    command = "serving --backend sglang --host 127.0.0.1 --dataset-name random-ids"
+    command += " --tokenize-prompt --random-range-ratio 1 --output-details --disable-tqdm"
+    command += f" --port {server.port} --num-prompts {load.prompts} --output-file {details}"
+    command += f" --random-input-len {load.tokens_in} --random-output-len {load.tokens_out}"
     if load.concurrency is not None:
-        command += ["--max-concurrency", str(load.concurrency)]
-    command += ["--output-file", str(details), "--output-details", "--disable-tqdm"]
+        command += f" --max-concurrency {load.concurrency}"
     details.unlink(missing_ok=True)
-    typed = sys.argv
-    sys.argv = command
-    try:
+    with mock.patch.object(sys, "argv", command.split()):
         serving.cli_main()
-    finally:
-        sys.argv = typed
     result: dict[str, Any] = json.loads(details.read_text().splitlines()[-1])
     errors = [error for error in result["errors"] if error]
     if errors or result["completed"] != load.prompts:
@@ -439,51 +411,40 @@ _KEPT = (
 )
 
 
-def loads(
-    chosen: Callable[[Workload], Sequence[Requests]],
-) -> Callable[[Workload], dict[str, Step]]:
-    """Steps that send each load to both servers in turns."""
+def load_steps(loads: str, work: Workload) -> dict[str, Step]:
+    """Parts a and b: each of these loads to both servers in turns."""
+    chosen = getattr(work, loads)
+    return {
+        f"{load.tokens_in}/{load.tokens_out} at {load.concurrency or 'once'}, {way} {n}": partial(
+            one_load, way=way, load=load
+        )
+        for load in (chosen if isinstance(chosen, tuple) else [chosen])
+        for way, n in in_turns(work.repeats)
+    }
 
-    def steps(work: Workload) -> dict[str, Step]:
-        def step(way: str, load: Requests) -> Step:
-            def run(machine: Machine) -> dict[str, Any]:
-                server = machine.servers()[way]
-                result = send(server, load, server.log_file.with_suffix(".jsonl"))
-                return {"way": way, "load": asdict(load)} | {key: result[key] for key in _KEPT}
 
-            return run
-
-        return {
-            f"{load.tokens_in}/{load.tokens_out} at {load.concurrency or 'once'}, {way} {n}": step(
-                way, load
-            )
-            for load in chosen(work)
-            for way, n in in_turns(work.repeats)
-        }
-
-    return steps
+def one_load(machine: Machine, way: str, load: Requests) -> dict[str, Any]:
+    """What one server makes of a load."""
+    result = send(machine.servers()[way], load)
+    return {"way": way, "load": asdict(load)} | {key: result[key] for key in _KEPT}
 
 
 def summarise_loads(steps: dict[str, Any]) -> list[dict[str, Any]]:
     """Medians over the repeats of each load, and their ratios."""
+    by_load: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {way: [] for way in WAYS})
+    for step in steps.values():
+        by_load[json.dumps(step["load"])][step["way"]].append(step)
     rows = []
-    for load in {json.dumps(step["load"]): step["load"] for step in steps.values()}.values():
-        medians = {
-            way: {
-                key: statistics.median(
-                    step[key]
-                    for step in steps.values()
-                    if step["way"] == way and step["load"] == load
-                )
-                for key in _KEPT
-            }
+    for load, found in by_load.items():
+        off, on = (
+            {key: statistics.median(step[key] for step in found[way]) for key in _KEPT}
             for way in WAYS
-        }
-        off, on = medians["off"], medians["on"]
+        )
         rows.append(
             {
-                "load": load,
-                **medians,
+                "load": json.loads(load),
+                "off": off,
+                "on": on,
                 "duration_ratio": off["duration"] / on["duration"],
                 "ttft_ratio": off["median_ttft_ms"] / on["median_ttft_ms"],
                 "throughput_ratio": on["total_throughput"] / off["total_throughput"],
@@ -494,76 +455,58 @@ def summarise_loads(steps: dict[str, Any]) -> list[dict[str, Any]]:
 
 def prefill_steps(work: Workload) -> dict[str, Step]:
     """Part c: one length each."""
+    return {
+        f"{length} tokens": partial(ceiling_of, length=length, repeats=work.prefill_repeats)
+        for length in work.lengths
+    }
 
-    def step(length: int) -> Step:
-        def run(machine: Machine) -> dict[str, Any]:
-            from tqdm import tqdm
 
-            with tqdm(total=work.prefill_repeats * len(bench_prefill.WAYS), unit="forward") as bar:
-                point = bench_prefill.measure(
-                    machine.engine(), one_prompt(length), work.prefill_repeats, bar
-                )
-            return asdict(point)
-
-        return run
-
-    return {f"{length} tokens": step(length) for length in work.lengths}
+def ceiling_of(machine: Machine, length: int, repeats: int) -> dict[str, Any]:
+    """One prefill off, on and front-only."""
+    load, engine = one_prompt(length), machine.engine()
+    return asdict(bench_prefill.measure(engine, load, repeats))
 
 
 def one_prefill(
-    lengths: Sequence[int], measure: Callable[[Machine, Any, Any], dict[str, Any]]
+    measure: Callable[[Machine, Any, Any], dict[str, Any]], lengths: str, work: Workload
 ) -> dict[str, Step]:
     """What ``measure`` finds about a prefill, with its engine and batch; a step per length and way.
 
     ``measure`` runs with the switch set, after the path was seen to be taken.
     """
 
-    def step(length: int, way: str) -> Step:
-        def run(machine: Machine) -> dict[str, Any]:
-            engine = machine.engine()
-            batch = random_prompt(engine, length, seed=length)
-            assert_path(engine, batch, length)
-            with switched(way):
-                return {"length": length, "way": way} | measure(machine, engine, batch)
+    def step(machine: Machine, length: int, way: str) -> dict[str, Any]:
+        engine = machine.engine()
+        batch = random_prompt(engine, length, seed=length)
+        assert_path(engine, batch, length)
+        with switched(way):
+            return {"length": length, "way": way} | measure(machine, engine, batch)
 
-        return run
+    return {
+        f"{length} tokens, {way}": partial(step, length=length, way=way)
+        for length in getattr(work, lengths)
+        for way in WAYS
+    }
 
-    return {f"{length} tokens, {way}": step(length, way) for length in lengths for way in WAYS}
 
+def peak_memory(machine: Machine, engine: Any, batch: Any) -> dict[str, int]:
+    """Part d: memory that a second prefill takes at its peak beyond what is in use before it.
 
-def memory_steps(work: Workload) -> dict[str, Step]:
-    """Part d."""
-
-    def measure(machine: Machine, engine: Any, batch: Any) -> dict[str, Any]:
+    On a CPU: by how much the process has exceeded its own peak.
+    """
+    engine.forward(batch)
+    if machine.device == "cpu":
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         engine.forward(batch)
-        return {"peak_bytes": peak_bytes(machine, lambda: engine.forward(batch))}
+        return {"peak_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+    import torch
 
-    return one_prefill(work.memory, measure)
-
-
-def peak_bytes(machine: Machine, call: Callable[[], Any]) -> int:
-    """Memory that ``call`` takes at its peak beyond what is in use before it."""
-    if machine.device == "cuda":
-        import torch
-
-        machine.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        machine.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    # The resident set; 5 resets its high-water mark (Linux).
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    call()
-    return max(0, _status("VmHWM") - before)
-
-
-def _status(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
-    assert found is not None, f"{field} is in /proc/self/status"
-    return int(found[1]) * 1024
+    machine.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    engine.forward(batch)
+    machine.synchronize()
+    return {"peak_bytes": torch.cuda.max_memory_allocated() - before}
 
 
 def by_length(steps: dict[str, Any]) -> list[dict[str, Any]]:
@@ -575,72 +518,57 @@ def by_length(steps: dict[str, Any]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def latency_steps(work: Workload) -> dict[str, Step]:
-    """Part e: the running requests' latency with long prompts arriving, and without."""
-
-    def step(way: str, arriving: bool) -> Step:
-        def run(machine: Machine) -> dict[str, Any]:
-            import numpy
-
-            server = machine.servers()[way]
-            with arrivals(server, work) if arriving else ExitStack() as sent:
-                result = send(server, work.running, server.log_file.with_suffix(".jsonl"))
-            itls = [seconds for request in result["itls"] for seconds in request]
-            p50, p95, p99 = (float(x) * 1e3 for x in numpy.percentile(itls, [50, 95, 99]))
-            return {
-                "way": way,
-                "arriving": arriving,
-                "long_prompts": len(sent) if isinstance(sent, list) else 0,
-                "p50_ms": p50,
-                "p95_ms": p95,
-                "p99_ms": p99,
-                "duration": result["duration"],
-            }
-
-        return run
-
+def latency_steps(_: Workload) -> dict[str, Step]:
+    """Part e: the running requests' latency without long prompts arriving, and with them."""
     return {
-        f"{'long prompts arriving' if arriving else 'undisturbed'}, {way}": step(way, arriving)
+        f"{'long prompts arriving' if arriving else 'undisturbed'}, {way}": partial(
+            latency, way=way, arriving=arriving
+        )
         for arriving in (False, True)
         for way in WAYS
     }
 
 
-@contextmanager
-def arrivals(server: Server, work: Workload) -> Iterator[list[int]]:
-    """Long prompts of one new token each, sent at fixed times whatever became of the others."""
-    over = threading.Event()
-    sent: list[int] = []
-    failures: list[SetupError] = []
-    clients: list[threading.Thread] = []
-    draw = random.Random(0)
+def latency(machine: Machine, way: str, arriving: bool) -> dict[str, Any]:
+    """Percentiles of the time from one token of a running request to its next."""
+    import numpy
 
-    def ask(ids: list[int]) -> None:
-        try:
-            server.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 1})
-        except SetupError as failure:
-            failures.append(failure)
+    server, work = machine.servers()[way], machine.workload
+    with ExitStack() as span:
+        sent = span.enter_context(arrivals(server, work)) if arriving else []
+        result = send(server, work.running)
+    itls = [seconds for request in result["itls"] for seconds in request]
+    points = (50, 95, 99)
+    return {
+        "way": way,
+        "arriving": arriving,
+        "long_prompts": len(sent),
+        **{f"p{p}_ms": float(numpy.percentile(itls, p)) * 1e3 for p in points},
+        "duration": result["duration"],
+    }
+
+
+@contextmanager
+def arrivals(server: Server, work: Workload) -> Iterator[list[Future[Any]]]:
+    """Long prompts of one new token each, sent at fixed times whatever became of the others."""
+    over, draw = threading.Event(), random.Random(0)
+    sent: list[Future[Any]] = []
+    sampling = {"temperature": 0, "max_new_tokens": 1}
 
     def keep_sending() -> None:
-        while True:
+        while not (sent and over.wait(work.interval)):
             ids = [draw.randrange(300, 500) for _ in range(work.arriving)]
-            clients.append(threading.Thread(target=ask, args=(ids,)))
-            clients[-1].start()
-            sent.append(len(ids))
-            if over.wait(work.interval):
-                return
+            sent.append(clients.submit(server.generate, input_ids=ids, sampling_params=sampling))
 
-    sender = threading.Thread(target=keep_sending)
-    sender.start()
-    try:
-        yield sent
-    finally:
-        over.set()
-        sender.join()
-        for client in clients:
-            client.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(1000) as clients:
+        sender = clients.submit(keep_sending)
+        try:
+            yield sent
+        finally:
+            over.set()
+            sender.result()
+    for answer in sent:
+        answer.result()
 
 
 def summarise_latency(steps: dict[str, Any]) -> list[dict[str, Any]]:
@@ -658,13 +586,8 @@ def summarise_latency(steps: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def profile_steps(work: Workload) -> dict[str, Step]:
-    """Part f."""
-    return one_prefill(work.profiled, profile)
-
-
 def profile(machine: Machine, engine: Any, batch: Any) -> dict[str, Any]:
-    """Where the time of one prefill goes.
+    """Part f: where the time of one prefill goes.
 
     Host and whole time are of forwards without the profiler, which slows the host down; the
     device's are of one forward with it.
@@ -725,9 +648,9 @@ def device_time(ran: Sequence[Kernel]) -> dict[str, Any]:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
     span = until - min(begin for _, begin, _ in ran)
-    totals: dict[str, list[float]] = {}
+    totals: dict[str, list[float]] = defaultdict(list)
     for name, begin, end in ran:
-        totals.setdefault(name, []).append(end - begin)
+        totals[name].append(end - begin)
     largest = sorted(totals.items(), key=lambda item: -sum(item[1]))[:10]
     return {
         "device_busy_ms": busy / 1e3,
@@ -742,33 +665,31 @@ def device_time(ran: Sequence[Kernel]) -> dict[str, Any]:
 
 def answer_steps(work: Workload) -> dict[str, Step]:
     """Part g: one prompt each, both ways."""
+    return {f"prompt {n}": partial(answers_to, seed=n) for n in range(work.answers.prompts)}
 
-    def step(seed: int) -> Step:
-        def run(machine: Machine) -> dict[str, Any]:
-            engine = machine.engine()
-            length = work.answers.tokens_in + seed  # not all of one length
-            assert_path(engine, random_prompt(engine, length, seed), length)
-            tokens, logits = {}, {}
-            for way in WAYS:
-                batch = random_prompt(engine, length, seed)
-                with switched(way):
-                    tokens[way], logits[way] = greedy(engine, batch, work.answers.tokens_out)
-            bench_prefill.must_have_spread(logits["off"])
-            differences = (logits["on"] - logits["off"]).abs()
-            best = logits["off"].topk(2).values
-            return {
-                "length": length,
-                "tokens": tokens,
-                "mean_difference": float(differences.mean()),
-                "p99_difference": float(differences.quantile(0.99)),
-                "max_difference": float(differences.max()),
-                "logit_spread": float(logits["off"].std()),
-                "margin": float(best[0] - best[1]),
-            }
 
-        return run
-
-    return {f"prompt {seed}": step(seed) for seed in range(work.answers.prompts)}
+def answers_to(machine: Machine, seed: int) -> dict[str, Any]:
+    """Tokens both ways, and how far the first one's logits are apart."""
+    engine, work = machine.engine(), machine.workload.answers
+    length = work.tokens_in + seed  # not all of one length
+    assert_path(engine, random_prompt(engine, length, seed), length)
+    tokens, logits = {}, {}
+    for way in WAYS:
+        batch = random_prompt(engine, length, seed)
+        with switched(way):
+            tokens[way], logits[way] = greedy(engine, batch, work.tokens_out)
+    bench_prefill.must_have_spread(logits["off"])
+    differences = (logits["on"] - logits["off"]).abs()
+    best = logits["off"].topk(2).values
+    return {
+        "length": length,
+        "tokens": tokens,
+        "mean_difference": float(differences.mean()),
+        "p99_difference": float(differences.quantile(0.99)),
+        "max_difference": float(differences.max()),
+        "logit_spread": float(logits["off"].std()),
+        "margin": float(best[0] - best[1]),
+    }
 
 
 def greedy(engine: Any, batch: Any, count: int) -> tuple[list[int], Any]:
@@ -797,10 +718,10 @@ def summarise_answers(steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded_engine(machine: Machine) -> Any:
-    """The engine whose prefills SGLang has recorded.
+    """The engine whose prefills SGLang has captured.
 
     Raises:
-        NotActiveError: it cannot record them.
+        NotActiveError: it cannot capture them.
     """
     wanted = machine.workload.replayed
     if machine.unrecordable is not None:
@@ -811,43 +732,42 @@ def recorded_engine(machine: Machine) -> Any:
         if missing:
             raise NotActiveError(f"none of {missing} tokens")
     except Exception as failure:
-        machine.unrecordable = f"SGLang cannot record prefills: {failure!r}"
+        machine.unrecordable = f"SGLang cannot capture prefills: {failure!r}"
         traceback.print_exc()
         raise NotActiveError(machine.unrecordable) from failure
     return engine
 
 
 def replayed_steps(work: Workload) -> dict[str, Step]:
-    """Part h: is it recorded, is it right, how long does it take."""
+    """Part h: is it captured, is it right, how long does it take."""
 
-    def of_length(length: int, measure: Callable[[Any, Any, int], dict[str, Any]]) -> Step:
-        def run(machine: Machine) -> dict[str, Any]:
-            from sglang_gemma4_yoco import settings
+    def step(
+        machine: Machine, length: int, measure: Callable[[Any, Any, int], dict[str, Any]]
+    ) -> dict[str, Any]:
+        from sglang_gemma4_yoco import settings
 
-            try:
-                engine = recorded_engine(machine)
-            except NotActiveError as failure:
-                return {"length": length, "failed": str(failure)}
-            batch = random_prompt(engine, length, seed=length)
-            # Where it pays is what shall be found out.
-            with settings.changed(min_skipped_rows=1):
-                measured = measure(engine, batch, length)
-            return {"length": length, "model": machine.preset} | measured
+        try:
+            engine = recorded_engine(machine)
+        except NotActiveError as failure:
+            return {"length": length, "failed": str(failure)}
+        batch = random_prompt(engine, length, seed=length)
+        with settings.changed(min_skipped_rows=1):  # from what length it pays is to be found out
+            measured = measure(engine, batch, length)
+        return {"length": length, "model": machine.preset} | measured
 
-        return run
-
-    def timing(engine: Any, batch: Any, length: int) -> dict[str, Any]:
-        return four_times(engine, batch, length, work.replayed_repeats)
-
+    times = partial(four_times, repeats=work.replayed_repeats)
     return {
         "recorded": what_is_recorded,
-        **{f"{n} tokens, answers": of_length(n, four_answers) for n in work.replayed},
-        **{f"{n} tokens, times": of_length(n, timing) for n in work.replayed},
+        **{
+            f"{length} tokens, {what}": partial(step, length=length, measure=measure)
+            for what, measure in (("answers", four_answers), ("times", times))
+            for length in work.replayed
+        },
     }
 
 
 def what_is_recorded(machine: Machine) -> dict[str, Any]:
-    """Whether SGLang starts with recorded prefills at all, and what the package says of them."""
+    """Whether SGLang starts with captured prefills at all, and what the package reports of them."""
     from sglang_gemma4_yoco.loading import start
 
     began = time.monotonic()
@@ -869,7 +789,7 @@ class Answer:
     """What one forward gave.
 
     Attributes:
-        path: what the package says of it.
+        path: what the package reports of it.
         logits: [1, vocabulary], in double precision.
         cache: K and V of each layer with some, at the slots that were written.
     """
@@ -889,7 +809,7 @@ class Answer:
         return cls(", ".join(log.forwards), logits, engine.written(batch))
 
     def beside(self, other: Answer) -> dict[str, Any]:
-        """How far it is from another one, which is taken for right."""
+        """How far it is from another one, which counts as right."""
         import torch
 
         errors = [
@@ -910,8 +830,8 @@ class Answer:
 
 
 def four_answers(engine: Any, batch: Any, _: int) -> dict[str, Any]:
-    """SGLang's replay beside what it launches; the package's beside both."""
-    # The package's replay first: the tail's inputs are still another batch's then.
+    """SGLang's replay beside its eager prefill; the package's beside both."""
+    # The package's replay first, while the tail's inputs are still those of another batch.
     seen = {way: Answer.of(engine, batch, way) for way in reversed(FOUR_WAYS)}
     bench_prefill.must_have_spread(seen["off"].logits)
     return {
@@ -927,7 +847,7 @@ def four_times(engine: Any, batch: Any, length: int, repeats: int) -> dict[str, 
     """Seconds of each way, in turns, and what the host does in it.
 
     Raises:
-        NotActiveError: a way is not what it is said to be.
+        NotActiveError: a prefill did not take the way that was to be measured.
     """
     from sglang_gemma4_yoco import log
 
@@ -980,14 +900,14 @@ PARTS = {
     "a": Part(
         "the published run",
         ("published", "repeats"),
-        loads(lambda work: [work.published]),
+        partial(load_steps, "published"),
         summarise_loads,
         on_servers=True,
     ),
     "b": Part(
         "many at a time",
         ("concurrent", "repeats"),
-        loads(lambda work: work.concurrent),
+        partial(load_steps, "concurrent"),
         summarise_loads,
         on_servers=True,
     ),
@@ -1003,24 +923,23 @@ PARTS = {
         ("lengths", "prefill_repeats"),
         prefill_steps,
         lambda steps: list(steps.values()),
-        on_servers=False,
     ),
-    "d": Part("peak memory of a prefill", ("memory",), memory_steps, by_length, on_servers=False),
-    "f": Part("profile of a prefill", ("profiled",), profile_steps, by_length, on_servers=False),
-    "g": Part(
-        "on against off: tokens and logits",
-        ("answers",),
-        answer_steps,
-        summarise_answers,
-        on_servers=False,
+    "d": Part(
+        "peak memory of a prefill",
+        ("memory",),
+        partial(one_prefill, peak_memory, "memory"),
+        by_length,
     ),
-    # The last one: where a recording fails, the device may be of no use any more.
+    "f": Part(
+        "profile of a prefill", ("profiled",), partial(one_prefill, profile, "profiled"), by_length
+    ),
+    "g": Part("on against off: tokens and logits", ("answers",), answer_steps, summarise_answers),
+    # The last one: after a failed capture the device may be of no use.
     "h": Part(
         "prefills that SGLang replays",
         ("replayed", "replayed_repeats"),
         replayed_steps,
         summarise_replayed,
-        on_servers=False,
     ),
 }
 
@@ -1085,21 +1004,13 @@ def file_name(facts: dict[str, Any]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--preset", type=str.lower, choices=PRESETS, default="e2b")
     parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=list(PARTS))
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="start no measurement after (default: 8)"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=REPO / "benchmark" / "results", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--commit", help="what is measured, where git does not know it (default: ask git)"
-    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no measurement after")
+    parser.add_argument("--results", type=Path, default=REPO / "benchmark" / "results")
+    parser.add_argument("--commit", help="what is measured, where git does not know it")
     parser.add_argument(
         "--server-args", default="", metavar="'...'", help="more arguments for both servers"
     )
@@ -1112,7 +1023,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     deadline = time.monotonic() + 60 * args.minutes
     device = bench_prefill.choose_device(args.device)
-    # No proxy stands between a machine and itself.
+    # Requests to this machine must not go through a proxy.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
     facts = header(args, device)
     results = Results(args.results / file_name(facts), facts, args.commit or commit())
@@ -1128,10 +1039,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(results.path)
             return OUT_OF_TIME
         except (SetupError, WrongPathError, NotActiveError) as failure:
-            if isinstance(failure, SetupError) and failure.log is not None:
-                print(tail(failure.log), file=sys.stderr)
-            print(f"error: {failure}", file=sys.stderr)
-            return 2
+            return failed(failure)
     print(results.path)
     return 0
 

@@ -52,6 +52,8 @@ from environment import (
     REPO,
     SGLANG_VERSION,
     SetupError,
+    command_line,
+    failed,
     gpu_name,
     heading,
     make_checkpoint,
@@ -59,7 +61,6 @@ from environment import (
     prepare_environment,
     probe,
     say,
-    tail,
 )
 from sglang_gemma4_yoco.commands import verify
 
@@ -88,18 +89,18 @@ def check_environment(args: argparse.Namespace) -> str:
     """Return the device to serve on, or say what this interpreter lacks."""
     found = probe(sys.executable)
     missing = [name for name in ("sglang", "rich", "matplotlib") if not found[name]]
-    if not found["plugin"]:
+    if not found["sglang-gemma4-yoco"]:
         missing.append(f"this package (pip install {REPO})")
     name = None if args.device == "cpu" else gpu_name(sys.executable) if found["sglang"] else None
     if args.device == "cuda" and name is None and found["sglang"]:
         raise SetupError("PyTorch sees no GPU: check the driver with nvidia-smi, or --device cpu.")
-    if name is None and not found["reference"]:
+    if name is None and not found["sglang-gemma4-reference"]:
         missing.append(f"the CPU platform (pip install {REFERENCE})")
     if missing:
         raise SetupError(
             f"{sys.executable} lacks {', '.join(missing)}. Install that, or run without --no-venv."
         )
-    say(f"SGLang {found['sglang']}, device {name or 'cpu'}, plugin {found['plugin_path']}")
+    say(f"SGLang {found['sglang']}, device {name or 'cpu'}, plugin {found['path']}")
     return "cpu" if name is None else "cuda"
 
 
@@ -128,26 +129,21 @@ def demo(args: argparse.Namespace) -> NoReturn:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; what is not the demo's own is verify's."""
-    summary, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [options] [options of verify] [-- SERVER_FLAG ...]",
-        allow_abbrev=False,
-    )
+    parser = command_line(__doc__)
+    parser.usage = "%(prog)s [options] [options of verify] [-- SERVER_FLAG ...]"
+    parser.allow_abbrev = False
     add = parser.add_argument
     add(
         "--model",
         help="a checkpoint's directory or a model on the Hugging Face hub, such as "
         "google/gemma-4-E2B-it on a GPU (default: a small random one)",
     )
-    add("--preset", default="E2B_MINI", help="which random checkpoint (default: %(default)s)")
+    add("--preset", default="E2B_MINI", help="which random checkpoint")
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="default: the GPU if PyTorch sees one",
+        help="auto: a GPU if PyTorch sees one",
     )
     add(
         "--server-args",
@@ -155,46 +151,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="'...'",
         help="more arguments for both servers, such as --server-args='--mem-fraction-static 0.6'",
     )
-    add(
-        "--venv",
-        type=Path,
-        default=REPO / ".venv",
-        metavar="PATH",
-        help="the virtual environment to make or reuse (default: %(default)s)",
-    )
-    add(
-        "--no-venv",
-        action="store_true",
-        help="use this interpreter's environment as it is; it must have everything",
-    )
-    add(
-        "--sglang-version",
-        default=SGLANG_VERSION,
-        metavar="VERSION",
-        help="what to install (default: %(default)s)",
-    )
-    add(
-        "--work-dir",
-        type=Path,
-        default=REPO / ".demo",
-        metavar="PATH",
-        help="where logs and the random checkpoint go (default: %(default)s)",
-    )
+    add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
+    add("--no-venv", action="store_true", help="use this interpreter's environment as it is")
+    add("--sglang-version", default=SGLANG_VERSION, help="what to install")
+    add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and random checkpoints")
     own, flags = split(argv)
     args, of_verify = parser.parse_known_args(own)
-    _refuse_what_verify_does_not_take(of_verify)
+    known = argparse.ArgumentParser()  # refuses before anything is installed
+    verify.add_to(known.add_subparsers())
+    known.parse_args(["verify", "--model-path", "any", *of_verify])
     args.of_verify = of_verify
     args.flags = flags[1:]
     args.venv = args.venv.expanduser().absolute()
     args.work_dir = args.work_dir.expanduser().absolute()
     return args
-
-
-def _refuse_what_verify_does_not_take(options: Sequence[str]) -> None:
-    """Before anything is installed for it."""
-    parser = argparse.ArgumentParser()
-    verify.add_to(parser.add_subparsers())
-    parser.parse_args(["verify", "--model-path", "any", *options])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -210,10 +180,7 @@ def main(argv: Sequence[str]) -> int:
             bootstrap(args, argv)
         demo(args)
     except SetupError as failure:
-        if failure.log is not None:
-            print(tail(failure.log), file=sys.stderr)
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
+        return failed(failure)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -1,13 +1,15 @@
-"""What the scripts stand on: a virtual environment, random checkpoints, the checkout's commit.
+"""What the scripts share: a virtual environment, random checkpoints, where results come from.
 
 Standard library only: this runs before anything is installed.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -19,31 +21,12 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))  # what is imported next is standard library, and not installed yet
 
-from sglang_gemma4_yoco.commands.console import CommandError as SetupError  # noqa: E402
-from sglang_gemma4_yoco.commands.console import heading, say, tail  # noqa: E402
+from sglang_gemma4_yoco.commands.console import CommandError  # noqa: E402
+from sglang_gemma4_yoco.commands.console import heading as heading  # noqa: E402
+from sglang_gemma4_yoco.commands.console import say as say  # noqa: E402
+from sglang_gemma4_yoco.commands.console import tail as tail  # noqa: E402
 
-__all__ = [
-    "REFERENCE",
-    "REPO",
-    "SGLANG_VERSION",
-    "SetupError",
-    "commit",
-    "commit_of",
-    "create_venv",
-    "find_uv",
-    "gpu_name",
-    "heading",
-    "install",
-    "make_checkpoint",
-    "make_work_dir",
-    "package_of",
-    "prepare_environment",
-    "probe",
-    "run_logged",
-    "say",
-    "tail",
-]
-
+SetupError = CommandError
 REFERENCE = REPO / "test" / "reference"
 SGLANG_VERSION = "0.5.23"
 INSTALL_BYTES = 12e9
@@ -52,20 +35,14 @@ INSTALL_BYTES = 12e9
 _PROBE = """
 import importlib.util, json
 from importlib.metadata import PackageNotFoundError, version
-def installed(name):
+found = {}
+for name in ("sglang", "sglang-gemma4-yoco", "sglang-gemma4-reference", "rich", "matplotlib"):
     try:
-        return version(name)
+        found[name] = version(name)
     except PackageNotFoundError:
-        return None
+        found[name] = None
 spec = importlib.util.find_spec("sglang_gemma4_yoco")
-print(json.dumps({
-    "sglang": installed("sglang"),
-    "plugin": installed("sglang-gemma4-yoco"),
-    "plugin_path": spec and spec.origin,
-    "reference": installed("sglang-gemma4-reference"),
-    "rich": installed("rich"),
-    "matplotlib": installed("matplotlib"),
-}))
+print(json.dumps(found | {"path": spec and spec.origin}))
 """
 _PROBE_GPU = """
 import torch
@@ -74,7 +51,10 @@ print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
 
 
 def run_logged(command: Sequence[str | Path], log: Path, env: dict[str, str] | None = None) -> bool:
-    """Run ``command``, its output appended to ``log``; tell that it lives; whether it succeeded."""
+    """Run ``command`` with its output appended to ``log``; return whether it succeeded.
+
+    Every 30 seconds a line is printed.
+    """
     began = told = time.monotonic()
     with log.open("a") as output:
         output.write(f"$ {shlex.join(map(str, command))}\n")
@@ -94,7 +74,7 @@ def run_logged(command: Sequence[str | Path], log: Path, env: dict[str, str] | N
 
 
 def probe(python: str | Path) -> dict[str, str | None]:
-    """What of the demo's needs is installed for the interpreter ``python``."""
+    """The versions of what the demo needs, None if missing, and the package's ``path``."""
     command = [python, "-I", "-c", _PROBE]
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -229,7 +209,7 @@ def prepare_environment(
     complete = _is_from_here(found) and found["rich"] and found["matplotlib"]
     local = [] if complete and not extras else ["-e", package]
     # With extras, always: an older installation lacks the plugins that were added since.
-    if device == "cpu" and (extras or not found["reference"]):
+    if device == "cpu" and (extras or not found["sglang-gemma4-reference"]):
         local += ["-e", str(REFERENCE)]
     if local:
         uv = find_uv(venv, log)
@@ -239,8 +219,9 @@ def prepare_environment(
 
 
 def _is_from_here(found: dict[str, str | None]) -> bool:
-    path = found["plugin_path"]
-    return bool(found["plugin"] and path and Path(path).resolve().parent.parent == REPO)
+    path = found["path"]
+    installed = found["sglang-gemma4-yoco"]
+    return bool(installed and path and Path(path).resolve().parent.parent == REPO)
 
 
 # ---------------------------------------------------------------- random checkpoints
@@ -277,7 +258,50 @@ def make_work_dir(path: Path) -> None:
         raise SetupError(f"{path} cannot be written ({failure}): choose --work-dir.") from failure
 
 
-# ---------------------------------------------------------------- what results are of
+# ---------------------------------------------------------------- commands and their results
+
+
+class _Defaults(argparse.RawDescriptionHelpFormatter):
+    """Names each default that is worth naming, and keeps the lines of the description."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if not action.default or action.default in (True, argparse.SUPPRESS):
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help or ''} (default: {' '.join(map(str, action.default))})"
+        return f"{action.help or ''} (default: %(default)s)"
+
+
+def command_line(about: str | None) -> argparse.ArgumentParser:
+    """A parser whose ``--help`` shows ``about`` as it is, and the defaults."""
+    return argparse.ArgumentParser(description=about, formatter_class=_Defaults)
+
+
+def failed(failure: Exception) -> int:
+    """Print why a command cannot go on, after the end of its log; return its exit status, 2."""
+    log = getattr(failure, "log", None)
+    if log is not None:
+        print(tail(log), file=sys.stderr)
+    print(f"error: {failure}", file=sys.stderr)
+    return 2
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one step: who reads it meanwhile finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def origin() -> dict[str, str]:
+    """Where a result comes from: command, commit, package and machine."""
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "package": package_of(),
+        "machine": platform.machine(),
+    }
 
 
 def commit() -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent.parent
+from environment import REPO, command_line
 
 
 def begin(name: str) -> str:
@@ -15,7 +14,7 @@ def begin(name: str) -> str:
 
 
 def end(name: str) -> str:
-    """The line behind it."""
+    """The line after it."""
     return f"<!-- {name}: end -->"
 
 
@@ -51,9 +50,7 @@ def kept_up_to_date(
         The exit status: 1 if the page is out of date.
     """
     name = page.relative_to(REPO)
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(about)
     parser.add_argument("--write", action="store_true", help=f"write {name}")
     write = parser.parse_args(arguments).write
     before = page.read_text()

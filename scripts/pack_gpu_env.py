@@ -14,20 +14,20 @@ may be another 5.x: the one that SGLang 0.5.17 asks for is in the folder, as new
         export PYTHONPATH=$PWD/site SGLANG_IS_FLASHINFER_AVAILABLE=0
     python3 scripts/bench_gpu.py --preset e2b --server-args='--grammar-backend none'
 
-Some packages are imported by SGLang whatever it serves, and are large: those are replaced by
-stand-ins, which say so when they are used (``STAND_INS``; one of them is the grammar backend).
+SGLang imports some large packages whatever it serves. Stand-ins replace them, and raise an error
+that names them when they are used (``STAND_INS``; one of them is the grammar backend).
 
 At the end all imports that the launch needs are followed through the folder, so that a module
-which neither machine has is found here. That says nothing about modules whose names are put
-together at run time, nor about a condition that only the other machine can decide.
+which neither machine has is found here. Modules whose names are put together at run time are not
+seen, and conditions that only the other machine can decide are not decided.
 
 Output contract: progress on stdout, the last line is one JSON document with size and contents.
-Exit status 1 when an import is missing or the folder is too large. Standard library only.
+Exit status 1 when an import is missing or the folder is too large. Standard library only, and
+``gpu_env.txt`` with the wheels to fetch.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import base64
 import hashlib
@@ -41,52 +41,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
+from environment import REPO, command_line
+
 LIMIT = 60_000_000  # bytes
 PYTHON = "3.12"
 GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 
-PACKAGES = (
-    "sglang==0.5.17",
-    "annotated-types==0.8.0",
-    "apache-tvm-ffi==0.1.11",
-    "compressed-tensors==0.20.0",
-    "datasets==5.2.0",
-    "dill==0.4.1",
-    "distro==1.9.0",
-    "execnet==2.1.2",
-    "fastapi==0.165.0",
-    "gguf==0.19.0",
-    "jiter==0.19.0",
-    "jsonschema==4.26.0",
-    "jsonschema-specifications==2025.9.1",
-    "loguru==0.7.3",
-    "msgspec==0.22.0",
-    "multiprocess==0.70.19",
-    "openai==2.6.1",
-    "openai-harmony==0.0.4",
-    "opentelemetry-api==1.45.2",
-    "orjson==3.13.0",
-    "partial-json-parser==0.2.1.1.post7",
-    "pybase64==1.5.1",
-    "pydantic==2.14.3",
-    "pydantic-core==2.50.4",
-    "pytest-xdist==3.8.0",
-    "python-multipart==0.0.34",
-    "pyzmq==27.3.0",
-    "referencing==0.37.0",
-    "rpds-py==2026.9.1",
-    "setproctitle==1.3.8",
-    "sglang-kernel==0.4.5",
-    "sniffio==1.3.1",
-    "starlette==1.10.0",
-    # SGLang 0.5.17 wants exactly this one: under 5.17.0 its import fails (a model type is taken).
-    "tokenizers==0.22.2",
-    "transformers==5.12.1",
-    "typing-inspection==0.4.5",
-    "uvicorn==0.54.0",
-    "zstandard==0.25.0",
-)
+#: The wheels to fetch, each at one version.
+REQUIREMENTS = Path(__file__).with_name("gpu_env.txt")
+PACKAGES = [line for line in REQUIREMENTS.read_text().split() if "==" in line]
 #: Of the kernels' compiled parts: what SGLang loads on compute capability 9.0 for Gemma 4. The
 #: largest part, FlashAttention 3, is not used by it.
 KEPT_KERNELS = ("sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so")
@@ -221,7 +184,7 @@ def write_stand_ins(directory: Path) -> Path:
 
 
 def pip(*arguments: str | Path) -> None:
-    """Run pip, or end with what it said."""
+    """Run pip; if it fails, end with its output."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", *map(str, arguments)],
         capture_output=True,
@@ -232,21 +195,16 @@ def pip(*arguments: str | Path) -> None:
         raise SystemExit(f"error: pip {arguments[0]} failed:\n{done.stdout}{done.stderr}")
 
 
-def download(packages: Iterable[str], directory: Path) -> None:
-    """Fetch wheels for the other machine; what is in ``directory`` already is not fetched again."""
-    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
-    platforms += [f"--platform=manylinux{year}_x86_64" for year in ("2014", "2010", "1")]
-    command = ["download", "--no-deps", "--only-binary=:all:", "--implementation=cp"]
-    command += [f"--python-version={PYTHON}", *platforms]
-    command += ["-d", str(directory), "--find-links", str(directory), *packages]
-    pip(*command)
-
-
 def build(out: Path, cache: Path) -> None:
     """Fill ``out`` with wheels."""
     print(f"Downloading to {cache}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
-    download(PACKAGES, cache)
+    tags = [*(f"2_{minor}" for minor in GLIBC), "2014", "2010", "1"]
+    platforms = (f"--platform=manylinux{'_' * ('_' in tag)}{tag}_x86_64" for tag in tags)
+    options = ("--no-deps", "--only-binary=:all:", "--implementation=cp", *platforms)
+    # What an earlier run has fetched is not fetched again.
+    where = ("-d", cache, "--find-links", cache, "-r", REQUIREMENTS)
+    pip("download", *options, f"--python-version={PYTHON}", *where)
     print("Leaving out what is not needed", flush=True)
     wanted = {_file_start(package) for package in PACKAGES}
     for wheel in cache.glob("*.whl"):
@@ -395,13 +353,9 @@ def check(out: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Fill the folder and check it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("out", type=Path, help="the folder; made if need be")
-    parser.add_argument(
-        "--cache", type=Path, default=REPO / "build" / "wheels", help="default: %(default)s"
-    )
+    parser.add_argument("--cache", type=Path, default=REPO / "build" / "wheels", help="for wheels")
     parser.add_argument("--check", action="store_true", help="only check a folder made before")
     args = parser.parse_args()
     if not args.check:

@@ -15,29 +15,23 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__package__)
 
-# Outcomes of a forward; a reason for running as stock is one as well.
-TAIL_EAGER = "active"
-TAIL_CAPTURED = "active, tail replayed"
-TAIL_SKIPPED = "active, tail skipped"
+# Outcomes of a forward; the reason for which it runs as stock is another.
+TAIL_EAGER = "active_eager"
+TAIL_CAPTURED = "active_captured"
+TAIL_SKIPPED = "active_intermediate_chunk"
 # The same after an exit from a prefill graph of SGLang's.
-EXIT_CAPTURED = "active, front and tail replayed"
-EXIT_SKIPPED = "active, front replayed, tail skipped"
-FAILED = "failed, served by stock"
+EXIT_CAPTURED = "exit_captured"
+EXIT_SKIPPED = "exit_intermediate_chunk"
+FAILED = "failed"
 CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
 
-COMPUTED, SKIPPED = "computed", "skipped"
-PARTS = (COMPUTED, SKIPPED)
+PARTS = COMPUTED, SKIPPED = "computed", "skipped"
 
 
 @dataclass
 class Audits:
-    """What the forwards that were run again as stock have shown.
-
-    Attributes:
-        agree: forwards of which each step differed by no more than rounding.
-        differ: the others.
-        greedy_changes: rows whose likeliest token was another one.
-        worst: the largest error of all, in multiples of what is rounding; see ``rounding``.
+    """Of the forwards that were run again as stock: how many agreed up to rounding, and how many
+    did not; rows whose likeliest token changed; the largest error, in multiples of rounding.
     """
 
     agree: int = 0
@@ -46,25 +40,26 @@ class Audits:
     worst: float = 0.0
 
 
-#: Forwards of this process by outcome, their rows by whether the last layer has computed them, and
-#: its audits.
+#: Forwards of this process by outcome, their rows by whether the last layer computed them, audits.
 forwards: Counter[str] = Counter()
 rows: Counter[str] = Counter()
 audits = Audits()
+#: The reasons for which all batches of this server run as stock.
+server_reasons: set[str] = set()
 
-#: Each is called with every forward that is counted: its outcome, and its rows by part.
+#: Called with the outcome of every forward that is counted, and its rows by part.
 on_forward: list[Callable[[str, Mapping[str, int]], None]] = []
-#: Each is called with every audit, as if it were the only one.
+#: Called with every audit, as if it were the only one.
 on_audit: list[Callable[[Audits], None]] = []
 
-_said: set[Hashable] = set()
-# Outcomes of forwards that are not counted, in a span of those.
+_logged: set[Hashable] = set()
+# The outcomes in a span of forwards that are not counted.
 _not_counted: Counter[str] | None = None
 
 
 def _first(key: Hashable) -> bool:
-    is_first = key not in _said
-    _said.add(key)
+    is_first = key not in _logged
+    _logged.add(key)
     return is_first
 
 
@@ -82,8 +77,7 @@ def error(line: str) -> None:
 def failure(line: str, error: Exception) -> None:
     """Log ``line`` and the error with its traceback, the first time for this kind of error.
 
-    The kind is the error's type and the place that raised it: messages of one kind can all differ,
-    as those of a device out of memory do.
+    The kind is its type and where it was raised: messages of one kind differ, as sizes of memory.
     """
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))
@@ -93,7 +87,7 @@ def failure(line: str, error: Exception) -> None:
 
 @contextmanager
 def not_counted() -> Iterator[Counter[str]]:
-    """Forwards in the span are counted in what it yields alone, by outcome, and not logged."""
+    """Forwards in the span are not logged, and counted only in the Counter that this yields."""
     global _not_counted
     _not_counted = outcomes = Counter[str]()
     try:
@@ -109,10 +103,10 @@ def _count(outcome: str, computed: int, skipped: int = 0) -> None:
     counted = {COMPUTED: computed, SKIPPED: skipped}
     forwards[outcome] += 1
     rows.update(counted)
-    _observe(on_forward, outcome, counted)
+    _notify(on_forward, outcome, counted)
 
 
-def _observe(observers: list[Callable[..., None]], *counted: object) -> None:
+def _notify(observers: list[Callable[..., None]], *counted: object) -> None:
     try:
         for call in observers:
             call(*counted)
@@ -134,17 +128,19 @@ def batch_refused(reason: str, rows_in_all: int, *, logged: bool = True) -> None
     """Count a forward that ran as stock; log the reason, unless it was logged before."""
     _count(reason, rows_in_all)
     if logged and _not_counted is None and _first(("refused", reason)):
-        once(f"Gemma 4 fast prefill steps aside: {reason}")
+        once(f"Gemma 4 fast prefill falls back to stock: {reason}")
 
 
-def server_refused(reason: str, level: int = logging.INFO) -> None:
+def server_refused(reason: str, level: int = logging.INFO, *, logged: bool = True) -> None:
     """Log why all batches of this server run as stock; it is not logged again for a batch."""
-    _said.add(("refused", reason))
-    once(f"Gemma 4 fast prefill steps aside for this server: {reason}", level)
+    server_reasons.add(reason)
+    _logged.add(("refused", reason))
+    if logged:
+        once(f"Gemma 4 fast prefill falls back to stock for this server: {reason}", level)
 
 
 def failed(error: Exception, rows_in_all: int) -> None:
-    """Count a forward that failed on the fast path, and that stock serves; log the error."""
+    """Count a forward that failed on the fast path and is served by stock; log the error."""
     _count(FAILED, rows_in_all)
     failure("Gemma 4 fast prefill failed, the stock forward serves the batch", error)
 
@@ -155,7 +151,7 @@ def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
     audits.differ += not agrees
     audits.greedy_changes += greedy_changes
     audits.worst = max(audits.worst, excess)
-    _observe(on_audit, Audits(int(agrees), int(not agrees), greedy_changes, excess))
+    _notify(on_audit, Audits(int(agrees), int(not agrees), greedy_changes, excess))
 
 
 def reset() -> None:
@@ -163,4 +159,4 @@ def reset() -> None:
     forwards.clear()
     rows.clear()
     vars(audits).update(vars(Audits()))
-    _said.clear()
+    _logged.clear()

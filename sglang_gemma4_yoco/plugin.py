@@ -1,14 +1,14 @@
 """The entry point that SGLang calls in every process before it serves.
 
-SGLang's loader catches every exception of a plugin and goes on without it, so a failure here is one
-error line of its own. Lines that must be seen are warnings or errors: no process of a server has
-configured logging yet, and Python then drops INFO lines.
+SGLang goes on without a plugin that raises, so a failure here is one error line of its own. Where
+no process has configured logging yet, Python drops INFO lines: what must be seen is a warning.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 from importlib.metadata import PackageNotFoundError, requires, version
 from multiprocessing import parent_process
 
@@ -30,11 +30,7 @@ class UnsupportedError(RuntimeError):
 
 
 def check_version() -> None:
-    """Compare the installed SGLang with the range in this package's metadata; import nothing of it.
-
-    Raises:
-        UnsupportedError: SGLang is missing, or out of the range.
-    """
+    """Raise ``UnsupportedError`` unless an SGLang in this package's range is installed."""
     try:
         installed = version("sglang")
     except PackageNotFoundError:
@@ -49,11 +45,6 @@ def check_version() -> None:
 
 
 def _install() -> None:
-    """Patch SGLang's classes.
-
-    Raises:
-        Exception: this SGLang cannot be patched; nothing is changed.
-    """
     check_version()
     try:  # with the switch at 0 nothing of SGLang is imported
         from sglang_gemma4_yoco import seams
@@ -79,7 +70,8 @@ def load() -> None:
     """Patch this process's SGLang, or log in one line why it is left as it is. Never raises."""
     global left_alone
     try:
-        if settings.load().enabled:
+        settings.current = settings.read(os.environ)
+        if settings.current.enabled:
             _install()
             return
         left_alone = f"{settings.SWITCH}=0"

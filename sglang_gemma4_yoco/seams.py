@@ -1,9 +1,7 @@
-"""Everything that depends on the installed SGLang: the seams, checked at load, and their versions.
+"""Everything that depends on the installed SGLang, and the check that it is there.
 
-Supported: SGLang 0.5.17 and later (the range itself stands in ``pyproject.toml`` and is checked
-before this module is imported). Across these releases ``Gemma4TextModel.forward`` has had several
-bodies, but the layer call, the ForwardBatch fields and the attention backend's entry point kept
-their names; what differs is told apart here and nowhere else.
+Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
+these releases differ, the difference is handled here.
 """
 
 from __future__ import annotations
@@ -11,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
-from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -25,23 +22,12 @@ from packaging.version import Version
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.managers.scheduler import Scheduler as Scheduler
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.model_executor import forward_context
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode as CaptureHiddenMode,
-)
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-)
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardMode as ForwardMode,
-)
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor import forward_batch_info, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
@@ -49,9 +35,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.models import gemma4_causal as gemma4_causal
-from sglang.srt.observability.metrics_collector import (
-    SchedulerMetricsCollector as SchedulerMetricsCollector,
-)
+from sglang.srt.observability import metrics_collector
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
 
@@ -61,15 +45,19 @@ try:
 except ImportError:
     resolution_result = None
 
-# From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. 0.5.21 has such streams
-# as well, for other models: hence Gemma 4's own module is asked.
+CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
+ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
+SchedulerMetricsCollector = metrics_collector.SchedulerMetricsCollector
+
+# From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. In 0.5.21 only other
+# models' layers do.
 residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
 _FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
 LAST_TESTED = Version("0.5.23")
-# Has Gemma 4 add 1 to a copy of the positions.
+_WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
 POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
-#: The tail's attention backend, as SGLang's registry calls it.
+#: The tail's attention backend, by its name in SGLang's registry.
 TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
@@ -104,22 +92,27 @@ _REQUIRED_FIELDS = (
     "replace_embeds",
     "full_prefill_cuda_graph_capture",
     "kv_loc_cols",
+    "residual_stream",
 )
 # The first release that has a field. One that is not listed here has been in all of them.
 _FIELDS_SINCE = {
     "token_indices_to_pool": Version("0.5.21"),
     "full_prefill_cuda_graph_capture": Version("0.5.22"),
     "kv_loc_cols": Version("0.5.22"),
+    "residual_stream": _FIRST_WITH_RESIDUAL_STREAM,
 }
-_REQUIRED_MODES = ("EXTEND", "DECODE", "MIXED")
-_REQUIRED_OF_RUNNERS = (
-    "init_attention_backends",
-    "init_cuda_graphs",
-    "init_decode_cuda_graph",
-    "init_prefill_cuda_graph",
-)
-_REQUIRED_OF_CONTEXTS = ("forward_context", "get_forward_context", "has_forward_context")
-_REQUIRED_OF_RESIDUALS = ("set_written", "start")
+# Other names that are used: of which part of SGLang, and which.
+_REQUIRED_NAMES = {
+    "ForwardMode": {"EXTEND", "DECODE", "MIXED"},
+    "ModelRunner": {
+        "init_attention_backends",
+        "init_cuda_graphs",
+        "init_decode_cuda_graph",
+        "init_prefill_cuda_graph",
+    },
+    "forward_context": {"forward_context", "get_forward_context", "has_forward_context"},
+    "residual_batch": {"set_written", "start"},
+}
 
 
 class SeamError(RuntimeError):
@@ -136,53 +129,35 @@ def _missing() -> Iterator[str]:
     for name in PUBLISHED_HELPERS:
         if hasattr(model, name):
             yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
-    if _parameters(model.forward)[:5] != [
-        *("self", "input_ids", "positions", "forward_batch", "input_embeds")
-    ]:
-        yield (
-            "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds, ...)"
-        )
+    layer = gemma4_causal.Gemma4DecoderLayer
+    for owner, name, wanted in (
+        (model, "forward", "self, input_ids, positions, forward_batch, input_embeds, ..."),
+        (layer, "forward", "self, positions, hidden_states, per_layer_input, forward_batch, ..."),
+        (AttentionBackend, "init_forward_metadata", "self, forward_batch"),
+    ):
+        parameters = _parameters(getattr(owner, name))
+        if wanted.endswith("..."):
+            parameters[wanted.count(",") :] = ["..."]
+        if ", ".join(parameters) != wanted:
+            yield f"{owner.__name__}.{name}({wanted})"
     if "end_layer" not in inspect.unwrap(model.forward).__code__.co_names:
         yield "Gemma4TextModel.forward's loop up to self.end_layer"
-    layer_call = _parameters(gemma4_causal.Gemma4DecoderLayer.forward)
-    if layer_call[1:5] != ["positions", "hidden_states", "per_layer_input", "forward_batch"]:
-        yield (
-            "Gemma4DecoderLayer.forward("
-            "self, positions, hidden_states, per_layer_input, forward_batch, ...)"
-        )
-    fields = {field.name for field in dataclasses.fields(ForwardBatch)}
     installed = Version(version("sglang"))
-    due = [name for name in _REQUIRED_FIELDS if installed >= _FIELDS_SINCE.get(name, installed)]
-    absent = [name for name in due if name not in fields]
-    if absent:
-        yield f"ForwardBatch.{', .'.join(absent)}"
-    absent = [name for name in _REQUIRED_MODES if name not in ForwardMode.__members__]
-    if absent:
-        yield f"ForwardMode.{', .'.join(absent)}"
-    for name in _REQUIRED_OF_RUNNERS:
-        if not callable(getattr(ModelRunner, name, None)):
-            yield f"ModelRunner.{name}"
-    if _parameters(AttentionBackend.init_forward_metadata) != ["self", "forward_batch"]:
-        yield "AttentionBackend.init_forward_metadata(self, forward_batch)"
-    for name in _REQUIRED_OF_CONTEXTS:
-        if not callable(getattr(forward_context, name, None)):
-            yield f"forward_context.{name}"
-    if HAS_RESIDUAL_STREAM:
-        if "residual_stream" not in fields:
-            yield "ForwardBatch.residual_stream"
-        for name in _REQUIRED_OF_RESIDUALS:
-            if not callable(getattr(residual_batch, name, None)):
-                yield f"layer_boundary.residual.batch.{name}"
-    elif installed >= _FIRST_WITH_RESIDUAL_STREAM:
-        yield "gemma4_causal.residual_batch"
+    fields = {field.name for field in dataclasses.fields(ForwardBatch)}
+    for name in _REQUIRED_FIELDS:
+        if name not in fields and installed >= _FIELDS_SINCE.get(name, installed):
+            yield f"ForwardBatch.{name}"
+    for part, names in _REQUIRED_NAMES.items():
+        owner = globals()[part]
+        if owner is None:  # of the residual stream
+            if installed >= _FIRST_WITH_RESIDUAL_STREAM:
+                yield f"gemma4_causal.{part}"
+            continue
+        yield from (f"{part}.{name}" for name in sorted(names) if not hasattr(owner, name))
 
 
 def check() -> None:
-    """Raise one clear line unless the installed SGLang has every seam that the patch uses.
-
-    Raises:
-        SeamError: it names what is missing and the remedy.
-    """
+    """Raise a SeamError, which names what is missing and the remedy, unless every seam is there."""
     missing = list(_missing())
     if missing:
         raise SeamError(
@@ -191,7 +166,7 @@ def check() -> None:
         )
 
 
-@cache  # it is read from a file, and asked for with every batch
+@cache  # it is read from a file, and needed with every batch
 def _installed() -> Version:
     return Version(version("sglang"))
 
@@ -202,16 +177,15 @@ def is_newer_than_tested() -> bool:
 
 
 def server_arguments() -> Callable[[str], Any] | None:
-    """Look-up of the running server's arguments by name, as resolved; None outside of a server.
+    """Look-up of the running server's resolved arguments; None outside of a server.
 
     An argument that this SGLang does not have is None.
     """
     args = _published()
     if args is None:
         return None
-    if resolution_result is None:
-        return lambda name: getattr(args, name, None)
-    return lambda name: resolution_result(args, name) if hasattr(args, name) else None
+    read = resolution_result or getattr
+    return lambda name: read(args, name) if hasattr(args, name) else None
 
 
 def arguments_set() -> dict[str, bool]:
@@ -237,28 +211,6 @@ def _published() -> Any | None:
         return None
 
 
-def publish_arguments(flags: Sequence[str]) -> None:
-    """Take this process for a scheduler of the server that these flags would start.
-
-    SGLang itself parses, resolves, checks and publishes them; nothing is started. There is no way
-    back but other flags.
-
-    Raises:
-        SystemExit: its parser refuses them, and has printed why.
-        Exception: they cannot be resolved on this machine, or contradict each other.
-    """
-    args = import_module("sglang.srt.server_args").prepare_server_args(list(flags))
-    if hasattr(args, "resolve_once"):  # 0.5.20; before, the parser does it
-        args.resolve_once()
-    args.check_server_args()
-    context = import_module("sglang.srt.runtime_context")
-    if hasattr(context, "SpawnRanks"):  # 0.5.21
-        ranks = context.SpawnRanks(world_rank=0, gpu_id=0)
-        context.publish(args, role="scheduler", ranks=ranks)
-    else:
-        context.publish(args, role="scheduler")
-
-
 def holds_all_layers(model: Any) -> bool:
     """Whether no layer of ``model`` is on another pipeline stage."""
     layers = model.config.num_hidden_layers
@@ -281,32 +233,27 @@ def tensor_parallel_group() -> Any | None:
     return get_parallel().tp_group
 
 
-def prefill_graph() -> str | None:
-    """The CUDA graph backend that this server replays prefill forwards with, or None."""
+def prefill_captures() -> Any | None:
+    """SGLang's record of what this server captures of prefills; None outside of a server."""
     argument = server_arguments()
     config = None if argument is None else argument("cuda_graph_config")
-    name: str = getattr(getattr(config, "prefill", None), "backend", "disabled")
+    return getattr(config, "prefill", None)
+
+
+def prefill_graph() -> str | None:
+    """The CUDA graph backend with which this server replays prefills, or None."""
+    name: str = getattr(prefill_captures(), "backend", "disabled")
     return None if name == "disabled" else name
 
 
-def longest_captured_prefill() -> int | None:
-    """For how many tokens this server captures prefills at most; None where it does not say."""
-    argument = server_arguments()
-    config = None if argument is None else argument("cuda_graph_config")
-    prefill = getattr(config, "prefill", None)
-    buckets: list[int] = getattr(prefill, "bs", None) or []
-    longest: int | None = max(buckets, default=getattr(prefill, "max_bs", None))
-    return longest
-
-
 def replays_prefills(runner: Any) -> bool:
-    """Whether ``runner`` has captured prefills: SGLang may have left out what was asked for."""
+    """Whether ``runner`` has captured prefills. SGLang may leave out what the flags ask for."""
     captured = getattr(runner, "prefill_cuda_graph_runner", None)
     return captured is not None and not isinstance(captured, EagerRunner)
 
 
 def copies_positions() -> bool:
-    """Whether positions stay as they are where a recorded prefill reads them, one too low."""
+    """Whether Gemma 4 adds 1 to a copy of the positions: captured prefills read the original."""
     variable = getattr(envs, POSITIONS_VARIABLE, None)
     return variable is not None and bool(variable.get())
 
@@ -314,30 +261,26 @@ def copies_positions() -> bool:
 def is_capturing() -> bool:
     """Whether this forward is being captured into a CUDA graph, or is replayed around one.
 
-    A captured forward runs its Python once, for a padded batch; what the package would decide
-    for that batch would be replayed for all others.
+    A captured forward runs its Python once, for a padded batch. What was decided for that batch
+    would be replayed for all others.
     """
     return bool(capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph())
 
 
 def current_attn_backend() -> Any | None:
     """The attention backend that this forward uses, or None outside of a forward."""
-    # A port that lives in the model's own module looks its backend up there.
-    accessor = getattr(gemma4_causal, "get_attn_backend", None)
-    if accessor is not None:
-        return accessor()
     if not forward_context.has_forward_context():
         return None
     return forward_context.get_forward_context().attn_backend
 
 
 def attn_backend_switched(backend: Any) -> AbstractContextManager[None]:
-    """Make ``backend`` the current one for the span of the returned context manager."""
-    current = (
-        dataclasses.replace(forward_context.get_forward_context(), attn_backend=backend)
-        if forward_context.has_forward_context()
-        else forward_context.ForwardContext(attn_backend=backend)
-    )
+    """In the span ``backend`` is the current one."""
+    if forward_context.has_forward_context():
+        before = forward_context.get_forward_context()
+        current = dataclasses.replace(before, attn_backend=backend)
+    else:
+        current = forward_context.ForwardContext(attn_backend=backend)
     switched: AbstractContextManager[None] = forward_context.forward_context(current)
     return switched
 
@@ -349,23 +292,6 @@ def build_attn_backend(runner: Any) -> Any:
         if name in vars(runner.attn_backend):
             setattr(backend, name, "triton")
     return backend
-
-
-def parts_of_hybrid(backend: Any) -> tuple[Any, Any] | None:
-    """The backends of prefill and of decode where a server has two; None where it has one."""
-    if type(backend) is not HybridAttnBackend:
-        return None
-    return backend.prefill_backend, backend.decode_backend
-
-
-def parts_of_pool(pool: Any) -> tuple[Any, ...]:
-    """The pool of the full layers and that of the window's, where a server has both; or the one."""
-    return (pool.full_kv_pool, pool.swa_kv_pool) if type(pool) is SWAKVPool else (pool,)
-
-
-def is_plain_pool(pool: Any) -> bool:
-    """Whether K and V lie there layer by layer, as far as its class tells."""
-    return type(pool) is MHATokenToKVPool
 
 
 @cache
@@ -380,9 +306,8 @@ def _counts_the_window_short(backend: Any) -> bool:
     keys before the row, which itself is the W-th; in decode the row's own key is among them. With
     W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
     """
-    kind: type = type(backend)
     windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
-    return windowed and _triton_class(kind) is not None
+    return windowed and _triton_class(backend.__class__) is not None
 
 
 def decodes_like_extend(backend: Any) -> bool:
@@ -396,8 +321,7 @@ def decodes_like_extend(backend: Any) -> bool:
 def plan(backend: Any, forward_batch: Any) -> None:
     """Build ``backend``'s attention metadata for the tail's batch, over the whole window.
 
-    From 0.5.22 on nothing is read from the device for it; before, Triton's planner reads twice how
-    much there is to translate into the window's pool.
+    From 0.5.22 on this reads nothing from the device. Before, Triton's planner reads two sizes.
     """
     if not _counts_the_window_short(backend):
         backend.init_forward_metadata(forward_batch)
@@ -405,8 +329,7 @@ def plan(backend: Any, forward_batch: Any) -> None:
     with ExitStack() as span:
         if forward_batch.forward_mode is ForwardMode.DECODE:
             span.enter_context(whole_window(backend))
-        kind: type = type(backend)
-        planner = _window_planner(kind)
+        planner = _window_planner(backend.__class__)
         if planner is not None:
             span.enter_context(_allocated_windows(backend, planner, forward_batch.batch_size))
         backend.init_forward_metadata(forward_batch)
@@ -426,9 +349,6 @@ def whole_window(backend: Any) -> Iterator[None]:
         backend.sliding_window_size = window
 
 
-_WINDOW_PLANNER = "update_sliding_window_buffer"
-
-
 @cache
 def _window_planner(kind: type) -> ModuleType | None:
     """The module whose function plans windows, if it writes into a buffer that it is given."""
@@ -444,14 +364,13 @@ def _window_planner(kind: type) -> ModuleType | None:
 def _allocated_windows(backend: Any, planner: ModuleType, requests: int) -> Iterator[None]:
     """Have the windows' keys written into a buffer that is large enough for any.
 
-    Left to itself the planner reads from the device how many keys there are, to allocate as much.
-    It writes one request's after the other's and says where each begins, so nobody reads what lies
-    after the last. Capturing a CUDA graph it is given a buffer in this very way.
+    Without one, the planner reads from the device how many keys there are, to allocate as much.
+    It writes request after request and notes where each begins, so the rest is not read. SGLang
+    itself gives it a buffer in this way when it captures a CUDA graph.
     """
     stock = getattr(planner, _WINDOW_PLANNER)
-    buffer = torch.empty(
-        requests * backend.sliding_window_size, dtype=torch.int64, device=backend.device
-    )
+    room = requests * backend.sliding_window_size
+    buffer = torch.empty(room, dtype=torch.int64, device=backend.device)
     setattr(planner, _WINDOW_PLANNER, partial(stock, window_kv_indices=buffer))
     try:
         yield
@@ -459,19 +378,11 @@ def _allocated_windows(backend: Any, planner: ModuleType, requests: int) -> Iter
         setattr(planner, _WINDOW_PLANNER, stock)
 
 
-# -- synthetic batches ------------------------------------------------------------------------
-
-
 def decode_batch(**fields: Any) -> Any:
-    """A decode step of its own, whose layers write no K and V; its residual is not begun."""
+    """A decode step whose layers write no K and V; its residual is not begun."""
     size = fields["req_pool_indices"].shape[0]
-    return ForwardBatch(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=size,
-        seq_lens_sum=size,
-        out_cache_loc=None,
-        **fields,
-    )
+    fields |= {"batch_size": size, "seq_lens_sum": size, "out_cache_loc": None}
+    return ForwardBatch(forward_mode=ForwardMode.DECODE, **fields)
 
 
 def keys_in_window(attention: Any) -> int:
@@ -481,14 +392,8 @@ def keys_in_window(attention: Any) -> int:
 
 
 def is_in_window_pool(pool: Any, layer: int) -> bool:
-    """Whether K and V of this layer, by its number in the model, lie in a pool of the window's."""
+    """Whether K and V of this layer, by its number in the model, are in the window's pool."""
     return bool(getattr(pool, "layers_mapping", {}).get(layer, (0, False))[1])
-
-
-def end_residual(forward_batch: Any) -> None:
-    """Let go of the residual's memory."""
-    if HAS_RESIDUAL_STREAM:
-        forward_batch.residual_stream = None
 
 
 def write_keys_and_values(
@@ -503,14 +408,13 @@ def write_keys_and_values(
         k, v: [T, kv_heads, head_dim].
     """
     pool, slots = tail.token_to_kv_pool, forward_batch.out_cache_loc
-    # An intermediate chunk runs no attention of the donor, which would wait here until a cache has
-    # loaded the K and V of the prefix; the next batch does not wait again.
+    # Waits until a cache has loaded K and V of the prefix. Stock waits for it in the donor's
+    # attention, which an intermediate chunk does not run; the next batch does not wait again.
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
         planned = None
-        kind: type = type(main)
-        if _triton_class(kind) is not None:
+        if _triton_class(main.__class__) is not None:
             planned = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         window_slots = pool.translate_loc_from_full_to_swa(slots) if planned is None else planned
     if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them
@@ -523,18 +427,14 @@ def write_keys_and_values(
 def cache_of(
     backend: Any, layer: int, slots: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """K and V of a layer, by its number in the model, and where ``slots`` of the full pool are.
-
-    Args:
-        backend: whatever has the pools as its ``token_to_kv_pool``.
-    """
+    """K and V of a layer, by its number in the model, and where ``slots`` of the full pool are."""
     pool = backend.token_to_kv_pool
     if is_in_window_pool(pool, layer):
         slots = pool.translate_loc_from_full_to_swa(slots)
     return pool.get_kv_buffer(layer), slots
 
 
-# -- the residual stream and the layers ------------------------------------------------------
+# -- the residual stream and the layers ------------------------------------------------------------
 
 
 def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:
@@ -555,9 +455,15 @@ def start_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
 
 
 def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
-    """Have the batch's residual stream, if it has one, hold ``hidden_states``."""
+    """Put ``hidden_states`` into the batch's residual stream, if it has one."""
     if getattr(forward_batch, "residual_stream", None) is not None:
         residual_batch.set_written(hidden_states, forward_batch)
+
+
+def end_residual(forward_batch: Any) -> None:
+    """Let go of the residual's memory."""
+    if HAS_RESIDUAL_STREAM:
+        forward_batch.residual_stream = None
 
 
 def layer_rows(output: Any) -> torch.Tensor:
@@ -567,9 +473,9 @@ def layer_rows(output: Any) -> torch.Tensor:
 
 
 def is_plain_tensor(weight: torch.Tensor) -> bool:
-    """Whether these weights are numbers, and no class of their own as torchao's quantised ones.
+    """Whether these weights are of no class of their own, as torchao's quantised ones are.
 
-    A parameter of such a class says that it is a ``Parameter``, and is none.
+    Of those ``isinstance(weight, torch.nn.Parameter)`` is true, and their class is not derived.
     """
     kind = type(weight)
     return kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)
@@ -588,10 +494,3 @@ def is_plain_linear(projection: Any) -> bool:
         and not getattr(projection, "use_intel_amx_backend", False)  # packed for the CPU
         and projection.bias is None
     )
-
-
-def kv_cache_dtype(backend: Any) -> torch.dtype | None:
-    """The type in which the pools behind ``backend`` store K and V, or None if it is not known."""
-    pool = getattr(backend, "token_to_kv_pool", None)
-    dtype: torch.dtype | None = getattr(pool, "dtype", None)
-    return dtype

@@ -1,12 +1,11 @@
 """The settings: environment variables, read and checked once when the plugin is loaded.
 
-A plugin cannot add flags to SGLang's parser, and spawned ranks inherit the environment. A variable
-that changes later changes nothing. Importing this module imports neither torch nor SGLang.
+A plugin cannot add flags to SGLang's parser, and spawned ranks inherit the environment. Importing
+this module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -17,13 +16,14 @@ SWITCH = "SGLANG_GEMMA4_YOCO"
 
 def _setting(default: int | None, explanation: str, *, minimum: int | None = None) -> Any:
     unset = "automatic" if default is None else str(int(default))
-    metadata = {"unset": unset, "help": explanation, "minimum": minimum}
-    return field(default=default, metadata=metadata)
+    return field(
+        default=default, metadata={"unset": unset, "help": explanation, "minimum": minimum}
+    )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting of this process: its type, its default, and for people what its values do."""
+    """Every setting of this process: its type, its default, and what its values do."""
 
     enabled: bool = _setting(
         True, "1 to turn Gemma 4 fast prefill on, 0 to turn it off: then SGLang is left as it is"
@@ -60,20 +60,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Variable:
-    """The environment variable of a setting: its name, and for people what holds if it is unset.
+    """The environment variable of a setting.
 
-    ``minimum`` is the smallest whole number that it accepts; None where it accepts 1 and 0.
+    Attributes:
+        unset: what holds where it is not set, in words.
+        minimum: the smallest whole number that it accepts; None where it accepts 1 and 0.
     """
 
     name: str
     unset: str
     help: str
     minimum: int | None
-
-    @property
-    def accepts(self) -> str:
-        """The accepted values, for people."""
-        return "1 or 0" if self.minimum is None else f"a whole number from {self.minimum} up"
 
     def read(self, value: str) -> bool | int:
         """Parse ``value``; a ``ValueError`` names the variable and what it accepts."""
@@ -82,8 +79,10 @@ class Variable:
         is_number = self.minimum is not None and value.isascii() and value.isdecimal()
         if is_number and int(value) >= (self.minimum or 0):
             return int(value)
-        accepted = f"use {self.accepts}, or leave it unset ({self.unset}): {self.help}"
-        raise ValueError(f"{self.name}={value!r} is not a valid value: {accepted}")
+        numbers = f"a whole number from {self.minimum} up"
+        accepted = f"use {'1 or 0' if self.minimum is None else numbers}"
+        remedy = f"{accepted}, or leave it unset ({self.unset}): {self.help}"
+        raise ValueError(f"{self.name}={value!r} is not a valid value: {remedy}")
 
 
 def name_of(setting: str) -> str:
@@ -101,11 +100,8 @@ current = Settings()
 
 
 def read(environment: Mapping[str, str]) -> Settings:
-    """The settings in ``environment``; ``ValueError`` as of ``Variable.read``.
-
-    Where the fast path is switched off, no other variable is read.
-    """
-    if environment.get(SWITCH) == "0":
+    """The settings in ``environment``; ``ValueError`` as of ``Variable.read``."""
+    if environment.get(SWITCH) == "0":  # then no other variable is read
         return Settings(enabled=False)
     chosen: dict[str, Any] = {
         setting: variable.read(environment[variable.name])
@@ -119,13 +115,6 @@ def unknown(environment: Mapping[str, str]) -> list[str]:
     """Variables that are named like a setting and are none."""
     known = {variable.name for variable in VARIABLES.values()}
     return sorted(name for name in environment if name.startswith(SWITCH) and name not in known)
-
-
-def load() -> Settings:
-    """Make the settings of this process's environment ``current``; if one is invalid, raise."""
-    global current
-    current = read(os.environ)
-    return current
 
 
 @contextmanager

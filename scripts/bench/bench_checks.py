@@ -2,9 +2,9 @@
 """Do the check at start, audits and proofs tell a defect from rounding, on any weights?
 
 Random models of many shapes, types and kinds of weights (sharp attention, large norms, outlier
-channels) run on SGLang's ModelRunner, nothing broken: no check, audit or proof may speak up. Then
-the package is broken in every way of ``breakages.py``, and each must be found by the check at start
-on every one of them, by its own bound and several times over::
+channels) run on SGLang's ModelRunner with the unbroken package: no check, audit or proof may report
+a difference. Then the package is broken in every way of ``breakages.py``, and the check at start
+must find each on every model, by its own bound and several times over::
 
     python scripts/bench/bench_checks.py --results benchmark/results/checks_cpu.json \\
         --write benchmark/README.md                                # an hour on two idle cores
@@ -12,7 +12,7 @@ on every one of them, by its own bound and several times over::
     TRITON_INTERPRET=1 python scripts/bench/bench_checks.py --triton    # on SGLang's Triton backend
 
 The weights are drawn into the loaded model, so that hundreds of models need no checkpoint of their
-own; captured tails are replayed by the reference platform, in place of CUDA graphs.
+own; the reference platform replays captured tails in place of CUDA graphs.
 
 Output contract: a line for each model and two tables on stdout; the last line is one JSON document.
 The exit status is 1 after a false alarm, or if something broken was not found.
@@ -20,8 +20,8 @@ The exit status is 1 after a false alarm, or if something broken was not found.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -32,6 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -49,19 +50,10 @@ import torch
 
 from breakages import BREAKAGES
 from decode_graphs import recorded_decode_steps
-from environment import commit_of, package_of
+from environment import command_line, commit_of, package_of, write_whole
 from generated import inserted, markdown
 from sglang_gemma4_reference import checkpoint, interpreter
-from sglang_gemma4_reference.checkpoint import (
-    E2B,
-    E2B_HOST,
-    E2B_MINI,
-    E2B_TINY,
-    E4B_HOST,
-    E4B_MINI,
-    Gemma4Shape,
-    write_checkpoint,
-)
+from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.captured import proof
@@ -81,7 +73,7 @@ _E2B_WITHOUT_TOWERS = dataclasses.replace(
 )
 _WINDOW_DONOR = dataclasses.replace(E2B_TINY, kv_shared_layers=3, sliding_per_full=1)
 #: name -> shape, and how many models of it in bf16, fp16 and fp32.
-SHAPES: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
+SHAPES: dict[str, tuple[checkpoint.Gemma4Shape, tuple[int, int, int]]] = {
     "tiny": (E2B_TINY, (84, 10, 10)),
     "tiny, window donor": (_WINDOW_DONOR, (30, 4, 4)),
     "tiny, 256 wide": (dataclasses.replace(E2B_TINY, hidden_size=256, head_dim=64), (20, 2, 2)),
@@ -92,7 +84,7 @@ SHAPES: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
     "E4B_MINI": (E4B_MINI, (3, 0, 0)),
     "E2B's dimensions": (_E2B_WITHOUT_TOWERS, (1, 0, 0)),
 }
-TRITON: dict[str, tuple[Gemma4Shape, tuple[int, int, int]]] = {
+TRITON: dict[str, tuple[checkpoint.Gemma4Shape, tuple[int, int, int]]] = {
     "tiny, on Triton": (dataclasses.replace(E2B_TINY, heads=2), (5, 1, 0)),
     "tiny, window donor, on Triton": (dataclasses.replace(_WINDOW_DONOR, heads=2), (5, 0, 1)),
 }
@@ -147,10 +139,12 @@ class Result:
 
 
 @contextmanager
-def engines(shape: Gemma4Shape, dtype: str) -> Iterator[Engine]:
+def engines(shape: checkpoint.Gemma4Shape, dtype: str) -> Iterator[Engine]:
     """An engine of this shape, its tail captured, whose weights are to be drawn."""
     with tempfile.TemporaryDirectory() as directory:
-        path = write_checkpoint(directory, dataclasses.replace(shape, dtype=dtype), weights=False)
+        path = checkpoint.write_checkpoint(
+            directory, dataclasses.replace(shape, dtype=dtype), weights=False
+        )
         engine = Engine(
             path,
             device="cpu",
@@ -164,7 +158,7 @@ def engines(shape: Gemma4Shape, dtype: str) -> Iterator[Engine]:
 
 
 @torch.no_grad()
-def draw(model: Any, shape: Gemma4Shape) -> None:
+def draw(model: Any, shape: checkpoint.Gemma4Shape) -> None:
     """Draw the weights of a loaded ``Gemma4TextModel`` as a checkpoint's."""
     torch.manual_seed(shape.seed)
     for name, weight in model.named_parameters():
@@ -176,12 +170,9 @@ def draw(model: Any, shape: Gemma4Shape) -> None:
 
 def kinds(count: int, seed: int) -> list[dict[str, Any]]:
     """Kinds of weights, ``count`` of them: all combinations in random order, over and over."""
-    every = [
-        {"sharpness": s, "post_norms": p, "outliers": o}
-        for s in SHARPNESS
-        for p in POST_NORMS
-        for o in OUTLIERS
-    ]
+    names = ("sharpness", "post_norms", "outliers")
+    combined = itertools.product(SHARPNESS, POST_NORMS, OUTLIERS)
+    every: list[dict[str, Any]] = [dict(zip(names, one, strict=True)) for one in combined]
     random.Random(seed).shuffle(every)
     return [every[i % len(every)] | {"seed": seed + i} for i in range(count)]
 
@@ -310,7 +301,7 @@ def judged(group: Group) -> list[Result]:
     return results
 
 
-def run(args: argparse.Namespace) -> Iterator[list[Result]]:
+def run(args: Namespace) -> Iterator[list[Result]]:
     """All models that are asked for, by shape and type."""
     breaks = [name for name in BREAKAGES if args.breakage in name]
     groups = [
@@ -335,18 +326,15 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         for name, factor in result.found.items():
             model = f"{result.model}, {result.dtype}, seed {result.seed}"
             factors[name].append((factor, model))
+    largest = {
+        "check": [r.check for r in results],
+        "audits": [r.audits for r in results],
+        "proofs": [r.proof for r in results],
+    }
     return {
         "models": len(results),
-        "false_alarms": {
-            "check": sum(r.check > 1 for r in results),
-            "audits": sum(r.audits > 1 for r in results),
-            "proofs": sum(r.proof > 1 for r in results),
-        },
-        "largest": {
-            "check": max(r.check for r in results),
-            "audits": max(r.audits for r in results),
-            "proofs": max(r.proof for r in results),
-        },
+        "false_alarms": {kind: sum(x > 1 for x in errors) for kind, errors in largest.items()},
+        "largest": {kind: max(errors) for kind, errors in largest.items()},
         "cost": {f"{r.model}, seed {r.seed}": r.cost for r in results if r.cost},
         "audited": sum(r.audited for r in results),
         "proved": sum(r.proved for r in results),
@@ -391,18 +379,17 @@ def finite(value: Any) -> Any:
     return value
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", type=int, help="at most so many of each shape and type")
-    parser.add_argument("--only", default="", help="shapes with this in their name")
-    parser.add_argument("--breakage", default="", help="breakages with this in their name")
-    parser.add_argument("--jobs", type=int, default=2, help="processes; default: %(default)s")
-    parser.add_argument("--triton", action="store_true", help="on SGLang's Triton backend")
-    parser.add_argument("--results", type=Path, help="where to put the results, as JSON")
-    parser.add_argument("--write", type=Path, help="a document to put the table into")
+    parser = command_line(__doc__)
+    add = parser.add_argument
+    add("--models", type=int, help="at most so many of each shape and type")
+    add("--only", default="", help="shapes with this in their name")
+    add("--breakage", default="", help="breakages with this in their name")
+    add("--jobs", type=int, default=2, help="processes")
+    add("--triton", action="store_true", help="on SGLang's Triton backend")
+    add("--results", type=Path, help="where to put the results, as JSON")
+    add("--write", type=Path, help="a document to put the table into")
     return parser.parse_args()
 
 
@@ -425,7 +412,7 @@ def main() -> int:
             }
         )
         if args.results:
-            args.results.write_text(json.dumps(document) + "\n")
+            write_whole(args.results, json.dumps(document) + "\n")
         if args.write:
             part = PART_ON_TRITON if args.triton else PART
             args.write.write_text(inserted(args.write.read_text(), part, table(document)))

@@ -11,16 +11,16 @@ and times the same batch three ways, interleaved in one run:
 For each batch (prompt length, number of prompts, requests that decode along, share of the prompt
 whose logprobs are wanted) it prints medians with 20th and 80th percentiles, the ratio off/on, the
 ceiling off/front-only, and the share of the possible saving that was realised,
-(off - on) / (off - front). Beside every time it verifies that on and off give the same answer,
-and how many rows each layer computed; it refuses to report "on" where the fast path was neither
-active nor stepped aside with a reason. It also measures what the package adds to forwards that
-it leaves alone; and, in passes of their own behind the timed ones, what the host does in a forward
-(``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes time.
+(off - on) / (off - front). It verifies that on and off give
+the same answer, and how many rows each layer computed; it refuses to report "on" where the fast
+path was neither active nor fell back with a reason. It also measures what the package adds to
+forwards that it leaves alone; and, in separate passes after the timed ones, what the host does in
+a forward (``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes
+time.
 
-With ``--graphs`` SGLang records its prefills too, of batches of up to 1024 rows, and the host is
-looked at off and on where SGLang replays them as well: **off replayed** runs SGLang's recording to
-its end, **on replayed** leaves it for the package's recorded tail. Nothing is replayed of the three
-ways that are timed.
+With ``--graphs`` SGLang captures prefills of up to 1024 rows too, and ``host_work`` looks at two
+more ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for
+the package's captured tail. The three timed ways stay eager.
 
 Output contract: tables for people on stdout; the last line is one JSON document.
 
@@ -37,9 +37,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -55,7 +53,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import commit, package_of
+from environment import REPO, command_line, origin, write_whole
 from sglang_gemma4_yoco.commands.compare import Times
 
 if TYPE_CHECKING:
@@ -63,16 +61,16 @@ if TYPE_CHECKING:
 
 WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
-# Prefills of more rows are launched by SGLang: the host has less to do for them than the device,
-# and a CPU's recording holds all that was ever computed in it.
+# Larger prefills stay eager: the host has less to do for them than the device, and on a CPU a
+# captured prefill keeps every intermediate result.
 MOST_RECORDED = 1024
-# A prefill of so many rows is always recorded: the package's check at start fits into it.
+# A prefill of so many rows is always captured: the package's check at start fits into it.
 CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
 HOST_REPEATS = 3
-# Of logits. Below it they are all alike, as those of SGLang's dummy weights are, which vanish on
-# their way through the layers: then on and off agree whatever they compute.
+# Standard deviation of logits. Below it all are alike, as with SGLang's dummy weights, and then on
+# agrees with off whatever it computes.
 LEAST_SPREAD = 0.01
 CONTEXT = 64  # cached tokens of a request that decodes along
 
@@ -114,13 +112,11 @@ class HostWork:
     """What the host does in one forward; see ``host_work``.
 
     Attributes:
-        operations: dispatched, outside of replays; each replay counts as one.
-        replays: of graphs.
+        operations: dispatched outside of replays; each replay counts as one.
         triton_launches: outside of replays.
         device_reads: values for which the host of a GPU would wait.
         seconds: median by region.
-        operations_by_region: those of ``operations``.
-        outside_of_layers: seconds of planning and of all that is before, behind and around layers.
+        outside_of_layers: seconds of planning and of all that is before, after and around layers.
         added_outside: by how much they were more than those of the off pass beside each.
     """
 
@@ -139,8 +135,8 @@ class Replayed:
     """What came of a prefill that SGLang replays.
 
     Attributes:
-        path: what the package says of it: a way of being active, or why it stepped aside.
-        max_logit_difference: from the stock forward that is launched.
+        path: what the package reports: a way of being active, or why it fell back.
+        max_logit_difference: from the eager stock forward.
         same_tokens: whether the greedy next tokens are the same.
     """
 
@@ -154,15 +150,13 @@ class Point:
     """What was measured of one batch.
 
     Attributes:
-        path: ``active``, or the reason why the fast path stepped aside.
+        path: a way of being active, or the reason why the forward fell back to stock.
         rows: FFN rows of the first and of the last layer with the fast path on.
         max_logit_difference: between on and off, over the last row of every prompt.
         same_tokens: whether the greedy next tokens are the same.
-        ratio: off / on.
-        ceiling: off / front-only.
-        realised: share of the possible saving.
+        ratio: off / on; ``ceiling`` is off / front-only, ``realised`` (off - on) / (off - front).
         host: what the host does, by way.
-        replayed: what came of the ways whose prefill SGLang replays; empty where it has recorded
+        replayed: what came of the ways whose prefill SGLang replays; empty where it has captured
             none of this length.
     """
 
@@ -188,14 +182,12 @@ class Point:
 
 
 class NotActiveError(Exception):
-    """The fast path did not run and gave no reason, or nobody could have told that it did."""
+    """The fast path did not run and gave no reason, or its answers could not have differed."""
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="directory of a checkpoint")
     model.add_argument(
@@ -203,42 +195,34 @@ def parse_arguments() -> argparse.Namespace:
         default="E2B_MINI",
         help="E2B, E4B (dummy weights), E2B_MINI, E4B_MINI, E2B_TINY, E2B_HOST, E4B_HOST",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--weights",
         choices=["random", "dummy"],
-        help="of a preset, random either way: written to disk, or filled in behind SGLang's dummy "
+        help="of a preset, random either way: written to disk, or filled in after SGLang's dummy "
         "loader (default: dummy for E2B and E4B)",
     )
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
-    parser.add_argument(
-        "--decoding", type=int, nargs="+", default=[0], help="requests that decode along"
-    )
-    parser.add_argument(
-        "--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs"
-    )
-    parser.add_argument("--repeats", type=int, default=7, help="times each of the three ways")
-    parser.add_argument(
-        "--host-repeats",
-        type=int,
-        default=HOST_REPEATS,
-        help="times off and on for the host's time by region",
-    )
-    parser.add_argument(
+    add("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
+    add("--batch-sizes", type=int, nargs="+", default=[1, 4])
+    add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
+    add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
+    add("--repeats", type=int, default=7, help="times each of the three ways")
+    add("--host-repeats", type=int, default=HOST_REPEATS, help="passes for the host's times")
+    add(
         "--graphs",
         action="store_true",
-        help="record the tail, as a server with CUDA graphs does, and prefills of up to "
-        f"{MOST_RECORDED} rows; on a CPU (SGLang 0.5.23) a replay runs the recorded operations one "
-        "by one: look at what the host does besides",
+        help="capture the tail, as a server with CUDA graphs does, and prefills of up to "
+        f"{MOST_RECORDED} rows; on a CPU a replay runs the captured operations one by one, so "
+        "only the host's work besides is a result",
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--json", type=Path, help="also write the JSON document to this file")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--dtype", help="default: float32 on a CPU, else bfloat16")
+    add("--json", type=Path, help="also write the JSON document to this file")
     args = parser.parse_args()
     if min(*args.lengths, *args.batch_sizes, args.repeats, args.host_repeats) < 1:
-        parser.error("--lengths, --batch-sizes and both --repeats want numbers above 0")
+        parser.error("--lengths, --batch-sizes and both --repeats take numbers above 0")
     if min(args.decoding) < 0 or min(args.read) < 0 or max(args.read) > 1:
-        parser.error("--decoding wants numbers from 0, --read shares from 0 to 1")
+        parser.error("--decoding takes numbers from 0, --read shares from 0 to 1")
     if args.model is not None and not (args.model / "config.json").exists():
         parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
     return args
@@ -266,7 +250,7 @@ def build_engine(
     """The model on SGLang's ModelRunner, with room for the largest batch.
 
     Args:
-        prefills: how many rows the prefills have that SGLang records; nothing else is recorded.
+        prefills: lengths of the prefills that SGLang captures; it captures no others.
     """
     from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
     from sglang_gemma4_reference.engine import Engine
@@ -279,13 +263,14 @@ def build_engine(
         dummy = args.weights == "dummy" or (args.weights is None and args.preset in ("E2B", "E4B"))
         path = directory / args.preset
         write_checkpoint(path, PRESETS[args.preset], weights=not dummy)
-        if dummy:
-            options["load_format"] = "dummy"
+        options |= {"load_format": "dummy"} if dummy else {}
     largest = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
     graphs: dict[str, Any] = {"cuda_graph_bs_decode": [1]} if args.graphs else {}
     if prefills:
         graphs |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
-    with recordable(device) if prefills else nullcontext():
+    with ExitStack() as span:
+        if prefills:
+            span.enter_context(recordable(device))
         engine = Engine(
             path,
             device=device,
@@ -301,7 +286,7 @@ def build_engine(
 
 
 def buckets(args: argparse.Namespace, device: str) -> list[int]:
-    """Rows of the batches whose prefills SGLang records."""
+    """Rows of the batches whose prefills SGLang captures."""
     from sglang_gemma4_reference import releases
 
     if not args.graphs or not (device == "cuda" or releases.records_prefills()):
@@ -310,20 +295,22 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
     return sorted(total for total in totals if total <= MOST_RECORDED)
 
 
-def recordable(device: str) -> AbstractContextManager[None]:
-    """SGLang can record prefills in the span."""
-    if device == "cuda":
-        return nullcontext()
-    from sglang_gemma4_reference import prefill_graphs
+@contextmanager
+def recordable(device: str) -> Iterator[None]:
+    """SGLang can capture prefills in the span, on a CPU too."""
+    with ExitStack() as span:
+        if device == "cpu":
+            from sglang_gemma4_reference import prefill_graphs
 
-    return prefill_graphs.recordable()
+            span.enter_context(prefill_graphs.recordable())
+        yield
 
 
 def record(engine: Any) -> None:
-    """Have the tail recorded; decode steps are launched, as without graphs.
+    """Capture the tail; decode steps stay eager.
 
     Raises:
-        NotActiveError: it was not recorded.
+        NotActiveError: the tail was not captured.
     """
     from sglang_gemma4_reference import releases
     from sglang_gemma4_yoco.loading import start
@@ -372,7 +359,7 @@ def switched(way: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
-    """The same; and SGLang replays prefills that it has recorded, or does not, as the way says."""
+    """``switched``; and SGLang replays captured prefills, or does not, as the way says."""
     from sglang_gemma4_yoco import seams
 
     with ExitStack() as span:
@@ -449,10 +436,10 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
 
 
 def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
-    """What comes of the ways whose prefill SGLang replays, if it has recorded one of these rows.
+    """What comes of the ways whose prefill SGLang replays, if it has captured one of these rows.
 
     Args:
-        stock: the logits of the stock forward that is launched.
+        stock: the logits of the eager stock forward.
 
     Raises:
         NotActiveError: nothing was reported of the fast path.
@@ -476,7 +463,7 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
 
 def recorded_rows(engine: Any) -> list[int]:
-    """Of how many rows SGLang has recorded prefills."""
+    """The lengths of the prefills that SGLang has captured."""
     import host_work
 
     graphs = getattr(host_work.recorded_prefills(engine), "_graphs", ())
@@ -486,10 +473,10 @@ def recorded_rows(engine: Any) -> list[int]:
 def measure_host(
     engine: Any, batch: Any, repeats: int, ways: Sequence[str] = WAYS[:2]
 ) -> dict[str, HostWork]:
-    """What the host does for one batch, in turns in each way. None of it is timed as a whole.
+    """What the host does for one batch, in turns in each way.
 
     Raises:
-        NotActiveError: SGLang replayed nothing where it is said to.
+        NotActiveError: SGLang was to replay, and did not.
     """
     from functools import partial
     from statistics import median
@@ -510,32 +497,30 @@ def measure_host(
                 synchronizer(engine)()
                 seconds[way].append(host_work.clock(engine, forward))
     outside = {way: [host_work.outside_of_layers(one) for one in seconds[way]] for way in ways}
-    return {
-        way: HostWork(
-            operations=counts[way].operations.total(),
-            replays=counts[way].replays,
-            triton_launches=counts[way].triton_launches,
-            device_reads=counts[way].device_reads,
-            seconds={
-                region: median(pass_[region] for pass_ in seconds[way])
-                for region in host_work.REGIONS
-            },
-            operations_by_region={
-                region: counts[way].operations[region] for region in host_work.REGIONS
-            },
+    found = {}
+    for way in ways:
+        beside = zip(outside[way], outside["off"], strict=True)
+        found[way] = HostWork(
+            **vars(counts[way]) | {"operations": counts[way].operations.total()},
+            seconds={name: median(one[name] for one in seconds[way]) for name in host_work.REGIONS},
+            operations_by_region={name: counts[way].operations[name] for name in host_work.REGIONS},
             outside_of_layers=Times.of(outside[way]),
-            added_outside=Times.of(
-                [one - off for one, off in zip(outside[way], outside["off"], strict=True)]
-            ),
+            added_outside=Times.of([one - off for one, off in beside]),
         )
-        for way in ways
-    }
+    return found
 
 
 def measure(
-    engine: Any, load: Load, repeats: int, progress: Any, host_repeats: int = HOST_REPEATS
+    engine: Any,
+    load: Load,
+    repeats: int,
+    host_repeats: int = HOST_REPEATS,
+    progress: Callable[[], object] = lambda: None,
 ) -> Point:
     """Time one batch all three ways, in turns, and verify the answers.
+
+    Args:
+        progress: called after each timed forward.
 
     Raises:
         NotActiveError: the fast path did not run and gave no reason, or no answer could differ.
@@ -554,7 +539,7 @@ def measure(
             way = WAYS[(i + repeat) % len(WAYS)]
             spent, logits[way] = timed(engine, batch, way)
             seconds[way].append(spent)
-            progress.update()
+            progress()
     must_have_spread(logits["off"])
     off, on, front = (Times.of(seconds[way]) for way in WAYS)
     possible = off.median - front.median
@@ -587,8 +572,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 def measure_gate(engine: Any) -> dict[str, float]:
     """What the package adds to forwards that it leaves alone, in microseconds.
 
-    The wrapped calls get a stock function that does nothing, called through the same arguments
-    without the wrapper for comparison.
+    Stock functions that do nothing are called with the package's wrappers around them, and without.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -606,29 +590,23 @@ def measure_gate(engine: Any) -> dict[str, float]:
         pass
 
     backend, model = Backend(), engine.text_model
-    plain_plan = backend.init_forward_metadata
+    plain_plan, wrapped = backend.init_forward_metadata, with_fast_prefill(stock)
     attached = find(model)
     known = ModelState(model, None, TailBackend(backend, Backend()))
     known.attach(gate.plan_batch)
-    wrapped = with_fast_prefill(stock)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     prefill = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
     decode = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
     decode.forward_mode = ForwardMode.DECODE
 
-    def added(forward_batch: Any) -> float:
+    def taken(forward: Callable[..., Any], plan: Callable[[Any], Any], forward_batch: Any) -> float:
         arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
+        return microseconds(lambda: (plan(forward_batch), forward(*arguments)))
 
-        def with_package() -> None:
-            backend.init_forward_metadata(forward_batch)
-            wrapped(*arguments)
-
-        def without() -> None:
-            plain_plan(forward_batch)
-            stock(*arguments)
-
-        return microseconds(with_package) - microseconds(without)
+    def added(forward_batch: Any) -> float:
+        with_package = taken(wrapped, backend.init_forward_metadata, forward_batch)
+        return with_package - taken(stock, plain_plan, forward_batch)
 
     try:
         return {
@@ -641,76 +619,15 @@ def measure_gate(engine: Any) -> dict[str, float]:
             model.__dict__[ENTRY] = attached
 
 
-def show(points: Sequence[Point], gate: dict[str, float]) -> None:
-    """Print the tables."""
-    from sglang_gemma4_yoco.commands import page
-
-    console = page.console_of(150)
-    of_load = ("tokens", "batch", "decoding")
-    console.print(
-        page.table(
-            "Prefill, milliseconds: median (20th-80th percentile)",
-            (
-                *of_load, "read", "off", "on", "front only", "off/on", "ceiling", "realised",
-                "rows", "max |dlogit|", "path",
-            ),
-            [
-                (
-                    *_load(p), f"{p.load.read:g}",
-                    *(times.text(1e3, 1) for times in (p.off, p.on, p.front)),
-                    f"{p.ratio:.2f}", f"{p.ceiling:.2f}", f"{p.realised:.0%}",
-                    f"{p.rows[0]}->{p.rows[1]}", f"{p.max_logit_difference:.1e}", p.path,
-                )
-                for p in points
-            ],
-            words=("path",),
-        )
-    )  # fmt: skip
-    regions = list(points[0].host["off"].seconds)
-    console.print(
-        page.table(
-            "The host in one forward; milliseconds by region",
-            (
-                *of_load, "way", "operations", "replays", "Triton launches", "device reads",
-                *regions, "path",
-            ),
-            [
-                (
-                    *_load(p), way, f"{host.operations}", f"{host.replays}",
-                    f"{host.triton_launches}",
-                    f"{host.device_reads}",
-                    *(f"{host.seconds[region] * 1e3:.2f}" for region in regions),
-                    p.replayed[way].path if way in p.replayed else "",
-                )
-                for p in points
-                for way, host in p.host.items()
-            ],
-            words=("way", "path"),
-        )
-    )  # fmt: skip
-    console.print(
-        f"Added to an ineligible prefill: {gate['ineligible_prefill_us']:.1f} us; "
-        f"to a decode step: {gate['decode_us']:.2f} us"
-    )
-
-
-def _load(point: Point) -> tuple[str, str, str]:
-    load = point.load
-    return f"{load.length}", f"{load.batch_size}", f"{load.decoding}"
-
-
 def describe(args: argparse.Namespace, engine: Any) -> dict[str, Any]:
     """Where the figures come from: command, commit, model, machine and versions."""
     import torch
 
     cuda = engine.runner.device == "cuda"
     return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "package": package_of(),
+        **origin(),
         "model": str(args.model or args.preset),
         "device": torch.cuda.get_device_name() if cuda else f"cpu ({os.cpu_count()} cores)",
-        "machine": platform.machine(),
         "torch_threads": torch.get_num_threads(),
         "dtype": str(next(engine.text_model.parameters()).dtype),
         "sglang": version("sglang"),
@@ -736,12 +653,16 @@ def main() -> int:
         grid = loads(args)
         with tqdm(total=len(grid) * args.repeats * len(WAYS), unit="forward") as progress:
             for load in grid:
-                points.append(measure(engine, load, args.repeats, progress, args.host_repeats))
+                points.append(
+                    measure(engine, load, args.repeats, args.host_repeats, progress.update)
+                )
                 line = json.dumps(about | {"points": points, "gate": gate}, default=asdict)
                 if args.json is not None:  # after each point, so that nothing is lost
-                    args.json.parent.mkdir(parents=True, exist_ok=True)
-                    args.json.write_text(line + "\n")
-    show(points, gate)
+                    write_whole(args.json, line + "\n")
+    sys.path.insert(0, str(REPO / "scripts" / "docs"))
+    import plot_prefill  # whose tables need what a GPU machine may lack
+
+    print(plot_prefill.markdown(*plot_prefill.read(json.loads(line))))
     print(line)
     exact = next(engine.text_model.parameters()).dtype == torch.float32
     wrong = [p for p in points if p.differs]

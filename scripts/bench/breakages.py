@@ -1,4 +1,4 @@
-"""Ways in which the fast path could be wrong, for whoever wants to see that checks notice.
+"""Ways in which the fast path could be wrong, to see that checks notice them.
 
 Each is a context manager around forwards of one model; stock's own forwards are not touched. Where
 a model has no place for one (no layer with a window, no captured tail) it yields False.
@@ -114,71 +114,51 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
         yield True
 
 
-def _layers_run(wrong: Callable[..., Any]) -> Breakage:
-    """``wrong`` is called with what runs the tail's layers, and its arguments by name."""
+def _wrong(owner: Any, name: str, wrong: Callable[..., Any]) -> Breakage:
+    """``wrong`` runs in place of a function, and gets the right one before its arguments."""
 
     @contextmanager
-    def breakage(_: ModelState) -> Iterator[bool]:
-        stock = cut.run_layers
-        names = inspect.signature(stock)
+    def breakage(state: ModelState) -> Iterator[bool]:
+        stock = getattr(owner, name)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return wrong(stock, **names.bind(*args, **kwargs).arguments)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return wrong(stock, *args, **kwargs)
 
-        with mock.patch.object(cut, "run_layers", run):
-            yield True
+        with mock.patch.object(owner, name, call):
+            yield owner is not PerLayerInputs or state.model.hidden_size_per_layer_input > 0
 
     return breakage
+
+
+def _layers_run(wrong: Callable[..., Any]) -> Breakage:
+    """``wrong`` gets the arguments of ``run_layers`` by name."""
+    names = inspect.signature(cut.run_layers)
+
+    def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return wrong(stock, **names.bind(*args, **kwargs).arguments)
+
+    return _wrong(cut, "run_layers", run)
 
 
 def _positions(stock: Callable[..., Any], positions: torch.Tensor, **others: Any) -> Any:
     return stock(positions=positions + 1, **others)
 
 
-@contextmanager
-def _next_request(_: ModelState) -> Iterator[bool]:
-    stock = KeptRows.suffixes
-
-    def suffixes(*args: Any) -> KeptRows:
-        right = stock(*args)
-        last = right.indices[-1]
-        return replace(right, indices=[min(row + 1, last) for row in right.indices])
-
-    with mock.patch.object(KeptRows, "suffixes", suffixes):
-        yield True
+def _next_request(stock: Callable[..., KeptRows], *args: Any) -> KeptRows:
+    right = stock(*args)
+    last = right.indices[-1]
+    return replace(right, indices=[min(row + 1, last) for row in right.indices])
 
 
-@contextmanager
-def _keys(_: ModelState, *, k: float = 1.0, v: float = 1.0) -> Iterator[bool]:
-    stock = donor.keys_and_values
-
-    def keys_and_values(*args: Any) -> Any:
-        keys, values = stock(*args)
-        return keys * k, values * v
-
-    with mock.patch.object(donor, "keys_and_values", keys_and_values):
-        yield True
+def _keys(stock: Callable[..., Any], *args: Any, k: float, v: float) -> Any:
+    keys, values = stock(*args)
+    return keys * k, values * v
 
 
-@contextmanager
-def _inputs(state: ModelState, wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[bool]:
-    """``wrong`` is called with the tail's per-layer inputs, [B, layers, width]."""
-    stock = PerLayerInputs.kept
-
-    def kept(inputs: PerLayerInputs) -> torch.Tensor | None:
-        right = stock(inputs)
-        return None if right is None else wrong(right)
-
-    with mock.patch.object(PerLayerInputs, "kept", kept):
-        yield state.model.hidden_size_per_layer_input > 0
-
-
-def _other_layer(right: torch.Tensor) -> torch.Tensor:
-    return right.roll(1, 1)
-
-
-def _other_row(right: torch.Tensor) -> torch.Tensor:
-    return right.roll(1, 0)
+def _inputs(stock: Callable[..., Any], inputs: PerLayerInputs, dim: int) -> torch.Tensor | None:
+    """The tail's per-layer inputs, [B, layers, width], shifted by one row or layer."""
+    right: torch.Tensor | None = stock(inputs)
+    return None if right is None else right.roll(1, dim)
 
 
 def _no_norm(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any:
@@ -186,21 +166,14 @@ def _no_norm(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any
         return stock(state=state, **others)
 
 
-@contextmanager
-def _scattered(_: ModelState) -> Iterator[bool]:
+def _scattered(stock: Callable[..., Any], state: ModelState, plan: Any, *args: Any) -> Any:
     """The rows of the tail come back one row too early."""
-    stock = cut.prefill
-
-    def prefill(state: ModelState, plan: Any, *args: Any) -> Any:
-        output = stock(state, plan, *args)
-        if plan.runner is not None:
-            rows, index = seams.layer_rows(output), plan.tail.index
-            kept = rows.index_select(0, index)
-            rows.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
-        return output
-
-    with mock.patch.object(cut, "prefill", prefill):
-        yield True
+    output = stock(state, plan, *args)
+    if plan.runner is not None:
+        rows, index = seams.layer_rows(output), plan.tail.index
+        kept = rows.index_select(0, index)
+        rows.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
+    return output
 
 
 def as_returned(rows: torch.Tensor) -> Any:
@@ -216,17 +189,14 @@ def _skipped_layer(stock: Callable[..., Any], state: ModelState, **others: Any) 
         return stock(state=state, **others)
 
 
-@contextmanager
-def _never_written(_: ModelState) -> Iterator[bool]:
+def _never_written(stock: Callable[..., Any], state: ModelState, plan: Any, *args: Any) -> None:
     """K and V of intermediate chunks."""
-    stock = cut.write_keys_and_values
+    if plan.runner is not None:
+        stock(state, plan, *args)
 
-    def write(state: ModelState, plan: Any, *args: Any) -> None:
-        if plan.runner is not None:
-            stock(state, plan, *args)
 
-    with mock.patch.object(cut, "write_keys_and_values", write):
-        yield True
+def _scaled(k: float = 1.0, v: float = 1.0) -> Breakage:
+    return _wrong(donor, "keys_and_values", partial(_keys, k=k, v=v))
 
 
 @contextmanager
@@ -252,17 +222,17 @@ BREAKAGES: Mapping[str, Breakage] = {
     "the donor's window one key long": partial(_window, more=1, donor_alone=True),
     "slots of the other pool": _other_pool,
     "positions one too high": _layers_run(_positions),
-    "rows of the next request": _next_request,
-    "keys doubled": partial(_keys, k=2.0),
-    "keys 2 % too large": partial(_keys, k=1.02),
-    "values doubled": partial(_keys, v=2.0),
-    "values 2 % too large": partial(_keys, v=1.02),
-    "per-layer inputs of another layer": partial(_inputs, wrong=_other_layer),
-    "per-layer inputs of another row": partial(_inputs, wrong=_other_row),
+    "rows of the next request": _wrong(KeptRows, "suffixes", _next_request),
+    "keys doubled": _scaled(k=2.0),
+    "keys 2 % too large": _scaled(k=1.02),
+    "values doubled": _scaled(v=2.0),
+    "values 2 % too large": _scaled(v=1.02),
+    "per-layer inputs of another layer": _wrong(PerLayerInputs, "kept", partial(_inputs, dim=1)),
+    "per-layer inputs of another row": _wrong(PerLayerInputs, "kept", partial(_inputs, dim=0)),
     "the norm left out": _layers_run(_no_norm),
-    "scattered one row off": _scattered,
+    "scattered one row off": _wrong(cut, "prefill", _scattered),
     "one layer skipped": _layers_run(_skipped_layer),
-    "unread keys and values not written": _never_written,  # by this name in the results
+    "unread keys and values not written": _wrong(cut, "write_keys_and_values", _never_written),
     **{
         f"a stale input of graphs: {name}": partial(_stale, name=name)
         for name in ("rows", "positions", "requests", "lengths", "embeds", "embedded")

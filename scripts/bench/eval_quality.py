@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
 """Does a real model answer as well with fast prefill as without it?
 
-Asks two SGLang servers of one checkpoint, off and on, the same questions at temperature 0:
+Sends two SGLang servers of one checkpoint, off and on, the same questions at temperature 0:
 
 * GSM8K, 5-shot, through lm-eval (its own task, prompts and scoring);
 * 30 pictures of two colours each, made here: "name the two colours".
 
-For both it tells the accuracy of each server, the share of answers that are the same character by
-character, and shows the answers that are not. In bf16 on a GPU other kernels run for the last rows,
+For both it prints the accuracy of each server, the share of answers that are the same character by
+character, and the answers that are not. In bf16 on a GPU other kernels run for the last rows,
 so a few answers differ; accuracy should not.
 
 Output contract: for people on stdout; the last line is one JSON document. Exit status 0 when both
-were asked, whatever they answered; 2 when something went wrong.
+servers have answered, rightly or not; 2 when something went wrong.
 
     python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
     python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
 
 Needs ``pip install '.[eval]'`` in a checkout; lm-eval can also live in an environment of its
-own, named with ``--lm-eval``. GSM8K is downloaded by lm-eval, unless ``--questions`` names a file
-with a question and an answer per line of JSON.
+own, named with ``--lm-eval``. lm-eval downloads GSM8K, unless ``--questions`` names a file with a
+question and an answer per line of JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import SetupError, commit, heading, package_of, say, tail
+from environment import SetupError, command_line, failed, heading, origin, say
 from sglang_gemma4_yoco.commands.prompts import COLOURS, WHICH_COLOURS, picture
 from sglang_gemma4_yoco.commands.servers import (
     Server,
@@ -47,6 +47,7 @@ from sglang_gemma4_yoco.commands.servers import (
     check_switch,
     free_ports,
     running,
+    session,
 )
 
 PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
@@ -67,10 +68,7 @@ class Answers:
 
 def ask_colours(url: str, max_tokens: int) -> Answers:
     """Ask for the colours of all pictures; right is an answer that names both."""
-    import requests
-
-    http = requests.Session()
-    http.trust_env = False  # the servers may stand behind no proxy
+    http = session(url)
     answers = Answers()
     right = 0
     for pair in PICTURES:
@@ -115,12 +113,12 @@ def ask_gsm8k(args: argparse.Namespace, url: str, directory: Path) -> Answers:
         "max_length": 131072,
         "timeout": 1800,
     }
-    command = [str(args.lm_eval), "-m", "lm_eval"]
-    command += ["--model", "local-chat-completions" if args.chat else "local-completions"]
-    command += ["--model_args", ",".join(f"{k}={v}" for k, v in model_args.items())]
-    command += ["--tasks", task, *include, "--num_fewshot", "5", "--batch_size", "1"]
-    command += ["--gen_kwargs", f"temperature=0,max_gen_toks={args.max_tokens}"]
-    command += ["--output_path", str(directory / "out"), "--log_samples"]
+    kind = "local-chat-completions" if args.chat else "local-completions"
+    server = ",".join(f"{key}={value}" for key, value in model_args.items())
+    options = f"--model {kind} --model_args {server} --tasks {task} --num_fewshot 5 --batch_size 1"
+    options += f" --gen_kwargs temperature=0,max_gen_toks={args.max_tokens} --log_samples"
+    command = [str(args.lm_eval), "-m", "lm_eval", *options.split(), *include]
+    command += ["--output_path", str(directory / "out")]
     if args.chat:
         command += ["--apply_chat_template", "--fewshot_as_multiturn"]
     if args.limit is not None:
@@ -222,11 +220,9 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         with served(args, directory, fast=way == "on") as server:
             found[way] = ask(args, server.url, directory / way)
     document: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "package": package_of(),
+        **origin(),
         "model": args.model,
-        # Of servers that were started elsewhere only their own logs can tell.
+        # Of servers that were started elsewhere it is not known.
         "active": True if args.off is None else None,
     }
     for name in args.sets:
@@ -237,45 +233,34 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="a checkpoint to serve, off and then on")
-    parser.add_argument("--off", metavar="URL", help="a server with the fast path off")
-    parser.add_argument("--on", metavar="URL", help="a server with the fast path on")
-    parser.add_argument("--sets", nargs="+", choices=["gsm8k", "colours"], default=[])
-    parser.add_argument("--questions", type=Path, metavar="FILE", help="instead of GSM8K's own")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N questions of GSM8K")
-    parser.add_argument("--chat", action="store_true", help="GSM8K through the chat template")
-    parser.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
-    parser.add_argument("--concurrency", type=int, default=16, help="default: %(default)s")
-    parser.add_argument(
-        "--lm-eval", type=Path, default=sys.executable, metavar="PYTHON", help="which has lm-eval"
-    )
-    parser.add_argument("--server-args", default="", metavar="'...'", help="for both servers")
-    parser.add_argument("--start-timeout", type=float, default=1800.0, metavar="SECONDS")
+    parser = command_line(__doc__)
+    add = parser.add_argument
+    add("--model", help="a checkpoint to serve, off and then on")
+    add("--off", metavar="URL", help="a server with the fast path off")
+    add("--on", metavar="URL", help="a server with the fast path on")
+    add("--sets", nargs="+", choices=["gsm8k", "colours"], default=["gsm8k", "colours"])
+    add("--questions", type=Path, metavar="FILE", help="instead of GSM8K's own")
+    add("--limit", type=int, metavar="N", help="the first N questions of GSM8K")
+    add("--chat", action="store_true", help="GSM8K through the chat template")
+    add("--max-tokens", type=int, default=256, help="of an answer")
+    add("--concurrency", type=int, default=16, help="questions of GSM8K at a time")
+    add("--lm-eval", type=Path, default=sys.executable, metavar="PYTHON", help="which has lm-eval")
+    add("--server-args", default="", metavar="'...'", help="for both servers")
+    add("--start-timeout", type=float, default=1800.0, metavar="SECONDS")
     args = parser.parse_args(argv)
     if (args.off is None) != (args.on is None) or (args.off is None) == (args.model is None):
         parser.error("name either --model, or both --off and --on")
-    args.sets = args.sets or ["gsm8k", "colours"]
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask, compare, print."""
     args = parse_arguments(argv)
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            try:
-                print(json.dumps(run(args, Path(directory))))
-            except SetupError as failure:  # here, while its log still exists
-                if failure.log is not None:
-                    print(tail(failure.log), file=sys.stderr)
-                print(f"error: {failure}", file=sys.stderr)
-                return 2
-    except WrongPathError as failure:
-        print(f"error: nothing is reported: {failure}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            print(json.dumps(run(args, Path(directory))))
+        except (SetupError, WrongPathError) as failure:  # here, while its log still exists
+            return failed(failure)
     return 0
 
 

@@ -1,20 +1,18 @@
 """What does the host do in one forward? Operations, launches, reads of the device, time by region.
 
-Seen from outside of the package, in passes of their own: whatever counts is slow. ``count`` says
-how often, ``clock`` how long.
+Looks from outside of the package, in passes of their own, since counting slows the host down:
+``count`` returns how often, ``clock`` how long.
 
-What a replayed graph runs is the device's work, so counting, the replay itself is one operation.
-While the clock runs the CPU's recorded graphs are not run at all, and hand out what the last replay
-left: a GPU's host does not do that work either, and here it would leave the caches cold for what
-follows. A CUDA graph's replay is left out of the time.
+What a replayed graph runs is the device's work, so for ``count`` the replay itself is one
+operation. ``clock`` does not run the CPU's captured graphs, whose outputs stay as the last replay
+left them: a GPU's host does not do that work either, and here it would leave the caches cold for
+what follows. It leaves a CUDA graph's replay out of the time.
 
-Of a prefill that SGLang has recorded, each segment is such a graph. What runs between two segments
-is the host's work, and belongs to the layer whose attention it is.
+Each segment of a captured prefill is such a graph. What runs between two segments is the host's
+work, and belongs to the layer whose attention it is.
 
-An attention call of the CPU platform's own backend is one operation too, for it stands for a
-kernel. All that is dispatched counts, views and allocations as well.
-
-Reads are those that ``host_reads`` sees.
+An attention call of the CPU platform's own backend is one operation too, in place of a kernel. All
+that is dispatched counts, views and allocations as well. Reads are those that ``host_reads`` sees.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from sglang_gemma4_reference import host_reads, releases
 from sglang_gemma4_reference.attention import WindowedTorchNativeBackend
 from sglang_gemma4_reference.recorder import RecordedGraph, unseen
 
-# In the order of a forward. The donor layer is K-1, the tail ends where the final norm begins.
+# In the order of a forward. The donor layer is S-1, the tail ends where the final norm begins.
 REGIONS = ("planning", "front", "donor layer", "tail", "rest")
 
 
@@ -165,7 +163,8 @@ def clock(engine: Any, forward: Callable[[], Any]) -> dict[str, float]:
     """Seconds of one ``forward`` by region, without those in which a graph was replayed."""
     regions = _Regions(engine)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(RecordedGraph, "replay", _left_out))
+        # A mock in its place takes longer.
+        stack.enter_context(mock.patch.object(RecordedGraph, "replay", lambda _: None))  # noqa: PT008
         for segment in _cpu_segments():
             stack.enter_context(mock.patch.object(segment, "replay", _method(regions.at_replay)))
         replay = functools.partial(_replayed, torch.cuda.CUDAGraph.replay, regions)
@@ -173,10 +172,6 @@ def clock(engine: Any, forward: Callable[[], Any]) -> dict[str, float]:
         stack.enter_context(regions.followed())
         forward()
     return {region: regions.seconds.get(region, 0.0) for region in REGIONS}
-
-
-def _left_out(_: RecordedGraph) -> None:
-    """Instead of a replay; a mock would take longer."""
 
 
 def _replayed(stock: Callable[..., Any], regions: _Regions, graph: Any) -> None:
@@ -194,34 +189,34 @@ def count(engine: Any, forward: Callable[[], Any]) -> Counts:
     """How often the host did what in one ``forward``."""
     counts, regions = Counts(), _Regions(engine)
 
-    def one_operation(*_: Any) -> None:
+    def operation(*_: Any) -> None:
         counts.operations[regions.now] += 1
 
-    def one_replay(graph: Any) -> None:
+    def replay(graph: Any) -> None:
         regions.at_replay(graph)
-        one_operation()
+        operation()
         counts.replays += 1
 
-    def one_launch(*_: Any) -> None:
+    def launch(*_: Any) -> None:
         counts.triton_launches += 1
 
-    def one_read(_: str) -> None:
+    def read(_: str) -> None:
         counts.device_reads += 1
 
     # Where a CPU's server records prefills, CUDA's class is the CPU's.
     graphs = {RecordedGraph, torch.cuda.CUDAGraph, *_cpu_segments()}
     with ExitStack() as stack:
         for owner, name, note in (
-            (WindowedTorchNativeBackend, "forward_extend", one_operation),
-            (WindowedTorchNativeBackend, "forward_decode", one_operation),
-            *((graph, "replay", one_replay) for graph in graphs),
-            *((owner, name, one_launch) for owner, name in _launchers()),
+            (WindowedTorchNativeBackend, "forward_extend", operation),
+            (WindowedTorchNativeBackend, "forward_decode", operation),
+            *((graph, "replay", replay) for graph in graphs),
+            *((owner, name, launch) for owner, name in _launchers()),
         ):
             noting = functools.partial(_noted, getattr(owner, name), note)
             stack.enter_context(mock.patch.object(owner, name, _method(noting)))
         stack.enter_context(regions.followed())
-        stack.enter_context(host_reads.noted(one_read))
-        stack.enter_context(_Dispatched(one_operation))
+        stack.enter_context(host_reads.noted(read))
+        stack.enter_context(_Dispatched(operation))
         forward()
     return counts
 

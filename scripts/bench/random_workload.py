@@ -2,7 +2,7 @@
 """Does a server with fast prefill answer random traffic as a stock one does, and stay healthy?
 
 Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
-and puts the same random requests to both (``sglang_gemma4_reference.workload`` says which, and
+and sends both the same random requests (``sglang_gemma4_reference.workload`` has the requests, and
 what of an answer is compared). With ``--recorded`` both servers replay their decode steps, and the
 second one its tails for up to 16 prompts. With ``--failures-every N`` the second server gets them
 once more, while every Nth forward that takes the fast path fails inside the tail: stock must serve
@@ -14,10 +14,10 @@ A run passes if
 * the fast path was active, by the rows that the layers computed, on the one server, and not on
   the other; of each forward the last layer computed just the rows that are read, or all where
   skipping the others does not pay by the package's own rule (an operator's own threshold is taken
-  away); a tail that is recorded was replayed, with rows that pad; and as many forwards were served
-  by stock as failures were injected;
-* nothing leaks: once all is answered no token and no request holds a slot, SGLang's own checks of
-  its pools, after every step and when idle, have said nothing, and the memory of all of the
+  away); a captured tail was replayed, with padding rows; and as many forwards were served by stock
+  as failures were injected;
+* nothing leaks: after the last answer no token and no request holds a slot, SGLang's own checks of
+  its pools, after every step and when idle, have reported nothing, and the memory of all of the
   server's processes has stayed the same from half of the time on;
 * the server is alive.
 
@@ -37,8 +37,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -51,12 +49,23 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt" / "harness"))
 
-from environment import REPO, SetupError, commit, make_checkpoint, make_work_dir, package_of, say
+from environment import (
+    REPO,
+    SetupError,
+    command_line,
+    failed,
+    make_checkpoint,
+    make_work_dir,
+    origin,
+    say,
+    write_whole,
+)
+from generated import markdown
 from sglang_gemma4_yoco.commands.servers import Server, pair, running
 
 FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""
-ASIDE = "steps aside: "
+FALLBACK = "falls back to stock: "
 _ARGUMENTS = (
     *("--dtype", "float32"),
     *("--max-total-tokens", "32768"),
@@ -74,7 +83,7 @@ class Pass:
         name: ``off``, ``on`` or ``on, with failures``.
         seconds: from the first request to the last answer.
         forwards: prefill forwards by outcome, told from the rows that the layers computed.
-        reasons: why the fast path stepped aside, by this server's log so far.
+        reasons: why batches fell back to stock, by this server's log so far.
         eligible_share: of those with rows to skip, the share that skipped some.
         injected: failures injected into the tail.
         replays: forwards that replayed a recorded tail.
@@ -177,7 +186,7 @@ def run_pass(
     prefills = row_trace.read(trace)[mark:]
     forwards = outcomes(prefills)
     result.forwards = dict(forwards.most_common())
-    result.reasons = [line.split(ASIDE)[1] for line in server.log_lines(ASIDE)]
+    result.reasons = [line.split(FALLBACK)[1] for line in server.log_lines(FALLBACK)]
     result.injected = len(tail_failures.told(failures)) - injected
     shortened = forwards[ACTIVE] + forwards[SKIPPED] + forwards[SERVED_BY_STOCK]
     result.eligible_share = shortened / max(forwards.total() - forwards[NOTHING_TO_SKIP], 1)
@@ -273,69 +282,51 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
 
 def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
     """Print the tables."""
-    from sglang_gemma4_yoco.commands import page
-
-    compared = [None, *comparisons]
-    rows: list[tuple[str, list[str]]] = [
-        ("seconds", [f"{p.seconds:.0f}" for p in passes]),
-        *(
-            (
-                label,
-                ["" if c is None else f"{getattr(c, label.replace(' ', '_'))}" for c in compared],
-            )
-            for label in ("answered", "aborted", "compared tokens", "compared logprobs")
-        ),
-        (
-            "largest difference",
-            ["" if c is None else f"{c.largest_difference:.1e}" for c in compared],
-        ),
-        ("close calls", ["" if c is None else f"{c.close_calls}" for c in compared]),
-        ("differences", ["" if c is None else f"{len(c.differences)}" for c in compared]),
-        *(
-            (f"forwards: {outcome}", [f"{p.forwards.get(outcome, 0)}" for p in passes])
-            for outcome in dict.fromkeys(outcome for p in passes for outcome in p.forwards)
-        ),
-        ("share shortened of those with rows to skip", [f"{p.eligible_share:.1%}" for p in passes]),
-        ("tails replayed", [f"{p.replays}" for p in passes]),
-        ("failures injected", [f"{p.injected}" for p in passes]),
-        ("slots held after all", [f"{p.used_tokens}" for p in passes]),
-        (
-            "memory at half and end, MB",
-            [f"{p.memory_half / 1e6:.0f} {p.memory_end / 1e6:.0f}" for p in passes],
-        ),
+    lines = [
+        {
+            "": one.name,
+            "seconds": f"{one.seconds:.0f}",
+            **{f"forwards: {outcome}": count for outcome, count in one.forwards.items()},
+            "share shortened of those with rows to skip": f"{one.eligible_share:.1%}",
+            "tails replayed": one.replays,
+            "failures injected": one.injected,
+            "slots held after all": one.used_tokens,
+            "memory at half and end, MB": f"{one.memory_half / 1e6:.0f} {one.memory_end / 1e6:.0f}",
+        }
+        for one in passes
     ]
-    console = page.console_of(120)
-    headings = ["", *(one.name for one in passes)]
-    lines = [[label, *cells] for label, cells in rows]
-    console.print(page.table("Random workload", headings, lines, words=("",)))
+    for line, compared in zip(lines[1:], comparisons, strict=False):
+        counts = asdict(compared) | {"differences": len(compared.differences)}
+        line |= {name.replace("_", " "): value for name, value in counts.items()}
+    first, *others = dict.fromkeys(label for line in reversed(lines) for label in line)
+    rows: list[list[Any]] = [[label, *(line.get(label, "") for line in lines)] for label in others]
+    say(markdown(["", *(str(line[first]) for line in lines)], rows, numbers=len(lines)))
     for one in passes:
         for reason in one.reasons:
-            console.print(f"{one.name}: stepped aside: {reason}")
+            say(f"{one.name}: fell back to stock: {reason}")
         for problem in one.problems[:20]:
-            console.print(f"{one.name}: {problem}", style="red")
+            say(f"{one.name}: {problem}")
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     add = parser.add_argument
-    add("--preset", default="E2B_TINY", help="which random checkpoint (default: %(default)s)")
-    add("--requests", type=int, default=200, help="default: %(default)s")
-    add("--longest", type=int, default=4000, help="tokens of a prompt (default: %(default)s)")
-    add("--concurrency", type=int, default=16, help="clients at once (default: %(default)s)")
-    add("--recorded", action="store_true", help="replay decode steps and tails (default: launch)")
-    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--preset", default="E2B_TINY", help="which random checkpoint")
+    add("--requests", type=int, default=200, help="how many")
+    add("--longest", type=int, default=4000, help="tokens of a prompt")
+    add("--concurrency", type=int, default=16, help="clients at once")
+    add("--recorded", action="store_true", help="replay decode steps and tails from graphs")
+    add("--seed", type=int, default=0, help="of the requests (default: 0)")
     add(
         "--failures-every",
         type=int,
         default=0,
         metavar="N",
-        help="ask once more, with every Nth shortened forward failing (default: do not)",
+        help="send all once more, with every Nth shortened forward failing",
     )
-    add("--work-dir", type=Path, default=REPO / ".demo", help="default: %(default)s")
-    add("--start-timeout", type=int, default=600, metavar="SECONDS", help="default: %(default)s")
+    add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")
+    add("--start-timeout", type=int, default=600, metavar="SECONDS", help="of a server")
     add("--json", type=Path, help="write the JSON document to this file too")
     return parser.parse_args()
 
@@ -351,17 +342,13 @@ def main() -> int:
         say(f"Logs: {logs}")
         passes, comparisons = run(args, logs)
     except (SetupError, OSError, ImportError) as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
+        return failed(failure)
     show(passes, comparisons)
     passed = not any(one.problems for one in passes)
     document = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "package": package_of(),
+        **origin(),
         "model": args.preset,
         "device": f"cpu ({os.cpu_count()})",
-        "machine": platform.machine(),
         "dtype": "float32",
         "sglang": version("sglang"),
         "passed": passed,
@@ -370,8 +357,7 @@ def main() -> int:
     }
     line = json.dumps(document)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(line + "\n")
+        write_whole(args.json, line + "\n")
     print(line)
     return 0 if passed else 1
 

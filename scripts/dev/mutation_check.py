@@ -2,11 +2,9 @@
 """Do the tests notice when the package is broken?
 
 ``mutations.py`` breaks the package in named ways. For each of them the checkout is copied, the
-copy broken, and its tests run until the first failure. A mutation is *caught* when a test fails
-that passes on the unbroken copy, and *survives* when all pass. There are two verdicts:
-
-behavioural  ``forward/``, ``triton/`` and ``server/``: what the model computes, what clients see
-all          these, and ``unit/`` and ``models/``, which restate the code
+copy broken, and the tests of ``forward/``, ``triton/`` and ``server/`` run until the first
+failure: those of what the model computes and of what clients see. A mutation is *caught* when a
+test fails that passes on the unbroken copy, and *survives* when all pass.
 
     python scripts/dev/mutation_check.py --results benchmark/results --write benchmark/README.md
     python scripts/dev/mutation_check.py --only gate.py    # those of one file; or part of a name
@@ -14,25 +12,23 @@ all          these, and ``unit/`` and ``models/``, which restate the code
 
 With ``--first`` a mutation that those do not notice stays without a verdict.
 
-Where each mutation is noticed is guessed in the list (``first``) and tried first, so that all of
-them take less than an hour on two cores (``--jobs``). Before any test counts, the same tests must
-pass on the unbroken copy: a test that fails there is left out, and the time that they take there
-sets the limit behind which a broken copy counts as hanging, with all its processes killed.
-``test/srt/scripts`` is not run: its tests are of the scripts.
+The list names the tests that should notice each mutation (``first``). They run first, so that all
+mutations take less than an hour on two cores (``--jobs``). Before any test counts, the same tests
+run on the unbroken copy: a test that fails there is left out, and the time that they take there
+sets the limit after which a broken copy counts as hanging and all its processes are killed.
 
-After each mutation the two files ``mutations.json`` and ``mutations_behavioural.json`` are
-rewritten. A run that was cut short, or whose list or tests have changed, goes on where it was: a
-mutation stays caught while the package, what tests share, and the file that caught it are as they
-were; one that survived is judged again whenever any test has changed.
+After each mutation ``mutations.json`` is rewritten. A run that was cut short, or whose list or
+tests have changed, goes on where it was: a mutation stays caught while the package, what tests
+share, and the file that caught it are as they were; one that survived is judged again whenever any
+test has changed.
 
 Output contract: a line for each verdict and a table for people on stdout; the last line is one JSON
-document. The exit status is 1 when a mutation survives either verdict or has none yet, and 2 when
-one no longer fits the source.
+document. The exit status is 1 when a mutation survives or has no verdict yet, and 2 when one no
+longer fits the source.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -42,12 +38,13 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -58,8 +55,17 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import REPO, SetupError, commit_of, package_of, say
-from generated import inserted
+from environment import (
+    REPO,
+    SetupError,
+    command_line,
+    commit_of,
+    failed,
+    package_of,
+    say,
+    write_whole,
+)
+from generated import inserted, markdown
 from mutations import MUTATIONS, PACKAGE, Mutation, StaleMutationError, broken
 
 TESTS = Path("test") / "srt"
@@ -73,11 +79,10 @@ SHARED_PATHS = (
     "pyproject.toml",
 )
 PART_OF_DOCUMENT = "mutations"
-WITHOUT_BEHAVIOUR = ("unit", "models")
 BEHAVIOUR = ("forward", "triton", "server")
 CONTROL_LIMIT = 2400.0  # seconds
-ALL, BEHAVIOURAL = "mutations.json", "mutations_behavioural.json"
-# What takes longest to import, and nothing of the package: done once, then forked.
+RESULTS = "mutations.json"
+# What takes longest to import, and nothing of the package: imported once, then forked.
 PRELOADED = (
     "pytest",
     "hypothesis",
@@ -142,7 +147,15 @@ def run_pytest(tree: Path, arguments: Sequence[str], notes: Path) -> None:
     with notes.with_suffix(".log").open("w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-    os.environ |= environment(tree)
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "test" / "reference")]),
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_PLATFORM": "gemma4_cpu",
+        "YOCO_TEST_MODELS": "2",
+        _TREE: str(tree),
+    }
+    if _on_triton(arguments):
+        os.environ["TRITON_INTERPRET"] = "1"
     os.chdir(tree)
     sys.path[:0] = [str(tree), str(tree / "test" / "reference")]
     # environment.py has imported this checkout's package; the tests are to find that of their tree.
@@ -162,15 +175,8 @@ def run_pytest(tree: Path, arguments: Sequence[str], notes: Path) -> None:
     os._exit(0)  # a broken package may have left threads behind
 
 
-def environment(tree: Path) -> dict[str, str]:
-    """What the tests of ``tree``, and the servers that they start, find in their environment."""
-    return {
-        "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "test" / "reference")]),
-        "OMP_NUM_THREADS": "1",
-        "SGLANG_PLATFORM": "gemma4_cpu",
-        "YOCO_TEST_MODELS": "2",
-        _TREE: str(tree),
-    }
+def _on_triton(arguments: Sequence[str]) -> bool:
+    return any(f"{TESTS}/triton" in argument for argument in arguments)
 
 
 def started_by(tree: Path) -> list[psutil.Process]:
@@ -229,37 +235,20 @@ class Workplace:
         self, tree: Path, arguments: list[str], notes: Path, limit: float
     ) -> str | None:
         """How the process that runs the tests ended, unless it ended well."""
-        if any(f"{TESTS}/triton" in argument for argument in arguments):
-            # Triton decides at import whether it interprets, so nothing can be forked here.
-            code = "import sys, mutation_check as m; from pathlib import Path as P; "
-            code += "m.run_pytest(P(sys.argv[1]), sys.argv[3:], P(sys.argv[2]))"
-            variables = environment(tree) | {"TRITON_INTERPRET": "1"}
-            child = subprocess.Popen(
-                [sys.executable, "-c", code, tree, notes, *arguments],
-                cwd=Path(__file__).parent,
-                env=os.environ | variables,
-            )
-            wait: Callable[[float], object] = partial(_wait, child)
-            pid, ended = child.pid, child.poll
-        else:
-            context = multiprocessing.get_context("forkserver")
-            forked = context.Process(target=run_pytest, args=(tree, arguments, notes))
-            forked.start()
-            wait, pid = forked.join, forked.pid or 0
-            ended = lambda: forked.exitcode  # noqa: E731 - as ``poll`` above
+        # Triton decides at import whether it interprets, so there nothing can be preloaded.
+        context: Any = multiprocessing.get_context(
+            "spawn" if _on_triton(arguments) else "forkserver"
+        )
+        process = context.Process(target=run_pytest, args=(tree, arguments, notes))
+        process.start()
         try:
-            wait(limit)
-            code_of_end = ended()
+            process.join(limit)
+            code = process.exitcode
         finally:
-            kill_all(tree, pid)
-        if code_of_end is None:
+            kill_all(tree, process.pid or 0)
+        if code is None:
             return f"not done after {limit:.0f} s"
-        return None if code_of_end == 0 else f"the test process ended with {code_of_end}"
-
-
-def _wait(child: subprocess.Popen[bytes], limit: float) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        child.wait(limit)
+        return None if code == 0 else f"the test process ended with {code}"
 
 
 def copy_checkout(target: Path) -> None:
@@ -320,33 +309,32 @@ class Control:
 
 
 class Controls:
-    """Every selection of tests that was asked for, run once on the unbroken copy."""
+    """Every selection of tests that was needed, run once on the unbroken copy."""
 
-    def __init__(self, known: Iterable[Control]) -> None:
+    def __init__(self, known: Iterable[Control] = ()) -> None:
         self.all = {control.tests: control for control in known}
         self._lock = threading.Lock()
-        self._one_at_a_time: dict[tuple[str, ...], threading.Lock] = {}
 
-    def of(self, tests: Sequence[str], place: Workplace) -> Control:
+    def of(self, chosen: tuple[str, ...], place: Workplace) -> Control:
         """The control of these tests."""
-        chosen = tuple(tests)
-        with self._lock:
-            lock = self._one_at_a_time.setdefault(chosen, threading.Lock())
-        with lock:
-            if chosen not in self.all:
-                done = place.run(place.whole, chosen, CONTROL_LIMIT, left_out=())
-                if not done.passed or done.died is not None:
-                    raise SetupError(f"{' '.join(chosen)} on the unbroken package: {done}")
-                sources = sources_of(chosen)
-                control = Control(chosen, sources, done.passed, done.failed, done.seconds)
-                for failed in control.failed:
-                    say(f"   fails on the unbroken package, and is left out: {failed}")
-                self.all[chosen] = control
-            return self.all[chosen]
+        if chosen not in self.all:
+            with self._lock:
+                if chosen not in self.all:
+                    self.all[chosen] = self._run(chosen, place)
+        return self.all[chosen]
+
+    @staticmethod
+    def _run(chosen: tuple[str, ...], place: Workplace) -> Control:
+        done = place.run(place.whole, chosen, CONTROL_LIMIT, left_out=())
+        if not done.passed or done.died is not None:
+            raise SetupError(f"{' '.join(chosen)} on the unbroken package: {done}")
+        for test in done.failed:
+            say(f"   fails on the unbroken package, and is left out: {test}")
+        return Control(chosen, sources_of(chosen), done.passed, done.failed, done.seconds)
 
 
 def selections(mutation: Mutation, *, only_first: bool) -> Iterator[tuple[str, ...]]:
-    """What is run for the behavioural verdict, one after the other."""
+    """What is run, one after the other."""
     if mutation.first:
         yield (mutation.first,)
     if not only_first:
@@ -376,15 +364,8 @@ def judge(
         if caught_by is not None:
             tests = chosen
             break
-    return Verdict(
-        mutation.name,
-        mutation.file,
-        mutation.change,
-        sources_of(tests),
-        caught_by,
-        tests,
-        round(seconds, 1),
-    )
+    about = (mutation.name, mutation.file, mutation.change, sources_of(tests))
+    return Verdict(*about, caught_by, tests, round(seconds, 1))
 
 
 @cache  # many verdicts have the same tests, and what runs is a copy made once as well
@@ -394,7 +375,8 @@ def sources_of(tests: tuple[str, ...] | None) -> str | None:
     Args:
         tests: files, folders or single tests, relative to ``test/srt``; None for all.
     """
-    paths = [*SHARED_PATHS, *(str(TESTS / name.partition("::")[0]) for name in tests or ("",))]
+    files = [name.partition("::")[0] for name in tests or BEHAVIOUR]
+    paths = [*SHARED_PATHS, *(str(TESTS / file) for file in files)]
     changed = ["git", "status", "--porcelain", "--", *paths]
     if subprocess.run(changed, cwd=REPO, check=True, capture_output=True).stdout:
         return None
@@ -403,88 +385,59 @@ def sources_of(tests: tuple[str, ...] | None) -> str | None:
     return sha256(found).hexdigest()[:12]
 
 
-def judge_both(
-    mutation: Mutation, place: Workplace, controls: Controls, *, only_first: bool
-) -> tuple[Verdict, Verdict]:
-    """The verdict of all tests, and that of the behavioural ones."""
-    behavioural = judge(mutation, place, controls, selections(mutation, only_first=only_first))
-    if only_first:
-        return behavioural, behavioural
-    if behavioural.caught_by is not None:
-        return behavioural, behavioural  # all tests are these and others
-    return judge(mutation, place, controls, [WITHOUT_BEHAVIOUR]), behavioural
-
-
 # ---------------------------------------------------------------- the results
 
 
 class Results:
-    """Both documents, rewritten after every mutation."""
+    """The document of all verdicts, rewritten after every mutation."""
 
     def __init__(self, directory: Path | None, commit: str) -> None:
-        self._directory = directory
+        self._path = directory and directory / RESULTS
         self._commit = commit
         self._lock = threading.Lock()
-        self.verdicts: dict[str, dict[str, Verdict]] = {ALL: {}, BEHAVIOURAL: {}}
-        self.controls = Controls(())
-        if directory is not None:
-            self._read(directory)
+        self.verdicts: dict[str, Verdict] = {}
+        self.controls = Controls()
+        if self._path is not None and self._path.exists():
+            self._read(json.loads(self._path.read_text()))
 
-    def _read(self, directory: Path) -> None:
+    def _read(self, before: dict[str, Any]) -> None:
         listed = {(mutation.name, mutation.change) for mutation in MUTATIONS}
-        for file, verdicts in self.verdicts.items():
-            path = directory / file
-            before = json.loads(path.read_text()) if path.exists() else {}
-            for record in before.get("verdicts", ()):
-                tests = record["tests"] and tuple(record["tests"])
-                verdict = Verdict(**record | {"tests": tests})
-                known = (verdict.name, verdict.change) in listed
-                if known and verdict.sources is not None and verdict.sources == sources_of(tests):
-                    verdicts[verdict.name] = verdict
-            found = [
-                Control(**c | {"tests": tuple(c["tests"]), "failed": tuple(c["failed"])})
-                for c in before.get("controls", ())
-            ]
-            self.controls = Controls(
-                c for c in found if c.sources is not None and c.sources == sources_of(c.tests)
-            )
+        for record in before["verdicts"]:
+            verdict = Verdict(**record | {"tests": record["tests"] and tuple(record["tests"])})
+            if (verdict.name, verdict.change) in listed and _holds(verdict):
+                self.verdicts[verdict.name] = verdict
+        found = [
+            Control(**record | {key: tuple(record[key]) for key in ("tests", "failed")})
+            for record in before["controls"]
+        ]
+        self.controls = Controls(filter(_holds, found))
 
-    def has(self, mutation: Mutation) -> bool:
-        """Whether both verdicts are known."""
-        return all(mutation.name in verdicts for verdicts in self.verdicts.values())
-
-    def add(self, every: Verdict, behavioural: Verdict) -> None:
-        """Keep the verdicts on one mutation."""
+    def add(self, verdict: Verdict) -> None:
+        """Keep the verdict on one mutation."""
         with self._lock:
-            self.verdicts[ALL][every.name] = every
-            self.verdicts[BEHAVIOURAL][every.name] = behavioural
-            if self._directory is not None:
-                for file in self.verdicts:
-                    self._write(self._directory / file, self.document(file))
+            self.verdicts[verdict.name] = verdict
+            if self._path is not None:
+                write_whole(self._path, written(self.document()))
 
-    @staticmethod
-    def _write(path: Path, document: dict[str, Any]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = path.with_suffix(".partial")
-        partial_file.write_text(written(document))
-        partial_file.replace(path)
-
-    def document(self, file: str) -> dict[str, Any]:
-        """One of the two documents."""
-        known = self.verdicts[file]
-        ordered = [known[m.name] for m in MUTATIONS if m.name in known]
+    def document(self) -> dict[str, Any]:
+        """All that is known."""
+        ordered = [self.verdicts[m.name] for m in MUTATIONS if m.name in self.verdicts]
         return {
             "commit": self._commit,
             "package": package_of(),
             "sglang": version("sglang"),
             "torch": version("torch"),
-            "folders": list(BEHAVIOUR if file == BEHAVIOURAL else BEHAVIOUR + WITHOUT_BEHAVIOUR),
             "mutations": len(MUTATIONS),
-            "not judged": [m.name for m in MUTATIONS if m.name not in known],
+            "not judged": [m.name for m in MUTATIONS if m.name not in self.verdicts],
             "survivors": [verdict.name for verdict in ordered if verdict.caught_by is None],
             "verdicts": [asdict(verdict) for verdict in ordered],
             "controls": [asdict(control) for _, control in sorted(self.controls.all.items())],
         }
+
+
+def _holds(found: Verdict | Control) -> bool:
+    """Whether what it depends on is as it was."""
+    return found.sources is not None and found.sources == sources_of(found.tests)
 
 
 def written(document: dict[str, Any]) -> str:
@@ -498,25 +451,22 @@ def written(document: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
-def table(every: dict[str, Any], behavioural: dict[str, Any]) -> str:
-    """Both documents in Markdown: for each file, how many the tests of each folder have caught."""
-    lines = [
-        f"SGLang {every['sglang']}, torch {every['torch']}, commit `{every['commit']}`. "
-        f"{every['mutations']} mutations; survivors: {_names(every['survivors'])} of all tests, "
-        f"{_names(behavioural['survivors'])} of the behavioural ones; not judged: "
-        f"{_names(behavioural['not judged'])}.",
-        "",
-        f"| file | mutations | caught by {' | '.join(f'`{folder}/`' for folder in BEHAVIOUR)} |",
-        "|---|---|" + "---|" * len(BEHAVIOUR),
-    ]
+def table(document: dict[str, Any]) -> str:
+    """The document in Markdown: for each file, how many the tests of each folder have caught."""
     caught: dict[str, Counter[str]] = defaultdict(Counter)
-    for verdict in behavioural["verdicts"]:
-        folder, _, _ = (verdict["caught_by"] or "").partition("/")
-        caught[verdict["file"]][folder] += 1
-    for file, by in caught.items():
-        counts = [by.total(), *(by[folder] or "-" for folder in BEHAVIOUR)]
-        lines.append(f"| `{file}` | {' | '.join(map(str, counts))} |")
-    return "\n".join(lines)
+    for verdict in document["verdicts"]:
+        caught[verdict["file"]][(verdict["caught_by"] or "").partition("/")[0]] += 1
+    rows = [
+        (f"`{file}`", by.total(), *(by[folder] or "-" for folder in BEHAVIOUR))
+        for file, by in caught.items()
+    ]
+    first, *others = (f"`{folder}/`" for folder in BEHAVIOUR)
+    return (
+        f"SGLang {document['sglang']}, torch {document['torch']}, commit `{document['commit']}`. "
+        f"{document['mutations']} mutations; survivors: {_names(document['survivors'])}; not "
+        f"judged: {_names(document['not judged'])}.\n\n"
+        + markdown(("file", "mutations", f"caught by {first}", *others), rows)
+    )
 
 
 def _names(names: Sequence[str]) -> str:
@@ -528,53 +478,49 @@ def _names(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------- the command
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--only", default="", help="part of file, name or first tests of the wanted mutations"
     )
     parser.add_argument("--first", action="store_true", help="nothing but the tests in the list")
-    parser.add_argument("--jobs", type=int, default=2, help="at a time; default: %(default)s")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="keep both documents there")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="keep the verdicts there")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there")
     return parser.parse_args()
 
 
 def preload() -> None:
-    """Have the imports done once, in the process that all others are forked from."""
+    """Import once, in the process that all others are forked from."""
     os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_PLATFORM": "gemma4_cpu"}
     for name in [name for name in os.environ if name.startswith("SGLANG_GEMMA4_YOCO")]:
         del os.environ[name]  # a setting of the caller's own
-    # By the environment: the process to fork from looks at nothing else.
+    # In the environment: the process to fork from reads nothing else.
     os.environ["PYTHONPATH"] = str(REPO / "test" / "reference")
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
 
 
 def judge_all(wanted: Sequence[Mutation], results: Results, jobs: int, *, only_first: bool) -> None:
-    """Judge the mutations side by side, each verdict said and kept at once."""
+    """Judge the mutations side by side; print and keep each verdict at once."""
     places = threading.local()
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(jobs) as pool:
 
         def work(mutation: Mutation) -> None:
             if not hasattr(places, "mine"):
                 places.mine = Workplace(Path(tempfile.mkdtemp(dir=directory)))
+            name = f"{mutation.file}: {mutation.name}"
+            chosen = selections(mutation, only_first=only_first)
             try:
-                verdicts = judge_both(
-                    mutation, places.mine, results.controls, only_first=only_first
-                )
+                verdict = judge(mutation, places.mine, results.controls, chosen)
             except SetupError as failure:  # it stays without a verdict, and the others go on
-                say(f"{mutation.file}: {mutation.name}: {failure}")
+                say(f"{name}: {failure}")
                 return
-            if only_first and verdicts[0].caught_by is None:
-                say(f"{mutation.file}: {mutation.name}: not noticed by its first tests")
-                return  # others may notice it: it stays without a verdict
-            results.add(*verdicts)
-            caught = [verdict.caught_by or "SURVIVED" for verdict in verdicts]
-            say(f"{mutation.file}: {mutation.name} ({verdicts[1].seconds:.0f} s)")
-            say(f"   all: {caught[0]}\n   behavioural: {caught[1]}")
+            if verdict.caught_by is None and only_first:  # others may notice it
+                say(f"{name}: not noticed by its first tests")
+                return
+            results.add(verdict)
+            say(f"{name} ({verdict.seconds:.0f} s): {verdict.caught_by or 'SURVIVED'}")
 
         for done in [pool.submit(work, mutation) for mutation in wanted]:
             done.result()
@@ -588,22 +534,21 @@ def main() -> int:
             broken(mutation, (REPO / PACKAGE / mutation.file).read_text())
         commit = commit_of(TESTED_PATHS)
     except (StaleMutationError, SetupError) as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
+        return failed(failure)
     results = Results(args.results, commit)
     named = [m for m in MUTATIONS if args.only in f"{m.file} {m.name} {m.first}"]
     preload()
-    wanted = [mutation for mutation in named if not results.has(mutation)]
+    wanted = [mutation for mutation in named if mutation.name not in results.verdicts]
     judge_all(wanted, results, args.jobs, only_first=args.first)
-    documents = [results.document(file) for file in (ALL, BEHAVIOURAL)]
-    say(table(*documents))
+    document = results.document()
+    say(table(document))
     if args.write is not None:
-        content = inserted(args.write.read_text(), PART_OF_DOCUMENT, table(*documents))
+        content = inserted(args.write.read_text(), PART_OF_DOCUMENT, table(document))
         args.write.write_text(content)
-    left = {name: document[name] for document in documents for name in ("survivors", "not judged")}
-    print(json.dumps({"commit": commit, "mutations": len(MUTATIONS), **left}))
-    known = all(results.has(mutation) for mutation in named)
-    return 0 if known and not any(document["survivors"] for document in documents) else 1
+    told = {key: document[key] for key in ("commit", "mutations", "survivors", "not judged")}
+    print(json.dumps(told))
+    known = all(mutation.name in results.verdicts for mutation in named)
+    return 0 if known and not document["survivors"] else 1
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ triton   the same on SGLang's Triton attention backend, in Triton's interpreter
 server   two real servers, fast and stock, and Hugging Face's Gemma 4 beside them
 
 Tests that are marked slow are left out. After each release the results go to
-``benchmark/results/version_matrix.json`` and, as a Markdown table with the files that ran, to
-``version_matrix.md`` beside it; the table is also the output, and ``--write docs/compatibility.md``
-puts it between the two marker lines of that file. What passed, or was refused, is not tried again
-while package, tests and scripts are the same commit (``--force`` tries it anyway), so a run that
-was cut short goes on where it was.
+``benchmark/results/version_matrix.json``. The output ends with a Markdown table and the files that
+ran; ``--write docs/compatibility.md`` puts both between the two marker lines of that file. What
+passed, or was refused, is not tried again while package, tests and scripts are the same commit
+(``--force`` tries it anyway), so a run that was cut short goes on where it was.
 
 uv keeps what it has downloaded in its cache, about 10 GB for each PyTorch: ``uv cache clean``
 removes it.
@@ -28,18 +27,19 @@ if the command could not run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -49,14 +49,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from environment import (
     REPO,
     SetupError,
+    command_line,
     commit_of,
     create_venv,
+    failed,
     find_uv,
     heading,
     package_of,
     prepare_environment,
     say,
     tail,
+    write_whole,
 )
 from generated import inserted, markdown
 
@@ -74,25 +77,9 @@ TESTED_PATHS = (
 TESTS = "test/srt"
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The tests of one part.
-
-    Attributes:
-        paths: files and folders of ``test/srt``.
-        variables: what is added to their environment.
-    """
-
-    paths: tuple[str, ...]
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-    def arguments(self) -> list[str]:
-        """What pytest is called with."""
-        return ["-m", "not slow", *(f"{TESTS}/{path}" for path in self.paths)]
-
-
-# Media, several ranks, tracing and host reads go through parts of SGLang that differ too much from
-# release to release for the CPU platform: all tests run with the newest one only.
+#: The files and folders of each part. Media, several ranks, tracing and host reads use parts of
+#: SGLang that differ too much from release to release for the CPU platform: their tests run with
+#: the newest one only.
 FORWARD = (
     "any_backend",
     "bfloat16",
@@ -107,39 +94,28 @@ FORWARD = (
 )
 TRITON = ("any_backend_triton", "hard_batches")
 PARTS = {
-    "units": Selection(("unit", "models")),
-    "forward": Selection(
-        tuple(f"forward/test_{name}.py" for name in FORWARD), {"YOCO_TEST_MODELS": "2"}
-    ),
-    # Set up here, so that each case counts: otherwise a file of that folder is one test.
-    "triton": Selection(
-        tuple(f"triton/test_{name}.py" for name in TRITON), {"TRITON_INTERPRET": "1"}
-    ),
-    "server": Selection(("server/test_server.py", "server/test_oracle.py")),
+    "units": ("unit", "models"),
+    "forward": tuple(f"forward/test_{name}.py" for name in FORWARD),
+    "triton": tuple(f"triton/test_{name}.py" for name in TRITON),
+    "server": ("server/test_server.py", "server/test_oracle.py"),
 }
+#: What is added to the environment of a part's tests. With ``TRITON_INTERPRET`` each case of that
+#: folder counts; without it each of its files is one test, which starts a process for them.
+VARIABLES = {"forward": {"YOCO_TEST_MODELS": "2"}, "triton": {"TRITON_INTERPRET": "1"}}
 
-# SGLang's own loader loads the plugin, which refuses in one line of its log.
+# SGLang's own loader loads the plugin.
 _PROBE = """
-import json, logging, platform
+import json, platform
 from importlib.metadata import version
-refusals = []
-class Listener(logging.Handler):
-    def emit(self, record):
-        if record.levelno >= logging.ERROR:
-            refusals.append(record.getMessage().partition("unpatched: ")[2])
-logging.getLogger("sglang_gemma4_yoco").addHandler(Listener())
 from sglang.srt.plugins import load_plugins
 load_plugins()
-if not refusals:
+from sglang_gemma4_yoco import plugin
+if plugin.left_alone is None:
     from sglang.srt.models.gemma4_causal import Gemma4TextModel
     assert hasattr(Gemma4TextModel, "_yoco_eligibility"), "the plugin was not loaded"
-print(json.dumps({
-    "refusal": "; ".join(refusals) or None,
-    "packages": {
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "triton", "transformers")},
-    },
-}))
+packages = {name: version(name) for name in ("torch", "triton", "transformers")}
+packages["python"] = platform.python_version()
+print(json.dumps({"refusal": plugin.left_alone, "packages": packages}))
 """
 
 PASSED, FAILED, REFUSED, NOT_INSTALLED = "passed", "failed", "refused", "not installed"
@@ -148,10 +124,9 @@ INCOMPLETE = "incomplete"
 
 @dataclass
 class Part:
-    """What became of one part of the tests.
+    """What became of one part of the tests; an error counts as failed.
 
     Attributes:
-        passed, failed, skipped: numbers of tests; an error counts as failed.
         seconds: wall time, pytest's start included.
         files: those of which a test ran, relative to ``test/srt``.
     """
@@ -194,9 +169,8 @@ class Release:
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Release:
         """One entry of the results file."""
-        known = {f.name for f in fields(cls)}
-        parts = {name: Part(**part) for name, part in record.get("parts", {}).items()}
-        return cls(**{k: v for k, v in record.items() if k in known} | {"parts": parts})
+        parts = {name: Part(**part) for name, part in record["parts"].items()}
+        return cls(**record | {"parts": parts})
 
     def still_valid(self, commit: str, wanted: Sequence[str]) -> dict[str, Part]:
         """The parts that need not run again at ``commit``: all but ``wanted`` ones that failed."""
@@ -209,36 +183,24 @@ class Release:
         return self.status == REFUSED and self.commit == commit and not commit.endswith("-dirty")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    parser = command_line(__doc__)
+    add = parser.add_argument
+    add(
         "--versions",
         nargs="+",
         metavar="VERSION",
         help=f"default: {' '.join(VERSIONS)}, and what the package index has that is newer",
     )
-    parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all"
-    )
-    parser.add_argument(
-        "--work-dir",
-        type=Path,
-        default=REPO / ".venv-matrix",
-        help="where environments and logs go; default: %(default)s",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="releases at a time; default: %(default)s"
-    )
-    parser.add_argument("--keep", action="store_true", help="keep the environments")
-    parser.add_argument("--force", action="store_true", help="try again what has passed")
-    parser.add_argument(
-        "--timeout", type=float, default=1800, help="seconds for each part; default: %(default)s"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there as well")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run")
+    add("--work-dir", type=Path, default=REPO / ".venv-matrix", help="for environments and logs")
+    add("--jobs", type=int, default=1, help="how many releases at a time")
+    add("--keep", action="store_true", help="keep the environments")
+    add("--force", action="store_true", help="try again what has passed")
+    add("--timeout", type=float, default=1800, help="seconds for each part")
+    add("--results", type=Path, default=RESULTS, help="the file of results")
+    add("--write", type=Path, metavar="FILE", help="put the table there as well")
     return parser.parse_args()
 
 
@@ -269,14 +231,14 @@ def newer_versions(work_dir: Path, log: Path) -> list[str]:
 # ---------------------------------------------------------------- one release
 
 
-def run_tests(python: Path, selection: Selection, log: Path, timeout: float) -> Part:
-    """Run pytest in the repository; what it prints goes to ``log``."""
+def run_tests(python: Path, name: str, log: Path, timeout: float) -> Part:
+    """Run one part in the repository; what pytest prints goes to ``log``."""
     report = log.with_suffix(".xml")
     report.unlink(missing_ok=True)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    env |= selection.variables
+    env |= VARIABLES.get(name, {})
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += selection.arguments()
+    command += ["-m", "not slow", *(f"{TESTS}/{path}" for path in PARTS[name])]
     began = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -313,17 +275,11 @@ def counted(report: Path, seconds: float) -> Part:
             part.skipped += 1
         else:
             part.passed += 1
-            files.add(_file_of(case))
+            # "test.srt.unit.test_gate.TestSomething"
+            found = re.search(r"srt\.((\w+\.)+test_\w+)", case.get("classname", ""))
+            files.add(found[1].replace(".", "/") + ".py" if found else "")
     part.files = sorted(files)
     return part
-
-
-def _file_of(case: ElementTree.Element) -> str:
-    """``unit/test_gate.py`` of a test whose class is ``test.srt.unit.test_gate.TestSomething``."""
-    parts = case.get("classname", "").split(".")
-    while parts and not parts[-1].startswith("test_"):
-        parts.pop()
-    return "/".join(parts).removeprefix(f"{TESTS}/") + ".py"
 
 
 def refusal_of(python: Path) -> tuple[str | None, dict[str, str]]:
@@ -369,7 +325,7 @@ def try_release(release: Release, work_dir: Path, parts: Sequence[str], timeout:
             continue
         log = work_dir / f"{version}-{name}.log"
         say(f"   {version} {name} (the log is {log})")
-        part = release.parts[name] = run_tests(python, PARTS[name], log, timeout)
+        part = release.parts[name] = run_tests(python, name, log, timeout)
         say(f"   {version} {name}: {_count(part)} in {part.seconds:.0f} s")
         if not part.good:
             say(tail(log))
@@ -390,23 +346,15 @@ def load_results(path: Path) -> dict[str, Release]:
 
 
 def store_results(path: Path, results: dict[str, Release]) -> None:
-    """Write the results and the table made from them."""
-    ordered = in_order(results)
-    partial = path.with_suffix(".partial")
-    lines = ",\n".join(json.dumps(asdict(release)) for release in ordered)
-    partial.write_text(f"[\n{lines}\n]\n")
-    partial.replace(path)
-    path.with_suffix(".md").write_text(table(ordered))
+    """Write the results, a line for each release."""
+    lines = ",\n".join(json.dumps(asdict(release)) for release in in_order(results))
+    write_whole(path, f"[\n{lines}\n]\n")
 
 
 def in_order(results: dict[str, Release]) -> list[Release]:
     """The newest release first."""
-    return sorted(results.values(), key=lambda r: _version_key(r.sglang), reverse=True)
-
-
-def _version_key(version: str) -> list[int]:
-    digits = "".join(c if c.isdigit() else " " for c in version)
-    return [int(number) for number in digits.split()]
+    key = lambda release: [int(n) for n in re.findall(r"\d+", release.sglang)]  # noqa: E731
+    return sorted(results.values(), key=key, reverse=True)
 
 
 def _count(part: Part) -> str:
@@ -427,24 +375,16 @@ def table(releases: Sequence[Release]) -> str:
         cells.append(release.status + (f": {release.reason}" if release.reason else ""))
         rows.append(cells)
     drawn = markdown(("SGLang", "torch", "transformers", *PARTS, "minutes", "result"), rows)
-    below = [*_made_at(releases), *legend(releases), *_not_tried(releases)]
-    return "\n".join([drawn, "", *below]) + "\n"
-
-
-def _made_at(releases: Sequence[Release]) -> list[str]:
-    """Of which product the results are, which need not be the one that they stand beside."""
-    commits = dict.fromkeys(release.commit for release in releases)
-    return [
-        f"- of commit `{commit}`: {', '.join(r.sglang for r in releases if r.commit == commit)}"
-        for commit in commits
-    ]
-
-
-def _not_tried(releases: Sequence[Release]) -> list[str]:
-    """A line that names the supported releases of which nothing or not everything is known."""
+    of = {  # the package that a result is of need not be the one that it is shown with
+        commit: [release.sglang for release in releases if release.commit == commit]
+        for commit in dict.fromkeys(release.commit for release in releases)
+    }
+    below = [f"- of commit `{commit}`: {', '.join(found)}" for commit, found in of.items()]
     tried = {release.sglang for release in releases if release.parts.keys() >= PARTS.keys()}
     missing = [version for version in VERSIONS if version not in tried]
-    return [f"- not tried in all of these parts: {', '.join(missing)}"] if missing else []
+    below += legend(releases)
+    below += [f"- not tried in all of these parts: {', '.join(missing)}"] if missing else []
+    return "\n".join([drawn, "", *below]) + "\n"
 
 
 def legend(releases: Sequence[Release]) -> list[str]:
@@ -463,20 +403,20 @@ def legend(releases: Sequence[Release]) -> list[str]:
 
 
 class Matrix:
-    """All releases that were asked for, tried one after the other or side by side."""
+    """The releases, tried one after the other or side by side."""
 
-    def __init__(self, args: argparse.Namespace, work_dir: Path, commit: str) -> None:
+    def __init__(self, args: Namespace, commit: str) -> None:
         self._args = args
-        self._work_dir = work_dir
         self._commit = commit
-        self._results = load_results(args.results)
         self._lock = threading.Lock()
+        #: Of everything that is known, now or from earlier runs.
+        self.results = load_results(args.results)
 
     def release(self, version: str) -> Release:
         """Try one release, unless all is known; keep what was found."""
         heading(f"SGLang {version}")
         args, release = self._args, Release(version, FAILED, None, self._commit, package_of())
-        earlier = self._results.get(version)
+        earlier = self.results.get(version)
         if earlier is not None and not args.force:
             if earlier.refused_at(self._commit):
                 release = earlier
@@ -487,45 +427,40 @@ class Matrix:
             say(f"   {version} {release.status} before, at this commit")
             return release
         try:
-            try_release(release, self._work_dir, args.parts, args.timeout)
+            try_release(release, args.work_dir, args.parts, args.timeout)
         finally:
             if not args.keep:
-                shutil.rmtree(self._work_dir / version, ignore_errors=True)
+                shutil.rmtree(args.work_dir / version, ignore_errors=True)
         say(f"   {version} {release.status}" + (f": {release.reason}" if release.reason else ""))
         with self._lock:
-            self._results[version] = release
-            store_results(args.results, self._results)
+            self.results[version] = release
+            store_results(args.results, self.results)
         return release
-
-    def table(self) -> str:
-        """Of everything that is known, now or from earlier runs."""
-        return table(in_order(self._results))
 
 
 def main() -> int:
     """Try every release, keep what was found, show it."""
     args = parse_arguments()
-    work_dir = args.work_dir.expanduser().absolute()
-    work_dir.mkdir(parents=True, exist_ok=True)
-    args.results.parent.mkdir(parents=True, exist_ok=True)
+    args.work_dir = args.work_dir.expanduser().absolute()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
     try:
         commit = commit_of(TESTED_PATHS)
         versions = args.versions
         if versions is None:
-            log = work_dir / "tools-install.log"
+            log = args.work_dir / "tools-install.log"
             log.write_text("")
-            versions = [*VERSIONS, *newer_versions(work_dir, log)]
+            versions = [*VERSIONS, *newer_versions(args.work_dir, log)]
     except (SetupError, OSError) as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 2
-    matrix = Matrix(args, work_dir, commit)
+        return failed(failure)
+    matrix = Matrix(args, commit)
     with ThreadPoolExecutor(args.jobs) as pool:
         tried = list(pool.map(matrix.release, versions))
     heading("Results")
     say(table(in_order({release.sglang: release for release in tried})))
     if args.write is not None:
         document = args.write.read_text()
-        args.write.write_text(inserted(document, PART_OF_DOCUMENT, matrix.table()))
+        content = table(in_order(matrix.results))
+        args.write.write_text(inserted(document, PART_OF_DOCUMENT, content))
     return 0 if all(release.status in (PASSED, INCOMPLETE, REFUSED) for release in tried) else 1
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from environment import REPO
 from generated import inserted, kept_up_to_date, markdown
 
 if sys.version_info >= (3, 11):
@@ -19,7 +20,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found]  # pytest brings it along there
 
-REPO = Path(__file__).resolve().parents[2]
 DATA = REPO / "docs" / "modes.toml"
 PAGE = REPO / "docs" / "modes.md"
 

@@ -3,19 +3,18 @@
 
 The picture shows the ratio off/on against the prompt length, with the 20th to 80th percentile as a
 bar, and the ceiling off/front-only as a dashed line of the same colour. The tables go to stdout as
-Markdown, one per file, each below the command that made it; ``--write`` puts each between the two
-marker lines that bear its file's name.
+Markdown, one per file, each after the command that made it; ``--write`` puts each between the two
+marker lines that name its file.
 
     cd benchmark
     python ../scripts/docs/plot_prefill.py results/{prefill,threshold,host}_*.json --write README.md
     python ../scripts/docs/plot_prefill.py results/prefill_*.json --output prefill.svg
 
-Only batches of prompts that want no logprobs are drawn; the tables have all batches.
+Only batches of prompts that read no logprobs are drawn; the tables have all batches.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from environment import command_line
 from generated import begin, end, inserted
 
 mpl.use("Agg")
@@ -49,16 +49,13 @@ COLUMNS = {
 
 
 def load(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The document of one file, and its points as a table with one row per batch.
+    """``read`` for a file."""
+    return read(json.loads(path.read_text()))
 
-    Raises:
-        SystemExit: the file is not one of ``bench_prefill.py``.
-    """
-    try:
-        document = json.loads(path.read_text())
-        points = pd.json_normalize(document["points"])
-    except (OSError, ValueError, KeyError) as failure:
-        raise SystemExit(f"{path} is no result of bench_prefill.py: {failure!r}") from failure
+
+def read(document: dict[str, Any]) -> tuple[dict[str, Any], pd.DataFrame]:
+    """A document of ``bench_prefill.py``, and its points as a table with one row per batch."""
+    points = pd.json_normalize(document["points"])
     points.columns = [name.removeprefix("load.") for name in points.columns]
     return document, points
 
@@ -97,7 +94,7 @@ def markdown(document: dict[str, Any], points: pd.DataFrame) -> str:
             "",
             table[shown].rename(columns=COLUMNS).to_markdown(index=False, disable_numparse=True),
             "",
-            f"Added to a prefill that steps aside: {gate['ineligible_prefill_us']:.1f} us; "
+            f"Added to a prefill that falls back: {gate['ineligible_prefill_us']:.1f} us; "
             f"to an eager decode step: {gate['decode_us']:.2f} us.",
             *(["", "The host in one forward:", "", host] if host else []),
         ]
@@ -105,20 +102,17 @@ def markdown(document: dict[str, Any], points: pd.DataFrame) -> str:
 
 
 def host_markdown(document: dict[str, Any]) -> str:
-    """What the host does in each batch of a document, by way; empty where nobody looked."""
+    """What the host does in each batch of a document, by way; empty where that is not known."""
     rows = [
         _host_row(point["load"], way, work, point["host"]["off"]["operations"])
         for point in document["points"]
         for way, work in point.get("host", {}).items()
     ]
-    if not rows:
-        return ""
-    return str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True))
+    return str(pd.DataFrame(rows).to_markdown(index=False, disable_numparse=True)) if rows else ""
 
 
 def _host_row(load: dict[str, Any], way: str, work: dict[str, Any], stock: int) -> dict[str, str]:
     operations, seconds = work["operations"], work["seconds"]
-    replays = {"replays": str(work["replays"])} if "replays" in work else {}
     share = "" if way == "off" else f" ({operations / stock:.0%})"
     counted = work["operations_by_region"]
     return {
@@ -126,7 +120,7 @@ def _host_row(load: dict[str, Any], way: str, work: dict[str, Any], stock: int) 
         "prompts": str(load["batch_size"]),
         "way": way,
         "operations": f"{operations}{share}",
-        **replays,
+        "replays": str(work["replays"]),
         "Triton launches": str(work["triton_launches"]),
         "device reads": str(work["device_reads"]),
         **{
@@ -180,9 +174,7 @@ def draw(files: Sequence[tuple[dict[str, Any], pd.DataFrame]], output: Path) -> 
 
 def main() -> None:
     """Draw, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of bench_prefill.py")
     parser.add_argument("--output", type=Path, metavar="FILE", help="draw the picture")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there")

@@ -1,13 +1,13 @@
-"""While it serves: every N-th prefill that was cut is run again as stock, and the two compared.
+"""While a server serves: every N-th prefill that was cut runs again as stock, and is compared.
 
-How far their answers are apart means nothing in bf16 (``layerwise``). So stock is watched, and the
-cut is made once more of its rows, each step compared: eagerly, and where the tail is captured by
-the graph as well. Compared are all kept rows, K and V of layer S-1, and the logits and input
-log-probabilities that SGLang's own logits processor makes of the rows. A prefill that left a
-captured one compares itself with that run to its end.
+How far their answers are apart says nothing in bf16. So stock is watched, and the cut is made once
+more of its rows, step by step (``layerwise``): eagerly, and by the captured tail where that served.
+All kept rows are compared, K and V of layer S-1, and the logits and input log-probabilities that
+SGLang's logits processor makes of the rows. A prefill that left a captured one at an exit compares
+itself with the same graph run to its end.
 
-Stock finds all as the fast path did; its K and V are what the pool has in the end. The client gets
-the fast path's answer, as without an audit, or stock's where there was a defect.
+In the end the pool has stock's K and V. The client gets the fast path's answer, as without an
+audit, or stock's after a defect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OF_LOGPROBS = 6.0  # roundings: of a logit, less a sum of all
 
 
 def auditor(runner: Any, state: ModelState) -> Auditor | None:
-    """What audits this server, if the operator wants audits; why nothing does is logged."""
+    """What audits this server if the operator wants audits; the log has why nothing does."""
     if settings.current.audit == 0:
         return None
     processor = getattr(runner.model, "logits_processor", None)
@@ -59,11 +59,11 @@ class Auditor:
         self._waiting = ExitStack()  # for the logits of an audited forward
 
     def __call__(self, forward: Any, plan: Plan, output: Any) -> Any:
-        """Audit a forward if it is its turn; what the model goes on with, as ``output``."""
+        """Audit each N-th forward; returns what the model goes on with, as ``output``."""
         self._forwards += 1
         if self._forwards % self._every:
             return output
-        self._waiting.close()  # nothing has asked for the logits of the last one
+        self._waiting.close()  # the logits of the last one were never made
         rows = seams.layer_rows(output)
         fast = rows.clone()  # stock may run in the memory that holds them
         try:
@@ -84,14 +84,11 @@ class Auditor:
             self._compare_logits(plan, fast, forced, found)
         return stock
 
-    # -- layer by layer ------------------------------------------------------------------------
-
     def _run_again(self, forward: Any, plan: Plan) -> tuple[Any, torch.Tensor, list[Finding]]:
         """What stock gives, what the cut gives on stock's rows, and what was found."""
         stock, found = Stock(plan.tail.index), list[Finding]()
         with layerwise.watched(self._state, stock):
             output = forward.stock()
-        stock.final = seams.layer_rows(output).index_select(0, plan.tail.index)
         caches, slots = layerwise.donor_cache(self._state, plan)
         stock.keys = [cache[slots] for cache in caches]
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
@@ -102,12 +99,10 @@ class Auditor:
         rows, found_eagerly = layerwise.prefill(self._state, plan, stock)
         return output, rows, found + found_eagerly
 
-    # -- logits --------------------------------------------------------------------------------
-
     def _compare_logits(
         self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor | None, found: list[Finding]
     ) -> None:
-        """Where SGLang asks for the logits of stock's rows, make those of the fast ones as well."""
+        """When SGLang makes the logits of stock's rows, make those of the fast ones as well."""
         processor = self._processor.forward
 
         def forward(input_ids: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -126,31 +121,27 @@ class Auditor:
 
         self._waiting.enter_context(replaced(self._processor, forward=forward))
 
-    # -- verdict -------------------------------------------------------------------------------
-
     def _judge(self, plan: Plan, found: list[Finding], changes: int) -> bool:
+        """Count an audit, and log a defect; whether none was found, on any rank."""
         worst = rounding.worst(found)
         excess = ranks.largest(worst.excess)
         agrees = excess <= 1
         log.audited(excess, agrees=agrees, greedy_changes=changes)
-        if not agrees:
-            self._log(plan, worst if not worst.is_rounding else rounding.defect(ANOTHERS))
-            if self._turns_off:
-                self._state.refuse(DIFFERED)
-                log.server_refused(DIFFERED, logging.ERROR)
-        return agrees
-
-    def _log(self, plan: Plan, worst: Finding) -> None:
+        if agrees:
+            return True
         self._lines += 1
-        if self._lines > _MOST_LINES:
-            return
-        batch = plan.batch
-        starts = batch.extend_logprob_start_lens_cpu if batch.return_logprob else None
-        log.error(
-            f"Gemma 4 fast prefill: an audited prefill differs from stock's: {worst}; new tokens "
-            f"{batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, logprobs from "
-            f"{starts}, {plan.outcome}"
-        )
+        if self._lines <= _MOST_LINES:
+            batch, what = plan.batch, ANOTHERS if worst.is_rounding else worst
+            starts = batch.extend_logprob_start_lens_cpu if batch.return_logprob else None
+            log.error(
+                f"Gemma 4 fast prefill: an audited prefill differs from stock's: {what}; new "
+                f"tokens {batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, "
+                f"logprobs from {starts}, {plan.outcome}"
+            )
+        if self._turns_off:
+            self._state.refuse(DIFFERED)
+            log.server_refused(DIFFERED, logging.ERROR)
+        return False
 
 
 def _logits_compared(
@@ -158,11 +149,9 @@ def _logits_compared(
 ) -> list[Finding]:
     """What SGLang makes of the rows, for the sampler and for those who want log-probabilities."""
     compared = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
-    logprobs, again = stock.input_token_logprobs, forced.input_token_logprobs
-    if logprobs is not None and logprobs.numel():
-        size = logits.float().square().mean(dim=-1).sqrt().mean()
-        what, of_all = "input log-probabilities", {"size": size, "rounded": rows}
-        compared.append(
-            Comparison.of(what, logprobs[:, None], again[:, None], _OF_LOGPROBS, **of_all)
-        )
+    both = stock.input_token_logprobs, forced.input_token_logprobs
+    if both[0] is not None and both[0].numel():
+        size, what = logits.float().square().mean(dim=-1).sqrt().mean(), "input log-probabilities"
+        one, other = (logprobs[:, None] for logprobs in both)
+        compared.append(Comparison.of(what, one, other, _OF_LOGPROBS, size=size, rounded=rows))
     return rounding.findings(compared)

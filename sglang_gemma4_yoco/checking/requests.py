@@ -1,17 +1,17 @@
-"""Prefills of synthetic requests, in slots borrowed from a server that serves nobody yet.
+"""Prefills of synthetic requests, in slots borrowed from a server that has no requests yet.
 
 With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and 1025 + 5 tokens
 (cached + new): a few rows each, so that a forward takes milliseconds, and rows around the window's
-edge. What is cached is random K and V. All that was written is put back in the end.
+edge. What is cached is random K and V. All that was written is put back at the end.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.model_executor import forward_batch_info
@@ -27,45 +27,30 @@ NO_ROOM = "the pools are too small for it"
 _NEW = 7  # tokens of a request
 _BEYOND = 2  # tokens of one, after the window of its first one
 
-_Places = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotComparableError(Exception):
-    """There are not two ways to compare; the message says why."""
+    """There are not two paths to compare; the message says why."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One synthetic request.
+    """One synthetic request."""
 
-    Attributes:
-        row: in SGLang's table of tokens.
-        cached: tokens that precede the new ones.
-        ids: [new] int64, its new tokens.
-        slots: [cached + new] int64, in the full pool.
-        window_slots: the same tokens', in the window's pool.
-    """
-
-    row: int
-    cached: int
-    ids: torch.Tensor
-    slots: torch.Tensor
-    window_slots: torch.Tensor
-
-    @property
-    def length(self) -> int:
-        """Tokens, cached and new."""
-        return len(self.slots)
+    row: int  # in SGLang's table of tokens
+    cached: int  # tokens that precede the new ones
+    ids: torch.Tensor  # [new] int64
+    slots: torch.Tensor  # [cached + new] int64, in the full pool
+    window_slots: torch.Tensor  # the same tokens', in the window's pool
 
 
-@dataclass(frozen=True)
-class Run:
-    """What came of one forward.
+class Run(NamedTuple):
+    """The result of one forward.
 
     Attributes:
         logits: [requests, vocabulary].
-        caches: by each layer with K and V of its own these of all new tokens, each
-            [T, kv_heads, head_dim].
+        caches: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
         outcome: what it was counted as; None where it was not seen to run.
     """
 
@@ -75,33 +60,36 @@ class Run:
 
 
 class SyntheticRequests:
-    """Requests whose prefix is in the pools, for any number of forwards.
-
-    Attributes:
-        lens: their new tokens.
-        requests: they themselves.
-        device: the runner's.
-    """
+    """Requests whose prefix is in the pools, for any number of forwards; ``lens``: new tokens."""
 
     def __init__(self, runner: Any, state: ModelState, requests: Sequence[Request]) -> None:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
-        self.device = runner.device
         self._runner = runner
-        self._generator = torch.Generator(runner.device).manual_seed(1)
-        self._caches = self._new_tokens(state)
+        self._caches = {
+            layer: (pair, torch.cat([t[r.cached :] for t, r in zip(slots, requests, strict=True)]))
+            for layer, pair, slots in _caches(runner, state, requests)
+        }
         self._before = self._others()
 
-    def run(self, starts: Sequence[int] | None = None, *, finishes: bool = True) -> Run:
+    def run(
+        self,
+        starts: Sequence[int] | None = None,
+        *,
+        finishes: bool = True,
+        given: Mapping[int, Sequence[torch.Tensor]] | None = None,
+    ) -> Run:
         """Run one forward, which is counted nowhere.
 
         Args:
             starts: the new token from which on a request wants input logprobs; None without any.
             finishes: some request's prompt ends here.
+            given: ``Run.caches`` of layers that do not run, written before.
         """
-        for pair, slots in self._caches.values():
-            for cache in pair:  # what is not written must not look as if it were
-                cache[slots] = random_like(cache[slots], self._generator).to(cache.dtype)
+        for layer, (pair, slots) in self._caches.items():
+            for number, cache in enumerate(pair):
+                # Zeros: what is not written must not look as if it were.
+                cache[slots] = given[layer][number] if given and layer in given else 0
         batch = prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         with log.not_counted() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
@@ -109,43 +97,26 @@ class SyntheticRequests:
         caches = {layer: [cache[slots] for cache in pair] for layer, (pair, slots) in items}
         return Run(logits, caches, next(iter(outcomes), None))
 
-    def write(self, caches: Mapping[int, Sequence[torch.Tensor]], layers: Iterable[int]) -> None:
-        """Write K and V that another run has left, for the new tokens in these layers."""
-        for layer in layers:
-            pair, slots = self._caches[layer]
-            for cache, values in zip(pair, caches[layer], strict=True):
-                cache[slots] = values
-
     def others_changed(self) -> bool:
         """Whether any slot that is not for a new token of these has been written to."""
         return not all(map(torch.equal, self._before, self._others()))
 
-    def _new_tokens(self, state: ModelState) -> dict[int, _Places]:
-        """By layer K and V, and where the new tokens are in them."""
-        pool, found = self._runner.token_to_kv_pool, {}
-        for layer in _layers_with_keys(state):
-            window = seams.is_in_window_pool(pool, layer)
-            slots = [(r.window_slots if window else r.slots)[r.cached :] for r in self.requests]
-            found[layer] = pool.get_kv_buffer(layer), torch.cat(slots)
-        return found
-
     def _others(self) -> list[torch.Tensor]:
         """Copies of what is borrowed; zeros for the new tokens, and for slot 0 of the padding."""
-        end, copies = _last_slot(self.requests) + 1, []
-        for pair, slots in self._caches.values():
-            for cache in pair:
-                copies.append(cache[:end].clone())
-                copies[-1][slots] = 0
-                copies[-1][0] = 0
-        return copies
+        end = _end(self.requests)
+        return [
+            cache[:end].index_fill(0, torch.cat([slots.new_zeros(1), slots]), 0)
+            for pair, slots in self._caches.values()
+            for cache in pair
+        ]
 
 
 @contextmanager
 def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequests]:
-    """Requests to run in the span, on whichever path is on, each row that can be skipped skipped.
+    """Requests to run in the span, on whichever path is on; each row that can be skipped is.
 
     Args:
-        runner: SGLang's ``ModelRunner``, which serves nobody at the moment.
+        runner: SGLang's ``ModelRunner``, which serves no request at the moment.
 
     Raises:
         NotComparableError: there is no room for them.
@@ -154,8 +125,17 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
     requests = _requests(runner, state, window)
     if not requests:
         raise NotComparableError(NO_ROOM)
-    placed = _placed(runner, state, requests, window)
-    with torch.no_grad(), placed, settings.changed(min_skipped_rows=1):
+    table, end = runner.req_to_token_pool.req_to_token, _end(requests)
+    mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
+    places = [cache[:end] for _, pair, _ in _caches(runner, state, requests) for cache in pair]
+    places += [] if mapping is None else [mapping[:end]]
+    places += [table[r.row, : len(r.slots)] for r in requests]
+    with torch.no_grad(), settings.changed(min_skipped_rows=1), borrowed(places):
+        for r in requests:
+            table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
+            if mapping is not None:
+                mapping[r.slots] = r.window_slots.to(mapping.dtype)
+        _fill_caches(runner, state, requests, window)
         yield SyntheticRequests(runner, state, requests)
 
 
@@ -182,78 +162,66 @@ def _lengths(window: int, page: int) -> list[tuple[int, int]]:
 
 def _requests(runner: Any, state: ModelState, window: int) -> list[Request]:
     """Those that fit into the pools; slots follow each other in a page, and pages do not."""
-    page, pool = runner.token_to_kv_pool_allocator.page_size, runner.token_to_kv_pool
-    table = runner.req_to_token_pool.req_to_token
-    slots = min(pool.get_kv_buffer(layer)[0].shape[0] for layer in _layers_with_keys(state))
-    found: list[tuple[int, int, int]] = []
-    taken = 0
+    page, table = runner.token_to_kv_pool_allocator.page_size, runner.req_to_token_pool.req_to_token
+    slots = min(len(keys) for _, (keys, _), _ in _caches(runner, state, ()))
+    lengths, pages = list[tuple[int, int]](), list[int]()
     for cached, new in _lengths(window, page):
-        pages = -(-(cached + new) // page)
-        fits = taken + pages <= slots // page - 1  # the first one is reserved
-        if fits and cached + new <= table.shape[1] and len(found) + 1 < table.shape[0]:
-            found.append((cached, new, pages))
-            taken += pages
+        more = -(-(cached + new) // page)
+        fits = sum(pages) + more < slots // page  # the first one is reserved
+        if fits and cached + new <= table.shape[1] and len(lengths) + 1 < table.shape[0]:
+            lengths.append((cached, new))
+            pages.append(more)
     draw = torch.Generator().manual_seed(0)
-    free = [torch.randperm(taken, generator=draw) + 1 for _ in range(2)]
+    both = [(torch.randperm(sum(pages), generator=draw) + 1).split(pages) for _ in "01"]
     vocabulary, requests = state.model.config.vocab_size, []
-    for row, (cached, new, pages) in enumerate(found, start=1):
-        mine, free = [some[:pages, None] for some in free], [some[pages:] for some in free]
-        both = [(some * page + torch.arange(page)).flatten()[: cached + new] for some in mine]
+    for row, ((cached, new), *drawn) in enumerate(zip(lengths, *both, strict=True), start=1):
+        own = [(p[:, None] * page + torch.arange(page)).flatten()[: cached + new] for p in drawn]
         # In the middle of the vocabulary: Gemma keeps special tokens at both ends.
         ids = torch.randint(vocabulary // 2, vocabulary * 9 // 10, (new,), generator=draw)
-        requests.append(Request(row, cached, *(t.to(runner.device) for t in (ids, *both))))
+        requests.append(Request(row, cached, *(t.to(runner.device) for t in (ids, *own))))
     return requests
 
 
-def _layers_with_keys(state: ModelState) -> list[int]:
-    """Layers with K and V of their own, 0 to S-1, by their numbers in the pools."""
-    return [layer.self_attn.attn.layer_id for layer in state.model.layers[: state.first_shared]]
+def _caches(
+    runner: Any, state: ModelState, requests: Sequence[Request]
+) -> Iterator[tuple[int, _Pair, list[torch.Tensor]]]:
+    """Of layers 0 to S-1 the number, K and V, and the slots of each request in them."""
+    pool = runner.token_to_kv_pool
+    for layer in state.model.layers[: state.first_shared]:
+        number = layer.self_attn.attn.layer_id
+        window = seams.is_in_window_pool(pool, number)
+        slots = [r.window_slots if window else r.slots for r in requests]
+        yield number, pool.get_kv_buffer(number), slots
 
 
-def _last_slot(requests: Sequence[Request]) -> int:
-    return max(int(slots.max()) for r in requests for slots in (r.slots, r.window_slots))
+def _end(requests: Sequence[Request]) -> int:
+    return 1 + max(int(slots.max()) for r in requests for slots in (r.slots, r.window_slots))
 
 
-@contextmanager
-def _placed(
-    runner: Any, state: ModelState, requests: Sequence[Request], window: int
-) -> Iterator[None]:
-    """SGLang's tables say where these requests' tokens are, and their K and V are random."""
-    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
-    mapping, end = getattr(pool, "full_to_swa_index_mapping", None), _last_slot(requests) + 1
-    layers = _layers_with_keys(state)
-    caches = [[cache[:end] for cache in pool.get_kv_buffer(layer)] for layer in layers]
-    places = [cache for pair in caches for cache in pair]
-    places += [] if mapping is None else [mapping[:end]]
-    with borrowed([*places, *(table[r.row, : r.length] for r in requests)]):
-        generator = torch.Generator(runner.device).manual_seed(0)
-        for number, (layer, (keys, values)) in enumerate(zip(layers, caches, strict=True)):
-            # As large as the model's own: Gemma 4 scales no scores, its weights keep them small.
-            of_channels = state.model.layers[number].self_attn.k_norm.weight.float()
-            keys.copy_(random_like(keys, generator) * of_channels)
-            values.copy_(random_like(values, generator))
-            in_window_pool = seams.is_in_window_pool(pool, layer)
-            for r in requests:
-                _mark_edges(values, r.window_slots if in_window_pool else r.slots, r, window)
-        for r in requests:
-            table[r.row, : r.length] = r.slots.to(table.dtype)
-            if mapping is not None:
-                mapping[r.slots] = r.window_slots.to(mapping.dtype)
-        yield
+def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], window: int) -> None:
+    """Have random K and V in the requests' slots, as large as the model's own."""
+    generator, end = torch.Generator(runner.device).manual_seed(0), _end(requests)
+    caches = _caches(runner, state, requests)
+    for layer, (_, (keys, values), slots) in zip(state.model.layers, caches, strict=False):
+        # Gemma 4 scales no scores: its weights keep keys small.
+        of_channels = layer.self_attn.k_norm.weight.float()
+        keys[:end] = random_like(keys[:end], generator) * of_channels
+        values[:end] = random_like(values[:end], generator)
+        for request, own in zip(requests, slots, strict=True):
+            _mark_edges(values, own, request, window)
 
 
 def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, window: int) -> None:
     """Have one token too few or too many in the window of the last row change all of its output.
 
-    One value of 512 that are averaged would be lost in bf16's rounding: so the values of the first
-    token within, and of the last one without, are as large as all of the others together.
+    One of 512 values that are averaged would be lost in bf16's rounding. So the values of the first
+    token within and of the last one without are as large as all the others together.
     """
     most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
-    first = request.length - window
+    first = len(slots) - window
     for token in (first - 1, first):
         if 0 <= token < request.cached:
-            at = slots[token]
-            values[at] = (values[at].float() * min(window, most)).to(values.dtype)
+            values[slots[token]] *= min(window, most)
 
 
 # -- their batch -----------------------------------------------------------------------------------
@@ -262,34 +230,32 @@ def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, win
 def prefill_batch(
     runner: Any, requests: Sequence[Request], *, starts: Sequence[int] | None, finishes: bool
 ) -> Any:
-    """An extend batch, field by field what SGLang makes of a scheduled one.
+    """An extend batch, field by field what SGLang makes of a scheduled one, but for sampling.
 
-    It names no requests, and nothing is sampled from it. ``starts`` and ``finishes`` are those of
-    ``SyntheticRequests.run``; a request that wants no input logprobs starts at its length.
+    ``starts`` and ``finishes`` are those of ``SyntheticRequests.run``; a request that wants no
+    input logprobs starts at its length.
     """
-    device = requests[0].ids.device
-
-    def numbers(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
     size, rows, prefixes = len(requests), [r.row for r in requests], [r.cached for r in requests]
-    lens, lengths = [len(r.ids) for r in requests], [r.length for r in requests]
+    lens, lengths = [len(r.ids) for r in requests], [len(r.slots) for r in requests]
     input_ids = torch.cat([r.ids for r in requests])
+    on_device = input_ids.new_tensor
     batch = ForwardBatch(
         forward_mode=seams.ForwardMode.EXTEND,
         batch_size=size,
         input_ids=input_ids,
-        req_pool_indices=numbers(rows, torch.int64),
-        seq_lens=numbers(lengths, torch.int64),
-        seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
-        orig_seq_lens=numbers(lengths, torch.int32),
+        req_pool_indices=on_device(rows),
+        seq_lens=on_device(lengths),
+        seq_lens_cpu=torch.tensor(lengths),
+        orig_seq_lens=on_device(lengths, dtype=torch.int32),
         seq_lens_sum=sum(lengths),
         out_cache_loc=torch.cat([r.slots[r.cached :] for r in requests]),
-        positions=torch.cat([torch.arange(r.cached, r.length) for r in requests]).to(device),
+        positions=torch.cat([torch.arange(r.cached, len(r.slots)) for r in requests]).to(
+            runner.device
+        ),
         extend_num_tokens=sum(lens),
-        extend_seq_lens=numbers(lens, torch.int32),
-        extend_prefix_lens=numbers(prefixes, torch.int32),
-        extend_start_loc=numbers([sum(lens[:i]) for i in range(size)], torch.int32),
+        extend_seq_lens=on_device(lens, dtype=torch.int32),
+        extend_prefix_lens=on_device(prefixes, dtype=torch.int32),
+        extend_start_loc=on_device([sum(lens[:i]) for i in range(size)], dtype=torch.int32),
         extend_seq_lens_cpu=lens,
         extend_prefix_lens_cpu=prefixes,
         extend_logprob_start_lens_cpu=list(lens if starts is None else starts),
@@ -301,7 +267,7 @@ def prefill_batch(
     )
     for name, value in {
         "contains_last_prefill_chunk": finishes,
-        "req_pool_indices_cpu": torch.tensor(rows, dtype=torch.int64),
+        "req_pool_indices_cpu": torch.tensor(rows),
         # By these a captured prefill tells its rows from its padding, up to 0.5.19 and since.
         "num_token_non_padded_cpu": sum(lens),
         "global_num_token_non_padded_cpu": sum(lens),

@@ -1,16 +1,16 @@
 """How far apart two computations of the same numbers are, counted in roundings.
 
-What is compared is one step of a layer that was given the very same inputs on both sides. So its
-outputs differ by a few units in the last place, whatever the model's weights are.
+Both sides get the very same inputs and compute one step of a layer. So their outputs differ by a
+few units in the last place, whatever the model's weights are.
 
-How much is one rounding? A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16); over
-numbers that are spread evenly that is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of
-their own, and 0.27 eps between two sides that round independently. r roundings on each side come to
+How much is one rounding? A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16). Over
+evenly spread numbers that is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of their own,
+and 0.27 eps between two sides that round independently. r roundings on each side come to
 0.27 * sqrt(r) eps: 0.46 eps for keys, which are projected, normed and turned. Right computations
-stay far below that, for both sides round most numbers alike.
+stay far below, for both sides round most numbers alike.
 
-The error of a number is taken relative to the size of its channel. In trained models some channels
-are fifty times as large as the others, and a norm over all of them would see those alone.
+An error is relative to the size of its channel. In trained models some channels are fifty times as
+large as the others, and a norm over all of them would see those alone.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ import torch
 # Sums are made in fp32 whatever the type: of 4096 numbers, off by about the root of as many.
 _OF_SUMS = 64 * torch.finfo(torch.float32).eps
 TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
-# Of one row, beside all: of its few numbers one that is rounded otherwise weighs more.
+# Bound of one row, in bounds of all: one of its few numbers that is rounded otherwise weighs more.
 _ONE_ROW = 6.0
 # What N numbers are too large by on average: roundings go up and down, and leave one of sqrt(N);
 # three times that, for the large ones weigh more and some run is the worst.
 _DRIFT, _OF_FEW = 1 / 16, 3.0
-# What is near 0 still has the roundings of what was added up to it; see ``_sizes``.
+# What is near 0 still has the roundings of what was added up to it; see ``sizes``.
 _FLOOR = 0.25
 _TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
 
 
 def unit(tensor: torch.Tensor) -> float:
-    """What the last place of a number is to it: eps of the type, and of the sums behind it."""
-    eps = torch.finfo(tensor.dtype).eps
-    if tensor.dtype == torch.float32 and tensor.is_cuda:
-        eps = TF32
-    return eps + _OF_SUMS
+    """The relative size of one rounding: eps of the type, and that of sums in fp32."""
+    exact = tensor.dtype != torch.float32 or not tensor.is_cuda
+    return (torch.finfo(tensor.dtype).eps if exact else TF32) + _OF_SUMS
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ class Finding:
 
     Attributes:
         what: what was compared, for the log.
-        error: relative; infinite where a number is none, and for what no rounding does.
-        allowed: relative; 0 for what no rounding does.
+        error: relative; infinite where a number is not finite, and of a ``defect``.
+        allowed: relative; 0 of a ``defect``.
     """
 
     what: str
@@ -73,7 +71,7 @@ class Finding:
 
 
 def defect(what: str) -> Finding:
-    """What no rounding does."""
+    """What is wrong, however numbers are rounded."""
     return Finding(what, math.inf, 0.0)
 
 
@@ -83,7 +81,7 @@ class Comparison:
 
     Attributes:
         errors: [4], relative: of all numbers (root mean square), of the worst row, and on average;
-            behind them what is allowed for another reason than rounding.
+            then what is allowed for another reason than rounding.
         allowed: of the first three, what is rounding.
     """
 
@@ -103,20 +101,20 @@ class Comparison:
         besides: torch.Tensor | None = None,
         rounded: torch.Tensor | None = None,
     ) -> Comparison:
-        """Compare ``found`` with ``expected``, each [rows, channels] of one type.
+        """Compare ``found`` with ``expected``, each [..., channels] of one type.
 
         Args:
             roundings: how large the root mean square may be, in units of the type.
-            rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from
-                rows of bf16. None for ``expected``.
             size: [rows, channels] or a part of it, what errors are relative to; None for the root
                 mean square of each channel.
-            besides: [], a relative error that has another reason than rounding; None for none.
+            besides: [], a relative error that has another reason than rounding.
+            rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from
+                rows of bf16. None for ``expected``.
         """
         place = unit(expected if rounded is None else rounded)
-        e, error = expected.float(), found.float() - expected.float()
+        e, f = (rows.float().flatten(0, -2) for rows in (expected, found))
         relative_to = sizes(e) if size is None else size.clamp_min(_TINY)
-        error, e = error / relative_to, e / relative_to
+        error, e = (f - e) / relative_to, e / relative_to
         of_rows = error.square().mean(dim=-1)
         drift = (error * e).sum() / e.square().sum().clamp_min(_TINY)
         more = drift.new_zeros(()) if besides is None else besides
@@ -125,21 +123,12 @@ class Comparison:
         return cls(what, errors, (bound, _ONE_ROW * bound, (_DRIFT + few) * bound))
 
 
-def sizes(values: torch.Tensor) -> torch.Tensor:
-    """[1, channels]: the size of each channel of ``values`` [rows, channels], in fp32."""
-    return _sizes(values, dim=0)
+def sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Root mean squares of ``values`` [rows, channels] over ``dim``, which is kept, in fp32.
 
-
-def row_sizes(values: torch.Tensor) -> torch.Tensor:
-    """[rows, 1]: the size of each row of ``values`` [rows, channels], in fp32."""
-    return _sizes(values, dim=-1)
-
-
-def _sizes(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Root mean squares over ``dim``; small ones count as a quarter of the typical one.
-
-    Numbers that have cancelled still have the roundings of what was added up to them: of a head
-    that averages values of 1 to 0.01 those of the values, a hundred times its own.
+    Small ones count as a quarter of the typical one: numbers that have cancelled still have the
+    roundings of what was added up to them. A head that averages values of 1 to 0.01 has those of
+    the values, a hundred times its own.
     """
     squares = values.float().square().mean(dim=dim, keepdim=True)
     return (squares + _FLOOR**2 * squares.median()).sqrt().clamp_min(_TINY)
@@ -149,19 +138,16 @@ def findings(compared: Sequence[Comparison]) -> list[Finding]:
     """Of each comparison the error that exceeds most; reads them from the device at once."""
     if not compared:
         return []
-    errors = torch.stack([one.errors for one in compared]).tolist()
-    return [
-        worst(
-            Finding(one.what, _finite(e), a + more) for e, a in zip(row, one.allowed, strict=True)
-        )
-        for one, (*row, more) in zip(compared, errors, strict=True)
-    ]
+    found = []
+    errors = (
+        torch.stack([one.errors for one in compared]).nan_to_num(math.inf, posinf=math.inf).tolist()
+    )
+    for one, (*row, more) in zip(compared, errors, strict=True):
+        pairs = zip(row, one.allowed, strict=True)
+        found.append(worst(Finding(one.what, e, allowed + more) for e, allowed in pairs))
+    return found
 
 
 def worst(found: Iterable[Finding]) -> Finding:
     """The one that is farthest beyond its bound, or nearest to it."""
     return max(found, key=lambda finding: finding.excess)
-
-
-def _finite(number: float) -> float:
-    return number if math.isfinite(number) else math.inf

@@ -1,11 +1,11 @@
-"""How far the answers of two servers are apart, and how far they may be; their times."""
+"""How far the answers of two servers differ, and how far they may; their times."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -26,30 +26,26 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer."""
+    """A server's answer, which took so many ``seconds``."""
 
     generated: tuple[Position, ...]
-    read: tuple[Position, ...] = ()  # of the prompt, where log-probabilities were asked for
+    read: tuple[Position, ...] = ()  # of the prompt, where the request asked for it
     cached_tokens: int = 0  # of the prompt, from the prefix cache
+    seconds: float = 0.0
 
     @property
     def tokens(self) -> tuple[Token, ...]:
         """The generated tokens."""
         return tuple(position.token for position in self.generated)
 
-    @property
-    def prefilled(self) -> Answer:
-        """The part that a prefill computed: all of ``read``, and the first generated token."""
-        return replace(self, generated=self.generated[:1])
-
     @classmethod
-    def of(cls, reply: Mapping[str, Any]) -> Answer:
+    def of(cls, reply: Mapping[str, Any], seconds: float = 0.0) -> Answer:
         """Read SGLang's reply to /generate."""
         about = reply["meta_info"]
         generated, read = (_positions(about, part) for part in ("output", "input"))
         if read and math.isnan(read[0].logprob):  # nothing comes before a prompt's first token
             read = read[1:]
-        return cls(generated, read, about["cached_tokens"])
+        return cls(generated, read, about["cached_tokens"], seconds)
 
 
 def _positions(about: Mapping[str, Any], part: str) -> tuple[Position, ...]:
@@ -68,13 +64,15 @@ class Comparison:
 
     Attributes:
         answers, equal_answers: how many pairs, and how many of them have the same tokens.
-        logprobs: distances of log-probabilities, by position: of generated tokens up to the place
-            where two answers part, and of prompts where the request asked for them.
+        prefilled: differences of log-probabilities that prefills computed: of first tokens, and of
+            prompts where the request asked for them.
+        decoded: differences of the further ones, up to the place where two answers part.
     """
 
     answers: int = 0
     equal_answers: int = 0
-    logprobs: list[float] = field(default_factory=list)
+    prefilled: list[float] = field(default_factory=list)
+    decoded: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Answer, Answer]]) -> Comparison:
@@ -84,51 +82,57 @@ class Comparison:
             result.answers += 1
             result.equal_answers += one.tokens == other.tokens
             if len(one.read) != len(other.read):
-                result.logprobs.append(math.inf)
-            result.logprobs += map(_apart, one.read, other.read)
+                result.prefilled.append(math.inf)
+            result.prefilled += map(_difference, one.read, other.read)
+            part = result.prefilled
             for mine, yours in zip(one.generated, other.generated, strict=False):
-                result.logprobs.append(_apart(mine, yours))
+                part.append(_difference(mine, yours))
                 if mine.token != yours.token:
                     break
+                part = result.decoded
         return result
 
-    def __add__(self, other: Comparison) -> Comparison:
-        answers, equal = self.answers + other.answers, self.equal_answers + other.equal_answers
-        return Comparison(answers, equal, self.logprobs + other.logprobs)
-
-    def figures(self) -> dict[str, float | None]:
-        """All figures, as JSON knows them: None where there is none, or it is not finite."""
-        distances = {"mean_logprob_diff": self.mean_logprob, "max_logprob_diff": self.max_logprob}
-        known = {
-            key: x if self.answers and math.isfinite(x) else None for key, x in distances.items()
-        }
-        return {"answers": self.answers, "equal_answers": self.equal_answers, **known}
+    @property
+    def logprobs(self) -> list[float]:
+        """All differences."""
+        return self.prefilled + self.decoded
 
     @property
     def max_logprob(self) -> float:
-        """The largest distance of two log-probabilities."""
+        """The largest difference of two log-probabilities."""
         return max(self.logprobs, default=0.0)
 
-    @property
-    def mean_logprob(self) -> float:
-        """The mean distance of two log-probabilities."""
-        return statistics.fmean(self.logprobs) if self.logprobs else 0.0
+    def figures(self) -> dict[str, float | None]:
+        """All figures, as JSON knows them; without answers there is no difference."""
+        largest = {"mean_logprob_diff": mean(self.logprobs), "max_logprob_diff": self.max_logprob}
+        known = {key: finite(value) if self.answers else None for key, value in largest.items()}
+        return {"answers": self.answers, "equal_answers": self.equal_answers, **known}
 
 
-def _apart(one: Position, other: Position) -> float:
-    """How far two servers are apart on the tokens of both, or at least are."""
-    distances = []
+def mean(values: Sequence[float]) -> float:
+    """The mean; zero of none."""
+    return statistics.fmean(values) if values else 0.0
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON knows it: None where it is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def _difference(one: Position, other: Position) -> float:
+    """How far two servers differ on the tokens of both; at least, where one names no number."""
+    differences = []
     for mine, yours in ((one, other), (other, one)):
         known = {**yours.likeliest, yours.token: yours.logprob}
         least = max(mine.logprob - min(known.values()), 0.0)  # of a token that is not known
         named = mine.token in known
-        distances.append(abs(mine.logprob - known[mine.token]) if named else least)
-    # max() would drop a NaN, which is the worst distance of all.
-    return max(distances) if all(map(math.isfinite, distances)) else math.inf
+        differences.append(abs(mine.logprob - known[mine.token]) if named else least)
+    # max() would drop a NaN, which is the worst difference of all.
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
-def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> list[str]:
-    """What is further apart than it may be (``verify --help`` has the rule), as sentences.
+def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> Iterator[str]:
+    """What differs by more than it may (``verify --help`` has the rule), as sentences.
 
     With rounding tokens do not count: one last bit decides between two that are equally likely.
     Where a head attends to few keys, rounding mostly changes nothing, and now and then much.
@@ -138,23 +142,27 @@ def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> l
         noise: stock against itself, the same prompts in other batches, by kind.
         exact: both compute in float32 on a CPU.
     """
-    found = []
-    mean, furthest = fast.mean_logprob, fast.max_logprob
-    if exact and fast.equal_answers < fast.answers:
-        found.append(f"{fast.answers - fast.equal_answers} of {fast.answers} answers differ")
-    if exact and furthest > EXACT_LOGPROB:
-        apart = f"log-probabilities are up to {furthest:.2g} apart"
-        found.append(f"{apart}; float32 promises {EXACT_LOGPROB:g}")
-    own = max((one.mean_logprob for one in noise), default=0.0)
-    most = max((one.max_logprob for one in noise), default=0.0)
-    limit = NOISE_FACTOR * own + most / max(fast.answers // 2, 1) + MEAN_LOGPROB
-    # Where stock's own are not finite, nothing is measured by them.
-    if not exact and (mean > limit or math.isinf(mean)):
-        found.append(
-            f"log-probabilities are {mean:.2g} apart on average, and may be {limit:.2g}: stock "
-            f"differs from itself by {own:.2g}, and by {most:.2g} at most"
-        )
-    return found
+    if exact:
+        if different := fast.answers - fast.equal_answers:
+            yield f"{different} of {fast.answers} answers differ"
+        if fast.max_logprob > EXACT_LOGPROB:
+            limit = f"in float32 they may differ by {EXACT_LOGPROB:g}"
+            yield f"log-probabilities differ by up to {fast.max_logprob:.2g}; {limit}"
+        return
+    # Most tokens come from decode steps, the same in both servers, and hide the first ones.
+    for what, part in (("all", "logprobs"), ("those of prefills alone", "prefilled")):
+        if part == "logprobs" and not fast.decoded:
+            continue
+        own = [getattr(one, part) for one in noise]
+        usual, most = max(map(mean, own)), max(map(max, own))
+        limit = NOISE_FACTOR * usual + most / max(fast.answers // 2, 1) + MEAN_LOGPROB
+        found = mean(getattr(fast, part))
+        # Where stock's own are not finite, nothing is measured by them.
+        if found > limit or math.isinf(found):
+            yield (
+                f"log-probabilities ({what}) differ by {found:.2g} on average, and may by "
+                f"{limit:.2g}: stock differs from itself by {usual:.2g}, and by {most:.2g} at most"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """``doctor``: would the fast path be active on a server with these flags?
 
 It starts no server, opens no port and takes no memory of a GPU. SGLang is imported in this process,
-loads its plugins and resolves the flags as a server of its would. Exit status: 0 if the path would
+loads its plugins and resolves the flags as it would in a server. Exit status: 0 if the path would
 be active, 1 if not, 2 if that cannot be determined here.
 """
 
@@ -24,7 +24,7 @@ from sglang_gemma4_yoco.commands.console import CommandError, heading, say
 
 #: Which plugins SGLang loads, by their names with commas between them; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
-#: What --json always has, beside the verdict; null where it was not found out.
+#: What --json always has, beside the verdict; null where it was not determined.
 FACTS = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
     *("model", "layers", "first_shared", "quantisation", "attention"),
@@ -33,7 +33,7 @@ FACTS = (
 
 @dataclass
 class Findings:
-    """Facts, why the path would not be active, what must be known for a yes, and the report."""
+    """Facts, reasons why the path would not be active, what is undetermined, and the report."""
 
     facts: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FACTS))
     refusals: list[str] = field(default_factory=list)
@@ -49,14 +49,14 @@ class Findings:
         """0: the path would be active, 1: not, 2: that cannot be determined."""
         return 1 if self.refusals else 2 if self.unknowns else 0
 
-    def document(self) -> dict[str, Any]:
-        """All of it, for a program."""
-        reasons = [*self.refusals, *self.unknowns, None]
-        verdict = {"active": (True, False, None)[self.exit_status], "reason": reasons[0]}
-        return {**verdict, **self.facts, "refusals": self.refusals, "unknowns": self.unknowns}
-
-    def show(self) -> None:
-        """Print all of it, for a reader."""
+    def show(self, as_json: bool) -> None:
+        """Print all of it, for a program or for people."""
+        status, reasons = self.exit_status, [*self.refusals, *self.unknowns]
+        if as_json:
+            verdict = {"active": (True, False, None)[status], "reason": next(iter(reasons), None)}
+            details = {"refusals": self.refusals, "unknowns": self.unknowns}
+            say(json.dumps({**verdict, **self.facts, **details}))
+            return
         for line in self.lines:
             if isinstance(line, str):
                 heading(line)
@@ -64,7 +64,7 @@ class Findings:
                 say(f"  {line[0]:<20}  {line[1]}".rstrip())
         cannot = "Whether it would be active cannot be determined here:"
         verdicts = ("It would be active.", "It would NOT be active:", cannot)
-        say("\n  ".join(["\n" + verdicts[self.exit_status], *self.refusals, *self.unknowns]))
+        say("\n  ".join(["\n" + verdicts[status], *reasons]))
 
 
 def add_to(commands: Any) -> None:
@@ -72,8 +72,7 @@ def add_to(commands: Any) -> None:
     about = {"help": "would it be active, before a server is started", "description": __doc__}
     usage = "%(prog)s [-h] [--model-path MODEL] [--json] [-- SERVER_FLAG ...]"
     parser = commands.add_parser("doctor", **about, usage=usage)
-    of_model = "a directory, or a name on Hugging Face"
-    parser.add_argument("--model-path", metavar="MODEL", help=of_model)
+    parser.add_argument("--model-path", metavar="MODEL", help="directory, or name on Hugging Face")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
     parser.add_argument("flags", nargs="*", metavar="SERVER_FLAG", help="the server's, after --")
     parser.set_defaults(run=run)
@@ -89,22 +88,20 @@ def run(args: argparse.Namespace) -> int:
         with redirect_stdout(output), redirect_stderr(output):  # what SGLang prints
             _with_sglang(findings, args.model_path, args.flags, output)
     except CommandError as failure:
+        findings.refusals, findings.unknowns = [], [str(failure)]
         if args.json:
-            findings.refusals, findings.unknowns = [], [str(failure)]
-            say(json.dumps(findings.document()))
+            findings.show(as_json=True)
         raise
-    if args.json:
-        say(json.dumps(findings.document()))
-    else:
-        findings.show()
+    findings.show(args.json)
     return findings.exit_status
 
 
 def _versions(findings: Findings) -> None:
     findings.lines.append("Versions")
     if find_spec("sglang") is None:
-        where = "run this where the server runs"
-        raise CommandError(f"no SGLang is installed in this environment; {where}")
+        raise CommandError(
+            "no SGLang is installed in this environment; run this where the server runs"
+        )
     found = {"version": __version__, "sglang": version("sglang"), "torch": version("torch")}
     found["python"] = platform.python_version()
     findings.facts |= found
@@ -113,10 +110,9 @@ def _versions(findings: Findings) -> None:
 
 def _settings(findings: Findings) -> None:
     findings.lines.append("Settings, in the environment")
-    variables = settings.VARIABLES.values()
-    findings.facts["settings"] = {one.name: os.environ.get(one.name) for one in variables}
-    for one in variables:
-        value = os.environ.get(one.name)
+    values = {one: os.environ.get(one.name) for one in settings.VARIABLES.values()}
+    findings.facts["settings"] = {one.name: value for one, value in values.items()}
+    for one, value in values.items():
         findings.add(one.name, f"unset: {one.unset}" if value is None else value)
         try:
             # Other settings may be 0 as well, and the path is on all the same.
@@ -136,8 +132,9 @@ def _discovery(findings: Findings) -> None:
     findings.facts["plugins"] = {"found": found, "restricted_to": allowed}
     findings.add("found by SGLang", ", ".join(found) or "none")
     if plugin.NAME not in found:
-        remedy = "pip install . in a checkout of it"
-        findings.refusals.append(f"the plugin is not registered in this environment: {remedy}")
+        findings.refusals.append(
+            "the plugin is not registered in this environment: pip install . in a checkout of it"
+        )
     if allowed is not None:
         findings.add(RESTRICTION, allowed)
         if plugin.NAME not in map(str.strip, allowed.split(",")):
@@ -148,7 +145,7 @@ def _discovery(findings: Findings) -> None:
 def _with_sglang(
     findings: Findings, model: str | None, flags: Sequence[str], output: io.StringIO
 ) -> None:
-    """All that must be asked of SGLang itself, which loads its plugins first, as in a server."""
+    """All that needs SGLang, which loads its plugins first, as in a server."""
     try:
         from sglang.srt.plugins import load_plugins
     except Exception as failure:

@@ -9,47 +9,28 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import doctor, status, verify
 from sglang_gemma4_yoco.commands.console import CommandError, tail
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    main_parser = argparse.ArgumentParser(
-        prog="sglang-gemma4-yoco",
-        description="YOCO fast prefill for Gemma 4 under SGLang, from an operator's side.",
-    )
-    main_parser.add_argument("--version", action="version", version=__version__)
-    commands = main_parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (doctor, verify, status):
-        command.add_to(commands)
-    return main_parser
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the command on the way that stops whatever it has started."""
-    before = {
-        number: signal.signal(number, lambda signum, _: sys.exit(128 + signum))
-        for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 where it could not do its work."""
-    args = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="sglang-gemma4-yoco", description="Commands for YOCO fast prefill of Gemma 4 in SGLang"
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (doctor, verify, status):
+        command.add_to(commands)
+    args = parser.parse_args(argv)
+    # They end the command on the way that stops whatever it has started.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
-        with ended_by_signals():
-            status: int = args.run(args)
+        exit_status: int = args.run(args)
     except (CommandError, OSError) as failure:  # OSError: of a file or a folder
         if isinstance(failure, CommandError) and failure.log is not None:
             print(tail(failure.log), file=sys.stderr)
@@ -58,4 +39,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; all that was started is stopped", file=sys.stderr)
         return 130
-    return status
+    return exit_status

@@ -1,68 +1,29 @@
-"""What people see of ``verify``: a progress bar, tables, and a page with two pictures."""
+"""What people see of ``verify``: tables, and a page with two pictures."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Container, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sglang_gemma4_yoco.commands.compare import Comparison, Times
-from sglang_gemma4_yoco.commands.console import say
 
 Compared = Mapping[str, Comparison]
 COLOURS = {"stock": "#6b7280", "fast": "#0f766e"}
 _LEAST = 1e-8  # a difference below it is drawn as this
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; }}
-svg {{ width: 100%; height: auto; }}
-</style>
-<h1>{title}</h1>
-{tables}
-{figures}
-</html>
-"""
 
 
 def console_of(width: int = 110) -> Console:
     """Where tables are printed; of so many columns where there is no terminal."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(width=width, highlight=False, markup=False)
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show so many requests: as a bar in a terminal, elsewhere as a line for each tenth.
-
-    Yields:
-        A function to call after each request, with a description of it.
-    """
-    texts = TextColumn("{task.description:34}"), MofNCompleteColumn(), TimeElapsedColumn()
-    console = console_of()
-    hidden = not console.is_terminal
-    with Progress(*texts, BarColumn(), console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("asking", total=total)
-
-        def advance(description: str) -> None:
-            bar.update(task, advance=1, description=description)
-            done = int(bar.tasks[0].completed)
-            if hidden and done * 10 // total > (done - 1) * 10 // total:
-                say(f"   {done} of {total} requests; {description}")
-
-        yield advance
+    columns = None if sys.stdout.isatty() else width
+    return Console(width=columns, highlight=False, markup=False)
 
 
 def table(
@@ -104,7 +65,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     agree = "the answers agree" if document["agrees"] else "THE ANSWERS DO NOT AGREE"
     rule = {
         "exact": "float32 on a CPU: tokens equal, log-probabilities within 1e-3",
-        "noise floor": "judged by what stock differs from itself",
+        "noise floor": "judged by how far stock differs from itself",
     }[document["rule"]]
     style = "green" if document["agrees"] else "bold red"
     console.print(f"Fast prefill was active, and {agree} ({rule}).", style=style)
@@ -113,31 +74,26 @@ def show(document: Mapping[str, Any], console: Console) -> None:
 
 
 def render(document: Mapping[str, Any], fast: Compared, noise: Compared) -> str:
-    """The page: tables and figures in one HTML file that needs no network."""
+    """The page: tables and two pictures in one HTML file that needs no network."""
     console = Console(file=io.StringIO(), record=True, width=110, highlight=False, markup=False)
     show(document, console)
     for key in ("model", "device", "dtype", "sglang", "package", "server_args", "repeats"):
         console.print(f"{key}: {document[key]}")
-    tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     title = escape(f"Gemma 4 fast prefill: {document['model']}")
-    figures = _svg(_times(document["times"])) + _svg(_agreement(fast, noise))
-    return _PAGE.format(title=title, tables=tables, figures=figures)
+    figure = Figure(figsize=(7.5, 8.4), layout="constrained")
+    times, differences = figure.subplots(2)
+    _draw_times(times, document["times"])
+    _draw_differences(differences, {"stock": noise, "fast": fast})
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    _, tag, svg = drawn.getvalue().partition("<svg")  # before it: a DTD on another server
+    page = console.export_html(inline_styles=True)
+    page = page.replace("<head>", f"<head><title>{title}</title>")
+    return page.replace("</body>", f"{tag}{svg}</body>")
 
 
-def _svg(figure: Figure) -> str:
-    """A figure as an element of a page, its text as text."""
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(file, format="svg", metadata=nothing)
-    drawn = file.getvalue()
-    return drawn[drawn.index("<svg") :]  # without what would name a DTD on another server
-
-
-def _times(points: Sequence[Mapping[str, Any]]) -> Figure:
+def _draw_times(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
     """Time to first token by prompt length, with the ratio above each length."""
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.subplots()
     lengths = [point["tokens"] for point in points]
     for way, name in (("off", "stock"), ("on", "fast")):
         low, median, high = ([p[way][key] for p in points] for key in ("p20", "median", "p80"))
@@ -153,19 +109,15 @@ def _times(points: Sequence[Mapping[str, Any]]) -> Figure:
     axes.minorticks_off()
     axes.set(xlabel="prompt length, tokens", ylabel="time to first token, seconds")
     axes.legend()
-    return figure
 
 
-def _agreement(fast: Compared, noise: Compared) -> Figure:
+def _draw_differences(axes: Any, compared: Mapping[str, Compared]) -> None:
     """What share of the log-probabilities differs by at most so much."""
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for compared, name in ((noise, "stock"), (fast, "fast")):
-        logprobs = [value for one in compared.values() for value in one.logprobs]
+    for name, kinds in compared.items():
+        logprobs = [value for one in kinds.values() for value in one.logprobs]
         shown = [max(value, _LEAST) for value in logprobs if math.isfinite(value)] or [_LEAST]
         axes.ecdf(shown, color=COLOURS[name], label=f"{name} against stock")
     axes.set_xscale("log")
     what = f"difference of two log-probabilities (equal ones at {_LEAST:g})"
     axes.set(xlabel=what, ylabel="share of log-probabilities")
-    axes.legend(loc="lower right")
-    return figure
+    axes.legend(loc="upper left")

@@ -1,13 +1,15 @@
 """The part of ``doctor`` that needs SGLang: the seams, the model, and the server's flags.
 
-Flags are judged by the code that judges them in a server. What a server finds out on objects that
-it builds when it starts is not guessed at here.
+Flags are judged by the code that judges them in a server. What a server only determines when it
+starts is not guessed at here.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,7 @@ try:
 except ImportError:  # as in ``loading.start``
     repair = None  # type: ignore[assignment]
 
-#: What a server finds out when it starts, and says in its first line.
+#: What a server only determines when it starts, and logs in its first line.
 AT_START = "whether K and V can be read, whether the tail is captured, whether stock agrees"
 #: Tokens. Longer prefills keep a GPU busy by themselves, and a replay pads them.
 _WORTH_CAPTURING = 1024
@@ -39,7 +41,7 @@ _QUANTISING = (
 def examine(
     findings: Findings, model: str | None, flags: Sequence[str], output: io.StringIO
 ) -> None:
-    """Add everything that SGLang is needed for; ``output`` has what SGLang prints meanwhile."""
+    """Add everything that needs SGLang; ``output`` has what SGLang prints meanwhile."""
     findings.facts["plugins"]["installed"] = patch.is_installed()
     try:
         if not patch.is_installed():
@@ -48,27 +50,20 @@ def examine(
         findings.refusals.append(str(refusal))
     if seams.is_newer_than_tested():
         findings.add("SGLang", f"newer than {seams.LAST_TESTED}, the last release tested")
-    named = _value_of(("--model-path", "--model"), flags)
-    if model is not None and named not in (None, model):
-        raise CommandError(f"two models: --model-path {model}, and {named} after --; leave one")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model", nargs="?")
+    parser.add_argument("--revision", nargs="?")
+    given, _ = parser.parse_known_args(flags)
+    named = given.model_path
     served = model or named
+    if named not in (None, served):
+        raise CommandError(f"two models: --model-path {model}, and {named} after --; leave one")
     if served is None:
         findings.unknowns.append("no model is named: give --model-path")
         return
-    config = _model(findings, served, _value_of(["--revision"], flags))
+    config = _model(findings, served, given.revision)
     if config is not None:
-        given = list(flags) if named else ["--model-path", served, *flags]
-        _server(findings, config, given, output)
-
-
-def _value_of(names: Sequence[str], flags: Sequence[str]) -> str | None:
-    """The value of the last of these flags, if one is given."""
-    value = None
-    for flag, following in zip(flags, [*flags[1:], None], strict=False):
-        name, equals, given = flag.partition("=")
-        if name in names:
-            value = given if equals else following
-    return value
+        _server(findings, config, flags if named else ["--model-path", served, *flags], output)
 
 
 def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any] | None:
@@ -83,16 +78,17 @@ def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any
     except Exception as failure:  # noqa: BLE001 - of a file, a network, a hub, or JSON
         why = next(iter(str(failure).splitlines()), "") or repr(failure)
         remedy = "give a directory with a config.json, or a name that this machine can download"
-        findings.unknowns.append(f"the model {name} cannot be had ({why}): {remedy}")
+        findings.unknowns.append(f"the model {name} cannot be read ({why}): {remedy}")
         return None
     text = config.get("text_config", config)
     layers = text.get("num_hidden_layers")
     known = str(text.get("model_type", "")).startswith("gemma4") and layers is not None
     first = first_shared_layer(SimpleNamespace(**text)) if known else None
-    findings.facts |= {"layers": layers, "first_shared": first, "quantisation": _quantised(config)}
+    quantised = _quantised(config)
+    findings.facts |= {"layers": layers, "first_shared": first, "quantisation": quantised}
     findings.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
     findings.add("layers", str(layers))
-    findings.add("quantisation", findings.facts["quantisation"] or "none, by its config")
+    findings.add("quantisation", quantised or "none, by its config")
     if first is None:
         findings.refusals.append(metrics.NO_MODEL)
         return None
@@ -115,12 +111,12 @@ def _server(
     findings.add("flags", " ".join(flags))
     begin = output.tell()
     try:
-        seams.publish_arguments(flags)
+        _publish(flags)
     except SystemExit as refused:
         printed = output.getvalue()[begin:].partition(": error: ")[2].splitlines()
-        help_alone = "they ask for help or a version alone, and start no server"
-        why = next(iter(printed), "SGLang's parser refuses them") if refused.code else help_alone
-        raise CommandError(f"the server's flags: {why}") from None
+        why = next(iter(printed), "SGLang's parser refuses them")
+        help_alone = "with --help or --version they start no server"
+        raise CommandError(f"the server's flags: {why if refused.code else help_alone}") from None
     except Exception as failure:  # noqa: BLE001 - SGLang's own, of whatever kind
         why = " ".join(f"{type(failure).__name__}: {failure}".split())
         findings.unknowns.append(f"SGLang does not resolve these flags on this machine ({why})")
@@ -144,30 +140,31 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
     why = sglang.capture_error(multimodal=multimodal)
     cut = patch.is_installed() and limits.server_reason() is None
     repaired = cut and repair.needed(multimodal=multimodal) is not None
-    disabled = "--cuda-graph-backend-prefill=disabled"
+    backend, disabled = f"backend {graph!r}", "--cuda-graph-backend-prefill=disabled"
     if why is not None and not repaired:
         off = "" if settings.current.prefill_graphs else f" ({repair.OFF}: it is not repaired)"
-        findings.add("prefill graphs", f"backend {graph!r}: SGLang cannot capture this model{off}")
+        findings.add("prefill graphs", f"{backend}: SGLang cannot capture this model{off}")
         stops = f"SGLang does not start with prefill CUDA graphs of this model ({why})"
         findings.refusals.append(f"{stops}; {disabled} starts it")
         return
     how = f"SGLang's capture is repaired ({why})" if repaired else "SGLang captures them"
-    findings.add("prefill graphs", f"backend {graph!r}: {how}")
-    closed, longest = repair.exits_refused(), seams.longest_captured_prefill()
+    findings.add("prefill graphs", f"{backend}: {how}")
+    closed = repair.exits_refused()
     if closed is not None:
-        findings.add(
-            "", f"replayed prefills are not shortened ({closed}); {disabled} shortens them"
-        )
+        stock = f"replayed prefills are not shortened ({closed})"
+        findings.add("", f"{stock}; {disabled} shortens them")
         return
     findings.add("", "replayed prefills are shortened, where the check at start agrees")
+    captures = seams.prefill_captures()
+    buckets = getattr(captures, "bs", None) or ()
+    longest = max(buckets, default=getattr(captures, "max_bs", None))
     if longest is not None and longest > _WORTH_CAPTURING:
-        advice = f"try --cuda-graph-max-bs-prefill={_WORTH_CAPTURING}"
-        captured = f"captured are up to {longest} tokens; a replay of a long prefill gains nothing"
-        findings.add("", f"{captured}: {advice}")
+        captured = f"prefills of up to {longest} tokens are captured; long ones gain nothing by it"
+        findings.add("", f"{captured}: try --cuda-graph-max-bs-prefill={_WORTH_CAPTURING}")
 
 
 def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
-    """What a start asks of the flags, by the same code; all else is settled at start."""
+    """What a start decides by the flags, by the same code; all else is settled at start."""
     if argument("model_impl") == "transformers":
         findings.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
@@ -186,7 +183,28 @@ def _judge(findings: Findings, config: Mapping[str, Any], argument: Any) -> None
     findings.add("attention backend", ", ".join(findings.facts["attention"]))
     others = [name for name in findings.facts["attention"] if name != seams.TAIL_BACKEND]
     if others:
-        admitted = "Admitted are triton, trtllm_mha, fa4, intel_xpu, and hybrids of them"
-        settled = f"attention by {', '.join(others)}: settled when a server has built it"
-        findings.unknowns.append(f"{settled}. {admitted}")
+        findings.unknowns.append(
+            f"attention by {', '.join(others)}: settled when a server has built it. Admitted are "
+            "triton, trtllm_mha, fa4, intel_xpu, and hybrids of them"
+        )
     findings.add("settled at start", AT_START)
+
+
+def _publish(flags: Sequence[str]) -> None:
+    """Take this process for a scheduler of the server that these flags would start.
+
+    SGLang itself parses, resolves, checks and publishes them; nothing is started.
+
+    Raises:
+        SystemExit: its parser refuses them, and has printed why.
+        Exception: they cannot be resolved on this machine, or contradict each other.
+    """
+    args = import_module("sglang.srt.server_args").prepare_server_args(list(flags))
+    if hasattr(args, "resolve_once"):  # 0.5.20; before, the parser does it
+        args.resolve_once()
+    args.check_server_args()
+    context = import_module("sglang.srt.runtime_context")
+    ranks: dict[str, Any] = {}
+    if hasattr(context, "SpawnRanks"):  # 0.5.21
+        ranks["ranks"] = context.SpawnRanks(world_rank=0, gpu_id=0)
+    context.publish(args, role="scheduler", **ranks)

@@ -7,7 +7,6 @@ import io
 import json
 import random
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +21,8 @@ QUESTIONS, PREFIX, CHUNKS, LOGPROBS, PICTURES = KINDS = (
     "pictures",
 )
 TIMED = "first tokens of timed prompts"
+BUNDLED = Path(__file__).with_name("prompts.txt")
 PREFIX_TOKENS = 320
-WITH_LOGPROBS = 4
 COLOURS = ("red", "green", "blue", "yellow", "black", "white")
 WHICH_COLOURS = "The left half and the right half of this picture have one colour each. Name both."
 
@@ -40,12 +39,6 @@ class Prompt(NamedTuple):
         sampling = {"temperature": 0, "max_new_tokens": self.new_tokens}
         common = {"return_logprob": True, "top_logprobs_num": 20}
         return {"sampling_params": sampling, **common, **self.body}
-
-
-def bundled() -> list[str]:
-    """The package's own questions."""
-    text = files("sglang_gemma4_yoco.commands").joinpath("prompts.txt").read_text("utf-8")
-    return [line for line in text.splitlines() if line.strip()]
 
 
 def read_file(path: Path) -> list[str]:
@@ -67,82 +60,67 @@ def read_file(path: Path) -> list[str]:
     return list(filter(None, prompts))
 
 
-class Maker:
-    """Makes prompts with a model's own tokenizer and chat template."""
+def tokenizer_of(model: str) -> Any:
+    """The model's own tokenizer; CommandError if it cannot be loaded."""
+    from transformers import AutoTokenizer
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        # The middle of the vocabulary: Gemma keeps its special tokens at both ends.
-        self._words = range(len(tokenizer) // 2, len(tokenizer) * 9 // 10)
-
-    @classmethod
-    def of(cls, model: str) -> Maker:
-        """For a model; raises CommandError if its tokenizer cannot be loaded."""
-        from transformers import AutoTokenizer
-
-        try:
-            return cls(AutoTokenizer.from_pretrained(model))
-        except (OSError, ValueError) as failure:
-            raise CommandError(
-                f"{model}: no tokenizer ({str(failure).strip().splitlines()[0]}). For a gated "
-                "model accept its terms on its page, then `hf auth login` or set HF_TOKEN."
-            ) from failure
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the model knows questions and answers; a base model continues a text."""
-        return self._tokenizer.chat_template is not None
-
-    def question(self, text: str) -> Prompt:
-        """A question; of a base model a text to continue."""
-        encode = self._tokenizer.encode
-        ids = self._templated(text, return_dict=False) if self.has_template else encode(text)
-        return Prompt(QUESTIONS, {"input_ids": list(ids)})
-
-    def about_picture(self, url: str) -> Prompt:
-        """A question about a ``picture``."""
-        parts = [{"type": "image"}, {"type": "text", "text": WHICH_COLOURS}]
-        text = self._templated(parts, tokenize=False)
-        return Prompt(PICTURES, {"text": text, "image_data": [url]})
-
-    def _templated(self, content: Any, **options: bool) -> Any:
-        messages = [{"role": "user", "content": content}]
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-
-    def shared_prefix(self, text: str) -> list[Prompt]:
-        """Two prompts that begin alike; sent one after the other, the second is a prefix hit."""
-        prefix = self._running_text(text, PREFIX_TOKENS)
-        return [
-            Prompt(PREFIX, {"input_ids": prefix + self._some_words(40, seed)}) for seed in (1, 2)
-        ]
-
-    def long(self, text: str, length: int) -> Prompt:
-        """A prompt of ``length`` tokens."""
-        return Prompt(CHUNKS, {"input_ids": self._running_text(text, length)})
-
-    def _running_text(self, text: str, length: int) -> list[int]:
-        """``length`` token ids of ``text``, from the beginning again when it ends."""
-        return list(islice(cycle(self._tokenizer.encode(text)), length))
-
-    def _some_words(self, count: int, seed: int) -> list[int]:
-        return random.Random(seed).choices(self._words, k=count)
-
-    def timed(self, length: int, number: int) -> Prompt:
-        """A prompt for one token, which shares no prefix with that of another number."""
-        first = self._words[number % len(self._words)]
-        return Prompt(TIMED, {"input_ids": [first, *self._some_words(length - 1, number)]}, 1)
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as failure:
+        why = str(failure).strip().splitlines()[0]
+        raise CommandError(
+            f"--model-path {model} has no tokenizer ({why}). Give a checkpoint's directory or a "
+            "name on Hugging Face. For a gated model accept its terms on its page, then `hf auth "
+            "login` or set HF_TOKEN."
+        ) from failure
 
 
-def with_logprobs(questions: Sequence[Prompt]) -> list[Prompt]:
-    """The first few questions, now with the log-probabilities of their own tokens.
+def make(
+    tokenizer: Any, texts: Sequence[str], *, long: int = 0, pictures: bool = False
+) -> list[Prompt]:
+    """Prompts of all kinds, each text as a question; for a base model as a text to continue.
 
-    Every second one asks for them from its middle on, the others from their first token on.
+    Args:
+        long: tokens of the prompt that is longer than a chunk; 0 for none.
+        pictures: whether to ask about pictures, which takes a chat template.
     """
-    prompts = []
-    for number, question in enumerate(questions[:WITH_LOGPROBS]):
-        start = len(question.body["input_ids"]) // 2 if number % 2 else 0
-        prompts.append(Prompt(LOGPROBS, {**question.body, "logprob_start_len": start}))
-    return prompts
+
+    def templated(content: Any, **options: bool) -> Any:
+        messages = [{"role": "user", "content": content}]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+
+    encode = tokenizer.encode
+    questions = [
+        list(templated(text, return_dict=False) if tokenizer.chat_template else encode(text))
+        for text in texts
+    ]
+    made = [Prompt(QUESTIONS, {"input_ids": ids}) for ids in questions]
+    for number, ids in enumerate(questions[:4]):
+        # Every second one returns them from its middle on, the others from their first token on.
+        start = len(ids) // 2 * (number % 2)
+        made.append(Prompt(LOGPROBS, {"input_ids": ids, "logprob_start_len": start}))
+    prefix = list(islice(cycle(encode("\n".join(texts))), PREFIX_TOKENS))
+    for seed in (1, 2):  # sent one after the other, the second is a hit of the prefix cache
+        made.append(Prompt(PREFIX, {"input_ids": prefix + _words(tokenizer, 40, seed)}))
+    if long:
+        text = encode("\n".join(reversed(texts)))
+        made.append(Prompt(CHUNKS, {"input_ids": list(islice(cycle(text), long))}))
+    for colours in (("red", "green"), ("blue", "yellow")) if pictures else ():
+        parts = [{"type": "image"}, {"type": "text", "text": WHICH_COLOURS}]
+        body = {"text": templated(parts, tokenize=False), "image_data": [picture(*colours)]}
+        made.append(Prompt(PICTURES, body))
+    return made
+
+
+def _words(tokenizer: Any, count: int, seed: int) -> list[int]:
+    """Tokens from the middle of the vocabulary: Gemma keeps its special tokens at both ends."""
+    middle = range(len(tokenizer) // 2, len(tokenizer) * 9 // 10)
+    return [middle[seed % len(middle)], *random.Random(seed).choices(middle, k=count - 1)]
+
+
+def timed(tokenizer: Any, length: int, number: int) -> Prompt:
+    """A prompt for one token, which shares no prefix with that of another number."""
+    return Prompt(TIMED, {"input_ids": _words(tokenizer, length, number)}, 1)
 
 
 def picture(left: str, right: str) -> str:

@@ -1,4 +1,4 @@
-"""Unchanged SGLang servers, stock and fast: started, asked, and seen to do what their switch says.
+"""Unchanged SGLang servers, stock and fast: start them, send them requests, read their state.
 
 Every server leads a process group of its own, which is ended as a whole on every way out.
 """
@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.commands.console import CommandError, say
+from sglang_gemma4_yoco.settings import SWITCH
 
 if TYPE_CHECKING:
     import requests
 
-SWITCH = "SGLANG_GEMMA4_YOCO"
 API_KEY = "SGLANG_API_KEY"
 #: What the package adds to the internal state of each scheduler.
 ENTRY = "gemma4_yoco"
@@ -34,17 +34,15 @@ NO_ENTRY = (
     "package is not installed in the server's environment (run `sglang-gemma4-yoco doctor` there); "
     "the plugin failed to load (see the lines `Gemma 4 fast prefill` in the server's log)"
 )
-LOG_MARK = "Gemma 4 fast prefill"
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NONE: Counter[str] = Counter()
 
 
 class WrongPathError(Exception):
-    """A server did not do what its switch says."""
+    """A server was active and should not be, or the other way round."""
 
 
 def session(url: str, key: str | None = None) -> requests.Session:
-    """An HTTP client for a server, with an API key; to this machine it uses no proxy."""
+    """An HTTP client for a server, with its API key; to this machine it uses no proxy."""
     import requests  # comes with SGLang
 
     client = requests.Session()
@@ -108,11 +106,12 @@ class Server:
             )
 
     def stop(self) -> None:
-        """End all of its processes; signals that end this command wait until that is done."""
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+        """End all of its processes, with signals that end this command ignored meanwhile."""
+        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in ending}
         try:
             for number, patience in ((signal.SIGTERM, self.PATIENCE), (signal.SIGKILL, None)):
-                # It is gone, and so is its group; or it is given up waiting for.
+                # Its group may be gone, or outlast the wait.
                 with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                     os.killpg(self.process.pid, number)
                     self.process.wait(patience)
@@ -134,15 +133,15 @@ class Server:
             self._check_alive()
             if time.monotonic() > deadline:
                 late = f"{self.name} was not ready after {timeout:.0f} s"
-                raise CommandError(f"{late}: give it longer with --start-timeout.", self.log_file)
+                raise CommandError(f"{late}: raise --start-timeout.", self.log_file)
             time.sleep(0.5)
         self._at_start = self.forwards()  # SGLang sends a request of its own when it starts
 
     def _check_alive(self) -> None:
         if self.process.poll() is not None:
             raise CommandError(
-                f"{self.name} ended with status {self.process.returncode}. Its log says why. Out "
-                "of memory: try --servers in-turn. A gated model: try `hf auth login`.",
+                f"{self.name} ended with status {self.process.returncode}. Its log has the reason. "
+                "Out of memory: try --servers in-turn. A gated model: try `hf auth login`.",
                 self.log_file,
             )
 
@@ -168,24 +167,24 @@ class Server:
         """POST ``body`` as JSON; CommandError if the server refuses it, or is gone."""
         return self._ask("POST", path, body)
 
+    def generate(self, **body: Any) -> Any:
+        """SGLang's answer to one request to /generate, or to a batch of them."""
+        return self.post("/generate", body).json()
+
     def forget_prefixes(self) -> None:
         """Empty the prefix cache. SGLang refuses that while requests run."""
         for _ in range(100):
             if self._http.post(self.url + "/flush_cache", timeout=60).ok:
                 return
-            time.sleep(0.1)  # the last request is still being put away
+            time.sleep(0.1)  # the last request is still being cleaned up
         raise CommandError(f"{self.name} does not empty its prefix cache.", self.log_file)
-
-    def generate(self, **body: Any) -> Any:
-        """SGLang's answer to one request to /generate, or to a batch of them."""
-        return self.post("/generate", body).json()
 
     def log(self) -> str:
         """Everything that all of its processes have printed so far."""
         return self.log_file.read_text("utf-8", errors="replace")
 
-    def log_lines(self, text: str = LOG_MARK) -> list[str]:
-        """The log's lines that contain ``text`` (default: those of the package)."""
+    def log_lines(self, text: str) -> list[str]:
+        """The log's lines that contain ``text``."""
         return [line for line in self.log().splitlines() if text in line]
 
     def states(self) -> list[dict[str, Any]]:
@@ -202,23 +201,24 @@ class Server:
 
 
 def check_switch(server: Server, since: Counter[str] = _NONE, during: str = "") -> Counter[str]:
-    """The prefill forwards of a running server, ``since`` others, by outcome.
+    """The prefill forwards of a running server, without those of ``since``, by outcome.
 
     Raises:
-        WrongPathError: no prefill was cut and its switch is on; or it is off and the package says
-            that it is active, or has cut a prefill. The message says ``during`` what.
+        WrongPathError: no prefill was cut and the switch is on; or it is off, and a prefill was
+            cut or a scheduler is active. The message names ``during``.
     """
     forwards = server.forwards() - since
     cut = not log.CUT.isdisjoint(forwards)
     entries = [state.get(ENTRY) for state in server.states()]
     if cut if server.fast else not (cut or any(entry and entry["active"] for entry in entries)):
         return forwards
-    said = [NO_ENTRY if entry is None else entry["reason"] for entry in entries]
-    why = "; ".join(dict.fromkeys(filter(None, said)) or forwards) or "it gives no reason"
+    reasons = [NO_ENTRY if entry is None else entry["reason"] for entry in entries]
+    why = "; ".join(dict.fromkeys(filter(None, reasons)) or forwards) or "it gives no reason"
     raise WrongPathError(
         f"{server.name}: the fast path was {f'NOT active ({why})' if server.fast else 'active'}"
         f"{during and f' during {during}'}.\nIts prefills: {dict(forwards)}\n"
-        + "\n".join([f"The package's lines in {server.log_file}:", *server.log_lines()])
+        f"The package's lines in {server.log_file}:\n"
+        + "\n".join(server.log_lines("Gemma 4 fast prefill"))
     )
 
 
@@ -240,8 +240,7 @@ def pair(
         # Each takes its share of what is free when it starts: half, and then nearly all the rest.
         shares = [["--mem-fraction-static", share] for share in ("0.45", "0.85")]
         own = [["--device", "cuda", *(share if together else ())] for share in shares]
-    logs = (folder / "server-off.log", folder / "server-on.log")
-    ports = free_ports(2, port)
+    logs, ports = (folder / "server-off.log", folder / "server-on.log"), free_ports(2, port)
     stock, fast = (Server(bool(i), [*own[i], *arguments], ports[i], logs[i]) for i in (0, 1))
     return stock, fast
 
@@ -267,11 +266,10 @@ def running(servers: Sequence[Server], timeout: float, one_by_one: bool = False)
 
 def free_ports(count: int, first: int | None = None) -> list[int]:
     """So many free ports; with ``first`` those from it on, or CommandError."""
-    wanted = range(first, first + count) if first else [0] * count
     with ExitStack() as stack:
         try:
-            addresses = [("127.0.0.1", port) for port in wanted]
-            taken = [stack.enter_context(socket.create_server(one)) for one in addresses]
+            ports = [first + i if first else 0 for i in range(count)]
+            taken = [stack.enter_context(socket.create_server(("127.0.0.1", p))) for p in ports]
         except (OSError, OverflowError) as failure:
             raise CommandError(f"--port {first} cannot be used: {failure}") from failure
         return [listener.getsockname()[1] for listener in taken]

@@ -1,23 +1,23 @@
-"""Why no prefill of a server may be cut: by argument, attention backend, KV pool and linear layer.
+"""Why no prefill of a server may be cut: its arguments, attention, pools of K and V, linear layers.
 
-What is not known to be right is refused, with a reason of one line. All of it is constant for a
-server.
+What is not known to be right is refused, with a reason of one line. The reasons do not change while
+a server runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_gemma4_yoco import seams
-from sglang_gemma4_yoco.core.gate import HIDDEN_STATES as HIDDEN_STATES
-from sglang_gemma4_yoco.core.gate import LAST_ROW_DRAFTS as LAST_ROW_DRAFTS
-from sglang_gemma4_yoco.core.gate import LORA as LORA
-from sglang_gemma4_yoco.core.gate import SPECULATIVE as SPECULATIVE
+from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, LORA, SPECULATIVE
 
 # -- server arguments ------------------------------------------------------------------------------
 
@@ -26,18 +26,17 @@ DP_ATTENTION = "data-parallel attention"
 SEQUENCE_PARALLEL = "sequence parallelism"
 CONTEXT_PARALLEL = "context parallelism"
 EXPERT_PARALLEL = "expert parallelism"
-TWO_BATCH_OVERLAP = "two-batch overlap"
 HOOKS = "forward hooks, which may read any row"
 OFFLOADED = "weights that come to the device for their layer's own forward only"
 FOREIGN_CACHE = "a cache that may load K and V while layers run"
 ONE_KERNEL = "one kernel in the place of the model's layers"
-# SGLang's defect, not this package's. It is refused because it would be taken for ours.
+# SGLang's own defect. It is refused because it would be taken for one of this package.
 WRONG_REPLAYS = (
     f"{seams.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
     "unset it"
 )
 
-# With one of these set, a FULL capture may be a request's wish to see every row.
+# With one of these set, a request may have every row captured.
 _HIDDEN_STATE_ARGUMENTS = (
     "enable_return_hidden_states",
     "enable_return_aux_hidden_states",
@@ -58,7 +57,7 @@ _REFUSING_ARGUMENTS = {
     "enable_kv_cache_sharding": CONTEXT_PARALLEL,
     "enable_quant_communications": "all-reduces that round prefill otherwise than decode",
     "elastic_ep_backend": EXPERT_PARALLEL,
-    "enable_two_batch_overlap": TWO_BATCH_OVERLAP,
+    "enable_two_batch_overlap": "two-batch overlap",
     "enable_single_batch_overlap": "single-batch overlap",
     "enable_pdmux": "PD multiplexing",
     "forward_hooks": HOOKS,
@@ -89,46 +88,40 @@ _REFUSING_SIZES = {
     # A batch is cut by all ranks or by none; on one machine they share one installation.
     "nnodes": "ranks on several machines",
 }
-# Those that functions here ask for by name.
+# Arguments that functions below read by name.
 _OTHER_ARGUMENTS = ("speculative_algorithm", "disaggregation_mode", "offload_group_size")
 
 # The arguments that need no refusal, one a line: scripts/dev/reviewed_arguments.py
 REVIEWED = Path(__file__).with_name("reviewed_arguments.txt")
 
 
-def judged_arguments() -> frozenset[str]:
+def judged_arguments() -> set[str]:
     """The server arguments that can refuse a server."""
-    return frozenset(
-        (*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS, *_REFUSING_ARGUMENTS, *_REFUSING_SIZES)
-    )
+    return {*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS, *_REFUSING_ARGUMENTS, *_REFUSING_SIZES}
 
 
-def reviewed_arguments() -> frozenset[str]:
+def reviewed_arguments() -> set[str]:
     """The server arguments that were read in SGLang's code and need no refusal."""
-    lines = REVIEWED.read_text().splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+    return {line for line in REVIEWED.read_text().splitlines() if not line.startswith("#")}
 
 
 def server_reason() -> str | None:
     """Why the arguments of this server refuse every batch of it, or None."""
-    unknown = _unknown_reason()
     argument = seams.server_arguments()
-    if unknown is not None or argument is None:
-        return unknown
+    if argument is None:
+        return None
     if seams.prefill_graph() is not None and seams.copies_positions():
         return WRONG_REPLAYS
     return (
-        _speculation_reason(argument) or _hidden_state_reason(argument) or _table_reason(argument)
+        (_unknown_reason() if seams.is_newer_than_tested() else None)
+        or _speculation_reason(argument)
+        or _hidden_state_reason(argument)
+        or _table_reason(argument)
     )
 
 
 def _unknown_reason() -> str | None:
-    """Why the arguments of a newer SGLang cannot be judged, or None.
-
-    Those of the tested releases are all judged or reviewed, so there is nothing to look for.
-    """
-    if not seams.is_newer_than_tested():
-        return None
+    """Why the arguments of a newer SGLang cannot be judged, or None."""
     try:
         is_set = seams.arguments_set()
     except seams.SeamError as unlisted:
@@ -160,7 +153,7 @@ def _speculation_reason(argument: Callable[[str], Any]) -> str | None:
 
 
 def _hidden_state_reason(argument: Callable[[str], Any]) -> str | None:
-    # For whoever might ask, SGLang captures every row of every batch.
+    # SGLang then captures every row of every batch, whether a request wants them or not.
     mode = argument("return_hidden_states_mode")
     all_rows = mode == "full" or (argument("enable_return_hidden_states") and mode != "last")
     return HIDDEN_STATES if all_rows else None
@@ -180,21 +173,23 @@ def _table_reason(argument: Callable[[str], Any]) -> str | None:
 
 
 class Ability(Enum):
-    """What an attention backend can do."""
+    """What an attention backend can do.
 
-    MAIN = "it may be the server's"
-    """An extend step writes K and V of all rows to the pools, and in a window layer each row sees
-    as many keys as Gemma 4 says, its own among them. AITER's sees one fewer in some of its kernels,
-    Ascend's has pools of its own, Intel's AMX writes K and V in decode."""
-    TAIL = "the tail may run on it"
-    """A decode step over a donor's K and V sees what an extend row of the server's sees."""
-    CAPTURED = "its decode steps may be captured"
-    """They read nothing but their own buffers, which planning fills."""
+    - MAIN, serve prefills: an extend step writes K and V of all rows to the pools, and in a window
+      layer each row sees as many keys as Gemma 4 says, its own among them. AITER's sees one fewer
+      in some of its kernels, Ascend's has pools of its own, Intel's AMX writes K and V in decode.
+    - TAIL, run the tail: its decode step over a donor's K and V sees what the prefill's row sees.
+    - CAPTURED, run it captured: its decode steps read only buffers that planning fills.
+    """
+
+    MAIN = auto()
+    TAIL = auto()
+    CAPTURED = auto()
 
 
-# By class: SGLang's own by name, others by module and name; a subclass is another one. Triton's is
-# shown by test; the others were read, 0.5.23 line by line and earlier releases by pattern. Gemma 4
-# gets no FlashAttention but version 4 in any of them.
+# By class, without those derived from it: SGLang's by name, others by module and name. Triton's is
+# shown by test. The others were read, 0.5.23 line by line and earlier releases by pattern. SGLang
+# gives Gemma 4 no FlashAttention but version 4.
 PROVEN_BACKENDS = {
     "TritonAttnBackend": frozenset({Ability.MAIN, Ability.TAIL, Ability.CAPTURED}),
     "TRTLLMHAAttnBackend": frozenset({Ability.MAIN}),
@@ -206,21 +201,20 @@ _SGLANG = "sglang.srt."  # its image models' classes have the same names
 
 
 def abilities(kind: type) -> frozenset[Ability]:
-    """What attention backends of this very class can do."""
+    """What attention backends of exactly this class can do."""
     return PROVEN_BACKENDS.get(backend_key(kind), frozenset())
 
 
 def backend_key(kind: type) -> str:
-    """What a class is called in ``PROVEN_BACKENDS``."""
+    """The name of a class in ``PROVEN_BACKENDS``."""
     own = kind.__module__.startswith(_SGLANG)
     return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def backend_reason(main: Any) -> str | None:
     """Why no batch may be cut on a server with this attention backend, or None."""
-    parts = seams.parts_of_hybrid(main)
-    if parts is not None:
-        return backend_reason(parts[0]) or backend_reason(parts[1])
+    if type(main) is HybridAttnBackend:  # one for prefills, one for decode steps
+        return backend_reason(main.prefill_backend) or backend_reason(main.decode_backend)
     if Ability.MAIN in abilities(type(main)):
         return None
     return f"the attention backend {type(main).__name__} is not proven"
@@ -239,16 +233,16 @@ def tail_backend_reason(backend: Any) -> str | None:
 def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
     """Why the tail cannot read K and V of this server, or None.
 
-    It needs one tensor of K and one of V for each layer, slot by slot, as they were computed. Under
-    a cache of another type Triton's own forward ends at the first shared layer, whose K and V are
-    not of the queries' type.
+    It needs one tensor of K and one of V for each layer, slot by slot, as they were computed. With
+    a cache of another type than the queries', Triton's own forward fails at the first shared layer.
 
     Args:
         pool: the runner's ``token_to_kv_pool``.
         dtype: of the model's weights and activations.
     """
-    for part in seams.parts_of_pool(pool):
-        if not seams.is_plain_pool(part):
+    windowed = type(pool) is SWAKVPool
+    for part in (pool.full_kv_pool, pool.swa_kv_pool) if windowed else (pool,):
+        if type(part) is not MHATokenToKVPool:
             return f"K and V lie in a {type(part).__name__}, whose layout is not known"
         method = getattr(getattr(part, "quant_method", None), "name", "unquantized")
         if method != "unquantized":
@@ -261,12 +255,11 @@ def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
 
 # -- linear layers ---------------------------------------------------------------------------------
 
-# Kinds of linear layers whose rows are independent: each row is rounded by a scale of its own, of
-# its blocks, or of the checkpoint. A layer that scales its inputs by the largest number in the
-# batch computes a row otherwise when others are gone. A kind is SGLang's class that computes it
-# and, where that one asks a scheme, the scheme's. They were read in SGLang 0.5.17 to 0.5.23. Not
-# known, hence refused: GGUF, which rounds inputs of few rows otherwise than of many; 8 bits of
-# bitsandbytes, which picks columns by all rows; what other packages and platforms bring along.
+# Kinds of linear layers whose rows are independent: the scale that rounds a row is the row's own,
+# its blocks', or the checkpoint's. A scale from the largest number of the batch would change when
+# other rows are missing. A kind is SGLang's class and, where that class has schemes, the scheme's.
+# They were read in SGLang 0.5.17 to 0.5.23. Refused are all others, among them GGUF, which rounds
+# few rows otherwise than many, and the classes of other packages and platforms.
 _INDEPENDENT_ROWS = {
     "AWQLinearMethod.AWQIntelAMXLinearScheme",
     "AWQLinearMethod.AWQLinearScheme",
@@ -299,11 +292,9 @@ _INDEPENDENT_ROWS = {
 def linear_reason(model: Any, first: int) -> str | None:
     """Why the rows of this model's tail may depend on rows that would be dropped, or None.
 
-    Asked once its weights are loaded, which is when a layer's kind is settled.
-
     Args:
-        model: a ``Gemma4TextModel`` with a tail.
-        first: index of its first layer that reads an earlier layer's K and V.
+        model: a ``Gemma4TextModel`` with a tail; its weights are loaded.
+        first: S, the index of its first KV-shared layer.
     """
     for layer in list(getattr(model, "layers", ()))[first - 1 :]:
         for part in layer.modules():
@@ -313,7 +304,7 @@ def linear_reason(model: Any, first: int) -> str | None:
 
 
 def linear_kind(layer: Any) -> str:
-    """What computes a linear layer: the class of its method and, where it has one, its scheme's."""
+    """The class of a linear layer's method, and of its scheme where it has one."""
     method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
     return method if scheme is None else f"{method}.{type(scheme).__name__}"
 
@@ -325,8 +316,8 @@ def has_independent_rows(layer: Any) -> bool:
         return False
     if kind == "UnquantizedLinearMethod":
         return seams.is_plain_tensor(layer.weight)
-    if kind == "BitsAndBytesLinearMethod":
+    if kind == "BitsAndBytesLinearMethod":  # its 8 bits pick columns by all rows
         return not method.quant_config.load_in_8bit
-    # On AMD one scale for the whole batch is usual, and mxfp8 has other weights for few rows.
+    # On AMD fp8 often has one scale for the whole batch, and mxfp8 other weights for few rows.
     on_amd = torch.version.hip is not None
     return kind in _INDEPENDENT_ROWS and not (on_amd and "Fp8" in kind)

@@ -1,16 +1,18 @@
-"""The counters of ``report`` where an operator looks: in SGLang's metrics, and in /server_info.
+"""The counters of ``log``, in SGLang's metrics and in /server_info.
 
 SGLang's endpoint collects what all processes of a server count in a directory that they share, so
-counters that are made here appear there by themselves. They have the labels of SGLang's own
-scheduler metrics, when those are made; one rank counts for its group, as there.
+counters that are made here appear there. They have the labels of SGLang's scheduler metrics and are
+made together with these; one rank counts for its group.
 
-``prometheus_client`` is imported then, and not before. On import it decides whether processes share
-a directory, and SGLang names that directory after it has loaded its plugins.
+``prometheus_client`` must not be imported earlier. On import it decides whether processes share a
+directory, and SGLang names that directory after it has loaded its plugins.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +23,7 @@ from sglang_gemma4_yoco.core.state import attached
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
+SERVER_REFUSED = "server_refused"
 
 
 def state() -> dict[str, Any]:
@@ -30,13 +33,11 @@ def state() -> dict[str, Any]:
     runs; ``exits``: whether prefills that SGLang has captured may be cut; ``check``,
     ``exits_check``: the results of the checks at start; ``forwards`` by outcome; ``rows`` of
     prefills by whether the last layer computed them; ``audits``: None where nothing is audited.
-
-    JSON has no numbers that are not finite, so those are words.
     """
     served = attached()
     reason = NO_MODEL if served is None else served.refused
     facts = {} if served is None else dict(served.facts)
-    if reason is not None:  # how prefills are cut is of no interest where none is
+    if reason is not None:  # no prefill is cut, so how is of no interest
         facts |= {"tail": None, "exits": None}
     # A strict audit that finds a defect ends the audits; their result stays.
     audited = log.audits != log.Audits() or (served is not None and served.after_cut is not None)
@@ -46,15 +47,33 @@ def state() -> dict[str, Any]:
         "reason": reason,
         "cut": None if served is None or reason is not None else served.describe(),
         **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
-        "forwards": log.forwards,
+        "forwards": _labelled(log.forwards),
         "rows": log.rows,
         "audits": asdict(log.audits) if audited else None,
     }
     return {name: finite(value) for name, value in entry.items()}
 
 
+def label(outcome: str) -> str:
+    """An outcome in snake case, for a metric; reasons of the whole server have one in common.
+
+    >>> label("LoRA"), label("forward mode TARGET_VERIFY"), label("active_eager")
+    ('lora', 'forward_mode_target_verify', 'active_eager')
+    """
+    if outcome in log.server_reasons:
+        return SERVER_REFUSED
+    return re.sub(r"\W+", "_", outcome.replace("'", "")).lower().strip("_")
+
+
+def _labelled(outcomes: Mapping[str, int]) -> Counter[str]:
+    counted = Counter[str]()
+    for outcome, times in outcomes.items():
+        counted[label(outcome)] += times
+    return counted
+
+
 def finite(value: Any) -> Any:
-    """``value`` with a word for each number in it that is not finite.
+    """``value`` with a word for each number in it that is not finite: JSON has none.
 
     >>> finite({"worst": math.inf, "check": {"allowed": 0.5}})
     {'worst': 'infinite', 'check': {'allowed': 0.5}}
@@ -70,7 +89,7 @@ def add_to(output: Any) -> None:
     """Put ``state`` into a scheduler's answer to /server_info. Never raises."""
     try:
         output.internal_state[ENTRY] = state()
-    except Exception as failure:  # noqa: BLE001 - SGLang's answer is worth more than ours
+    except Exception as failure:  # noqa: BLE001 - SGLang's own answer must not fail
         log.failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
 
 
@@ -85,65 +104,55 @@ def collect(labels: Mapping[str, Any]) -> None:
     if labels.get("tp_rank", 0) != 0 and not every_rank:
         return
     try:
-        _count_forwards(labels)
-        _count_audits(labels)
+        _collect(labels)
     except Exception as failure:  # noqa: BLE001 - a server without these metrics serves as well
         log.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
 
 
-def _count_forwards(labels: Mapping[str, Any]) -> None:
-    from prometheus_client import Counter
+def _collect(labels: Mapping[str, Any]) -> None:
+    import prometheus_client
 
-    forwards = Counter(
+    counter = prometheus_client.Counter
+    forwards = counter(
         "sglang:gemma4_yoco_forwards_total",
         "Prefill forwards of Gemma 4, by what became of them: how they were cut, or why not.",
         [*labels, "outcome"],
     )
-    rows = Counter(
+    rows = counter(
         "sglang:gemma4_yoco_rows_total",
         "Rows of prefills, by whether the KV-shared layers have computed them.",
         [*labels, "part"],
     )
-
-    parts = {part: rows.labels(**labels, part=part) for part in log.PARTS}
-
-    def count(outcome: str, counted: Mapping[str, int], times: int = 1) -> None:
-        forwards.labels(**labels, outcome=outcome).inc(times)
-        for part, number in counted.items():
-            parts[part].inc(number)
-
-    for outcome, times in log.forwards.items():
-        count(outcome, {}, times)
-    for part, number in log.rows.items():
-        parts[part].inc(number)
-    log.on_forward.append(count)
-
-
-def _count_audits(labels: Mapping[str, Any]) -> None:
-    from prometheus_client import Counter, Gauge
-
-    audits = Counter(
+    audits = counter(
         "sglang:gemma4_yoco_audits_total",
         "Prefills that were run again as stock, by whether a defect was found.",
         [*labels, "result"],
     )
-    changes = Counter(
+    changes = counter(
         "sglang:gemma4_yoco_audit_greedy_changes_total",
         "Rows of audited prefills whose likeliest token was another one.",
         [*labels],
-    ).labels(**labels)
-    worst = Gauge(
+    )
+    worst = prometheus_client.Gauge(
         "sglang:gemma4_yoco_audit_worst_difference",
         "Largest error of an audited prefill, in multiples of what is rounding.",
         [*labels],
         multiprocess_mode="max",
-    ).labels(**labels)
+    )
 
-    def count(audit: log.Audits) -> None:
+    def count(outcomes: Mapping[str, int], counted: Mapping[str, int]) -> None:
+        for outcome, times in _labelled(outcomes).items():
+            forwards.labels(**labels, outcome=outcome).inc(times)
+        for part in log.PARTS:
+            rows.labels(**labels, part=part).inc(counted[part])
+
+    def count_audit(audit: log.Audits) -> None:
         audits.labels(**labels, result="agrees").inc(audit.agree)
         audits.labels(**labels, result="differs").inc(audit.differ)
-        changes.inc(audit.greedy_changes)
-        worst.set(log.audits.worst)
+        changes.labels(**labels).inc(audit.greedy_changes)
+        worst.labels(**labels).set(log.audits.worst)
 
-    count(log.audits)
-    log.on_audit.append(count)
+    count(log.forwards, log.rows)
+    count_audit(log.audits)
+    log.on_forward.append(lambda outcome, counted: count({outcome: 1}, counted))
+    log.on_audit.append(count_audit)

@@ -1,8 +1,8 @@
 """Wrap SGLang's methods, on their classes.
 
-- ``Gemma4TextModel.forward``, for ``core.forward``;
-- of ``ModelRunner`` what builds attention backends, and what captures graphs, for ``start``;
-- what a scheduler says of its state, and where its metrics are made, for ``metrics``.
+- ``Gemma4TextModel.forward``: ``core.forward`` cuts it;
+- what builds attention backends and captures graphs in ``ModelRunner``: ``start`` follows;
+- what describes a scheduler, and makes its metrics: ``metrics`` adds to both.
 
 Two helpers are added to ``Gemma4TextModel`` (``published``). No class is replaced, so models that
 imported it by name are patched too.
@@ -15,17 +15,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import metrics, published, start
 
-_Model = seams.gemma4_causal.Gemma4TextModel
-_Runner = seams.ModelRunner
-_Scheduler = seams.Scheduler
-_Collector = seams.SchedulerMetricsCollector
+_Model, _Runner = seams.gemma4_causal.Gemma4TextModel, seams.ModelRunner
 
 # (class, attribute) -> the original, where it is wrapped.
 _installed: dict[tuple[type, str], Any] = {}
@@ -35,23 +30,21 @@ def _with_start(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        if not getattr(self, "is_draft_worker", False):
-            for model in _text_models(self.model):
-                start.start(self, model)
+        for model in _text_models(self):
+            start.start(self, model)
         return result
 
     return init_attention_backends
 
 
 def _with_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang's own graphs first; they are captured at start, and anew for new weights."""
+    """SGLang's own graphs are captured first, at start and anew for new weights."""
 
     @functools.wraps(stock)
     def capture_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as span:
-            if not getattr(self, "is_draft_worker", False):
-                for model in _text_models(self.model):
-                    span.enter_context(start.capturing(self, model))
+            for model in _text_models(self):
+                span.enter_context(start.capturing(self, model))
             return stock(self, *args, **kwargs)
 
     return capture_graphs
@@ -76,24 +69,26 @@ def _with_metrics(stock: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _text_models(module: torch.nn.Module) -> list[Any]:
-    """The text models in ``module`` that have a KV-shared tail."""
+def _text_models(runner: Any) -> list[Any]:
+    """The text models of a runner that have a KV-shared tail; a draft model's is left alone."""
+    if getattr(runner, "is_draft_worker", False):
+        return []
     return [
         model
-        for model in module.modules()
+        for model in runner.model.modules()
         if isinstance(model, _Model) and first_shared_layer(model.config) is not None
     ]
 
 
-#: (class, attribute) -> what makes our wrapper of what is there.
+#: (class, attribute) -> what wraps it.
 WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     (_Model, "forward"): forward.with_fast_prefill,
     (_Runner, "init_attention_backends"): _with_start,
     (_Runner, "init_cuda_graphs"): _with_capture,
     (_Runner, "init_decode_cuda_graph"): _with_capture,
     (_Runner, "init_prefill_cuda_graph"): _with_capture,
-    (_Scheduler, "get_internal_state"): _with_state,
-    (_Collector, "__init__"): _with_metrics,
+    (seams.Scheduler, "get_internal_state"): _with_state,
+    (seams.SchedulerMetricsCollector, "__init__"): _with_metrics,
 }
 
 
@@ -110,11 +105,9 @@ def install() -> None:
             changed.
     """
     seams.check()
-    wrappers = {
-        (patched, name): wrap(getattr(patched, name)) for (patched, name), wrap in WRAPPED.items()
-    }
-    for (patched, name), wrapper in wrappers.items():
-        _installed[patched, name] = getattr(patched, name)
-        setattr(patched, name, wrapper)
+    for (patched, name), wrap in WRAPPED.items():
+        stock = getattr(patched, name)
+        _installed[patched, name] = stock
+        setattr(patched, name, wrap(stock))
     for name in seams.PUBLISHED_HELPERS:
         setattr(_Model, name, getattr(published, name))

@@ -1,7 +1,6 @@
 """Two helpers that ``Gemma4TextModel`` gets, under the names of the change proposed to SGLang.
 
-The package's own forwards need neither: they are for those who cut a batch in a forward of their
-own.
+The package does not use them. They are for code that cuts a batch in a forward of its own.
 """
 
 from __future__ import annotations
@@ -18,34 +17,29 @@ from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.kept import TailBatch, rewritten
-from sglang_gemma4_yoco.core.state import ENTRY, ModelState
+from sglang_gemma4_yoco.core.state import ENTRY
 from sglang_gemma4_yoco.loading import limits, start
 
 
 def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
-    """Whether this forward may skip, in the KV-shared layers, the rows that nobody reads.
+    """Whether this forward may skip unused rows in the KV-shared layers.
 
-    As published it asks for the switch whenever it is called; the package's own forwards do not.
+    As published, it reads the switch whenever it is called.
     """
-    state = start.of(self)
-    return (
-        os.environ.get(settings.SWITCH, "1") == "1"
-        and gate.ineligible_reason(state, forward_batch) is None
-        and _can_run_a_tail(state, seams.current_attn_backend())
-    )
-
-
-def _can_run_a_tail(state: ModelState, current: Any | None) -> bool:
-    """Whether a tail can be planned in a forward on this backend; None outside of a forward."""
-    if current is None or (state.attention is not None and current is state.attention.main):
-        return True
-    return limits.tail_backend_reason(current) is None
+    if os.environ.get(settings.SWITCH, "1") != "1":
+        return False
+    state, current = start.of(self), seams.current_attn_backend()
+    if gate.ineligible_reason(state, forward_batch) is not None:
+        return False
+    # A tail is planned on its own backend, on this one, or outside of any forward.
+    planned = current is None or (state.attention is not None and current is state.attention.main)
+    return planned or limits.tail_backend_reason(current) is None
 
 
 def _yoco_truncate_to_last_tokens(
     _: Any, hidden_states: Any, positions: Any, per_layer_inputs: Any, forward_batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, Callable[[], None]]:
-    """Cut a batch down to the rows that somebody reads.
+    """Cut a batch down to the kept rows.
 
     Args:
         hidden_states: [T, hidden].
@@ -56,20 +50,20 @@ def _yoco_truncate_to_last_tokens(
 
     Returns:
         ``(hidden_states [B, hidden], positions [B], per_layer_inputs [B, ...], last_indices [B]
-        int64, restore_fn)``, B the number of kept rows: one per request, more for a request with
-        input logprobs. ``restore_fn()`` puts every field and the attention state back; calling it
-        again does nothing. When this function raises, all is put back already.
+        int64, restore_fn)`` with B kept rows: one per request, more for a request with input
+        logprobs. ``restore_fn()`` puts every field and the attention state back; a second call
+        does nothing. When this function raises, all is put back already.
     """
     if not isinstance(hidden_states, torch.Tensor):
         # The helper was published in two argument orders; in the other one the batch leads.
-        forward_batch, hidden_states, positions, per_layer_inputs = (
-            hidden_states,
-            positions,
-            per_layer_inputs,
-            forward_batch,
-        )
+        others = (positions, per_layer_inputs, forward_batch)
+        forward_batch, (hidden_states, positions, per_layer_inputs) = hidden_states, others
     plan = getattr(forward_batch, ENTRY, None)
-    tail = plan.tail if isinstance(plan, Plan) else _tail_of(forward_batch)
+    if isinstance(plan, Plan):
+        tail = plan.tail
+    else:
+        decodes = seams.decodes_like_extend(seams.current_attn_backend())
+        tail = TailBatch.of(forward_batch, gate.kept_rows(forward_batch), decodes=decodes)
     row_inputs = None if per_layer_inputs is None else per_layer_inputs.index_select(0, tail.index)
     rows = hidden_states.index_select(0, tail.index)
     row_positions = positions.index_select(0, tail.index)
@@ -80,18 +74,13 @@ def _yoco_truncate_to_last_tokens(
         return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
 
 
-def _tail_of(forward_batch: Any) -> TailBatch:
-    decodes = seams.decodes_like_extend(seams.current_attn_backend())
-    return TailBatch.of(forward_batch, gate.kept_rows(forward_batch), decodes=decodes)
-
-
 @contextmanager
 def _planned(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
     """The batch has these fields in the span, and attention is planned for them.
 
     Where the package has planned this batch, its tail has a backend of its own. Elsewhere the
-    runner's is planned anew, and once more on the way out: that stalls the host, and drops the
-    image masks that a model has written into the metadata.
+    runner's is planned anew, and once more on the way out: that stalls the host, and drops image
+    masks that a model has written into the metadata.
     """
     if isinstance(plan, Plan):
         attention: TailBackend = plan.attention

@@ -38,7 +38,7 @@ def model_reason(model: Any) -> str | None:
 
 
 def of(model: Any) -> ModelState:
-    """What is known of ``model``; of one that no runner has, what it says of itself."""
+    """What is known of ``model``; where no runner has started it, by its config alone."""
     return find(model) or ModelState(model, model_reason(model))
 
 
@@ -46,7 +46,7 @@ def of(model: Any) -> ModelState:
 
 
 def start(runner: Any, model: Any) -> None:
-    """Find out anew what there is to know; with several ranks, the same on all of them."""
+    """Decide anew whether prefills may be cut; with several ranks, the same on all of them."""
     previous = find(model)
     if previous is not None:
         previous.close()
@@ -54,8 +54,8 @@ def start(runner: Any, model: Any) -> None:
     if reason is None:
         attention = _tail_backend(runner)
         reason = limits.NO_TAIL if attention is None else None
-    # By its arguments a server is refused on all ranks, so there is nothing to compare. With
-    # several machines there may be nobody to ask: another one may not have this package.
+    # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
+    # machines is refused by them, and another machine may not have this package to answer.
     if reason is None or limits.server_reason() is None:
         found = f"{__version__}, refused: {reason}, {settings.current}"
         reason = ranks.reason_ranks_differ(found) or reason
@@ -64,19 +64,18 @@ def start(runner: Any, model: Any) -> None:
     state.on_close(lambda: graphs.drop(state, graphs.NOT_YET))
     if reason is None:
         _compile_kernels(state)
-    elif gate.is_news(reason):
-        wrong = reason == limits.WRONG_REPLAYS
-        log.server_refused(reason, logging.WARNING if wrong else logging.INFO)
+    else:
+        level = logging.WARNING if reason == limits.WRONG_REPLAYS else logging.INFO
+        log.server_refused(reason, level, logged=gate.is_news(reason))
 
 
 def _runner_reason(runner: Any, model: Any) -> str | None:
     if not runner.is_generation:
         return gate.EMBEDDINGS
-    main = runner.attn_backend
     return (
         model_reason(model)
         or donor.why_not(model)
-        or limits.backend_reason(main)
+        or limits.backend_reason(runner.attn_backend)
         or limits.pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
@@ -98,7 +97,7 @@ def _tail_backend(runner: Any) -> TailBackend | None:
 
 
 def _compile_kernels(state: ModelState) -> None:
-    """Compile what no stock layer compiles. Never raises: the first forward would do it as well."""
+    """Compile what no stock layer compiles. Never raises: the first forward would compile it."""
     try:
         donor.compile_kernels(state.tail_layers[0].self_attn)
         assert state.attention is not None
@@ -112,10 +111,7 @@ def _compile_kernels(state: ModelState) -> None:
 
 @contextmanager
 def capturing(runner: Any, model: Any) -> Iterator[None]:
-    """The span in which SGLang captures graphs of this model; afterwards the path is set up.
-
-    They are captured at start, and anew for new weights.
-    """
+    """The span in which SGLang captures graphs of this model; afterwards the path is set up."""
     state = find(model)
     with ExitStack() as span:
         if state is not None and prefill_graphs is not None:
@@ -126,7 +122,7 @@ def capturing(runner: Any, model: Any) -> Iterator[None]:
 
 
 def set_up(runner: Any, state: ModelState) -> None:
-    """Capture the tail, and compare the model with stock when nobody is served yet."""
+    """Capture the tail; and, the first time, compare the model with stock."""
     capture_tail(runner, state)
     first = "check" not in state.facts
     checked = _check(runner, state) if first else None
@@ -149,10 +145,9 @@ def capture_tail(runner: Any, state: ModelState) -> None:
 
 
 def _check(runner: Any, state: ModelState) -> Checked:
-    """Compare with stock, or know why not. With several ranks all of them agree, or none.
+    """Compare with stock, unless that is refused; with several ranks, all agree or none.
 
-    Raises:
-        Exception: it failed, and other ranks wait for this one.
+    What fails beside other ranks is raised: they wait for this one.
     """
     unchecked = check.why_not(runner)
     try:
@@ -166,6 +161,7 @@ def _check(runner: Any, state: ModelState) -> Checked:
     others = ranks.reason_ranks_differ(f"agrees with stock: {checked.agrees}")
     if others is not None or not checked.agrees:
         state.refuse(check.FAILED)
+        log.server_refused(check.FAILED, logged=False)
         found = "another rank's differs" if checked.agrees else checked.describe()
         log.error(f"Gemma 4 fast prefill is off for this server: {check.FAILED}; {found}")
     return checked

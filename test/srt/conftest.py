@@ -40,7 +40,7 @@ from sglang_gemma4_yoco import settings
 if TYPE_CHECKING:
     from sglang_gemma4_reference.engine import Engine
 
-settings.load()
+settings.current = settings.read(os.environ)
 
 pytest_plugins = ["own_process"]
 # For the servers, and whatever else the tests start.

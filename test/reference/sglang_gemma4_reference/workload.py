@@ -7,7 +7,7 @@ prompt, stop strings, streams; some users leave in the middle, some requests are
 Of every answer that part is compared which is the same on every run: all tokens and
 log-probabilities of greedy answers; the log-probabilities of the prompt and of the two likeliest
 first tokens where the answer is sampled (SGLang takes the seed of a request only with deterministic
-inference, for which the fast path steps aside); of an aborted answer as much as both servers gave.
+inference, which runs as stock); of an aborted answer as much as both servers gave.
 """
 
 from __future__ import annotations
@@ -327,8 +327,8 @@ def ask_all(
 # -- what the server did ---------------------------------------------------------------------------
 
 ACTIVE = "active"
-SKIPPED = "active, tail skipped"
-SERVED_BY_STOCK = "failed, served by stock"
+SKIPPED = "active_intermediate_chunk"
+SERVED_BY_STOCK = "failed"
 STOCK = "stock"
 NOTHING_TO_SKIP = "one new token each"
 

@@ -181,7 +181,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
         assert built == []
         assert start.of(engine.text_model).attention is None
         said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
-        assert said == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
+        assert said == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
         assert_stock(engine, reason)
     engine.runner.init_attention_backends()
     assert_fast(engine)

@@ -1,4 +1,4 @@
-"""Audits of prefills that serve somebody: what they compare, and who gets which answer."""
+"""Audits of prefills: what they compare, and which answer the client gets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -156,44 +157,27 @@ def test_every_row_that_is_kept_is_compared(
     assert torch.equal(seen.input_token_logprobs, expected.input_token_logprobs)
 
 
-def _processed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None]
+@pytest.mark.parametrize(
+    ("prompts", "flipped"),
+    [(TWO_PROMPTS, "next_token_logits"), (BATCHES["input logprobs"], "input_token_logprobs")],
+    ids=["logits", "log-probabilities"],
+)
+def test_what_sglang_makes_of_other_rows(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, prompts: Any, flipped: str
 ) -> None:
-    """SGLang makes something else of the second forward of an audit, which is the forced one."""
+    """What the tail has computed is right, and not what SGLang reads of the forced forward."""
     processor = engine.runner.model.logits_processor
     stock, calls = type(processor).forward, []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
         calls.append(1)
-        if len(calls) == 2:
-            change(output)
+        if len(calls) == 2:  # of the rows that were forced
+            setattr(output, flipped, getattr(output, flipped).flip(0))
         return output
 
+    scheduled = engine.schedule(prompts)
     monkeypatch.setattr(type(processor), "forward", forward)
-
-
-def test_logits_of_other_rows_are_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tail has computed is right, and not what SGLang reads."""
-
-    def flip(output: Any) -> None:
-        output.next_token_logits = output.next_token_logits.flip(0)
-
-    scheduled = engine.schedule(TWO_PROMPTS)
-    _processed(engine, monkeypatch, flip)
-    with audited(engine), switched("1"):
-        engine.forward(scheduled)
-    assert counts() == (0, 1)
-
-
-def test_log_probabilities_of_other_rows_are_found(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flip(output: Any) -> None:
-        output.input_token_logprobs = output.input_token_logprobs.flip(0)
-
-    scheduled = engine.schedule(BATCHES["input logprobs"])
-    _processed(engine, monkeypatch, flip)
     with audited(engine), switched("1"):
         engine.forward(scheduled)
     assert counts() == (0, 1)
@@ -228,7 +212,10 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
         assert state.refused == audit.DIFFERED
-        assert f"steps aside for this server: {audit.DIFFERED}" in caplog.records[-1].getMessage()
+        assert (
+            f"falls back to stock for this server: {audit.DIFFERED}"
+            in caplog.records[-1].getMessage()
+        )
         assert_stock(engine, audit.DIFFERED)
         assert counts() == (1, 1)
 
@@ -267,15 +254,12 @@ def test_an_audit_that_fails_costs_nothing(
 
 def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
     """The stock forward may run in the memory that holds the fast one's output."""
-    state = start.of(engine.text_model)
     scheduled = engine.schedule(TWO_PROMPTS)
-    with audited(engine), switched("1"), pytest.MonkeyPatch.context() as patched:
-        audit_it, given = state.after_cut, []
+    with audited(engine) as state, switched("1"), pytest.MonkeyPatch.context() as patched:
+        audit_it = state.after_cut
         assert audit_it is not None
 
         def overwriting(forward: Any, plan: Any, output: torch.Tensor) -> Any:
-            given.append(output.clone())
-
             def again(_: Any) -> Any:
                 output.fill_(torch.nan)
                 raise InjectedError("in the stock forward")
@@ -285,15 +269,13 @@ def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
 
         patched.setattr(state, "after_cut", overwriting)
         assert engine.forward(scheduled).next_token_logits.isfinite().all()
-    assert len(given) == 1
+        assert state.after_cut is None
 
 
 def test_a_forward_that_compares_itself(engine: Engine) -> None:
     """It runs to its end in the memory of its output, from which the model goes on."""
-    given: list[torch.Tensor] = []
 
     def findings(forward: Any, _: Any, output: torch.Tensor) -> list[Finding]:
-        given.append(output.clone())
         output.copy_(forward.stock())
         return [rounding.defect("another key")]
 
@@ -307,25 +289,19 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
         answer = run(engine, scheduled, "1").output.next_token_logits
     assert counts() == (1, 1)
     assert not torch.equal(answer, stock)  # the fast path's own
-    assert len(given) == 1
 
 
-def test_logits_that_are_not_asked_for_are_forgotten(engine: Engine) -> None:
+def test_logits_that_are_not_made_are_forgotten(engine: Engine) -> None:
     """What was waiting for them is gone when the next audit begins."""
     processor = engine.runner.model.logits_processor
     scheduled = engine.schedule(TWO_PROMPTS)
-    with audited(engine), switched("1"), pytest.MonkeyPatch.context() as broken:
-        broken.setattr(type(processor), "__call__", lambda *_: _raise(), raising=False)
-        with pytest.raises(InjectedError):
+    with audited(engine), switched("1"):
+        fails = mock.patch.object(type(processor), "__call__", side_effect=InjectedError)
+        with fails, pytest.raises(InjectedError):
             engine.forward(scheduled)
-        broken.undo()
         run(engine, scheduled, "1")
     assert counts() == (1, 0)
     assert "forward" not in vars(processor)
-
-
-def _raise() -> None:
-    raise InjectedError("logits")
 
 
 # ---------------------------------------------------------------- settings and figures
@@ -340,10 +316,8 @@ def test_why_there_are_none(
     engine: Engine, setting: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     setting(audit=1)
-    without = SimpleNamespace(model=object())
-    assert audit.auditor(without, start.of(engine.text_model)) is None
-    [record] = caplog.records
-    assert "is not audited: " in record.getMessage()
+    assert audit.auditor(SimpleNamespace(model=object()), start.of(engine.text_model)) is None
+    assert "is not audited: " in caplog.text
 
 
 def test_the_state_has_them(engine: Engine) -> None:

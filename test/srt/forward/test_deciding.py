@@ -83,17 +83,19 @@ def while_deciding(
     start.of(model).refused = start.model_reason(model)
 
 
-def assert_served_by_stock(
+def assert_decided(
     engine: Engine,
+    reason: str | None,
     entered: Callable[[Any], AbstractContextManager[None]],
     when: str = PLANNED,
 ) -> None:
-    """No layer leaves out a row; without it, the next forward is cut."""
+    """No layer leaves out a row, for this reason; or, without one, the forward is cut."""
+    total, kept = sum(len(prompt.new) for prompt in TWO_PROMPTS), len(TWO_PROMPTS)
     with while_deciding(engine, entered, when):
         seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
-    assert seen.rows == [sum(len(prompt.new) for prompt in TWO_PROMPTS)] * LAYERS
-    assert log.forwards[log.TAIL_EAGER] == log.forwards[log.FAILED] == 0
-    assert_fast(engine)
+    assert seen.rows == (cut_rows(total, kept) if reason is None else [total] * LAYERS)
+    assert log.forwards[log.FAILED] == 0
+    assert reason is None or log.forwards == {reason: 1}
 
 
 class NotGiven(torch.Tensor):
@@ -105,30 +107,27 @@ class NotGiven(torch.Tensor):
 
 # What refuses a batch where it is set: a value, and the reason.
 FIELDS: dict[str, tuple[object, str]] = {
-    "spec_info": (SimpleNamespace(), "speculative decoding"),
-    "return_hidden_states_before_norm": (True, "hidden states of all rows are returned"),
+    "spec_info": (SimpleNamespace(), gate.SPECULATIVE),
+    "return_hidden_states_before_norm": (True, gate.HIDDEN_STATES),
     "multi_item_delimiter_indices": ([torch.tensor([1]), torch.tensor([2])], "multi-item scoring"),
     "token_indices_to_pool": ([torch.tensor([1]), torch.tensor([2])], "setwise scoring"),
     "input_embeds": (torch.zeros(43, 64).as_subclass(NotGiven), "input embeddings"),
     "replace_embeds": (torch.zeros(2, 64), "replaced embeddings"),
-    "full_prefill_cuda_graph_capture": (True, "a CUDA graph is being captured"),
+    "full_prefill_cuda_graph_capture": (True, gate.CAPTURING),
 }
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_of_the_batch(engine: Engine, batches_with: Callable[..., None], name: str) -> None:
-    """As SGLang sets it on a server that passed its start; the next batch is cut."""
+    """As SGLang sets it on a server that passed its start."""
     skip_on_older("ForwardBatch", {name} - ForwardBatch.__dataclass_fields__.keys())
     value, reason = FIELDS[name]
-    unset = ForwardBatch.__dataclass_fields__[name].default
     batches_with(**{name: value})
     assert_stock(engine, reason)
-    batches_with(**{name: unset})
-    assert_fast(engine)
 
 
-def test_no_other_field_refuses() -> None:
-    assert FIELDS.keys() == gate.REFUSING_FIELDS.keys()
+def test_each_field_refuses_for_its_reason() -> None:
+    assert {name: reason for name, (_, reason) in FIELDS.items()} == gate.REFUSING_FIELDS
 
 
 @pytest.mark.parametrize("name", ["engram_history", "encoder_lens", "dimensions"])
@@ -169,72 +168,103 @@ def test_lengths_that_the_host_does_not_know(engine: Engine, what: str) -> None:
         yield
         vars(batch).update(before)
 
-    assert_served_by_stock(engine, said)
-    assert log.forwards[gate.UNKNOWN_LENGTHS] == 1
+    assert_decided(engine, gate.UNKNOWN_LENGTHS, said)
 
 
 @pytest.mark.parametrize("when", [PLANNED, CALLED])
 def test_a_graph_that_is_captured(engine: Engine, when: str) -> None:
-    assert_served_by_stock(engine, lambda _: capture_mode.model_capture_mode(), when)
-    assert log.forwards[gate.CAPTURING] == 1
+    assert_decided(engine, gate.CAPTURING, lambda _: capture_mode.model_capture_mode(), when)
 
 
 DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
-ARGUMENTS: tuple[dict[str, Any], ...] = (
-    {"enable_deterministic_inference": True},
-    {"enable_dp_attention": True},
-    {"enable_dp_lm_head": True},
-    {"enable_dense_mlp_attn_tp": True},
-    {"moe_dense_tp_size": 1},
-    {"enable_layernorm_sp": True},
-    {"enable_attn_tp_input_scattered": True},
-    {"disable_attn_tp_gather": True},
-    {"enable_prefill_cp": True},
-    {"enable_kv_cache_sharding": True},
-    {"enable_quant_communications": True},
-    {"elastic_ep_backend": "mooncake"},
-    {"enable_two_batch_overlap": True},
-    {"enable_single_batch_overlap": True},
-    {"enable_pdmux": True},
-    {"forward_hooks": [{"name": "a"}]},
-    {"debug_tensor_dump_output_folder": "/dumps"},
-    {"msprobe_dump_config": "dump.json"},
-    {"cpu_offload_gb": 1},
-    {"offload_group_size": 1},
-    {"enable_unified_memory": True},
-    {"enable_page_major_kv_layout": True},
-    {"enable_lmcache": True},
-    {"enable_flexkv": True},
-    {"enable_unified_cache_external_linker": True},
-    {"radix_cache_backend": "flexkv"},
-    {"dllm_algorithm": "LowConfidence"},
-    {"enable_nvidia_megakernel": True},
-    {"enable_amd_monokernel": True},
-    {"use_ray": True},
-    {"enable_lora": True},
-    {"attn_dp_size": 2},
-    {"attn_cp_size": 2},
-    {"dcp_size": 2},
-    {"ep_size": 2},
-    {"moe_dp_size": 2},
-    {"dwdp_size": 2},
-    {"nnodes": 2},
-    {"pp_size": 2},
-    {"enable_return_hidden_states": True},
-    {"return_hidden_states_mode": "full"},
-    {"speculative_algorithm": "EAGLE3"},
-    {**DRAFTS, "disaggregation_mode": "decode"},
-    {**DRAFTS, "disaggregation_mode": "prefill"},
-    {**DRAFTS, "enable_return_hidden_states": True},
-    {**DRAFTS, "enable_return_aux_hidden_states": True},
-    {**DRAFTS, "return_hidden_states_mode": "last"},
-)
+HIDDEN_STATES_OF_DRAFTS = f"{gate.HIDDEN_STATES}, beside speculative decoding"
+DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
+LAST = {"return_hidden_states_mode": "last"}
+# Reason -> the arguments that refuse for it, each alone.
+REFUSING: dict[str, dict[str, Any]] = {
+    "deterministic inference": {"enable_deterministic_inference": True},
+    limits.DP_ATTENTION: {
+        "enable_dp_attention": True,
+        "enable_dp_lm_head": True,
+        "enable_dense_mlp_attn_tp": True,
+        "moe_dense_tp_size": 1,
+        "attn_dp_size": 2,
+    },
+    limits.SEQUENCE_PARALLEL: {
+        "enable_layernorm_sp": True,
+        "enable_attn_tp_input_scattered": True,
+        "disable_attn_tp_gather": True,
+    },
+    limits.CONTEXT_PARALLEL: {
+        "enable_prefill_cp": True,
+        "enable_kv_cache_sharding": True,
+        "attn_cp_size": 2,
+        "dcp_size": 2,
+    },
+    limits.EXPERT_PARALLEL: {
+        "elastic_ep_backend": "mooncake",
+        "ep_size": 2,
+        "moe_dp_size": 2,
+        "dwdp_size": 2,
+    },
+    limits.PIPELINE: {"pp_size": 2},
+    "all-reduces that round prefill otherwise than decode": {"enable_quant_communications": True},
+    "two-batch overlap": {"enable_two_batch_overlap": True},
+    "single-batch overlap": {"enable_single_batch_overlap": True},
+    "PD multiplexing": {"enable_pdmux": True},
+    limits.HOOKS: {
+        "forward_hooks": [{"name": "a"}],
+        "debug_tensor_dump_output_folder": "/dumps",
+        "msprobe_dump_config": "dump.json",
+    },
+    limits.OFFLOADED: {"cpu_offload_gb": 1, "offload_group_size": 1},
+    "pools of K and V that share and move their memory": {"enable_unified_memory": True},
+    "K and V that lie page by page": {"enable_page_major_kv_layout": True},
+    limits.FOREIGN_CACHE: {
+        "enable_lmcache": True,
+        "enable_flexkv": True,
+        "enable_unified_cache_external_linker": True,
+        "radix_cache_backend": "flexkv",
+    },
+    "a diffusion language model's forward modes": {"dllm_algorithm": "LowConfidence"},
+    limits.ONE_KERNEL: {"enable_nvidia_megakernel": True, "enable_amd_monokernel": True},
+    "ranks that Ray places, on several machines it may be": {"use_ray": True},
+    "ranks on several machines": {"nnodes": 2},
+    gate.LORA: {"enable_lora": True},
+    gate.HIDDEN_STATES: {"enable_return_hidden_states": True, "return_hidden_states_mode": "full"},
+}
+ARGUMENTS: list[tuple[dict[str, Any], str | None]] = [
+    *(({name: value}, why) for why, given in REFUSING.items() for name, value in given.items()),
+    *(
+        ({"speculative_algorithm": kind}, gate.SPECULATIVE)
+        for kind in ("EAGLE", "EAGLE3", "DFLASH")
+    ),
+    *((DRAFTS | {"disaggregation_mode": r}, DRAFTS_BESIDE_ROLES) for r in ("decode", "prefill")),
+    (DRAFTS | {"enable_return_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
+    (DRAFTS | {"enable_return_aux_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
+    (DRAFTS | LAST, HIDDEN_STATES_OF_DRAFTS),
+    # These refuse nothing.
+    ({"enable_return_hidden_states": True, **LAST}, None),
+    ({"offload_group_size": -1}, None),
+    ({"disaggregation_mode": "prefill", "enable_pd_role_switch": True}, None),
+    *(({"speculative_algorithm": kind}, None) for kind in ("FROZEN_KV_MTP", "NGRAM", "STANDALONE")),
+    (DRAFTS | {"disaggregation_mode": "null"}, None),
+]
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: ", ".join(a))
-def test_an_argument_of_the_server(engine: Engine, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("arguments", "reason"), ARGUMENTS)
+def test_an_argument_of_the_server(
+    engine: Engine, arguments: dict[str, Any], reason: str | None
+) -> None:
     skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
-    assert_served_by_stock(engine, lambda _: releases.published(**arguments))
+    assert_decided(engine, reason, lambda _: releases.published(**arguments))
+
+
+def test_every_argument_that_refuses_has_a_row() -> None:
+    rows = {name: reason for reason, given in REFUSING.items() for name in given}
+    assert rows.items() >= (limits._REFUSING_ARGUMENTS | limits._REFUSING_SIZES).items()
+    beside = {name for given, why in ARGUMENTS if why == HIDDEN_STATES_OF_DRAFTS for name in given}
+    assert beside - DRAFTS.keys() == set(limits._HIDDEN_STATE_ARGUMENTS)
 
 
 AS_IN_A_NEWER_ONE = pytest.mark.skipif(
@@ -260,7 +290,8 @@ def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
 @AS_IN_A_NEWER_ONE
 def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
     """As a server of a later release might set what is new there."""
-    assert_served_by_stock(engine, lambda _: newer("max_total_tokens", max_total_tokens=9))
+    reason = "--max-total-tokens is set, an argument that this version has not judged"
+    assert_decided(engine, reason, lambda _: newer("max_total_tokens", max_total_tokens=9))
 
 
 @AS_IN_A_NEWER_ONE
@@ -269,8 +300,7 @@ def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
 )
 def test_arguments_of_a_newer_release(engine: Engine, arguments: dict[str, Any]) -> None:
     """Those that are known refuse nothing there that they do not refuse here."""
-    with while_deciding(engine, lambda _: newer(**arguments)):
-        assert run(engine, engine.schedule(TWO_PROMPTS), "1").rows[-1] == len(TWO_PROMPTS)
+    assert_decided(engine, None, lambda _: newer(**arguments))
 
 
 # ---------------------------------------------------------------- the layers of the tail
@@ -303,12 +333,12 @@ class Kind:
 
 
 def scheme(name: str) -> dict[str, Any]:
-    """What a layer has whose method asks a scheme."""
-    return {"scheme": type(name, (), {})()}
+    """What a layer has whose method has schemes; nothing without a name."""
+    return {"scheme": type(name, (), {})()} if name else {}
 
 
-# As SGLang names them. Methods that know by themselves, and schemes beside their methods.
-METHODS = (
+# As SGLang names them: methods, and the schemes of those that have some.
+KNOWN = (
     "BlockInt8LinearMethod",
     "Fp8LinearMethod",
     "ModelOptFp4LinearMethod",
@@ -317,33 +347,33 @@ METHODS = (
     "PetitNvFp4LinearMethod",
     "W8A8Fp8LinearMethod",
     "W8A8Int8LinearMethod",
-)
-SCHEMES = (
-    ("AWQLinearMethod", "AWQIntelAMXLinearScheme"),
-    ("AWQLinearMethod", "AWQLinearScheme"),
-    ("AWQLinearMethod", "AWQMarlinLinearScheme"),
-    ("AWQLinearMethod", "AWQXPULinearScheme"),
-    ("CompressedTensorsLinearMethod", "CompressedTensorsW4A16Fp4"),
-    ("CompressedTensorsLinearMethod", "CompressedTensorsW4A4Fp4"),
-    ("CompressedTensorsLinearMethod", "CompressedTensorsW8A16Fp8"),
-    ("CompressedTensorsLinearMethod", "CompressedTensorsW8A8Fp8"),
-    ("CompressedTensorsLinearMethod", "CompressedTensorsW8A8Int8"),
-    ("CompressedTensorsLinearMethod", "CompressedTensorsWNA16"),
-    ("CompressedTensorsLinearMethod", "XPUCompressedTensorsWNA16"),
-    ("GPTQLinearMethod", "GPTQIntelAMXLinearScheme"),
-    ("GPTQLinearMethod", "GPTQLinearScheme"),
-    ("GPTQLinearMethod", "GPTQXPULinearScheme"),
-    ("GPTQMarlinLinearMethod", "GPTQMarlinLinearScheme"),
-    ("QuarkLinearMethod", "QuarkW4A4MXFP4"),
-    ("QuarkLinearMethod", "QuarkW8A8Fp8"),
+    "AWQLinearMethod.AWQIntelAMXLinearScheme",
+    "AWQLinearMethod.AWQLinearScheme",
+    "AWQLinearMethod.AWQMarlinLinearScheme",
+    "AWQLinearMethod.AWQXPULinearScheme",
+    "CompressedTensorsLinearMethod.CompressedTensorsW4A16Fp4",
+    "CompressedTensorsLinearMethod.CompressedTensorsW4A4Fp4",
+    "CompressedTensorsLinearMethod.CompressedTensorsW8A16Fp8",
+    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Fp8",
+    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Int8",
+    "CompressedTensorsLinearMethod.CompressedTensorsWNA16",
+    "CompressedTensorsLinearMethod.XPUCompressedTensorsWNA16",
+    "GPTQLinearMethod.GPTQIntelAMXLinearScheme",
+    "GPTQLinearMethod.GPTQLinearScheme",
+    "GPTQLinearMethod.GPTQXPULinearScheme",
+    "GPTQMarlinLinearMethod.GPTQMarlinLinearScheme",
+    "QuarkLinearMethod.QuarkW4A4MXFP4",
+    "QuarkLinearMethod.QuarkW8A8Fp8",
 )
 EIGHT_BITS, FOUR_BITS = (SimpleNamespace(load_in_8bit=eight) for eight in (True, False))
 FP8, UNKNOWN = method("Fp8LinearMethod"), method("NewLinearMethod")
 BITS = "BitsAndBytesLinearMethod"
 QUARK = method("QuarkLinearMethod")
 KINDS: dict[str, Kind] = {
-    **{name: Kind(True, method(name)) for name in METHODS},
-    **{name: Kind(True, method(of), scheme(name)) for of, name in SCHEMES},
+    **{
+        name: Kind(True, method(name.split(".")[0]), scheme(name.partition(".")[2]))
+        for name in KNOWN
+    },
     "fp8 on AMD, where one scale for the batch is usual": Kind(False, FP8, amd=True),
     "Quark's fp8 on AMD": Kind(False, QUARK, scheme("QuarkW8A8Fp8"), amd=True),
     "Quark's mxfp4 on AMD": Kind(True, QUARK, scheme("QuarkW4A4MXFP4"), amd=True),
@@ -388,19 +418,12 @@ def test_a_kind_of_linear_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_no_other_kind_is_known() -> None:
-    assert {*METHODS, *map(".".join, SCHEMES)} == limits._INDEPENDENT_ROWS
-
-
-def test_drafts_alone_refuse_nothing(engine: Engine) -> None:
-    with while_deciding(engine, lambda _: releases.published(**DRAFTS)):
-        seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
-    assert seen.rows[-1] == len(TWO_PROMPTS)
+    assert set(KNOWN) == limits._INDEPENDENT_ROWS
 
 
 def test_another_backend_than_the_one_that_was_planned_on(engine: Engine) -> None:
     another = engine.runner._get_attention_backend()
-    assert_served_by_stock(engine, lambda _: seams.attn_backend_switched(another), CALLED)
-    assert log.forwards[gate.NOT_PLANNED] == 1
+    assert_decided(engine, gate.NOT_PLANNED, lambda _: seams.attn_backend_switched(another), CALLED)
 
 
 def test_a_chunk_whose_last_rows_are_captured_is_read(

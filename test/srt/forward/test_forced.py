@@ -1,31 +1,33 @@
-"""One step of one layer is wrong: that step is named, whatever comes after it.
-
-Stock is watched, and the cut made of its numbers, for the check's own requests.
-"""
+"""One step of one layer is wrong on the fast path: the check at start names that step alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from forwards import ENGINE
-from layer_rows import FIRST_SHARED, LAYERS
+from layer_rows import FIRST_SHARED
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.core import cut, donor
+from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.core.state import find
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 LAYER = FIRST_SHARED + 1
 DONOR = FIRST_SHARED - 1
+LAST = -1
+
+Wrong = Callable[[Engine], AbstractContextManager[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -35,115 +37,145 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine(path, **(ENGINE | {"dtype": "bfloat16"}))
 
 
-@contextmanager
-def on_the_fast_path(
-    engine: Engine, module: Any, name: str, wrong: Callable[..., Any]
-) -> Iterator[None]:
-    """``module.name`` is wrong where stock does not run it."""
-    state, stock = start.of(engine.text_model), getattr(module, name)
+def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
+    """What this module of a layer returns is ``wrong`` where stock does not run it."""
 
-    def function(*args: Any, **kwargs: Any) -> Any:
-        right = stock(*args, **kwargs)
-        return right if state.refused else wrong(right)
+    def broken(engine: Engine) -> AbstractContextManager[Any]:
+        state, owner = find(engine.text_model), engine.text_model.layers[layer]
+        assert state is not None
+        owner = owner.get_submodule(name)
+        stock = owner.forward
 
-    with replaced(module, **{name: function}):
-        yield
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            right = stock(*args, **kwargs)
+            return right if state.refused else wrong(right)  # stock runs as if it were refused
+
+        return replaced(owner, forward=forward)
+
+    return broken
+
+
+def function(owner: Any, name: str, wrong: Callable[..., Any]) -> Wrong:
+    """``wrong`` is called in place of a function of the package, with it and its arguments."""
+    stock = getattr(owner, name)
+    return lambda _: mock.patch.object(owner, name, lambda *args: wrong(stock, *args))
+
+
+def larger(rows: torch.Tensor) -> torch.Tensor:
+    return rows * 1.05
+
+
+def in_turns(output: torch.Tensor) -> torch.Tensor:
+    """Larger and smaller: what is larger as a whole is as it was after a norm."""
+    share = 1 + 0.05 * (-1.0) ** torch.arange(output.shape[-1])
+    return output * share.to(output.dtype)
+
+
+def keys_or_values(number: int, stock: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    pair = list(stock(*args))
+    pair[number] = larger(pair[number])
+    return tuple(pair)
+
+
+def of_layer(stock: Any, inputs: PerLayerInputs) -> torch.Tensor:
+    of_layers: torch.Tensor = stock(inputs)
+    of_layers[:, LAYER - DONOR] *= 1.1
+    return of_layers
+
+
+def of_front(stock: Any, *args: Any) -> torch.Tensor:
+    rows: torch.Tensor = stock(*args)
+    return larger(rows) if args[3] == 0 else rows
+
+
+def at_the_end(stock: Any, *args: Any) -> Any:
+    return stock(*args) * 1.1
+
+
+def at_the_beginning(stock: Any, state: Any, batch: Any, rows: torch.Tensor, *others: Any) -> Any:
+    return stock(state, batch, rows * 1.1, *others)
+
+
+def written(finishes: bool, stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
+    """Not those of stock's forward, which has written to the same slots."""
+    if (plan.runner is None) == finishes:
+        stock(state, plan, *rows)
+
+
+def stray(engine: Engine) -> AbstractContextManager[Any]:
+    [first, *_] = engine.kv_buffers()[0]
+
+    def write(rows: torch.Tensor) -> torch.Tensor:
+        first[40] = 0.5  # a slot of a cached token
+        return rows
+
+    return module(LAST, "mlp", write)(engine)
+
+
+KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "values"))
+#: What is wrong -> how, and all that the check finds.
+CASES: dict[str, tuple[Wrong, set[str]]] = {
+    "nothing": (nullcontext, set()),
+    "queries": (module(LAYER, "self_attn.q_norm", larger), {f"queries of layer {LAYER}"}),
+    "keys": (function(donor, "keys_and_values", partial(keys_or_values, 0)), {KEYS}),
+    "values": (function(donor, "keys_and_values", partial(keys_or_values, 1)), {VALUES}),
+    "attention": (
+        module(LAYER, "self_attn.attn", in_turns),
+        {f"attention of layer {LAYER}", f"mean of the values of layer {LAYER}"},
+    ),
+    "per-layer inputs": (
+        function(PerLayerInputs, "kept", of_layer),
+        {f"per-layer input of layer {LAYER}"},
+    ),
+    "per-layer inputs before the cut": (
+        function(per_layer, "project", of_front),
+        {f"per-layer input of layer {layer}" for layer in range(DONOR)},
+    ),
+    "FFN of the donor": (module(DONOR, "mlp", in_turns), {f"output of layer {DONOR}"}),
+    "FFN of the last layer": (module(LAST, "mlp", in_turns), {"output of layer 7"}),
+    "rows at the end": (
+        function(cut, "run_layers", at_the_end),
+        {"rows after the norm", "logits"},
+    ),
+    "rows at the beginning": (function(cut, "run_layers", at_the_beginning), {"rows at the cut"}),
+    "nothing written": (
+        function(cut, "write_keys_and_values", partial(written, True)),
+        {KEYS, VALUES},
+    ),
+    "nothing written of intermediate chunks": (
+        function(cut, "write_keys_and_values", partial(written, False)),
+        {KEYS, VALUES},
+    ),
+    **{
+        f"keys of layer {layer}, before the cut": (
+            module(layer, "self_attn.k_norm", larger),
+            {f"keys of layer {layer} in the pool"},
+        )
+        for layer in range(DONOR)
+    },
+    "a slot of another request": (stray, {check.OTHERS_SLOTS}),
+}
 
 
 def named(engine: Engine) -> set[str]:
     """All that is no rounding."""
-    with check.comparing(engine.runner, start.of(engine.text_model)) as both:
-        found = both.findings()
-    return {finding.what for finding in found if not finding.is_rounding}
+    state = find(engine.text_model)
+    assert state is not None
+    with check.comparing(engine.runner, state) as both:
+        return {finding.what for finding in both.findings() if not finding.is_rounding}
 
 
-def test_nothing(sharp: Engine) -> None:
-    assert named(sharp) == set()
-
-
-def test_queries(sharp: Engine) -> None:
-    norm = sharp.text_model.layers[LAYER].self_attn.q_norm
-    with on_the_fast_path(sharp, norm, "forward", lambda q: q * 1.05):
-        assert named(sharp) == {f"queries of layer {LAYER}"}
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_keys(sharp: Engine, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Those in the pool are stock's by then where the tail attends to them."""
-    stock = donor.keys_and_values
-
-    def keys_and_values(*args: Any) -> Any:
-        pair = list(stock(*args))
-        pair[number] = pair[number] * 1.05
-        return tuple(pair)
-
-    monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
-    assert named(sharp) == {f"{('keys', 'values')[number]} of layer {DONOR} in the pool"}
-
-
-def test_attention(sharp: Engine) -> None:
-    attention = sharp.text_model.layers[LAYER].self_attn.attn
-
-    def other(output: torch.Tensor) -> torch.Tensor:
-        """Larger and smaller in turns: what is larger as a whole is as it was behind a norm."""
-        share = 1 + 0.05 * (-1.0) ** torch.arange(output.shape[-1])
-        return output * share.to(output.dtype)
-
-    with on_the_fast_path(sharp, attention, "forward", other):
-        found = named(sharp)
-    assert found == {f"attention of layer {LAYER}", f"mean of the values of layer {LAYER}"}
-
-
-def test_per_layer_inputs(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = PerLayerInputs.kept
-
-    def kept(inputs: Any) -> torch.Tensor:
-        of_layers = stock(inputs)
-        assert of_layers is not None
-        of_layers[:, LAYER - DONOR] *= 1.1
-        return of_layers
-
-    monkeypatch.setattr(PerLayerInputs, "kept", kept)
-    found = named(sharp)
-    assert f"per-layer input of layer {LAYER}" in found
-    assert found <= {f"per-layer input of layer {LAYER}", f"output of layer {LAYER}"}
-
-
-def test_the_rows_in_the_end(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = cut.run_layers
-    monkeypatch.setattr(cut, "run_layers", lambda *args: stock(*args) * 1.1)
-    assert named(sharp) == {"rows after the norm", "logits"}
-
-
-def test_the_rows_at_the_beginning(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are replaced by stock's there, so they are compared before."""
-    stock = cut.run_layers
-    monkeypatch.setattr(
-        cut,
-        "run_layers",
-        lambda state, batch, rows, *others: stock(state, batch, rows * 1.1, *others),
-    )
-    assert named(sharp) == {"rows at the cut"}
-
-
-@pytest.mark.parametrize("finishes", [True, False])
-def test_keys_and_values_that_are_not_written(
-    sharp: Engine, monkeypatch: pytest.MonkeyPatch, finishes: bool
-) -> None:
-    """Those of stock's forward, which has written to the same slots, do not pass for them."""
-    stock = cut.write_keys_and_values
-
-    def write(state: Any, plan: Any, *rows: torch.Tensor) -> None:
-        if (plan.runner is None) == finishes:
-            stock(state, plan, *rows)
-
-    monkeypatch.setattr(cut, "write_keys_and_values", write)
-    assert named(sharp) == {f"{what} of layer {DONOR} in the pool" for what in ("keys", "values")}
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_named(sharp: Engine, case: str) -> None:
+    wrong, expected = CASES[case]
+    with wrong(sharp):
+        assert named(sharp) == expected
 
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
-    model, state = sharp.text_model, start.of(sharp.text_model)
+    model, state = sharp.text_model, find(sharp.text_model)
+    assert state is not None
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,4 +185,3 @@ def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(type(model.layers[LAYER]), "__call__", call)
     assert f"layer {LAYER} has not run" in named(sharp)
-    assert LAYER < LAYERS - 1

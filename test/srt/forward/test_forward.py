@@ -549,6 +549,6 @@ def test_each_reason_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixtu
         for _ in range(3):
             engine.forward(scheduled)
     assert [m for m in caplog.messages if SWITCHED_OFF in m] == [
-        f"Gemma 4 fast prefill steps aside: {SWITCHED_OFF}"
+        f"Gemma 4 fast prefill falls back to stock: {SWITCHED_OFF}"
     ]
     assert log.forwards[SWITCHED_OFF] == 3

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.model_executor import forward_context
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_gemma4_yoco import plugin, seams, settings
 
@@ -107,61 +105,48 @@ FIELDS = (
     "kv_loc_cols",
     "residual_stream",
 )
-NAMES = {
-    "ForwardBatch": FIELDS,
-    "ForwardMode": ("EXTEND", "DECODE", "MIXED"),
-    "ModelRunner": (
-        "init_attention_backends",
-        "init_cuda_graphs",
-        "init_decode_cuda_graph",
-        "init_prefill_cuda_graph",
-    ),
-    "forward_context": ("forward_context", "get_forward_context", "has_forward_context"),
-    "layer_boundary.residual.batch": ("set_written", "start"),
-}
-WITH_RESIDUALS = {"residual_stream", "set_written", "start"}
 FIELDS_SINCE = {
     "token_indices_to_pool": "0.5.21",
     "full_prefill_cuda_graph_capture": "0.5.22",
     "kv_loc_cols": "0.5.22",
+    "residual_stream": "0.5.22",
+}
+NAMES = {
+    "ForwardMode": {"EXTEND", "DECODE", "MIXED"},
+    "ModelRunner": {
+        "init_attention_backends",
+        "init_cuda_graphs",
+        "init_decode_cuda_graph",
+        "init_prefill_cuda_graph",
+    },
+    "forward_context": {"forward_context", "get_forward_context", "has_forward_context"},
+    "residual_batch": {"set_written", "start"},
 }
 
 
-@pytest.mark.parametrize(
-    ("of", "name"), [(of, name) for of, names in NAMES.items() for name in names]
-)
-def test_a_name_that_is_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, of: str, name: str
+def test_names_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a release that has given it another one."""
-    if name in WITH_RESIDUALS and not seams.HAS_RESIDUAL_STREAM:
-        pytest.skip("the batches of this SGLang carry no residual")
-    if of == "ForwardBatch":
-        monkeypatch.setattr(seams, of, record(of, set(FIELDS) - {name}))
-        if name in FIELDS_SINCE:
-            monkeypatch.setattr(seams, "version", lambda _: FIELDS_SINCE[name])
-    elif of == "ForwardMode":
-        modes = {mode: None for mode in ForwardMode.__members__ if mode != name}
-        monkeypatch.setattr(seams, of, SimpleNamespace(__members__=modes))
-    elif of == "ModelRunner":
-        monkeypatch.delattr(seams.ModelRunner, name)
-    elif of == "forward_context":
-        monkeypatch.delattr(forward_context, name)
-    else:
-        others = {other: print for other in NAMES[of] if other != name}
-        monkeypatch.setattr(seams, "residual_batch", SimpleNamespace(**others))
-    why = refusal(caplog)
-    assert f"{of}.{name}" in why
-    assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
+    """As on a release that has given each of them another one."""
+    for of, names in NAMES.items():
+        monkeypatch.setattr(seams, of, SimpleNamespace())
+        why = refusal(caplog)
+        assert all(f"{of}.{name}" in why for name in names)
+        assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 
-@pytest.mark.parametrize("name", FIELDS_SINCE)
-def test_a_field_that_a_release_never_had_is_not_missed(
-    monkeypatch: pytest.MonkeyPatch, name: str
+def test_fields_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(seams, "ForwardBatch", record("ForwardBatch", set(FIELDS) - {name}))
-    monkeypatch.setattr(seams, "version", lambda _: "0.5.20")
-    assert list(seams._missing()) == []
+    """One that a release never had is not missed there."""
+    monkeypatch.setattr(seams, "ForwardBatch", record("ForwardBatch", set()))
+    for release, absent in (("0.5.20", 4), ("0.5.21", 3), ("0.5.22", 0)):
+        monkeypatch.setattr(seams, "version", lambda _, release=release: release)
+        due = {name for name in FIELDS if FIELDS_SINCE.get(name, release) <= release}
+        assert len(FIELDS) - len(due) == absent
+        missed = {lack for lack in seams._missing() if lack.startswith("ForwardBatch.")}
+        assert missed == {f"ForwardBatch.{name}" for name in due}
+    assert "ForwardBatch.kv_loc_cols" in refusal(caplog)
 
 
 def record(name: str, fields: set[str]) -> type:
@@ -201,17 +186,20 @@ def test_a_residual_that_has_moved(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches carry it from 0.5.22 on; a release that hides where is none from before that."""
-    monkeypatch.setattr(seams, "HAS_RESIDUAL_STREAM", False)
+    monkeypatch.setattr(seams, "residual_batch", None)
     monkeypatch.setattr(seams, "version", lambda _: "0.5.22")
     assert "gemma4_causal.residual_batch" in refusal(caplog)
     monkeypatch.setattr(seams, "version", lambda _: "0.5.21")
     assert "gemma4_causal.residual_batch" not in list(seams._missing())
 
 
-def test_the_tables_are_complete() -> None:
-    assert set(FIELDS) - WITH_RESIDUALS == set(seams._REQUIRED_FIELDS)
-    assert {n: str(first) for n, first in seams._FIELDS_SINCE.items()} == FIELDS_SINCE
-    assert NAMES["ForwardMode"] == seams._REQUIRED_MODES
-    assert NAMES["ModelRunner"] == seams._REQUIRED_OF_RUNNERS
-    assert NAMES["forward_context"] == seams._REQUIRED_OF_CONTEXTS
-    assert NAMES["layer_boundary.residual.batch"] == seams._REQUIRED_OF_RESIDUALS
+def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(
+        self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any
+    ) -> None:
+        for layer in self.layers:
+            layer(positions)
+
+    monkeypatch.setattr(seams.gemma4_causal.Gemma4TextModel, "forward", forward)
+    with pytest.raises(seams.SeamError, match=r"loop up to self\.end_layer"):
+        seams.check()

@@ -16,7 +16,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_chec
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import gate, state
-from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -78,5 +78,5 @@ def test_an_embedding_server_is_refused(
 def test_a_server_that_overlaps_two_batches_is_refused(tiny_checkpoint: Path) -> None:
     """A whole engine that is started with a refused argument; ``test_refused`` has all others."""
     engine = Engine(tiny_checkpoint, **ENGINE, enable_two_batch_overlap=True)
-    assert_stock(engine, limits.TWO_BATCH_OVERLAP, batch_of((30, 40), (0, 9)))
+    assert_stock(engine, "two-batch overlap", batch_of((30, 40), (0, 9)))
     assert log.forwards[log.TAIL_EAGER] == 0

@@ -211,7 +211,7 @@ def test_copied_positions_beside_prefill_graphs(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server steps aside, and says whose fault the answers are and what to do."""
+    """The server falls back to stock, and says whose fault the answers are and what to do."""
     monkeypatch.setenv(seams.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(cuda_graph_config=replaying(Backend.BREAKABLE))

@@ -1,7 +1,6 @@
-"""Modes in which the fast path steps aside, on SGLang's ModelRunner: stock, bit for bit.
+"""Batches and servers that fall back to stock, on SGLang's ModelRunner: bit for bit.
 
-``test_gate.py`` has the whole table of refusals. Here those that change what a forward does run
-through SGLang, each followed by an ordinary forward that is cut again.
+``test_deciding`` has the rules, each by itself. Here SGLang's own code meets what is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -17,12 +15,11 @@ import pytest
 import torch
 from packaging.version import Version
 from sglang.srt.layers.utils import PPMissingLayer
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from batches import batch_of
 from forwards import (
     TWO_PROMPTS,
     assert_fast,
@@ -36,24 +33,22 @@ from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import limits, start
-from stand_ins import halved_weights, server_args, skip_on_older
+from stand_ins import halved_weights, server_args
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
-ROWS = [torch.tensor([1, 5]), torch.tensor([0])]  # of each request, what a readout wants
-
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    ("hidden states", {"capture_hidden_mode": CaptureHiddenMode.FULL}, limits.HIDDEN_STATES),
+    ("hidden states", {"capture_hidden_mode": CaptureHiddenMode.FULL}, gate.HIDDEN_STATES),
     (
         "hidden states of EAGLE",
         {
             "capture_hidden_mode": CaptureHiddenMode.FULL,
             "spec_algorithm": SpeculativeAlgorithm.EAGLE,
         },
-        limits.SPECULATIVE,
+        gate.SPECULATIVE,
     ),
     (
         "hidden states of DFlash",
@@ -61,7 +56,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
             "capture_hidden_mode": CaptureHiddenMode.FULL,
             "spec_algorithm": SpeculativeAlgorithm.DFLASH,
         },
-        limits.SPECULATIVE,
+        gate.SPECULATIVE,
     ),
     (
         "hidden states of every row beside NGRAM",
@@ -69,9 +64,9 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
             "capture_hidden_mode": CaptureHiddenMode.FULL,
             "spec_algorithm": SpeculativeAlgorithm.NGRAM,
         },
-        limits.HIDDEN_STATES,
+        gate.HIDDEN_STATES,
     ),
-    ("a LoRA row", {"lora_ids": [None, "adapter"]}, limits.LORA),
+    ("a LoRA row", {"lora_ids": [None, "adapter"]}, gate.LORA),
 ]
 
 
@@ -85,24 +80,6 @@ def test_refused_batches(
     assert_stock(engine, reason)
 
 
-READOUTS = {
-    "multi_item_delimiter_indices": "multi-item scoring",
-    "token_indices_to_pool": "setwise scoring",
-}
-
-
-@pytest.mark.parametrize("field", READOUTS)
-def test_readouts_in_the_middle_of_a_prompt(
-    engine: Engine, batches_with: Callable[..., None], field: str
-) -> None:
-    """Multi-item and setwise scoring read rows that the tail would not compute."""
-    skip_on_older("ForwardBatch", {field} - ForwardBatch.__dataclass_fields__.keys())
-    prompts = [*batch_of((0, 40), logprob_start=39), *batch_of((0, 3), logprob_start=2)]
-    batches_with(**{field: ROWS}, is_prefill_only=True)
-    refused = assert_stock(engine, READOUTS[field], prompts)
-    assert len(refused.output.input_token_ids_logprobs_val) > 0
-
-
 @pytest.mark.parametrize("prefill_only", [False, True])
 def test_last_hidden_states(
     engine: Engine, batches_with: Callable[..., None], prefill_only: bool
@@ -114,14 +91,6 @@ def test_last_hidden_states(
     torch.testing.assert_close(
         fast.output.hidden_states, stock.output.hidden_states, atol=TOLERANCE, rtol=1e-4
     )
-
-
-def test_last_hidden_states_of_a_server(engine: Engine, restarted: Callable[..., None]) -> None:
-    """SGLang sets the older argument beside the newer one."""
-    last = {"enable_return_hidden_states": True, "return_hidden_states_mode": "last"}
-    skip_on_older("ServerArgs", releases.unknown_arguments(last))
-    restarted(**last)
-    assert_fast(engine)
 
 
 @pytest.mark.parametrize("algorithm", [SpeculativeAlgorithm.NGRAM, SpeculativeAlgorithm.STANDALONE])
@@ -196,64 +165,80 @@ def test_layers_captured_before_the_cut(
 
 
 DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
-CP_STRATEGY = {"enable_prefill_cp": True, "cp_strategy": "zigzag"}
 NO_CHUNKS = {"chunked_prefill_size": -1, "disable_overlap_schedule": True}
 LORA_SHAPE = {"max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
-DP = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+TP, DP = {"tp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+MACHINES = {**TP, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000"}
+DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
 
-DRAFTS_BESIDE_ROLES = f"{limits.SPECULATIVE} beside prefill-decode disaggregation"
-
-# Of one rank each, with what SGLang wants beside the argument that is refused.
-SERVERS: list[tuple[dict[str, Any], str]] = [
+# What is refused, with what SGLang wants beside it. Several ranks forward in ``test_ranks`` and
+# ``test_parallel``.
+SERVERS: list[tuple[dict[str, Any], str | None]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),
     ({"enable_dense_mlp_attn_tp": True}, limits.DP_ATTENTION),
     ({"moe_dense_tp_size": 1}, limits.DP_ATTENTION),
     ({"enable_attn_tp_input_scattered": True}, limits.SEQUENCE_PARALLEL),
     ({"disable_attn_tp_gather": True}, limits.SEQUENCE_PARALLEL),
-    (CP_STRATEGY, limits.CONTEXT_PARALLEL),
+    ({"enable_prefill_cp": True, "cp_strategy": "zigzag"}, limits.CONTEXT_PARALLEL),
     ({"elastic_ep_backend": "mooncake"}, limits.EXPERT_PARALLEL),
-    ({"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}, limits.TWO_BATCH_OVERLAP),
+    ({"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}, "two-batch overlap"),
     ({"enable_single_batch_overlap": True}, "single-batch overlap"),
     ({"enable_pdmux": True, **NO_CHUNKS}, "PD multiplexing"),
-    ({"forward_hooks": [{"name": "a"}]}, "forward hooks, which may read any row"),
-    ({"enable_lora": True, **LORA_SHAPE}, limits.LORA),
-    ({"lora_paths": ["name=path"]}, limits.LORA),
-    ({"enable_return_hidden_states": True}, limits.HIDDEN_STATES),
+    ({"forward_hooks": [{"name": "a"}]}, limits.HOOKS),
+    ({"enable_lora": True, **LORA_SHAPE}, gate.LORA),
+    ({"lora_paths": ["name=path"]}, gate.LORA),
+    ({"enable_return_hidden_states": True}, gate.HIDDEN_STATES),
     (
         {**DRAFTS, "enable_return_hidden_states": True},
-        f"{limits.HIDDEN_STATES}, beside speculative decoding",
+        f"{gate.HIDDEN_STATES}, beside speculative decoding",
     ),
     ({**DRAFTS, "disaggregation_mode": "decode"}, DRAFTS_BESIDE_ROLES),
     ({**DRAFTS, "disaggregation_mode": "prefill"}, DRAFTS_BESIDE_ROLES),
+    (DP, limits.DP_ATTENTION),
+    ({**DP, "enable_dp_lm_head": True}, limits.DP_ATTENTION),
+    ({**TP, "attn_cp_size": 2}, limits.CONTEXT_PARALLEL),
+    ({**TP, "dcp_size": 2}, limits.CONTEXT_PARALLEL),
+    ({**TP, "ep_size": 2}, limits.EXPERT_PARALLEL),
+    (MACHINES, "ranks on several machines"),
+    ({**TP, "pp_size": 2}, limits.PIPELINE),
+    # These refuse nothing.
+    (TP, None),
+    ({**DRAFTS, **TP}, None),
+    ({"disaggregation_mode": "prefill"}, None),
+    ({"offload_group_size": 0}, None),
+    ({"enable_return_hidden_states": True, "return_hidden_states_mode": "last"}, None),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "reason"), SERVERS)
 def test_refused_servers(
     engine: Engine,
-    restarted: Callable[..., None],
     tiny_checkpoint: Path,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     arguments: dict[str, Any],
-    reason: str,
+    reason: str | None,
 ) -> None:
-    """The reason is said when the server starts, and nothing is planned for a tail.
+    """The arguments come to the package by SGLang's own resolution and publication."""
+    # The platform deals out cores to several ranks, which engines of one rank must not find.
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
+    drafts = arguments.items() >= DRAFTS.items()  # any model does as long as none is loaded
+    draft = {"speculative_draft_model_path": str(tiny_checkpoint)} if drafts else {}
+    args = server_args(model_path=str(tiny_checkpoint), device="cpu", **arguments, **draft)
+    with releases.serving(args):
+        assert start.model_reason(engine.text_model) == reason
 
-    The arguments come to the gate by SGLang's own resolution and publication.
-    """
+
+def test_a_refused_server_logs_why_and_plans_nothing(
+    engine: Engine, restarted: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        restarted(**arguments, **draft_model(arguments, tiny_checkpoint))
-    assert said(caplog) == [f"Gemma 4 fast prefill steps aside for this server: {reason}"]
+        restarted(enable_deterministic_inference=True)
+    reason = "deterministic inference"
+    assert said(caplog) == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
     assert start.of(engine.text_model).attention is None
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)
-
-
-def draft_model(arguments: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """What drafts are made with, where some are: any model does as long as none is loaded."""
-    drafts = arguments.items() >= DRAFTS.items()
-    return {"speculative_draft_model_path": str(checkpoint)} if drafts else {}
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -280,76 +265,23 @@ def test_a_model_that_lacks_a_layer(
     assert_fast(engine)
 
 
-# What one rank of several sees, and, at the end, what refuses nothing by itself. Several ranks
-# forward in ``test_ranks`` and ``test_parallel``.
-SERVERS_OF_SEVERAL_RANKS: list[tuple[dict[str, Any], str | None]] = [
-    ({"tp_size": 2}, None),
-    (DP, limits.DP_ATTENTION),
-    ({**DP, "enable_dp_lm_head": True}, limits.DP_ATTENTION),
-    ({"tp_size": 2, "attn_cp_size": 2}, limits.CONTEXT_PARALLEL),
-    ({"tp_size": 2, "dcp_size": 2}, limits.CONTEXT_PARALLEL),
-    ({"tp_size": 2, "ep_size": 2}, limits.EXPERT_PARALLEL),
-    (
-        {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000"},
-        "ranks on several machines",
-    ),
-    ({"tp_size": 2, "pp_size": 2}, limits.PIPELINE),
-    ({**DRAFTS, "tp_size": 2}, None),
-    ({"disaggregation_mode": "prefill"}, None),
-    ({"offload_group_size": 0}, None),
-]
-
-
-@pytest.mark.parametrize(("arguments", "reason"), SERVERS_OF_SEVERAL_RANKS)
-def test_refused_servers_of_several_ranks(
-    engine: Engine,
-    tiny_checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: dict[str, Any],
-    reason: str | None,
-) -> None:
-    # The platform deals out cores to several ranks, which engines of one rank must not find.
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
-    args = server_args(
-        model_path=str(tiny_checkpoint),
-        device="cpu",
-        **arguments,
-        **draft_model(arguments, tiny_checkpoint),
-    )
-    with releases.serving(args):
-        assert start.model_reason(engine.text_model) == reason
-
-
 @pytest.mark.skipif(
     not hasattr(ServerArgs, "__struct_fields__"), reason="as a release newer than 0.5.23 lists them"
-)
-@pytest.mark.parametrize(
-    ("module", "table", "old", "name", "new"),
-    [
-        (limits, "_REFUSING_ARGUMENTS", "enable_lora", "enable_adapters", "--enable-adapters"),
-    ],
 )
 def test_a_renamed_name_is_said_when_the_server_starts(
     engine: Engine,
     restarted: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType,
-    table: str,
-    old: str,
-    name: str,
-    new: str,
 ) -> None:
-    """As on a newer release that has given the argument, or the field, another name."""
+    """As on a newer release that has given an argument another name."""
     monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.16"))
-    entries = getattr(module, table)
-    changed = {name if entry == old else entry: reason for entry, reason in entries.items()}
-    monkeypatch.setattr(module, table, changed)
+    monkeypatch.setitem(limits._REFUSING_ARGUMENTS, "enable_adapters", gate.LORA)
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted()
         restarted()
     [line] = said(caplog)
-    assert f" lacks {new}, which may go by another name now" in line
+    assert " lacks --enable-adapters, which may go by another name now" in line
     assert start.of(engine.text_model).attention is None
     assert_stock(engine, line.partition("server: ")[2])
 
@@ -364,7 +296,7 @@ def test_layers_whose_rows_may_depend_on_each_other(
     ):
         restarted()
         [line] = said(caplog)
-        assert line == f"Gemma 4 fast prefill steps aside for this server: {reason}"
+        assert line == f"Gemma 4 fast prefill falls back to stock for this server: {reason}"
         assert_stock(engine, reason)
 
 
@@ -391,11 +323,3 @@ def test_diffusion_has_a_text_model_of_its_own() -> None:
     classes = [c for _, c in inspect.getmembers(gemma4_diffusion, inspect.isclass)]
     assert any(c.__module__ == gemma4_diffusion.__name__ for c in classes)
     assert not any(issubclass(c, Gemma4TextModel) for c in classes)
-
-
-def test_hidden_states_beside_drafts(engine: Engine) -> None:
-    """Whoever asks for them is told that it is the two together."""
-    both = {"speculative_algorithm": "FROZEN_KV_MTP", "enable_return_hidden_states": True}
-    with releases.published(**both):
-        told = start.model_reason(engine.text_model)
-    assert told == f"{limits.HIDDEN_STATES}, beside speculative decoding"

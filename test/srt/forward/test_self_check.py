@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from breakages import BREAKAGES
 from checking import NEW, REQUESTS, checked, counted
 from forwards import (
     ENGINE,
-    PLACES,
     TWO_PROMPTS,
     InjectedError,
     assert_fast,
@@ -34,8 +34,9 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, seams, settings
 from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking.requests import synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.core import cut, gate, per_layer
+from sglang_gemma4_yoco.core import cut, gate
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import start
 
@@ -52,6 +53,28 @@ def everything(engine: Engine) -> list[torch.Tensor]:
     tables = [runner.req_to_token_pool.req_to_token, *([] if mapping is None else [mapping])]
     pools = [buffer for buffers in engine.kv_buffers() for buffer in buffers]
     return [tensor.clone() for tensor in (*tables, *free, *pools)]
+
+
+@contextmanager
+def nothing_left(engine: Engine) -> Iterator[None]:
+    """The span leaves tables, pools, counters and the model as they were."""
+    before, counted = everything(engine), dict(log.forwards)
+    yield
+    assert all(map(torch.equal, before, everything(engine)))
+    assert dict(log.forwards) == counted
+    assert_untouched(engine)
+    modules = list(engine.text_model.modules())
+    assert [m for m in modules if m._forward_hooks or m._forward_pre_hooks] == []
+    assert [m for m in modules if {"forward", "project_per_layer_inputs"} & vars(m).keys()] == []
+    assert_fast(engine)
+
+
+def worst(engine: Engine) -> str:
+    """What the check finds, which is a defect."""
+    found = checked(engine)
+    assert found.worst is not None
+    assert found.worst.excess > 4
+    return found.worst.what
 
 
 # ---------------------------------------------------------------- what it does
@@ -82,14 +105,8 @@ def test_both_paths_are_taken(engine: Engine) -> None:
 
 
 def test_nothing_is_left(engine: Engine) -> None:
-    before, reported = everything(engine), dict(log.forwards)
-    assert checked(engine).agrees
-    after = everything(engine)
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert dict(log.forwards) == reported
-    assert_untouched(engine)
-    assert_unhooked(engine)
-    assert_fast(engine)
+    with nothing_left(engine):
+        assert checked(engine).agrees
 
 
 def test_nothing_is_counted_or_said(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,95 +119,23 @@ def test_nothing_is_counted_or_said(engine: Engine, caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("place", ["first layer", "donor's attention", "last tail layer"])
 def test_what_fails_leaves_nothing_either(engine: Engine, place: str) -> None:
-    assert place in PLACES
-    before = everything(engine)
-    with failing(engine, place), pytest.raises(Exception, match=place):
+    fails = pytest.raises(InjectedError, match=place)
+    with nothing_left(engine), failing(engine, place), fails:
         checked(engine)
-    after = everything(engine)
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert_untouched(engine)
-    assert_unhooked(engine)
-    assert_fast(engine)
-
-
-def assert_unhooked(engine: Engine) -> None:
-    modules = list(engine.text_model.modules())
-    assert [m for m in modules if m._forward_hooks or m._forward_pre_hooks] == []
-    assert "project_per_layer_inputs" not in vars(engine.text_model)
 
 
 # ---------------------------------------------------------------- what it finds
 
 
-@pytest.mark.parametrize("layer", [FIRST_SHARED - 1, LAYERS - 1])
-def test_what_is_broken_is_named(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int
-) -> None:
-    """A defect of one layer shows in that layer, and in none after it."""
-    state = start.of(engine.text_model)
-    mlp = engine.text_model.layers[layer].mlp
-    stock = mlp.forward
-
-    def forward(x: torch.Tensor, *args: Any) -> Any:
-        off = 1.0 if state.refused else 1.05  # stock runs as if it were refused
-        return stock(x * off, *args)
-
-    monkeypatch.setattr(mlp, "forward", forward)
-    with check.comparing(engine.runner, state) as both:
-        named = {found.what for found in both.findings() if not found.is_rounding}
-    after_it = {"rows after the norm", "logits"} if layer == LAYERS - 1 else set()
-    assert named == {f"output of layer {layer}"} | after_it
-
-
-def test_per_layer_inputs_before_the_cut(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are projected apart from those of the tail."""
-    stock = per_layer.project
-
-    def project(model: Any, *args: Any) -> torch.Tensor:
-        rows = stock(model, *args)
-        return rows * 1.05 if args[2] == 0 else rows
-
-    monkeypatch.setattr(per_layer, "project", project)
-    found = checked(engine)
-    assert found.worst is not None
-    assert found.worst.what.startswith("per-layer input of layer ")
-    assert found.worst.excess > 4
-
-
-@pytest.mark.parametrize("layer", range(FIRST_SHARED - 1))
-def test_what_layers_before_the_cut_write(engine: Engine, layer: int) -> None:
-    """Each has stock's rows, so its K and V are stock's."""
-    state, donor = start.of(engine.text_model), engine.text_model.layers[layer].self_attn
-
-    def other(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
-        return None if state.refused else output * 1.05
-
-    handle = donor.k_norm.register_forward_hook(other)
-    try:
-        with check.comparing(engine.runner, state) as both:
-            named = {found.what for found in both.findings() if not found.is_rounding}
-    finally:
-        handle.remove()
-    assert named == {f"keys of layer {layer} in the pool"}
-
-
-def test_slots_of_others_stay_as_they_are(engine: Engine) -> None:
-    state = start.of(engine.text_model)
+def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
+    """And slot 0, which is for padding."""
     [first, *_] = engine.kv_buffers()[0]
-    stray = 40  # of a cached token
-
-    def write(*_: Any) -> None:
-        if not state.refused:
-            first[stray] = 0.5
-
-    hook = engine.text_model.layers[-1].mlp.register_forward_pre_hook(write)
-    try:
-        found = checked(engine)
-    finally:
-        hook.remove()
-    assert found.worst is not None
-    assert found.worst.what == check.OTHERS_SLOTS
-    assert not found.agrees
+    with synthetic_requests(engine.runner, start.of(engine.text_model)) as synthetic:
+        first[synthetic.requests[0].window_slots] = 0.5
+        first[0] = 0.5
+        assert not synthetic.others_changed()
+        first[synthetic.requests[1].window_slots[0]] = 0.5  # of a cached token
+        assert synthetic.others_changed()
 
 
 LAST = 5  # of the check's forwards: stock, three on stock's rows, and a whole one
@@ -206,11 +151,9 @@ def test_logits_that_are_no_numbers(engine: Engine) -> None:
 
     hook = engine.text_model.register_forward_hook(poison)
     try:
-        found = checked(engine)
+        assert worst(engine) == check.NO_NUMBERS
     finally:
         hook.remove()
-    assert found.worst is not None
-    assert found.worst.what == check.NO_NUMBERS
 
 
 @pytest.mark.parametrize("forward", [2, 3])
@@ -229,10 +172,7 @@ def test_answers_of_another_request(
         return output
 
     monkeypatch.setattr(engine.runner.model.logits_processor, "forward", swapped)
-    found = checked(engine)
-    assert found.worst is not None
-    assert found.worst.what == "logits"
-    assert found.worst.excess > 4
+    assert worst(engine) == "logits"
 
 
 def test_a_fast_path_that_fails_is_no_rounding(engine: Engine) -> None:
@@ -262,29 +202,30 @@ def started(engine: Engine) -> Iterator[ModelState]:
     start.set_up(engine.runner, start.of(engine.text_model))
 
 
-def test_the_start_line_says_what_was_found(
+def lines_of_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> tuple[list[str], list[str]]:
+    """What is logged when the engine's graphs are recorded: that the path is on, and errors."""
+    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
+        start.set_up(engine.runner, start.of(engine.text_model))
+    lines = [record.getMessage() for record in caplog.records]
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    return [line for line in lines if " is on: " in line], errors
+
+
+def test_the_start_line_has_the_worst_comparison(
     started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert "check" not in started.facts
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        start.set_up(engine.runner, start.of(engine.text_model))
-    [line] = [r.getMessage() for r in caplog.records if " is on: " in r.getMessage()]
+    [line], _ = lines_of_start(engine, caplog)
     assert f", checked layer by layer: at most {started.facts['check']['compared']} off by " in line
 
 
 def test_a_server_that_fails_is_served_by_stock(
     started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    breakage = BREAKAGES["rows of the next request"]
-    with settings.changed(self_check=True), breakage(started), caplog.at_level("INFO"):
-        start.set_up(engine.runner, start.of(engine.text_model))
-    said = [(r.levelname, r.getMessage()) for r in caplog.records]
-    assert [line for _, line in said if " is on: " in line] == []
-    [error] = [line for level, line in said if level == "ERROR"]
-    assert (
-        "is off for this server: its self-check at start failed; checked layer by layer: " in error
-    )
-    assert started.refused == check.FAILED
+    with settings.changed(self_check=True), BREAKAGES["rows of the next request"](started):
+        on, [error] = lines_of_start(engine, caplog)
+    assert on == []
+    assert f"is off for this server: {check.FAILED}; checked layer by layer: " in error
     assert_stock(engine, check.FAILED)
 
 
@@ -309,27 +250,22 @@ def test_the_operator_has_a_say(
     assert_fast(engine)
 
 
-def test_what_cannot_be_compared_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = engine.runner
+def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, norm = start.of(engine.text_model), engine.text_model.norm.weight.data
     with monkeypatch.context() as later:
         later.setattr(check, "is_allocated_after_capture", lambda _: True)
-        assert check.why_not(runner) == check.ALLOCATED_LATER
-    with monkeypatch.context() as small:
-        small.setattr(requests, "_lengths", lambda *_: [(5000, 5)])
-        assert checked(engine) == Checked(unchecked=requests.NO_ROOM)
-    with monkeypatch.context() as refused:
-        refused.setattr(start.of(engine.text_model), "is_capturing", lambda: True)
-        assert checked(engine) == Checked(unchecked=gate.CAPTURING)
-    with monkeypatch.context() as unseen:
-        unseen.setattr(log, "_count", lambda *_, **__: None)
-        assert checked(engine) == Checked(unchecked=check.NOT_SEEN)
-    norm = engine.text_model.norm.weight
-    right = norm.data.clone()
-    try:
-        norm.data[0] = float("nan")
-        assert checked(engine) == Checked(unchecked=check.NOT_FINITE)
-    finally:
-        norm.data.copy_(right)
+        assert check.why_not(engine.runner) == check.ALLOCATED_LATER
+    for owner, name, value, reason in (
+        (requests, "_lengths", lambda *_: [(5000, 5)], requests.NO_ROOM),
+        (state, "is_capturing", lambda: True, gate.CAPTURING),
+        (log, "_count", lambda *_, **__: None, check.NOT_SEEN),
+        # As where a graph of SGLang's runs the layers.
+        (layerwise, "before", lambda *_: nullcontext(), check.NOT_SEEN),
+        (engine.text_model.norm.weight, "data", norm * math.nan, check.NOT_FINITE),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            assert checked(engine) == Checked(unchecked=reason)
     assert checked(engine).agrees
 
 
@@ -337,10 +273,9 @@ def test_a_check_that_cannot_be_run_costs_nothing(
     started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with failing(engine, "first layer"):
-        start.set_up(engine.runner, start.of(engine.text_model))
-    [error] = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert "could not be run" in error.getMessage()
-    assert error.exc_info
+        _, [error] = lines_of_start(engine, caplog)
+    assert "could not be run" in error
+    assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] != [None]
     assert started.facts["check"]["unchecked"] == "it could not be run: InjectedError"
     assert_fast(engine)
 
@@ -369,13 +304,10 @@ def test_a_server_whose_forwards_cannot_be_cut(
 ) -> None:
     """It runs as stock from its start on: no forward runs the layers before the cut twice."""
     engine.runner.init_attention_backends()
+    on, [error] = lines_of_start(engine, caplog)
+    assert on == []
+    assert f"falls back to stock for this server: {cut.OTHER_NORM}" in error
     state = start.of(engine.text_model)
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        start.set_up(engine.runner, state)
-    said = [(r.levelname, r.getMessage()) for r in caplog.records]
-    assert [line for _, line in said if " is on: " in line] == []
-    [error] = [line for level, line in said if level == "ERROR"]
-    assert f"steps aside for this server: {cut.OTHER_NORM}" in error
     assert state.refused == cut.OTHER_NORM
     assert state.facts["check"]["unchecked"] == cut.OTHER_NORM
     for _ in range(2):
@@ -396,7 +328,7 @@ def test_forwards_that_cannot_be_cut_any_more(
     assert rows[1:] == [[total] * LAYERS] * 2
     assert state.refused == cut.OTHER_NORM
     [line] = [r.getMessage() for r in caplog.records]
-    assert f"steps aside for this server: {cut.OTHER_NORM}" in line
+    assert f"falls back to stock for this server: {cut.OTHER_NORM}" in line
 
 
 # ---------------------------------------------------------------- several ranks
@@ -445,9 +377,3 @@ def test_keys_of_the_pool_are_as_large_as_the_models(engine: Engine) -> None:
             slots = request.window_slots if window else request.slots
             drawn, made = keys[slots[: request.cached]], keys[slots[request.cached :]]
             assert 0.5 < drawn.std() / made.std() < 2
-
-
-def test_layers_that_were_not_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a graph of SGLang's runs them."""
-    monkeypatch.setattr(layerwise._Watching, "before_layer", lambda *_: None)
-    assert checked(engine) == Checked(unchecked=check.NOT_SEEN)

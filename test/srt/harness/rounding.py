@@ -1,16 +1,17 @@
 """How far rounding takes two forwards apart, whatever the model.
 
-End to end that depends on the model: where a head attends to few keys, a rounding that changes
-which they are changes all of what the head says, and later layers multiply it. So there are two
-measures. ``rounded_otherwise`` has stock itself round otherwise, and its answers show how far that
-takes them. ``layer_errors`` gives each layer of the tail the very rows that stock's was given:
-then rounding is that of one layer, and a defect of a layer is as large as it is.
+End to end that depends on the model: where a head attends to few keys, one rounding can make it
+attend to others. So there are two measures. ``rounded_otherwise`` has stock itself round otherwise,
+and its answers show how far that takes them. ``layer_errors`` gives each layer of the tail the rows
+that stock's was given: then rounding is that of one layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,55 +52,36 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
     Args:
         scheduled: the batch of ``prompts``.
     """
-    layers = _tail_layers(engine)
-    kept: list[int] = []
-    total = 0
-    for prompt, count in zip(prompts, kept_rows(prompts), strict=True):
-        total += len(prompt.new)
-        kept += range(total - count, total)
+    ends = accumulate(len(prompt.new) for prompt in prompts)
+    counts = kept_rows(prompts)
+    kept = [n for end, m in zip(ends, counts, strict=True) for n in range(end - m, end)]
     before: dict[int, torch.Tensor] = {}
     after: dict[int, torch.Tensor] = {}
     fast: dict[int, torch.Tensor] = {}
 
-    def given(number: int) -> Any:
-        def hook(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            before[number] = kwargs["hidden_states"].clone()
+    def watched(number: int, _: Any, args: Any, kwargs: Any) -> None:
+        before[number] = kwargs["hidden_states"].clone()
 
-        return hook
+    def given_stocks(number: int, _: Any, args: Any, kwargs: Any) -> Any:
+        rows = before[number][kept].clone()
+        seams.write_residual(kwargs["forward_batch"], rows)
+        return args, {**kwargs, "hidden_states": rows}
 
-    def returned(number: int, found: dict[int, torch.Tensor]) -> Any:
-        def hook(_: Any, args: Any, output: Any) -> None:
+    for switch, given, found in (("0", watched, after), ("1", given_stocks, fast)):
+
+        def returned(number: int, _: Any, __: Any, output: Any, found: Any = found) -> None:
             found[number] = seams.layer_rows(output).clone()
 
-        return hook
-
-    def given_stocks(number: int) -> Any:
-        def hook(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            rows = before[number][kept].clone()
-            seams.write_residual(kwargs["forward_batch"], rows)
-            return args, {**kwargs, "hidden_states": rows}
-
-        return hook
-
-    hooks = []
-    try:
-        for number, layer in layers:
-            hooks.append(layer.register_forward_pre_hook(given(number), with_kwargs=True))
-            hooks.append(layer.register_forward_hook(returned(number, after)))
-        run(engine, scheduled, "0")
-        while hooks:
-            hooks.pop().remove()
-        for number, layer in layers:
-            hooks.append(layer.register_forward_pre_hook(given_stocks(number), with_kwargs=True))
-            hooks.append(layer.register_forward_hook(returned(number, fast)))
-        run(engine, scheduled, "1")
-    finally:
-        for hook in hooks:
-            hook.remove()
+        with ExitStack() as hooks:
+            for number, layer in _tail_layers(engine):
+                hook = layer.register_forward_pre_hook(partial(given, number), with_kwargs=True)
+                hooks.callback(hook.remove)
+                hooks.callback(layer.register_forward_hook(partial(returned, number)).remove)
+            run(engine, scheduled, switch)
     errors = {}
-    for number, _ in layers:
-        added = after[number].double() - before[number].double()
-        apart = fast[number].double() - after[number][kept].double()
+    for number, rows in after.items():
+        added = rows.double() - before[number].double()
+        apart = fast[number].double() - rows[kept].double()
         scale = added.square().mean(0).sqrt()
         errors[number] = float((apart / scale).square().mean(-1).sqrt().max())
     return errors

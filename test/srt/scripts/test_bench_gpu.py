@@ -14,7 +14,6 @@ import pytest
 
 import bench_gpu
 import gpu_report
-from generated import begin, end
 from sglang_gemma4_reference.engine import SWITCHED_OFF
 from sglang_gemma4_yoco import log
 
@@ -111,43 +110,18 @@ def test_examples_in_docstrings(module: Any) -> None:
     assert failed == 0
 
 
-class TestReport:
-    def test_a_cpu_is_no_gpu(self, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        picture = finished.parent / "none.png"
-        assert gpu_report.main(["--results", str(finished.parent), "--picture", str(picture)]) == 0
-        assert gpu_report.NOT_MEASURED in capsys.readouterr().out
-        assert not picture.exists()
-
-    def test_table_and_picture(self, finished: Path, tmp_path: Path) -> None:
-        """The plumbing alone: a CPU's file that says it is a GPU's."""
-        document = json.loads(finished.read_text())
-        document["parts"].setdefault("d", {})
-        (tmp_path / finished.name).write_text(
-            json.dumps({**document, "device_kind": "cuda", "device": "no real device"})
-        )
-        readme, picture = tmp_path / "README.md", tmp_path / "gpu.png"
-        readme.write_text(f"before\n{begin(gpu_report.PART)}\nold\n{end(gpu_report.PART)}\nafter\n")
-        arguments = ["--results", str(tmp_path)]
-        assert gpu_report.main([*arguments, "--check", str(readme)]) == 1
-        write = ["--write", str(readme), "--picture", str(picture)]
-        assert gpu_report.main([*arguments, *write]) == 0
-        assert gpu_report.main([*arguments, "--check", str(readme)]) == 0
-        text = readme.read_text()
-        assert text.startswith("before\n")
-        assert text.endswith("after\n")
-        assert "old" not in text
-        for words in (
-            "one prefill of 40 tokens",
-            "time to first token",
-            "p95",
-            "greedy answers",
-            "stock's own replays give the answers of its launches at 2 lengths",
-        ):
-            assert words in text, words
-        assert picture.stat().st_size > 10_000
-
-    def test_a_file_without_the_markers_is_left_alone(self, tmp_path: Path) -> None:
-        readme = tmp_path / "README.md"
-        readme.write_text("no markers\n")
-        assert gpu_report.main(["--results", str(tmp_path), "--write", str(readme)]) == 2
-        assert readme.read_text() == "no markers\n"
+def test_the_report_of_it(finished: Path, tmp_path: Path) -> None:
+    """A CPU's file is left out; one that claims to be a GPU's is shown."""
+    assert gpu_report.table(gpu_report.load(finished.parent)) == gpu_report.NOT_MEASURED
+    document = json.loads(finished.read_text()) | {"device_kind": "cuda", "device": "no GPU"}
+    (tmp_path / finished.name).write_text(json.dumps(document))
+    text = gpu_report.table(gpu_report.load(tmp_path))
+    for words in (
+        "one prefill of 40 tokens",
+        "time to first token",
+        "peak memory of a prefill of 40 tokens",
+        "p95",
+        "greedy answers",
+        "stock's replays give the answers of its eager prefills at 2 lengths",
+    ):
+        assert words in text, words

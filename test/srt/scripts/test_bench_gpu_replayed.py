@@ -33,26 +33,21 @@ def answer(**fields: Any) -> bench_gpu.Answer:
     )
 
 
-class TestAnswers:
-    def test_the_same_is_right(self) -> None:
-        found = answer().beside(answer())
-        assert (found["right"], found["same_logits"], found["same_cache"]) == (True,) * 3
-
-    @pytest.mark.parametrize(
-        "wrong",
-        [
-            {"logits": torch.tensor([[3.0, 2.0, 1.0, 0.0]]).double()},
-            {"logits": torch.full((1, 4), torch.nan).double()},
-            {"cache": [torch.tensor([[[1.0, 1, 1]], [[1.0, 1, 1.1]]])]},
-            {"cache": [torch.full((2, 1, 3), torch.nan)]},
-        ],
-    )
-    def test_another_one_is_not(self, wrong: dict[str, Any]) -> None:
-        assert not answer(**wrong).beside(answer())["right"]
-
-    def test_rounding_is_right_and_not_the_same(self) -> None:
-        found = answer(cache=[torch.ones(2, 1, 3) + 1e-3]).beside(answer())
-        assert (found["right"], found["same_cache"]) == (True, False)
+@pytest.mark.parametrize(
+    ("other", "right", "same_cache"),
+    [
+        ({}, True, True),
+        ({"cache": [torch.ones(2, 1, 3) + 1e-3]}, True, False),  # rounding
+        ({"logits": torch.tensor([[3.0, 2.0, 1.0, 0.0]]).double()}, False, True),
+        ({"logits": torch.full((1, 4), torch.nan).double()}, False, True),
+        ({"cache": [torch.tensor([[[1.0, 1, 1]], [[1.0, 1, 1.1]]])]}, False, False),
+        ({"cache": [torch.full((2, 1, 3), torch.nan)]}, False, False),
+    ],
+)
+def test_answers(other: dict[str, Any], right: bool, same_cache: bool) -> None:
+    found = answer(**other).beside(answer())
+    assert (found["right"], found["same_cache"]) == (right, same_cache)
+    assert found["same_logits"] is ("logits" not in other)
 
 
 def steps(ms: dict[int, list[float]], *, stock: bool = True) -> dict[str, Any]:
@@ -110,20 +105,20 @@ class TestSummary:
 class TestReport:
     def test_times_and_predictions(self) -> None:
         text = gpu_report.table([document(**steps({512: [16.0, 10.0, 9.0, 8.0]}))])
-        assert "stock's own replays give the answers of its launches at 1 lengths." in text
+        assert "stock's replays give the answers of its eager prefills at 1 lengths." in text
         assert "| 512 | 16.0 (14.9) | 10.0 (9.7) | 9.0 (10.0) | 8.0 (7.2) |" in text
         assert "| 2.00 / 1.25 / 1.12 | right | yes |" in text
         assert "on replayed: faster than off / off replayed / on" in text
 
     def test_a_wrong_answer_is_told(self) -> None:
         text = gpu_report.table([document(**steps({512: [1.0] * 4}, stock=False))])
-        assert "**stock's own replays give other answers than its launches** at 512" in text
+        assert "**stock's replays give other answers than its eager prefills** at 512" in text
         assert "| **wrong** |" in text
 
     def test_what_cannot_be_recorded(self) -> None:
         failed = {"recorded": {"failed": "no slot"}, "32 tokens, times": {"failed": "no slot"}}
         text = gpu_report.table([document(**failed)])
-        assert "they cannot be recorded (no slot)." in text
+        assert "they cannot be captured (no slot)." in text
 
 
 class TestRecording:

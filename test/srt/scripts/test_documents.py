@@ -14,7 +14,7 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 PAGES = sorted(
     page
-    for folder in (".", "docs", "benchmark", "scripts", "test", "test/reference")
+    for folder in (".", "docs", "docs/upstream", "benchmark", "scripts", "test", "test/reference")
     for page in (REPO / folder).glob("*.md")
 )
 

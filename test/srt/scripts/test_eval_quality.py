@@ -6,6 +6,7 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -62,6 +63,7 @@ def test_gsm8k(
     assert found["accuracy_off"] == found["accuracy_on"]
 
 
+@pytest.mark.release
 def test_colours(servers: tuple[Server, Server], capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(servers, capsys, "--sets", "colours")["colours"]
     assert isinstance(found, dict)
@@ -80,6 +82,20 @@ def test_differing_answers_are_shown(capsys: pytest.CaptureFixture[str]) -> None
     assert "off: '4'" in told
     assert "on:  '5'" in told
     assert "1 + 1?" not in told
+
+
+def test_an_answer_is_right_that_names_both_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every question has its picture; the rest is the server's."""
+    right = " and ".join(eval_quality.PICTURES[3])
+    reply = {"choices": [{"message": {"content": f"It is {right.upper()}."}}]}
+    asked = mock.Mock(**{"post.return_value.json.return_value": reply})
+    monkeypatch.setattr(eval_quality, "session", lambda _: asked)
+    answers = eval_quality.ask_colours("http://x", 6)
+    assert answers.accuracy == {"both named": 2 / 30}, "in either order"
+    assert len(answers.texts) == 30
+    bodies = [call.kwargs["json"] for call in asked.post.call_args_list]
+    images = {body["messages"][0]["content"][0]["image_url"]["url"] for body in bodies}
+    assert len(images) == 30
 
 
 @pytest.mark.parametrize("arguments", [[], ["--on", "http://x"], ["--model", "m", "--off", "u"]])

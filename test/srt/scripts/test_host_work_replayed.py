@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +52,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 @pytest.fixture(scope="module")
 def point(engine: Engine) -> Point:
     """One prompt of a recorded length, measured."""
-    progress = SimpleNamespace(update=lambda: None)
-    return bench_prefill.measure(engine, Load(ROWS, batch_size=1), 1, progress, host_repeats=1)
+    return bench_prefill.measure(engine, Load(ROWS, batch_size=1), 1, host_repeats=1)
 
 
 def test_each_way_is_what_it_says(point: Point) -> None:
@@ -98,14 +96,22 @@ def test_breaks_belong_to_the_layer_whose_attention_they_are(point: Point) -> No
 
 
 def test_the_table_of_it(point: Point) -> None:
+    """With a share of stock's operations, and what is added where no layer runs."""
     document = {"points": [json.loads(json.dumps(asdict(point)))]}
     head, _, *lines = plot_prefill.host_markdown(document).splitlines()
-    titles = [cell.strip() for cell in head.strip("|").split("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [line[titles.index("way")] for line in cells] == list(WAYS)
-    assert [line[titles.index("replays")] for line in cells] == [
-        str(work.replays) for work in point.host.values()
+    titles, *cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in (head, *lines)
     ]
+    shown = [dict(zip(titles, line, strict=True)) for line in cells]
+    assert [row["way"] for row in shown] == list(WAYS)
+    for row, (way, work) in zip(shown, point.host.items(), strict=True):
+        share = f" ({work.operations / point.host['off'].operations:.0%})" if way != "off" else ""
+        assert row["operations"] == f"{work.operations}{share}"
+        assert row["replays"] == str(work.replays)
+        assert row["all, ms"] == f"{sum(work.seconds.values()) * 1e3:.1f}"
+        added = f"{work.added_outside.median * 1e3:.2f} (" if way != "off" else ""
+        assert row["added there, ms"].startswith(added)
+    assert plot_prefill.host_markdown({"points": [{"load": {}}]}) == ""
 
 
 def test_a_length_that_is_not_recorded(engine: Engine) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from layer_rows import assert_all_fast, cut
 from server import Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco.commands import prompts, verify
+from sglang_gemma4_yoco.commands.compare import mean
 
 WINDOW = E2B_TINY.sliding_window
 LENGTHS = (300, 12, 50, WINDOW - 1, WINDOW, WINDOW + 1, 5, 2, 100, 20, 40, 70, 90, 15)
@@ -113,16 +113,14 @@ def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -
 @pytest.mark.release
 def test_verify_finds_nothing(servers: tuple[Server, Server], checkpoint: Path) -> None:
     fast, stock = servers
-    maker = prompts.Maker.of(str(checkpoint))
+    tokenizer = prompts.tokenizer_of(str(checkpoint))
     args = Namespace(prompt_tokens=[64], repeats=2)
-    plan = verify.make_plan(prompts.bundled()[:8], maker, args, stock, "cpu")
+    texts = prompts.read_file(prompts.BUNDLED)[:8]
+    plan = verify.make_plan(texts, tokenizer, args, stock, "cpu")
     assert not plan.exact
     assert not plan.left_out
-
-    def quietly(_: int) -> Any:
-        return nullcontext(lambda _: None)
-
-    found = verify.examine([stock, fast], plan, quietly)
-    assert verify.problems(plan, *found) == []
-    _, noise = verify.compare(plan, *found, prefilled=True)
-    assert max(one.mean_logprob for one in noise.values()) > 1e-3
+    found = verify.examine([stock, fast], plan)
+    document: dict[str, Any] = {}
+    _, noise = verify.conclude(document, plan, *found)
+    assert document["problems"] == []
+    assert max(mean(one.prefilled) for one in noise.values()) > 1e-3

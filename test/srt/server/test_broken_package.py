@@ -1,4 +1,4 @@
-"""A package that is broken is found out by the server itself, before it serves anybody.
+"""A server finds out by itself, before it serves, that its package is broken.
 
 Each server imports a copy of the package that differs in one respect.
 """
@@ -33,10 +33,6 @@ def _narrow(tail):
 """
 # What is wrong -> in this file, these become those.
 BREAKS: dict[str, tuple[str, dict[str, str]]] = {
-    "the rows before the last ones are kept": (
-        "core/kept.py",
-        {"indices.extend(range(end - m, end))": "indices.extend(range(end - m - 1, end - 1))"},
-    ),
     "the tail's window is one key short": (
         "loading/start.py",
         {
@@ -46,10 +42,6 @@ BREAKS: dict[str, tuple[str, dict[str, str]]] = {
             ),
             "def of(model": f"{NARROW}\n\ndef of(model",
         },
-    ),
-    "K and V of the donor are never written": (
-        "core/cut.py",
-        {"    write_keys_and_values(state, plan, front, positions)\n": ""},
     ),
     "the tail gives no numbers": (
         "core/cut.py",

@@ -100,7 +100,7 @@ def forwards(server: Server) -> Counter[str]:
     Without those that verify drafts.
     """
     told: dict[str, int] = server.states()[0][metrics.ENTRY]["forwards"]
-    return Counter({name: n for name, n in told.items() if not name.startswith("forward mode")})
+    return Counter({name: n for name, n in told.items() if not name.startswith("forward_mode")})
 
 
 def through_exits(
@@ -127,8 +127,8 @@ def outcome(prefill: Prefill) -> str:
     if tail:
         return log.TAIL_CAPTURED if replayed is None else log.EXIT_CAPTURED
     if workload.due_rows(prefill, lambda total, read: read < total) == sum(prefill.extend_lens):
-        return gate.NOTHING_TO_SKIP
-    return log.TAIL_EAGER if replayed is None else TAIL_NOT_CAPTURED
+        return metrics.label(gate.NOTHING_TO_SKIP)
+    return log.TAIL_EAGER if replayed is None else metrics.label(TAIL_NOT_CAPTURED)
 
 
 # -- what it says ----------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_what_it_says(both_servers: tuple[Server, Server]) -> None:
     assert len(opened) == ranks
     assert all(where in line for line in opened)
     assert len(server.log_lines("Gemma 4 fast prefill is active")) == ranks
-    assert server.log_lines("steps aside for this server") == []
+    assert server.log_lines("falls back to stock for this server") == []
     assert "Traceback" not in server.log_since_ready()
     assert not stock.log_lines("is repaired")
     for process in server.states():

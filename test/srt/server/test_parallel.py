@@ -224,7 +224,7 @@ def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
         )
     active = spread_server.log_lines("Gemma 4 fast prefill is active")
     assert len(active) == 2
-    assert spread_server.log_lines("steps aside for this server") == []
+    assert spread_server.log_lines("falls back to stock for this server") == []
     assert "Traceback" not in spread_server.log()
 
 
@@ -238,7 +238,7 @@ def test_a_pipeline_is_stock(off_server: Server, tiny_checkpoint: Path, tmp_path
 
     with running(tiny_checkpoint, tmp_path, switch=None, arguments=_STAGES, env=stages) as server:
         both = compare((server, off_server), ask)
-        aside = server.log_lines("steps aside for this server")
+        aside = server.log_lines("falls back to stock for this server")
         assert server.log_lines("fast prefill is active") == []
     assert [f"PP{stage}" in line for stage, line in enumerate(sorted(aside))] == [True, True]
     assert all(line.endswith(f"server: {limits.PIPELINE}") for line in aside)

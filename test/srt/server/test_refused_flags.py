@@ -1,4 +1,4 @@
-"""Servers really started with arguments for which the package steps aside: stock, and saying why.
+"""Servers really started with arguments that refuse them: they run as stock, and log why.
 
 Each is one server with the package, asked what the suite's stock server is asked as well. Others of
 the refused arguments start no server of a Gemma 4 on a CPU: LoRA takes pinned memory, two-batch
@@ -17,7 +17,7 @@ from ask import Answer, assert_same_answers, chat, compare, generate, picture, t
 from layer_rows import assert_all_stock, whole
 from server import CHUNK, Server, running, started
 
-ASIDE = "Gemma 4 fast prefill steps aside"
+FALLBACK = "Gemma 4 fast prefill falls back to stock"
 _HOOK = '[{"name": "none", "target_modules": ["no.such.module"], "hook_factory": "builtins:dict"}]'
 
 
@@ -65,8 +65,8 @@ def test_refused_argument(
     with running(tiny_checkpoint, tmp_path, switch=None, arguments=arguments) as server:
         assert server.resolved(refused.name), "SGLang has taken the argument back"
         both = compare((server, off_server), ask)
-        [line] = server.log_lines(ASIDE)
-        assert line.endswith(f"{ASIDE} for this server: {refused.reason}")
+        [line] = server.log_lines(FALLBACK)
+        assert line.endswith(f"{FALLBACK} for this server: {refused.reason}")
         assert server.log_lines("fast prefill is active") == []
     assert both.rows[0] == whole(50)
     assert_all_stock(both.prefills)

@@ -79,7 +79,7 @@ def test_forwards_and_rows(measured: Server) -> None:
     forwards = series(measured, FORWARDS, "outcome")
     rows = series(measured, ROWS, "part")
     assert forwards[log.TAIL_EAGER] >= 1
-    assert forwards[gate.NOTHING_TO_SKIP] >= 1
+    assert forwards[metrics.label(gate.NOTHING_TO_SKIP)] >= 1
     if releases.tells_unread_chunks():
         assert forwards[log.TAIL_SKIPPED] == 1
     # Each rank has written down each of its forwards.

@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +20,15 @@ from unittest import mock
 
 import psutil
 import pytest
+from tqdm import tqdm
 
 import forked
 import sglang_gemma4_yoco
 from environment import REPO
 from mutations import MUTATIONS, PACKAGE, broken
-from server import Server, python_path, stand_in_for_sglang
+from server import Server, python_path, stand_in_for_sglang, wait_until
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco import commands, log, settings
 from sglang_gemma4_yoco.commands import prompts, servers, verify
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
@@ -42,13 +41,11 @@ VERIFY = [sys.executable, "-m", "sglang_gemma4_yoco", "verify", "--device", "cpu
 Done = subprocess.CompletedProcess[str]
 QUICK = ["--prompt-tokens", "64", "--repeats", "1"]
 CHUNKED = ["--chunked-prefill-size", "128"]
-
-
 THRESHOLD = settings.name_of("min_skipped_rows")
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """As an operator has it: none of the package's variables, and Ctrl-C is heard."""
+    """As an operator has it: none of the package's variables."""
     found = {name: value for name, value in os.environ.items() if name != THRESHOLD}
     return found | {"HF_HUB_OFFLINE": "1", **(variables or {})}
 
@@ -118,7 +115,7 @@ def demonstrated(
     return done
 
 
-def test_the_demo_keeps_its_contract(demonstrated: Done) -> None:
+def test_the_document_of_the_demo(demonstrated: Done) -> None:
     assert demonstrated.returncode == 0, demonstrated.stdout[-4000:] + demonstrated.stderr[-4000:]
     document = document_of(demonstrated)
     assert document.keys() >= CONTRACT
@@ -131,7 +128,7 @@ def test_the_demo_keeps_its_contract(demonstrated: Done) -> None:
     assert document["ratio"] == pytest.approx(ratio, abs=1e-3)
 
 
-def test_every_kind_of_prompt_is_asked_and_compared(demonstrated: Done) -> None:
+def test_every_kind_of_prompt_is_sent_and_compared(demonstrated: Done) -> None:
     document = document_of(demonstrated)
     assert document["left_out"] == {}
     assert document["agreement"].keys() == {*prompts.KINDS, prompts.TIMED}
@@ -149,26 +146,25 @@ def test_every_kind_of_prompt_is_asked_and_compared(demonstrated: Done) -> None:
 
 def test_what_people_see(demonstrated: Done) -> None:
     document = document_of(demonstrated)
-    told = demonstrated.stdout
-    for words in ("Fast prefill was active", "the answers agree", "256", "requests; fast: ", "2/2"):
-        assert words in told, words
+    for words in ("Fast prefill was active", "the answers agree", "256", "2/2"):
+        assert words in demonstrated.stdout, words
+    assert "100%" in demonstrated.stderr
     output = Path(document["output"])
     assert json.loads((output / "verify.json").read_text()) == document
     page = (output / "verify.html").read_text()
-    assert page.count("<svg") == 2
+    assert "<svg" in page
     assert "the answers agree" in page
-    assert not [part for part in ("<script", "<link", "<img", "DTD") if part in page]
 
 
 # ---------------------------------------------------------------- what is not right
 
 
 @pytest.mark.release
-def test_a_broken_package_is_told(tmp_path: Path) -> None:
+def test_a_broken_package_is_found(tmp_path: Path) -> None:
     """A copy that keeps the row before the last one of each prompt, judged by stock's rounding.
 
-    Of a model that multiplies rounding errors; ``test_bfloat16_server`` shows on the same model
-    that a package that is right is not told.
+    The model multiplies rounding errors; ``test_bfloat16_server`` shows on the same model that
+    nothing is reported of a package that is right.
     """
     sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
     (mutation,) = (m for m in MUTATIONS if m.name == "wrong row: the one before the last")
@@ -180,7 +176,7 @@ def test_a_broken_package_is_told(tmp_path: Path) -> None:
     mine.write_text(json.dumps({"prompt": "Is this one right?\nOr not?"}))
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
     command += ["--servers", "together", "--", "--dtype", "bfloat16"]
-    # Its own check at start would turn it off, and there would be nothing to tell.
+    # Its own check at start would turn it off.
     variables = {"PYTHONPATH": python_path(copy.parent), settings.name_of("self_check"): "0"}
     done = run(command, tmp_path, variables)
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
@@ -189,8 +185,9 @@ def test_a_broken_package_is_told(tmp_path: Path) -> None:
     assert (document["dtype"], document["rule"]) == ("bfloat16", "noise floor")
     assert document["agrees"] is document["answers_equal"] is False
     assert document["max_logprob_diff"] > 1
-    differing = {problem.partition(":")[0] for problem in document["problems"]}
-    assert {f"{kind}, prefills alone" for kind in (prompts.QUESTIONS, prompts.TIMED)} <= differing
+    differing = {problem.partition(" differ")[0] for problem in document["problems"]}
+    part = "log-probabilities (those of prefills alone)"
+    assert {f"{kind}: {part}" for kind in (prompts.QUESTIONS, prompts.TIMED)} <= differing
     assert document["agreement"][prompts.QUESTIONS]["fast"]["answers"] == 2
     assert "THE ANSWERS DO NOT AGREE" in done.stdout
     # Stock agrees with itself all the same, as far as it rounds.
@@ -224,7 +221,7 @@ def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_
         (["--dtype", "float32"], False),
     ],
 )
-def test_stock_cannot_record_prefills(tmp_path: Path, typed: list[str], eager: bool) -> None:
+def test_stock_cannot_capture_prefills(tmp_path: Path, typed: list[str], eager: bool) -> None:
     stock = servers.Server(False, typed, 1, tmp_path / "log")
     verify.run_prefills_eagerly(stock)
     assert stock.arguments == [*typed, *["--cuda-graph-backend-prefill=disabled"] * eager]
@@ -232,56 +229,49 @@ def test_stock_cannot_record_prefills(tmp_path: Path, typed: list[str], eager: b
 
 def plan_for(server: Server) -> verify.Plan:
     """Of one question, and one timed prompt of 64 tokens."""
-    maker = prompts.Maker.of(str(server.checkpoint))
+    tokenizer = prompts.tokenizer_of(str(server.checkpoint))
     args = Namespace(prompt_tokens=[64], repeats=1)
-    return verify.make_plan(["Why is the sky blue?"], maker, args, server, "cpu")
+    return verify.make_plan(["Why is the sky blue?"], tokenizer, args, server, "cpu")
 
 
 def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
-    """By the servers' own chunk: the first of two chunks reads no row."""
-    plan = plan_for(on_server)
-    [long] = [prompt for prompt in plan.prompts if prompt.kind == prompts.CHUNKS]
-
-    before = on_server.forwards()["active, tail skipped"]
+    """By the servers' own chunk: the first of two chunks needs no row of the tail."""
+    [long] = [prompt for prompt in plan_for(on_server).prompts if prompt.kind == prompts.CHUNKS]
+    before = on_server.forwards()[log.TAIL_SKIPPED]
     on_server.generate(**long.request())
-    assert on_server.forwards()["active, tail skipped"] == before + 1
+    assert on_server.forwards()[log.TAIL_SKIPPED] == before + 1
 
 
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
     on_server.forget_prefixes()
     prompt = prompts.Prompt(prompts.TIMED, {"input_ids": list(range(10, 137))}, 1)
-    seconds, answer = verify.first_token(on_server, prompt, quietly)
-    assert seconds > 0
-    assert (len(answer.tokens), answer.cached_tokens) == (1, 0)
-    with pytest.raises(CommandError, match="--disable-radix-cache"):
-        verify.first_token(on_server, prompt, quietly)
+    with tqdm(disable=True) as bar:
+        _, answer = verify.send(on_server, prompt, bar)
+        assert answer.seconds > 0
+        assert (len(answer.tokens), answer.cached_tokens) == (1, 0)
+        with pytest.raises(CommandError, match="--disable-radix-cache"):
+            verify.send(on_server, prompt, bar)
 
 
-def quietly(_: str) -> None:
-    """No progress."""
-
-
-@pytest.mark.parametrize("kept", [False, True], ids=["forgotten", "kept"])
 def test_a_round_that_the_prefix_cache_answers_is_not_reported(
-    on_server: Server, monkeypatch: pytest.MonkeyPatch, kept: bool
+    on_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No prefill is cut then, and equal answers would show nothing."""
     plan = plan_for(on_server)
     on_server.forget_prefixes()
-    if kept:
-        monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
-        with pytest.raises(
+    monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
+    with (
+        tqdm(disable=True) as bar,
+        pytest.raises(
             servers.WrongPathError,
             match=r"NOT active \(.*\) during the round 'several at once' \([1-9]\d* prompt tokens",
-        ):
-            verify.ask(on_server, plan.prompts, quietly)
-    else:
-        found = verify.ask(on_server, plan.prompts, quietly)
-        assert all(not log.CUT.isdisjoint(forwards) for forwards in found.forwards.values())
+        ),
+    ):
+        verify.ask(on_server, plan.prompts, bar)
 
 
-class Told(servers.Server):
-    """A server that is not there, of which /server_info would say this."""
+class StandIn(servers.Server):
+    """A server that was not started, with this in its /server_info."""
 
     def __init__(self, fast: bool, directory: Path, *entries: Any) -> None:
         super().__init__(fast, [], 1, directory / "log")
@@ -310,22 +300,20 @@ OFF = {"active": False, "reason": "SGLANG_GEMMA4_YOCO=0", "forwards": {}}
         (True, [{**CUT, "forwards": {"LoRA": 2}}], "NOT active (LoRA)"),
     ],
 )
-def test_stock_and_fast_are_told_apart(
+def test_the_switch_is_checked(
     tmp_path: Path, fast: bool, entries: list[Any], wrong: str | None
 ) -> None:
-    server = Told(fast, tmp_path, *entries)
+    server = StandIn(fast, tmp_path, *entries)
     if wrong is None:
         servers.check_switch(server)
+        # Forwards before a round do not count.
+        if fast:
+            with pytest.raises(servers.WrongPathError):
+                servers.check_switch(server, since=server.forwards())
         return
     with pytest.raises(servers.WrongPathError) as error:
         servers.check_switch(server)
     assert wrong in str(error.value)
-
-
-def test_forwards_before_a_round_do_not_count(tmp_path: Path) -> None:
-    server = Told(True, tmp_path, CUT)
-    with pytest.raises(servers.WrongPathError):
-        servers.check_switch(server, since=server.forwards())
 
 
 # ---------------------------------------------------------------- what cannot be verified
@@ -334,10 +322,10 @@ def test_forwards_before_a_round_do_not_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model-path", "/no/such/model"], "/no/such/model is no directory with a config.json"),
-        (["--model-path", "{tmp}"], "is no directory with a config.json"),
+        (["--model-path", "/no/such/model"], "--model-path /no/such/model has no tokenizer ("),
+        (["--model-path", "{tmp}"], " has no tokenizer ("),
         (["--prompts", "{tmp}/none"], "No such file or directory: '"),
-        (["--prompts", "{tmp}/bad"], '/bad:2: no text, or no JSON with a "prompt"'),
+        (["--prompts", "{tmp}/bad"], "/bad:2: no text, or no JSON"),
         (["--output", "{tmp}/bad/dir"], "Not a directory: '"),
         (["--port", "65535"], "--port 65535 cannot be used"),
     ],
@@ -370,24 +358,26 @@ def test_the_demo_refuses_what_verify_does_not_take(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_its_libraries(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_without_its_libraries(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("rich", "matplotlib"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "rich.py").touch()
-        (tmp_path / name / f"{name}.py").write_text(f"raise ModuleNotFoundError('', name='{name}')")
-        path = python_path(tmp_path / name)
-        done = run([*VERIFY, "--model-path", str(tiny_checkpoint)], tmp_path, {"PYTHONPATH": path})
-        assert done.returncode == 2
-        assert done.stderr.splitlines() == [
-            f"error: verify needs {name}: pip install '.[verify]' in a checkout of this package"
-        ]
+        with monkeypatch.context() as without:
+            without.delattr(commands, "page", raising=False)
+            without.delitem(sys.modules, f"{commands.__name__}.page", raising=False)
+            for module in [one for one in sys.modules if one.partition(".")[0] == name]:
+                without.delitem(sys.modules, module)
+            without.setitem(sys.modules, name, None)
+            assert main([*VERIFY[3:], "--model-path", str(tiny_checkpoint)]) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"error: verify needs {name}")
+        assert shown.endswith(": pip install '.[verify]' in a checkout of this package\n")
 
 
 # ---------------------------------------------------------------- interrupted
 
-END = ""  # behind the last line
 SERVER = """
-    import http.server, multiprocessing, os, signal, sys, time
+    import multiprocessing, signal, sys, time
     def child():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
@@ -401,106 +391,59 @@ SERVER = """
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path) -> dict[str, str]:
-    """An environment in which ``sglang.launch_server`` is the program above."""
-    return {"PYTHONPATH": python_path(stand_in_for_sglang(tmp_path / "path", SERVER))}
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are started in which ``sglang.launch_server`` is the program above."""
+    monkeypatch.setenv("PYTHONPATH", python_path(stand_in_for_sglang(tmp_path / "path", SERVER)))
+    monkeypatch.chdir(tmp_path)
 
 
-@contextmanager
-def begun(
-    command: Sequence[str], cwd: Path, variables: Mapping[str, str] | None = None
-) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
-    """A command that runs, and the lines that it prints, as they come."""
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # pytest may have been started in the background, where Ctrl-C is ignored, and inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        lines: queue.Queue[str] = queue.Queue()
-
-        def read() -> None:
-            for line in process.stdout or ():
-                lines.put(line)
-            lines.put(END)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            yield process, lines
-        finally:
-            process.kill()
-            reader.join()
-
-
-def wait_for(lines: queue.Queue[str], words: str, seconds: float) -> None:
-    """Until a line with these words has come."""
-    seen = []
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            seen.append(lines.get(timeout=max(deadline - time.monotonic(), 0)))
-        except queue.Empty:
-            raise AssertionError(f"no {words!r} in:\n{''.join(seen)}") from None
-        if words in seen[-1]:
-            return
-        assert seen[-1] != END, f"no {words!r} in:\n{''.join(seen)}"
-
-
-def wait_for_processes(root: psutil.Process, count: int) -> list[psutil.Process]:
-    """All descendants of a process, when there are so many."""
-    deadline = time.monotonic() + 60
-    while len(root.children(recursive=True)) < count:
-        assert time.monotonic() < deadline, root.children(recursive=True)
-        time.sleep(0.05)
-    return root.children(recursive=True)
-
-
-@pytest.mark.release
-def test_control_c_leaves_no_process(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """In the middle of asking a real server."""
-    command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "in-turn"]
-    with begun([*command, "--repeats", "1000"], tmp_path) as (process, lines):
-        wait_for(lines, " requests;", 500)  # so many of so many
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= 3
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        _, alive = psutil.wait_procs(family, timeout=5)
-        assert alive == []
-        wait_for(lines, "interrupted", 5)
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.release)]
-)
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_leave_no_process(
-    tiny_checkpoint: Path, tmp_path: Path, stand_in: dict[str, str], number: signal.Signals
+    tiny_checkpoint: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """While servers start whose children do not hear of it."""
-    command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "together"]
-    with begun(command, tmp_path, stand_in) as (process, _):
+    """While servers start whose children ignore SIGTERM."""
+    family: list[psutil.Process] = []
+
+    def servers_and_children() -> list[psutil.Process]:
+        first = [
+            one
+            for one in psutil.Process().children()
+            if "sglang.launch_server" in " ".join(one.cmdline())
+        ]
         # Two servers, and for each a child and the resource tracker of multiprocessing.
-        family = wait_for_processes(psutil.Process(process.pid), 6)
-        process.send_signal(number)
-        assert process.wait(60) == 128 + number
-        _, alive = psutil.wait_procs(family, timeout=5)
-        assert alive == []
+        found = [*first, *(child for one in first for child in one.children(recursive=True))]
+        return found if len(found) >= 6 else []
+
+    def interrupt() -> None:
+        family.extend(wait_until(servers_and_children, "servers with children", 60))
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    # pytest may run in the background, where Ctrl-C is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread.start()
+    try:
+        status = main([*VERIFY[3:], "--model-path", str(tiny_checkpoint), "--servers", "together"])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert status == 128 + number
+    assert ("interrupted" in capsys.readouterr().err) is (number == signal.SIGINT)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert family
+    assert alive == []
 
 
-@pytest.mark.release
+@pytest.mark.usefixtures("stand_in")
 def test_a_server_that_ends_shows_its_log(
-    tiny_checkpoint: Path, tmp_path: Path, stand_in: dict[str, str]
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [*VERIFY, "--model-path", str(tiny_checkpoint), "--servers", "in-turn"]
-    done = run([*command, "--", "--dies"], tmp_path, stand_in)
-    assert done.returncode == 2
-    told = done.stderr.splitlines()
-    assert "  | line 99" in told
-    assert "  | line 0" not in told
-    assert told[-1].startswith("error: SGLANG_GEMMA4_YOCO=1 (fast prefill) ended with status 3")
+    command = [*VERIFY[3:], "--model-path", str(tiny_checkpoint), "--servers", "in-turn"]
+    assert main([*command, "--", "--dies"]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert "  | line 99" in shown
+    assert "  | line 0" not in shown
+    assert shown[-1].startswith("error: SGLANG_GEMMA4_YOCO=1 (fast prefill) ended with status 3")

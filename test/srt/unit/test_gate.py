@@ -1,8 +1,8 @@
-"""The gate as tables: each row changes one thing of a fully eligible batch and names the reason.
+"""The gate on batches that SGLang makes by itself, and on what is worth cutting.
 
-Batches are SGLang's own ``ForwardBatch``, servers its own published arguments; the model is a
-stand-in with the real class's fields. That every entry of the gate's tables and every reason that
-the package can return has a row is itself tested, at the end.
+Batches are SGLang's own ``ForwardBatch``; the model is a stand-in with the real class's fields.
+Batches that SGLang makes on other servers, or never, are refused in ``forward/test_deciding`` and
+``forward/test_refused``, by forwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -42,7 +41,7 @@ from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.kept import KeptRows
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.loading import start
 from stand_ins import eligible_batch, model, reason_of
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -77,48 +76,15 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
         gate.NOTHING_TO_SKIP,
     ),
     (
-        "logprob starts unknown",
-        {"return_logprob": True, "extend_logprob_start_lens_cpu": None},
-        gate.UNKNOWN_LENGTHS,
-    ),
-    (
-        "a logprob start missing",
-        {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 1]},
-        gate.UNKNOWN_LENGTHS,
+        "input logprobs of an embedded image prompt",
+        SUFFIXES | {"mm_input_embeds": torch.zeros(9, 4)},
+        gate.IMAGE_LOGPROBS,
     ),
     (
         "input logprobs of an image prompt",
-        {
-            "return_logprob": True,
-            "extend_logprob_start_lens_cpu": [1, 4, 2],
-            "mm_input_embeds": torch.zeros(9, 4),
-        },
+        SUFFIXES | {"mm_inputs": [None, object(), None]},
         gate.IMAGE_LOGPROBS,
     ),
-    ("host lengths None", {"extend_seq_lens_cpu": None}, gate.UNKNOWN_LENGTHS),
-    (
-        "host lengths a tensor",
-        {"extend_seq_lens_cpu": torch.tensor([3, 4, 2])},
-        gate.UNKNOWN_LENGTHS,
-    ),
-    ("host prefixes None", {"extend_prefix_lens_cpu": None}, gate.UNKNOWN_LENGTHS),
-    ("a prefix missing", {"extend_prefix_lens_cpu": [0, 10]}, gate.UNKNOWN_LENGTHS),
-    ("a length of zero", {"extend_seq_lens_cpu": [5, 4, 0]}, gate.UNKNOWN_LENGTHS),
-    ("sum is not the row count", {"extend_num_tokens": 10}, gate.UNKNOWN_LENGTHS),
-    ("padded input ids", {"input_ids": torch.arange(16)}, gate.UNKNOWN_LENGTHS),
-    ("padded requests", {"seq_lens": torch.tensor([3, 14, 2, 1])}, gate.UNKNOWN_LENGTHS),
-    ("FULL capture", {"capture_hidden_mode": CaptureHiddenMode.FULL}, gate.HIDDEN_STATES),
-    ("before the norm", {"return_hidden_states_before_norm": True}, gate.HIDDEN_STATES),
-    ("spec info", {"spec_info": SimpleNamespace()}, gate.SPECULATIVE),
-    ("EAGLE", {"spec_algorithm": SpeculativeAlgorithm.EAGLE}, gate.SPECULATIVE),
-    ("EAGLE3", {"spec_algorithm": SpeculativeAlgorithm.EAGLE3}, gate.SPECULATIVE),
-    ("DFLASH", {"spec_algorithm": SpeculativeAlgorithm.DFLASH}, gate.SPECULATIVE),
-    ("a LoRA row", {"lora_ids": [None, "adapter", None]}, gate.LORA),
-    ("multi-item", {"multi_item_delimiter_indices": [torch.tensor([1])]}, "multi-item scoring"),
-    ("setwise", {"token_indices_to_pool": [torch.tensor([1])]}, "setwise scoring"),
-    ("input embeds", {"input_embeds": torch.zeros(9, 4)}, "input embeddings"),
-    ("replaced embeds", {"replace_embeds": torch.zeros(1, 4)}, "replaced embeddings"),
-    ("full graph", {"full_prefill_cuda_graph_capture": True}, gate.CAPTURING),
 ]
 
 
@@ -137,6 +103,7 @@ def test_refused_batches(changes: dict[str, Any], reason: str) -> None:
         {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 4, 2]},
         {"capture_hidden_mode": CaptureHiddenMode.LAST},
         {"mm_input_embeds": torch.zeros(9, 4)},
+        SUFFIXES | {"mm_inputs": [None, None, None]},
         {"contains_last_prefill_chunk": False},
         {"is_prefill_only": True},
         {
@@ -150,6 +117,7 @@ def test_refused_batches(changes: dict[str, Any], reason: str) -> None:
         "some input logprobs",
         "LAST",
         "image",
+        "input logprobs beside no image",
         "unfinished",
         "prefill only",
         "frozen-KV MTP",
@@ -159,51 +127,10 @@ def test_admitted_batches(changes: dict[str, Any]) -> None:
     assert reason_of(model(), eligible_batch(**changes)) is None
 
 
-MODELS: list[tuple[dict[str, Any], str | None]] = [
-    ({"num_kv_shared_layers": 0}, start.NO_SHARED_LAYERS),
-    ({"num_kv_shared_layers": None}, start.NO_SHARED_LAYERS),
-    ({"num_kv_shared_layers": 35}, start.NO_SHARED_LAYERS),
-    ({"layers_to_capture": [15]}, gate.CAPTURE_IN_TAIL),
-    ({"layers_to_capture": [2, 35]}, gate.CAPTURE_IN_TAIL),
-    ({"layers_to_capture": [14]}, gate.CAPTURE_IN_TAIL),
-    ({"layers_to_capture": [2, 13]}, None),
-]
-
-
-@pytest.mark.parametrize(("changes", "reason"), MODELS)
-def test_models(changes: dict[str, Any], reason: str | None) -> None:
-    assert reason_of(model(**changes), eligible_batch()) == reason
-
-
-STAGES = [
-    (0, 35, None),
-    (0, 34, limits.PIPELINE),
-    (1, 35, limits.PIPELINE),
-    (13, 35, limits.PIPELINE),  # the tail and its donors
-    (0, 13, limits.PIPELINE),
-]
-
-
-@pytest.mark.parametrize(("start", "end", "reason"), STAGES)
-def test_pipeline_stages(start: int, end: int, reason: str | None) -> None:
-    stage = model(start_layer=start, end_layer=end)
-    assert reason_of(stage, eligible_batch()) == reason
-
-
-def test_a_layer_that_is_on_another_stage() -> None:
-    layers = [torch.nn.Linear(1, 1) for _ in range(35)]
-    assert reason_of(model(layers=layers), eligible_batch()) is None
-    layers[0] = PPMissingLayer()
-    assert reason_of(model(layers=layers), eligible_batch()) == limits.PIPELINE
-
-
-def test_images_are_known_before_they_are_embedded() -> None:
-    suffixes = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 4, 2]}
-    planned = {"mm_inputs": [None, object(), None], "mm_input_embeds": None}
-    batch = eligible_batch(**suffixes, **planned)
-    assert reason_of(model(), batch) == gate.IMAGE_LOGPROBS
-    batch = eligible_batch(**suffixes, mm_inputs=[None, None, None])
-    assert reason_of(model(), batch) is None
+@pytest.mark.parametrize(("layer", "reason"), [(13, None), (14, gate.CAPTURE_IN_TAIL)])
+def test_the_first_captured_layer_that_is_refused(layer: int, reason: str | None) -> None:
+    """The input of layer S-1 is already that of the kept rows."""
+    assert reason_of(model(layers_to_capture=[2, layer]), eligible_batch()) == reason
 
 
 @pytest.mark.parametrize(
@@ -397,13 +324,6 @@ class TestDecisions:
 # ---------------------------------------------------------------- nothing is without a row
 
 
-def test_every_entry_of_the_gates_tables_has_a_row() -> None:
-    rows = [(list(changes.items()), reason) for _, changes, reason in BATCHES]
-    alone = {changes[0][0]: reason for changes, reason in rows if len(changes) == 1}
-    fields = {name: alone.get(name) for name in gate.REFUSING_FIELDS}
-    assert fields == gate.REFUSING_FIELDS
-
-
 def _literals(function: Any, call: str, position: int) -> set[str]:
     """The literal names that ``function`` hands to its calls of ``call``."""
     calls = [
@@ -424,8 +344,10 @@ def test_every_field_that_is_asked_for_must_exist() -> None:
     assert judged <= set(seams._REQUIRED_FIELDS)
 
 
-def test_every_reason_of_the_gate_is_shown_here() -> None:
+def test_every_reason_of_the_gate_is_shown() -> None:
     """But for embedding servers': ``forward/test_other_models`` starts one."""
-    shown = Path(__file__).read_text()
+    folder = Path(__file__).parents[1]
+    files = ("unit/test_gate.py", "forward/test_deciding.py", "forward/test_refused.py")
+    shown = "".join((folder / file).read_text() for file in files)
     reasons = re.findall(r"^([A-Z][A-Z_]+) = \"", inspect.getsource(gate), re.MULTILINE)
     assert [name for name in reasons if f"gate.{name}" not in shown] == ["EMBEDDINGS"]

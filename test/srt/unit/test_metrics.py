@@ -34,8 +34,12 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
         monkeypatch.setattr(prometheus_client, kind, metric)
     monkeypatch.setattr(log, "on_forward", [])
     monkeypatch.setattr(log, "on_audit", [])
+    monkeypatch.setattr(log, "server_reasons", set())
     monkeypatch.setattr(states, "_attached", set())
     return made
+
+
+LABELS = {"model_name": "a model"}
 
 
 def test_nobody_is_served() -> None:
@@ -45,12 +49,19 @@ def test_nobody_is_served() -> None:
     assert json.loads(json.dumps(state)) == state
 
 
-def test_a_server_that_steps_aside_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_server_says_why(
+    monkeypatch: pytest.MonkeyPatch, registry: prometheus_client.CollectorRegistry
+) -> None:
+    """All its batches are counted as one outcome, in the metrics as well."""
     monkeypatch.setattr(states, "_attached", {Refused()})
+    log.server_refused("LoRA")
+    metrics.collect(LABELS)
     log.batch_refused("LoRA", 7)
+    name, outcome = "sglang:gemma4_yoco_forwards_total", LABELS | {"outcome": "server_refused"}
+    assert registry.get_sample_value(name, outcome) == 1
     state = metrics.state()
     assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
-    assert state["forwards"] == {"LoRA": 1}
+    assert state["forwards"] == {"server_refused": 1}
     assert state["rows"] == {"computed": 7, "skipped": 0}
 
 
@@ -148,11 +159,8 @@ def test_one_rank_counts_for_its_group(
     monkeypatch.setattr(seams, "server_arguments", lambda: lambda _: every)
     metrics.collect({"tp_rank": rank})
     log.batch_refused("a reason", 3)
-    of = {"tp_rank": str(rank), "outcome": "a reason"}
+    of = {"tp_rank": str(rank), "outcome": "a_reason"}
     assert registry.get_sample_value("sglang:gemma4_yoco_forwards_total", of) == (counts or None)
-
-
-LABELS = {"model_name": "a model"}
 
 
 def test_what_was_counted_before_is_counted_at_once(
@@ -166,7 +174,7 @@ def test_what_was_counted_before_is_counted_at_once(
     values = {
         name: registry.get_sample_value(f"sglang:gemma4_yoco_{name}", LABELS | labels)
         for name, labels in (
-            ("forwards_total", {"outcome": "a reason"}),
+            ("forwards_total", {"outcome": "a_reason"}),
             ("rows_total", {"part": "computed"}),
             ("audits_total", {"result": "agrees"}),
             ("audit_greedy_changes_total", {}),

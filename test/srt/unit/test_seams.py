@@ -9,12 +9,10 @@ import pytest
 from packaging.version import Version
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.core.attention import TailBackend
-from stand_ins import prefill_graphs
 
 
 class Planning(TritonAttnBackend):
@@ -87,18 +85,6 @@ def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.Monkey
     assert backend.rooms == [None]
 
 
-def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(
-        self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any
-    ) -> None:
-        for layer in self.layers:
-            layer(positions)
-
-    monkeypatch.setattr(seams.gemma4_causal.Gemma4TextModel, "forward", forward)
-    with pytest.raises(seams.SeamError, match=r"loop up to self\.end_layer"):
-        seams.check()
-
-
 def test_an_untested_release_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seams.decodes_like_extend(Planning(511))
     monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.0"))
@@ -116,16 +102,6 @@ def test_the_tails_own_backend_decides_whether_the_tail_decodes(
     assert not TailBackend(object(), Planning(511)).decodes
 
 
-@pytest.mark.parametrize(
-    ("sizes", "longest"),
-    [({}, None), ({"max_bs": 512}, 512), ({"bs": [4, 8], "max_bs": 512}, 8), ({"bs": []}, None)],
-)
-def test_the_longest_captured_prefill(sizes: dict[str, Any], longest: int | None) -> None:
-    with prefill_graphs(Backend.BREAKABLE, **sizes):
-        assert seams.longest_captured_prefill() == longest
-
-
 @pytest.mark.usefixtures("outside_of_a_server")
 def test_nothing_is_captured_outside_of_a_server() -> None:
     assert seams.prefill_graph() is None
-    assert seams.longest_captured_prefill() is None

@@ -1,31 +1,23 @@
-"""What tests of servers stand on: waiting that ends, starts that are tried again, the row trace.
+"""The tests' own servers: failed starts are retried or reported, and the row trace is read.
 
 The server here is a program of a few lines that is found where SGLang's would be.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from server import (
-    ServerDiedError,
-    python_path,
-    running,
-    stand_in_for_sglang,
-    started,
-    wait_until,
-)
+from server import Server, ServerDiedError, python_path, stand_in_for_sglang, started, wait_until
 from sglang_gemma4_reference.row_trace import Prefill, Trace, append_to
 
 
-def test_waiting_ends_with_the_first_true_value() -> None:
+def test_waiting_ends_with_a_true_value_or_an_error() -> None:
     values = iter([0, "", 7, 8])
     assert wait_until(lambda: next(values), "a value", 60) == 7
-
-
-def test_waiting_in_vain_says_for_what() -> None:
     with pytest.raises(TimeoutError, match="a miracle: not within 0 s\nthe log"):
         wait_until(lambda: False, "a miracle", 0, lambda: "the log")
 
@@ -47,17 +39,17 @@ SERVER = """
 """
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """One in which ``sglang.launch_server`` is the program above."""
-    return {"PYTHONPATH": python_path(stand_in_for_sglang(tmp_path / "path", SERVER))}
+def start(directory: Path, failing_starts: int, *arguments: str) -> AbstractContextManager[Server]:
+    """A server that is the program above; its first starts fail for a taken port."""
+    path = python_path(stand_in_for_sglang(directory / "path", SERVER))
+    env = {"PYTHONPATH": path, "FAILING_STARTS": str(failing_starts)}
+    how: Any = {"switch": None, "arguments": arguments, "env": env, "spawned": True}
+    return started(directory, directory / "server", **how)
 
 
-def test_a_taken_port_is_another_start(tmp_path: Path, environment: dict[str, str]) -> None:
-    environment["FAILING_STARTS"] = "2"
-    with running(
-        tmp_path, tmp_path / "server", switch=None, env=environment, spawned=True
-    ) as server:
+def test_a_taken_port_is_another_start(tmp_path: Path) -> None:
+    with start(tmp_path, 2) as server:
+        server.wait_until_ready()
         ports = (tmp_path / "server" / "starts").read_text().split()
         assert len(ports) == 3
         assert server.url.endswith(f":{ports[-1]}")
@@ -65,36 +57,23 @@ def test_a_taken_port_is_another_start(tmp_path: Path, environment: dict[str, st
     assert server.process.poll() is not None
 
 
-def test_a_port_that_is_always_taken_is_an_error(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    environment["FAILING_STARTS"] = "9"
-    with (
-        started(
-            tmp_path, tmp_path / "server", switch=None, env=environment, spawned=True
-        ) as server,
-        pytest.raises(ServerDiedError, match="address already in use"),
-    ):
-        server.wait_until_ready()
-
-
+@pytest.mark.parametrize(
+    ("failing_starts", "arguments", "starts", "error"),
+    [
+        (9, [], 3, "address already in use"),
+        (0, ["--broken"], 1, "exited with 1:\nno such model"),
+    ],
+    ids=["the port is always taken", "another error"],
+)
 def test_a_server_that_ends_is_an_error_that_shows_its_log(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, failing_starts: int, arguments: list[str], starts: int, error: str
 ) -> None:
-    environment["FAILING_STARTS"] = "0"
     with (
-        started(
-            tmp_path,
-            tmp_path / "server",
-            switch=None,
-            arguments=["--broken"],
-            env=environment,
-            spawned=True,
-        ) as server,
-        pytest.raises(ServerDiedError, match="exited with 1:\nno such model"),
+        start(tmp_path, failing_starts, *arguments) as server,
+        pytest.raises(ServerDiedError, match=error),
     ):
         server.wait_until_ready()
-    assert len((tmp_path / "server" / "starts").read_text().split()) == 1
+    assert len((tmp_path / "server" / "starts").read_text().split()) == starts
 
 
 def test_trace_is_read_on_as_it_grows(tmp_path: Path) -> None:
