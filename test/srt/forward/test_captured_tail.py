@@ -719,6 +719,16 @@ class TestReasons:
         monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
         assert reason(engine) == "SGLang lends the memory of its graphs"
 
+    @pytest.mark.parametrize("free", [900 << 20, 1 << 30])
+    def test_little_memory(
+        self, known: ModelState, monkeypatch: pytest.MonkeyPatch, free: int
+    ) -> None:
+        """A capture that fails ends a server of several ranks, which wait for each other."""
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
+        why = graphs.why_not(SimpleNamespace(device="cuda"), known, can_be_captured=True)
+        assert why == ("only 900 MiB of the GPU's memory are free" if free < 1 << 30 else None)
+
     def test_pools_that_get_their_memory_later(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
