@@ -30,8 +30,7 @@ def captured_decode_steps(runner: Any) -> Any | None:
 def graph_backend(decode_steps: Any) -> Any:
     """A graph backend of SGLang's, with a memory pool of its own.
 
-    In the pool of all graphs, memory that is free while one of SGLang's is captured may be in use
-    when it is replayed.
+    In that of all graphs, what is free while one is captured may be in use when it is replayed.
     """
     backend = type(decode_steps.backend)(decode_steps)
     backend._pool = decode_steps.device_module.graph_pool_handle()

@@ -101,11 +101,7 @@ class Inputs:
     @classmethod
     @torch.inference_mode(False)  # they are written in forwards of any mode
     def of(cls, runner: Any, state: ModelState, like: Any, rows: int) -> Inputs:
-        """For buckets of up to ``rows`` rows.
-
-        Args:
-            like: static inputs of SGLang's own decode steps, whose types are taken over.
-        """
+        """For up to ``rows`` rows, in the types of SGLang's own static inputs ``like``."""
         model = state.model
 
         def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> torch.Tensor:
@@ -164,10 +160,9 @@ class Replay:
 
 
 class TailGraphs:
-    """The captured tail of one model; its capture took ``seconds``."""
+    """The captured tail of one model; its ``capture`` took ``seconds``."""
 
     def __init__(self, runner: Any, state: ModelState) -> None:
-        """Prepare for the capture; nothing is captured yet."""
         assert state.attention is not None
         self.seconds = 0.0
         self.state = state
@@ -192,7 +187,7 @@ class TailGraphs:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture all of them, the largest first; when this raises, ``close`` is still due."""
+        """Capture all, the largest first; when this raises, ``close`` is still due."""
         began = time.monotonic()
         with seams.whole_window(self._backend):
             self._backend.init_cuda_graph_state(self._buckets[-1], self._buckets[-1])
@@ -339,7 +334,7 @@ def capture(
     if reason is None:
         reason = _attempt(state, partial(_capture, runner, state, prove))
         # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
-        rows = () if state.captured is None else state.captured.rows
+        rows = state.captured.rows if isinstance(state.captured, TailGraphs) else ()
         differ = ranks.reason_ranks_differ(f"replayed: {reason or rows}")
         reason = reason or differ
     if reason is not None:
