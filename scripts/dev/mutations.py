@@ -541,7 +541,7 @@ _WRITTEN = [
          f"{SELF_CHECK}::test_forwards_that_cannot_be_cut_any_more"),
         ("what cannot be cut ends several ranks", "    except NotCuttableError as late:",
          "    except (NotCuttableError if seams.is_single_rank() else KeyError) as late:",
-         f"{RANKS}::test_ranks_are_checked_together"),
+         f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
         ("nothing is called after the cut",
          "return output if state.after_cut is None else state.after_cut(forward, plan, output)",
          "return output", f"{AUDIT}::test_what_is_right_agrees"),
@@ -589,7 +589,7 @@ _WRITTEN = [
          "return None", f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
         ("a rank's audits are its own", "    distributed.all_reduce(shared,",
          "    (lambda *_, **__: 0)(shared,",
-         f"{RANKS}::test_ranks_are_checked_together"),
+         f"{RANKS}::test_tensor_parallel_ranks_cut_alike_or_not_at_all"),
     ),
     *of(
         "captured/graphs.py",

@@ -68,7 +68,7 @@ A = TypeVar("A")
 
 
 Asked = Server | Disaggregated
-S = TypeVar("S", Server, Disaggregated)
+S = TypeVar("S", bound=Asked)
 
 
 @dataclass(frozen=True)
