@@ -49,7 +49,7 @@ def test_files_and_imports_are_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_fast_forward_opens_no_file(engine: Engine, name: str) -> None:
-    """From its planning to its logits, and imports nothing; on Triton: ``test_no_sync``."""
+    """From its planning to its logits, and imports nothing; on Triton: ``triton/test_planning``."""
     scheduled = engine.schedule(BATCHES[name])
     seen = {}
     for switched in ("0", "1", "0", "1"):
