@@ -302,8 +302,8 @@ def test_a_switch_that_is_off(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, refusals: list[str]
 ) -> None:
     """Other settings may be 0 while the path is on."""
-    for variable in settings.VARIABLES.values():
-        monkeypatch.delenv(variable.name, raising=False)
+    for variable in settings.VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, value)
     findings = Findings()
     command._settings(findings)
