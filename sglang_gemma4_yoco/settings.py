@@ -76,7 +76,8 @@ def accepted(setting: Field[Any]) -> str:
 
 def unset(setting: Field[Any]) -> str:
     """What holds where a setting is not set, in words."""
-    return "automatic" if setting.default is None else str(int(setting.default))
+    default: Any = setting.default
+    return "automatic" if default is None else str(int(default))
 
 
 def parse(variable: str, value: str) -> bool | int:

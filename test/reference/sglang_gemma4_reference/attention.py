@@ -155,7 +155,7 @@ def register_as_proven() -> None:
     windowed = f"{__name__}.{WindowedTorchNativeBackend.__name__}"
     if limits is None or windowed in limits.TAIL_BACKENDS:
         return
-    limits.MAIN_BACKENDS |= {windowed, f"{__name__}.{FrontBackend.__name__}"}
+    limits.MAIN_BACKENDS.update({windowed, f"{__name__}.{FrontBackend.__name__}"})
     limits.TAIL_BACKENDS.add(windowed)
     limits.CAPTURABLE_BACKENDS.add(windowed)
 

@@ -27,7 +27,6 @@ from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics, patch
-from sglang_gemma4_yoco.loading.limits import PIPELINE
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 from stand_ins import prefill_graphs
 
@@ -62,7 +61,7 @@ VERDICTS: list[tuple[tuple[str, ...], int, str]] = [
     ((), 0, "None"),
     # ``test_refused_flags`` starts such servers.
     *(((refused.argument, *refused.value), 1, refused.reason) for refused in REFUSED),
-    (("--pp-size", "2"), 1, PIPELINE),
+    (("--pp-size", "2"), 1, "pipeline parallelism (--pp-size) is not supported"),
     (("--is-embedding",), 1, gate.EMBEDDINGS),
     (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),
     (("--kv-cache-dtype", "fp8_e5m2"), 0, "None"),
