@@ -103,17 +103,20 @@ def _versions(findings: Findings) -> None:
 
 def _settings(findings: Findings) -> None:
     findings.begin("Settings, in the environment")
-    values = findings.facts["settings"] = {}
-    for one in settings.VARIABLES.values():
-        values[one.name] = value = os.environ.get(one.name)
-        findings.add(one.name, f"unset: {one.unset}" if value is None else value)
+    values = {name: os.environ.get(name) for name in settings.VARIABLES}
+    findings.facts["settings"] = values
+    for name, value in values.items():
+        unset = f"unset: {settings.unset(settings.VARIABLES[name])}"
+        findings.add(name, unset if value is None else value)
         try:
             # Other settings may be 0 as well, and the path is on all the same.
-            if value is not None and one.read(value) is False and one.name == settings.SWITCH:
-                findings.refusals.append(f"{one.name}={value}")
+            off = value is not None and settings.parse(name, value) is False
+            if off and name == settings.SWITCH:
+                findings.refusals.append(f"{name}={value}")
         except ValueError as invalid:
             findings.refusals.append(str(invalid))
-    for name in settings.unknown(os.environ):
+    named_alike = {name for name in os.environ if name.startswith(settings.SWITCH)}
+    for name in sorted(named_alike - settings.VARIABLES.keys()):
         findings.add(name, "is no setting of this version, and is ignored: misspelt?")
 
 

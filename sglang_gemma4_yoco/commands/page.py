@@ -35,9 +35,9 @@ def show(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
             row += ["-" if way[key] is None else f"{way[key]:.1e}" for way in (fast, stock)]
         table.add_row(*row)
     console.print(table)
-    headings = ("prompt tokens", "stock", "fast", "stock / fast")
+    times = ("prompt tokens", "stock", "fast", "stock / fast")
     title = "Time to first token in seconds: median (20th to 80th percentile)"
-    table = Table(*map(number, headings), title=title)
+    table = Table(*map(number, times), title=title)
     for point in document["times"]:
         off, on = (str(Times(**point[way])) for way in ("off", "on"))
         table.add_row(str(point["tokens"]), off, on, f"{point['ratio']:.2f}")

@@ -86,7 +86,7 @@ def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any
     findings.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
     findings.add("layers", str(layers))
     findings.add("quantisation", quantised or "none, by its config")
-    if first is None:
+    if first is None or layers is None:
         findings.refusals.append(metrics.NO_MODEL)
         return None
     findings.add("first shared layer", f"{first}: layers {first} to {layers - 1} have no K/V")

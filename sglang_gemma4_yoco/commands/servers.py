@@ -175,7 +175,7 @@ class Server:
     def forwards(self) -> Counter[str]:
         """Prefill forwards of all schedulers since the server was ready, by outcome."""
         entries = [state.get(ENTRY) or {} for state in self.states()]
-        counted = (Counter(entry.get("forwards")) for entry in entries)
+        counted = (Counter[str](entry.get("forwards")) for entry in entries)
         return sum(counted, Counter[str]()) - self._at_start
 
 
