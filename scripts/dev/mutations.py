@@ -704,7 +704,7 @@ _WRITTEN = [
          "decode_steps.device_module.graph_pool_handle()", "decode_steps.backend._pool",
          f"{CAPTURED}::test_its_graphs_have_a_memory_pool_of_their_own"),
         ("captured into the last memory", "return None if free >= _RESERVE else",
-         "return None if free else", f"{CAPTURED}::TestReasons::test_little_memory"),
+         "return None if free else", WHY_EAGER),
         ("loads into a part of the pool are not seen", "    pools = (pool, *(getattr(pool, name, "
          'None) for name in ("full_kv_pool", "swa_kv_pool")))\n', "    pools = (pool,)\n",
          WHY_EAGER),
