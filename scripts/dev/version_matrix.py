@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Which releases of SGLang does this package work with?
 
-``python3 scripts/dev/version_matrix.py`` needs Python 3.10 or later and 25 GB of disk, no more. For
-each release it makes a virtual environment with that SGLang, this package, the CPU platform and
-the test tools, sees whether the plugin accepts it, runs tests in four parts, and deletes it again
-(``--keep`` keeps it). No GPU is needed. A release that cannot be installed, or that fails, does not
-stop the others.
+``python3 scripts/dev/version_matrix.py`` needs Python 3.11 or later (as SGLang does from 0.5.22 on)
+and 25 GB of disk, no more. For each release it makes a virtual environment with that SGLang, this
+package, the CPU platform and the test tools, sees whether the plugin accepts it, runs tests in four
+parts, and deletes it again (``--keep`` keeps it). No GPU is needed. A release that cannot be
+installed, or that fails, does not stop the others.
 
 units    functions, the gate on SGLang's own batches, the switch, the published helpers
 forward  SGLang's ModelRunner: on equals off, failures, refusals; fewer random models than usual
