@@ -180,16 +180,6 @@ def test_the_table_counts_what_each_folder_has_caught() -> None:
     assert f"| `{first.file}` | 2 | - | - | 1 |" in written
 
 
-def test_a_document_has_a_line_for_each_verdict(tmp_path: Path, sources: Sources) -> None:
-    results = Results(tmp_path, "0123456789ab")
-    for mutation in MUTATIONS[:3]:
-        results.add(verdict(mutation, "forward/a.py::b[c | d]"))
-    text = (tmp_path / mutation_check.RESULTS).read_text()
-    assert json.loads(text) == json.loads(json.dumps(results.document()))
-    lines = [line.rstrip(",") for line in text.splitlines() if line.startswith('  {"name"')]
-    assert [json.loads(line)["name"] for line in lines] == [m.name for m in MUTATIONS[:3]]
-
-
 BROKEN = {
     "a test that fails": (
         "import pytest\n@pytest.mark.parametrize('x', ['one, two'])\ndef test_a(x): assert not x",

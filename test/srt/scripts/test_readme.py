@@ -86,14 +86,14 @@ def test_gpu_figures_are_up_to_date() -> None:
 
 
 def test_compatibility_table_is_up_to_date() -> None:
-    results = version_matrix.load_results(version_matrix.RESULTS)
+    results = version_matrix.load_results()
     table = version_matrix.table(version_matrix.in_order(results))
     page = (REPO / "docs" / "compatibility.md").read_text()
     assert inserted(page, version_matrix.PART_OF_DOCUMENT, table) == page
 
 
 def test_every_supported_release_has_passed_all_parts() -> None:
-    results = version_matrix.load_results(version_matrix.RESULTS)
+    results = version_matrix.load_results()
     assert {*version_matrix.VERSIONS} <= {*results}
     for release in results.values():
         assert release.status in (version_matrix.PASSED, version_matrix.REFUSED), release
