@@ -255,7 +255,7 @@ _WRITTEN = [
          "False", f"{CAPTURED}::test_without_per_layer_embeddings_stock_serves"),
         ("an eager tail counts as a captured one", "outcome: str = log.TAIL_EAGER",
          "outcome: str = log.TAIL_CAPTURED",
-         f"{FORWARD}::test_the_fast_path_says_once_that_it_is_active"),
+         f"{FORWARD}::test_a_success_between_failures_keeps_the_fast_path_on"),
         ("a tail of the first rows", "rows, positions = front.index_select(0, index),",
          "rows, positions = front[: len(index)].clone(),", CUT),
         ("a tail at the first positions", "positions.index_select(0, index)\n",

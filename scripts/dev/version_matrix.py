@@ -91,7 +91,7 @@ FORWARD = (
     "refused",
     "tails_batch",
 )
-TRITON = ("any_backend_triton", "equivalence_triton", "hard_batches")
+TRITON = ("any_backend_triton", "hard_batches")
 PARTS = {
     "units": ("unit", "models"),
     "forward": tuple(f"forward/test_{name}.py" for name in FORWARD),

@@ -74,7 +74,6 @@ ASKS_NONE = (
     "test_broken_package.py",
     "test_doctor.py",
     "test_load_faults.py",
-    "test_prefill_role.py",
 )
 
 
@@ -111,11 +110,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Server]]:
-    """Two servers of one checkpoint: the fast path on (by default), and switched off.
-
-    The first is spawned, as users' are; all others are forked.
-    """
-    with pair(tiny_checkpoint, tmp_path_factory.mktemp("servers"), spawned=True) as both:
+    """Two servers of one checkpoint: the fast path on (by default), and switched off."""
+    with pair(tiny_checkpoint, tmp_path_factory.mktemp("servers")) as both:
         yield both
 
 

@@ -1,8 +1,7 @@
 """Small random Gemma 4 checkpoints, complete enough to be served.
 
 ``python -m sglang_gemma4_reference.checkpoint E2B_TINY /tmp/tiny`` writes one. Its weights are
-tame: ``TAMINGS`` says in what way and why, and a field of ``Gemma4Shape`` leaves each out.
-``untamed`` leaves out those that make a layer's rounding small, and so do presets named ``_SHARP``.
+tame, see ``scale``; those of ``untamed`` and of presets named ``_SHARP`` are not.
 """
 
 from __future__ import annotations
@@ -119,25 +118,17 @@ class Gemma4Shape:
     dtype: str = "float32"
     seed: int = 0
     attention_bias: bool = False
-    # What follows multiplies what ``randomise`` makes, so that 1 is tame: see ``TAMINGS``.
+    # What follows multiplies what ``randomise`` makes: 1 is tame, see ``scale``.
     sharpness: float = 1.0
-    """Of the weights of q_norm and k_norm; head_dim ** 0.25 makes them about 1."""
+    """Of the weights of q_norm and k_norm in layers with a window."""
     global_sharpness: float | None = None
     """The same in full-attention layers; None for ``sharpness``."""
     post_norms: float = 1.0
-    """Of the weights of norms behind attention, FFN and per-layer input; 2 makes them about 1."""
+    """Of the weights of norms after attention, FFN and per-layer input."""
     outliers: float = 1.0
     """Of some channels' weights, in every norm of a layer that is as wide as the stream."""
     outlier_share: float = 0.01
     """Which share of the channels that is: the same ones in all layers, and at least one."""
-    layer_scalars: float = 1.0
-    """Of the factor that each layer's output is multiplied by."""
-    embeddings: float = 1.0
-    """Of the embedding, which is the output layer too; 2.5 has the stream begin at a scale of 1."""
-    special_tokens: float = 1.0
-    """Of the special tokens' embeddings, besides; 10 makes them as large as all others."""
-    final_norm: float = 1.0
-    """Of the last norm's weights; 1/6 makes them about 1."""
 
     @property
     def layer_types(self) -> list[str]:
@@ -149,101 +140,16 @@ class Gemma4Shape:
         ]
 
 
-@dataclass(frozen=True)
-class Taming:
-    """Something that is done to random weights for the tests' sake, and not by Gemma 4.
-
-    Attributes:
-        field: of ``Gemma4Shape``; it multiplies what is made.
-        made: what the weights are without it.
-        reason: why they are.
-        left_out: the field's value that leaves it out, but for ``width``.
-        hides: whether it makes a layer's rounding smaller than that of a trained model may be:
-            ``untamed`` leaves it out. The others concern what is answered.
-        width: the field whose fourth root ``left_out`` is to be multiplied by; "" for none.
-    """
-
-    field: str
-    made: str
-    reason: str
-    left_out: float
-    hides: bool
-    width: str = ""
-
-    def without(self, shape: Gemma4Shape) -> float:
-        """The field's value that leaves it out of a checkpoint of this shape."""
-        return self.left_out * (getattr(shape, self.width) ** 0.25 if self.width else 1)
-
-
-TAMINGS = (
-    Taming(
-        "sharpness",
-        "q_norm and k_norm of sliding-window layers: about head_dim ** -0.25",
-        "Gemma 4 does not divide scores by sqrt(head_dim). Random heads with weights of 1 would "
-        "each attend to few keys, and a rounding that changes which changes all of the head.",
-        left_out=1.0,
-        hides=True,
-        width="head_dim",
-    ),
-    Taming(
-        "global_sharpness",
-        "q_norm and k_norm of full-attention layers: about global_head_dim ** -0.25",
-        "The same, for another width.",
-        left_out=1.0,
-        hides=True,
-        width="global_head_dim",
-    ),
-    Taming(
-        "post_norms",
-        "norms behind attention, FFN and per-layer input: about 0.5",
-        "A layer adds to the stream without drowning it, so rounding errors do not multiply.",
-        left_out=2.0,
-        hides=True,
-    ),
-    Taming(
-        "outliers",
-        "norms of a layer: all channels alike",
-        "Trained models have a few channels many times larger than the others. They take most of a "
-        "row's length, and of what bf16 can tell apart.",
-        left_out=50.0,
-        hides=True,
-    ),
-    Taming(
-        "layer_scalars",
-        "the factor of a layer's output: 0.9 to 1.0",
-        "The stream keeps its scale over all layers.",
-        left_out=1.0,  # trained ones are not known here
-        hides=False,
-    ),
-    Taming(
-        "embeddings",
-        "the embedding: a scale of 0.4 where the stream begins",
-        "It is the output layer too. A small one keeps a token from answering itself.",
-        left_out=2.5,
-        hides=False,
-    ),
-    Taming(
-        "special_tokens",
-        "the embeddings of special tokens: a tenth of the others",
-        "Small logits: no answer ends early, and none contains the placeholder of an image, which "
-        "transformers and SGLang embed differently in an answer.",
-        left_out=10.0,
-        hides=False,
-    ),
-    Taming(
-        "final_norm",
-        "the last norm: about 6",
-        "Logits far enough apart that rounding does not decide which is largest.",
-        left_out=1 / 6,
-        hides=False,
-    ),
-)
-
-
 def untamed(shape: Gemma4Shape) -> Gemma4Shape:
     """The same model, its heads, layers and channels as unequal as a trained model's may be."""
-    left_out: dict[str, Any] = {t.field: t.without(shape) for t in TAMINGS if t.hides}
-    return dataclasses.replace(shape, **left_out)
+    return dataclasses.replace(
+        shape,
+        # These make the weights of q_norm and k_norm about 1.
+        sharpness=shape.head_dim**0.25,
+        global_sharpness=shape.global_head_dim**0.25,
+        post_norms=2.0,
+        outliers=50.0,
+    )
 
 
 E2B = Gemma4Shape(
@@ -452,7 +358,21 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
 
 
 def scale(model: Any, shape: Gemma4Shape) -> None:
-    """Tame a language model whose parameters are drawn, but for what its shape leaves out.
+    """Scale the weights of a language model whose parameters are drawn, as its shape says.
+
+    Random weights are made tame in ways in which trained ones are not. Of these, ``untamed`` leaves
+    out the first three, which make the rounding of a layer small:
+
+    - q_norm and k_norm are small. Gemma 4 does not divide scores by sqrt(head_dim): with weights of
+      1 each head would attend to few keys, and a rounding that changes which changes all of it.
+    - A layer adds to the stream without drowning it, so rounding errors do not multiply.
+    - All channels are alike. Trained models have a few that are many times larger than the others.
+      They take most of a row's length, and of what bf16 can tell apart.
+    - The stream keeps its scale: a layer's output is multiplied by 0.9 to 1.
+    - The embedding, which is the output layer too, is small: no token answers itself. Those of
+      special tokens are smaller still: no answer ends early, and none contains the placeholder of
+      an image, which transformers and SGLang embed differently in an answer.
+    - The last norm is large: rounding does not decide which logit is largest.
 
     Args:
         model: Hugging Face's, or SGLang's ``Gemma4TextModel``.
@@ -464,7 +384,6 @@ def scale(model: Any, shape: Gemma4Shape) -> None:
     sharpness = {"sliding_attention": shape.sharpness, "full_attention": in_full}
     chosen = _outlier_channels(shape)
     for layer, kind in zip(model.layers, shape.layer_types, strict=True):
-        layer.layer_scalar *= shape.layer_scalars
         for name, weight in layer.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight *= sharpness[kind]
@@ -472,9 +391,6 @@ def scale(model: Any, shape: Gemma4Shape) -> None:
                 weight[chosen] *= shape.outliers
                 if name.startswith("post_"):
                     weight *= shape.post_norms
-    model.embed_tokens.weight *= shape.embeddings
-    model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= shape.special_tokens
-    model.norm.weight *= shape.final_norm
 
 
 def _outlier_channels(shape: Gemma4Shape) -> torch.Tensor:
@@ -502,7 +418,7 @@ def _give_shared_layers_projections(model: Any) -> None:
 def randomise(name: str, weight: nn.Parameter) -> None:
     """Fill one parameter so that values keep a scale of about 1 on their way through the model.
 
-    ``TAMINGS`` gives the reasons for scales other than 1.
+    ``scale`` gives the reasons for scales other than 1.
     """
     if weight.dim() > 1:
         std = weight[0].numel() ** -0.5

@@ -93,9 +93,10 @@ def _compile_with_stand_ins() -> None:
 def _sgl_kernel() -> ModuleType:
     """The package of compiled kernels, as far as the modules below import it."""
     package = ModuleType("sgl_kernel")
-    for name in ("rmsnorm", "fused_add_rmsnorm", "gelu_tanh_and_mul"):
+    for name in ("rmsnorm", "fused_add_rmsnorm"):
         setattr(package, name, getattr(cuda_kernels, name))
-    for name in ("gemma_rmsnorm", "gemma_fused_add_rmsnorm", "silu_and_mul", "gelu_and_mul"):
+    unused = ("gemma_rmsnorm", "gemma_fused_add_rmsnorm", "silu_and_mul", "gelu_and_mul")
+    for name in (*unused, "gelu_tanh_and_mul"):
         setattr(package, name, cuda_kernels.not_of_gemma_4)
     return package
 

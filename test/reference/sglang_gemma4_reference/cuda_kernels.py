@@ -150,26 +150,6 @@ def fused_add_rmsnorm(
     input.copy_(_rms_normed(total, weight, eps))
 
 
-def gelu_tanh_and_mul(
-    input: torch.Tensor,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """``sgl_kernel.gelu_tanh_and_mul``, for widths that the kernel below does not take."""
-    calls["sgl_kernel.gelu_tanh_and_mul"] += 1
-    kernel = "gelu_tanh_and_mul"
-    _require(input.shape[-1] * input.itemsize % 16 == 0, kernel, "rows are no multiple of 16 bytes")
-    _require(input.shape[:-1] == out.shape[:-1], kernel, "input and out have other row counts")
-    _require(input.shape[-1] == 2 * out.shape[-1], kernel, "input is not twice as wide as out")
-    _require(input.is_contiguous() and out.is_contiguous(), kernel, "rows are assumed contiguous")
-    _write_gelu_and_mul(input, out)
-    return out
-
-
-def _write_gelu_and_mul(both: torch.Tensor, out: torch.Tensor) -> None:
-    gate, up = both.float().chunk(2, dim=-1)
-    out.copy_(gelu(gate, approximate="tanh") * up)
-
-
 def not_of_gemma_4(*_: Any, **__: Any) -> Any:
     """For names that SGLang imports beside these, and that no Gemma 4 calls."""
     raise NotImplementedError("this kernel has no stand-in: Gemma 4's text model never calls it")
@@ -196,7 +176,8 @@ class Activation:
             match["width"] % vector == 0, "run_activation", f"width is no multiple of {vector}"
         )
         _require(kind == "gelu_tanh", "run_activation", f"Gemma 4 has no {kind}")
-        _write_gelu_and_mul(rows, out)
+        gate, up = rows.float().chunk(2, dim=-1)
+        out.copy_(gelu(gate, approximate="tanh") * up)
 
 
 class FusedRope:

@@ -342,27 +342,3 @@ def tells_unread_chunks() -> bool:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     return "contains_last_prefill_chunk" in ForwardBatch.__dataclass_fields__
-
-
-__all__ = [
-    "allocates_pages_without_triton",
-    "as_if_compiled",
-    "capabilities",
-    "extend",
-    "forward_batch",
-    "load_model",
-    "moves_cache_to_the_host",
-    "placeholders",
-    "published",
-    "record_decode_steps",
-    "records_prefills",
-    "row",
-    "serving",
-    "take_graphs",
-    "take_host_cache",
-    "take_in_tree_paths",
-    "tells_unread_chunks",
-    "tree_cache",
-    "unknown_arguments",
-    "unpublished",
-]

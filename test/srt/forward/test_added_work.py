@@ -59,29 +59,6 @@ def test_a_fast_forward_opens_no_file(engine: Engine, name: str) -> None:
     assert seen["1"] - seen["0"] == Counter()
 
 
-def test_what_is_asked_for_every_batch_is_imported_at_load() -> None:
-    """An import within a function is looked up whenever it runs. Loading may be late, once."""
-    late = [
-        (path.name, function.name)
-        for path in PACKAGE.rglob("*.py")
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    assert set(late) == {
-        ("plugin.py", "_install"),
-        ("metrics.py", "_collect"),  # when SGLang has made its own
-        # Of an operator's command, which runs in no server: what not everybody has installed.
-        ("doctor.py", "_with_sglang"),
-        ("verify.py", "run"),
-        ("servers.py", "session"),
-        ("servers.py", "fit_together"),
-        ("prompts.py", "of"),
-        ("prompts.py", "picture"),
-    }
-
-
 class Counting(dict[str, str]):
     """An environment that counts who is asked for."""
 

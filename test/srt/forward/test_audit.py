@@ -22,9 +22,9 @@ from forwards import (
     with_larger_keys,
 )
 from layer_rows import FIRST_CUT, LAYERS
-from observe import assert_same_cache, run, switched
+from observe import assert_same_cache, run
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import audit, rounding
 from sglang_gemma4_yoco.checking.rounding import Finding

@@ -21,7 +21,7 @@ from breakages import BREAKAGES
 from checking import NEW, REQUESTS, checked, counted
 from decode_graphs import recorded_decode_steps
 from forwards import ENGINE, assert_untouched, norms_that_add_in_place
-from observe import assert_same_cache, run, switched
+from observe import assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import (
     E2B_TINY,
@@ -29,7 +29,7 @@ from sglang_gemma4_reference.checkpoint import (
     Gemma4Shape,
     write_checkpoint,
 )
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs

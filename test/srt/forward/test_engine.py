@@ -14,16 +14,10 @@ from batches import batch_of, tokens
 from observe import (
     TOLERANCE,
     Observed,
-    assert_as_expected,
-    assert_same_answers,
-    assert_same_cache,
-    expected,
-    run,
-    switched,
     watching,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine, NotTheLastEngineError, Prompt
+from sglang_gemma4_reference.engine import Engine, NotTheLastEngineError, Prompt, switched
 
 
 def slots_of(engine: Engine, req: Any, count: int) -> torch.Tensor:
@@ -109,27 +103,3 @@ def test_an_engine_refuses_when_another_was_built(engine: Engine, tiny_checkpoin
         with pytest.raises(NotTheLastEngineError, match="build this one again"):
             use()
     later.forward(later.schedule(batch_of((0, 20))))
-
-
-@pytest.mark.skipif(
-    not releases.allocates_pages_without_triton(), reason="this SGLang allocates pages by Triton"
-)
-@pytest.mark.parametrize("page_size", [4, 16])
-def test_pages(tiny_checkpoint: Path, page_size: int) -> None:
-    """Requests end within pages, and windows begin within them."""
-    engine = Engine(
-        tiny_checkpoint,
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=2048,
-        page_size=page_size,
-    )
-    assert engine.runner.token_to_kv_pool_allocator.page_size == page_size
-    prompts = batch_of((31, 40), (0, 7), (90, 1), (33, 2))
-    batch = engine.schedule(prompts)
-    stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
-    wanted = expected(engine, prompts)
-    assert wanted is not None
-    assert_as_expected(fast, wanted)
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, TOLERANCE)

@@ -25,9 +25,9 @@ from forwards import (
     assert_untouched,
     failing,
     norms_that_add_in_place,
-    with_image,
 )
 from layer_rows import FIRST_CUT, LAYERS
+from media import MediaPrompt, media_batch
 from observe import (
     TOLERANCE,
     Observed,
@@ -36,11 +36,10 @@ from observe import (
     assert_same_objects,
     run,
     step,
-    switched,
     watching,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import cut, forward, gate
 from sglang_gemma4_yoco.core import state as states
@@ -151,12 +150,16 @@ def norms(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
         yield request.param
 
 
+def scheduled_batch(engine: Engine, name: str) -> Any:
+    if name == "image":
+        return media_batch(engine, MediaPrompt("what do you see <|image|> there?"))
+    return engine.schedule(BATCHES[name])
+
+
 @pytest.mark.parametrize("name", [*BATCHES, "image"])
 def test_norms_that_add_in_place(engine: Engine, norms: str, name: str) -> None:
     """The fast path reads nothing of the embeddings after layer 0 has overwritten them."""
-    scheduled = engine.schedule(BATCHES["one prompt" if name == "image" else name])
-    if name == "image":
-        with_image(engine, scheduled)
+    scheduled = scheduled_batch(engine, name)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert fast.rows[-1] < stock.rows[-1]
     assert (fast.before["mm_input_embeds"] is not None) == (name == "image")
@@ -174,9 +177,7 @@ def test_a_failure_is_served_by_stock(
     place: str,
     name: str,
 ) -> None:
-    scheduled = engine.schedule(BATCHES["one prompt" if name == "image" else name])
-    if name == "image":
-        with_image(engine, scheduled)
+    scheduled = scheduled_batch(engine, name)
     stock = run(engine, scheduled, "0")
     log.reset()
     with failing(engine, place) as calls, caplog.at_level("INFO", "sglang_gemma4_yoco"):
@@ -417,26 +418,6 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
     assert alive == [False]
 
 
-def test_no_batch_is_held_after_its_forward(engine: Engine) -> None:
-    """Its tensors, and the metadata planned for it, are device memory."""
-    held: list[weakref.ref[Any]] = []
-
-    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-        assert isinstance(planned_for(batch), Plan)
-        held.append(weakref.ref(batch))
-
-    handle = engine.text_model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        with switched("1"):
-            engine.forward(engine.schedule(BATCHES["one prompt"]))
-    finally:
-        handle.remove()
-    (batch,) = held
-    assert batch() is None
-    assert_untouched(engine)
-
-
 def test_metadata_is_given_back(engine: Engine) -> None:
     """The tail's backend has what was planned for a batch while its tail runs, and no longer."""
     attention = start.of(engine.text_model).attention
@@ -544,14 +525,6 @@ def test_without_a_backend_of_the_tails_own_stock_serves(
     assert_stock(engine, limits.NO_TAIL, BATCHES[name])
 
 
-def test_two_backends_share_nothing_but_the_pools(engine: Engine) -> None:
-    attention = start.of(engine.text_model).attention
-    assert attention is not None
-    assert attention.main is engine.runner.attn_backend
-    assert attention.tail is not attention.main
-    assert attention.tail.token_to_kv_pool is attention.main.token_to_kv_pool
-
-
 def test_reinitialised_backends_are_followed(engine: Engine) -> None:
     before = start.of(engine.text_model).attention
     engine.runner.init_attention_backends()
@@ -568,19 +541,6 @@ def test_a_second_copy_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(patch, "_installed", {})
     with pytest.raises(seams.SeamError, match="is it patched already"):
         patch.install()
-
-
-def test_the_fast_path_says_once_that_it_is_active(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduled = engine.schedule(BATCHES["one prompt"])
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"), switched("1"):
-        for _ in range(3):
-            engine.forward(scheduled)
-    (line,) = [m for m in caplog.messages if "active" in m]
-    for part in ("Gemma4TextModel", "layer 3", "of 8", type(engine.runner.attn_backend).__name__):
-        assert part in line
-    assert log.forwards[log.TAIL_EAGER] == 3
 
 
 def test_each_reason_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,16 +1,13 @@
 """Two tensor-parallel ranks in two processes: cut together, or not at all.
 
-Each process drives SGLang's ModelRunner; all-reduces go over gloo. K/V heads come in both kinds:
-one head that both ranks have a copy of, and two that they share out.
+Each process drives SGLang's ModelRunner; all-reduces go over gloo.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,12 +21,10 @@ from forked import preloaded
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
 from prefill_exits import RECORDED, ROWS, assert_served_alike
-from prefill_exits import run as replay
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams, settings
-from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.commands.servers import free_ports
 from sglang_gemma4_yoco.core import ranks, state
 from sglang_gemma4_yoco.loading import start as starting
@@ -102,16 +97,17 @@ def assert_stock(engine: Engine, reason: str | None) -> None:
         assert known.attention is None  # nothing is planned for a tail, and its memory is free
 
 
-def with_the_package(rank: int, port: int, shared_head: Path, head_each: Path) -> None:
-    for path in (shared_head, head_each):
-        assert_every_batch_is_cut(start(rank, path, port))
+def with_the_package(rank: int, port: int, path: Path) -> None:
+    engine = start(rank, path, port)
+    assert_every_batch_is_cut(engine)
 
     def out_of_memory(_: Any) -> None:
         raise MemoryError("no room for a second attention backend")
 
     build = out_of_memory if rank == 1 else seams.build_attn_backend
     with mock.patch.object(seams, "build_attn_backend", build):
-        assert_stock(start(rank, shared_head, port), ranks.NOT_ALIKE)
+        engine.runner.init_attention_backends()
+        assert_stock(engine, ranks.NOT_ALIKE)
 
 
 def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
@@ -126,49 +122,14 @@ def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
     assert_every_batch_is_cut(engine, captured=2)
 
 
-def with_the_tail_captured_on_one_rank(rank: int, port: int, path: Path) -> None:
-    engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    with settings.changed(graph_rows=0 if rank == 1 else 2):
-        releases.record_decode_steps(engine.runner)
-    assert_runs_eagerly(engine)
-
-
-def with_a_graph_that_one_rank_drops(rank: int, port: int, path: Path) -> None:
-    engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    prove = proof.prove
-
-    def strict(tail: Any, runner: Any) -> None:
-        prove(tail, runner)
-        if rank == 1:
-            tail.drop(1)
-
-    with mock.patch.object(proof, "prove", strict):
-        releases.record_decode_steps(engine.runner)
-    assert_runs_eagerly(engine)
-
-
-def assert_runs_eagerly(engine: Engine) -> None:
-    known = starting.of(engine.text_model)
-    assert known.captured is None
-    assert known.facts["tail"] == f"eager ({ranks.NOT_ALIKE})"
-    assert_every_batch_is_cut(engine)
-
-
-@contextmanager
-def captured_prefills(rank: int, port: int, path: Path) -> Iterator[Engine]:
-    """An engine whose prefills are captured, and its tail."""
+def with_exits(rank: int, port: int, path: Path) -> None:
+    """The collectives of a graph are run up to the exit, then those of the tail."""
     from decode_graphs import record_tail
     from sglang_gemma4_reference import prefill_graphs
 
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED)
         record_tail(engine, ROWS)
-        yield engine
-
-
-def with_exits(rank: int, port: int, path: Path) -> None:
-    """The collectives of a graph are run up to the exit, then those of the tail."""
-    with captured_prefills(rank, port, path) as engine:
         outcomes = [assert_served_alike(engine, prompts) for prompts, _ in BATCHES.values()]
     assert outcomes == [
         log.EXIT_CAPTURED,
@@ -178,46 +139,41 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     ]
 
 
-def with_exits_on_one_rank(rank: int, port: int, path: Path) -> None:
-    """None leaves its graph, and none waits."""
-    from sglang_gemma4_yoco import prefill_graphs
+def set_up_together(rank: int, port: int, path: Path) -> None:
+    """What ranks decide together when they start, and while they serve.
 
-    lost = {"side_effect": lambda _: nullcontext()} if rank == 1 else {"wraps": exits.noting}
+    One engine for all of it: new attention backends begin anew.
+    """
+    from sglang_gemma4_yoco.checking import start as checking
+
+    engine = start(rank, path, port)
+    with_a_check_that_fails_on_one_rank(rank, engine)
+    with_settings_of_its_own(rank, engine)
+    with_a_norm_that_is_called_otherwise(engine)
+    with_audits(rank, engine)
+    # It ends that rank; and the other, which waits for it, when it is gone.
+    engine.runner.init_attention_backends()
+    state = starting.of(engine.text_model)
+    found = checking.check(engine.runner, state)
+
+    def check(*_: Any) -> Any:
+        if rank == 1:
+            raise MemoryError("of this rank alone")
+        return found
+
+    gone = "of this rank alone" if rank == 1 else "closed by peer|reset by peer"
     with (
-        mock.patch.object(prefill_graphs, "noting", **lost),
-        captured_prefills(rank, port, path) as engine,
+        mock.patch.object(checking, "check", check),
+        pytest.raises((MemoryError, RuntimeError), match=gone),
     ):
-        known = starting.of(engine.text_model)
-        assert known.captured is not None
-        assert known.facts["exits"] == f"closed: {ranks.NOT_ALIKE}"
-        batch = engine.schedule(BATCHES["one prompt"][0])
-        stock, fast = (replay(engine, batch, fast=on) for on in (False, True))
-        assert (stock.segments, fast.segments) == (LAYERS + 1, LAYERS + 1)
-        assert fast.outcomes == {exits.CLOSED: 1}
-        assert torch.equal(fast.logits, stock.logits)
+        starting.set_up(engine.runner, state)
 
 
-def with_settings_of_its_own(rank: int, port: int, path: Path) -> None:
-    """One that is not checked, or audits otherwise, would leave the other in a collective."""
-    variables = {settings.name_of("self_check"): "0"} if rank == 1 else {}
-    with mock.patch.dict(os.environ, variables):
-        engine = start(rank, path, port)
-    assert "check" not in starting.of(engine.text_model).facts
-    assert_stock(engine, ranks.NOT_ALIKE)
-    with settings.changed(self_check=True):
-        engine.runner.init_attention_backends()
-        assert starting.of(engine.text_model).refused is None
-        with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
-            engine.runner.init_attention_backends()
-    assert_stock(engine, ranks.NOT_ALIKE)
-
-
-def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> None:
+def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
     """What only one rank sees, as K and V of its own heads are, turns the path off on both."""
     from sglang_gemma4_yoco.checking import rounding
     from sglang_gemma4_yoco.checking import start as checking
 
-    engine = start(rank, path, port)
     state, found = starting.of(engine.text_model), list[Any]()
     check = checking.check
 
@@ -237,33 +193,22 @@ def with_a_check_that_fails_on_one_rank(rank: int, port: int, path: Path) -> Non
     assert_stock(engine, checking.FAILED)
 
 
-def with_a_check_that_raises_on_one_rank(rank: int, port: int, path: Path) -> None:
-    """It ends that rank; and the other, which waits for it, when it is gone."""
-    from sglang_gemma4_yoco.checking import start as checking
-
-    engine = start(rank, path, port)
-    state = starting.of(engine.text_model)
-    del state.facts["check"]
-    found = checking.check(engine.runner, state)
-
-    def check(*_: Any) -> Any:
-        if rank == 1:
-            raise MemoryError("of this rank alone")
-        return found
-
-    gone = "of this rank alone" if rank == 1 else "closed by peer|reset by peer"
-    with (
-        mock.patch.object(checking, "check", check),
-        pytest.raises((MemoryError, RuntimeError), match=gone),
-    ):
-        starting.set_up(engine.runner, state)
+def with_settings_of_its_own(rank: int, engine: Engine) -> None:
+    """One that is not checked, or audits otherwise, would leave the other in a collective."""
+    with settings.changed(self_check=rank == 0):
+        engine.runner.init_attention_backends()
+    assert "check" not in starting.of(engine.text_model).facts
+    assert_stock(engine, ranks.NOT_ALIKE)
+    with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
+        engine.runner.init_attention_backends()
+    assert_stock(engine, ranks.NOT_ALIKE)
 
 
-def with_a_norm_that_is_called_otherwise(rank: int, port: int, path: Path) -> None:
+def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     """As by another SGLang, while it serves or from its start on: no rank cuts any more."""
     from sglang_gemma4_yoco.core import cut as core_cut
 
-    engine = start(rank, path, port)
+    engine.runner.init_attention_backends()
     model, batch = engine.text_model, engine.schedule(BATCHES["one prompt"][0])
     call = type(model.norm).__call__
 
@@ -280,29 +225,31 @@ def with_a_norm_that_is_called_otherwise(rank: int, port: int, path: Path) -> No
         assert_stock(engine, core_cut.OTHER_NORM)
 
 
-def with_audits(rank: int, port: int, path: Path) -> None:
+def with_audits(rank: int, engine: Engine) -> None:
     """Both run every batch again; what one of them finds turns the path off on both."""
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.core import donor
 
-    audited = {settings.name_of(field): "1" for field in ("audit", "audit_strict")}
-    with mock.patch.dict(os.environ, audited):
-        engine = start(rank, path, port)
-    prompts, kept = BATCHES["one prompt"]
-    scheduled = engine.schedule(prompts)
-    again = cut(70, kept)[FIRST_CUT:]
-    assert run(engine, scheduled, "1").rows == [*cut(70, kept), *whole(70), *again]
-    assert (log.audits.agree, log.audits.differ) == (1, 0)
-    stock = donor.keys_and_values
+    with settings.changed(audit=1, audit_strict=True):
+        engine.runner.init_attention_backends()
+        state = starting.of(engine.text_model)
+        starting.set_up(engine.runner, state)
+        assert state.refused is None
+        prompts, kept = BATCHES["one prompt"]
+        scheduled = engine.schedule(prompts)
+        again = cut(70, kept)[FIRST_CUT:]
+        assert run(engine, scheduled, "1").rows == [*cut(70, kept), *whole(70), *again]
+        assert (log.audits.agree, log.audits.differ) == (1, 0)
+        stock = donor.keys_and_values
 
-    def other(*args: Any) -> Any:
-        k, v = stock(*args)
-        return (k * 1.01 if rank == 1 else k), v
+        def other(*args: Any) -> Any:
+            k, v = stock(*args)
+            return (k * 1.01 if rank == 1 else k), v
 
-    with mock.patch.object(donor, "keys_and_values", other):
-        run(engine, scheduled, "1")
-    assert (log.audits.agree, log.audits.differ) == (1, 1)
-    assert_stock(engine, audit.DIFFERED)
+        with mock.patch.object(donor, "keys_and_values", other):
+            run(engine, scheduled, "1")
+        assert (log.audits.agree, log.audits.differ) == (1, 1)
+        assert_stock(engine, audit.DIFFERED)
 
 
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
@@ -319,24 +266,20 @@ def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
             process.kill()
 
 
-def test_tensor_parallel_ranks_cut_alike_or_not_at_all(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    head_each = write_checkpoint(tmp_path, dataclasses.replace(E2B_TINY, kv_heads=RANKS))
-    on_all_ranks(with_the_package, tiny_checkpoint, head_each)
+def test_tensor_parallel_ranks_cut_alike_or_not_at_all(tmp_path: Path) -> None:
+    """Each rank has a K/V head of its own; ``server/test_parallel`` has one that both copy."""
+    head_each = dataclasses.replace(E2B_TINY, kv_heads=RANKS)
+    on_all_ranks(with_the_package, write_checkpoint(tmp_path, head_each))
 
 
-@pytest.mark.parametrize("work", [with_exits, with_exits_on_one_rank])
-def test_captured_prefills_are_left_by_all_ranks_or_by_none(
-    tiny_checkpoint: Path, work: Callable[..., None]
-) -> None:
+def test_captured_prefills_are_left_by_all_ranks(tiny_checkpoint: Path) -> None:
     if not releases.records_prefills():
         pytest.skip("tried with the prefill graphs of SGLang 0.5.23")
-    on_all_ranks(work, tiny_checkpoint)
+    on_all_ranks(with_exits, tiny_checkpoint)
 
 
-def test_a_check_that_raises_on_one_rank_ends_the_server(tiny_checkpoint: Path) -> None:
-    on_all_ranks(with_a_check_that_raises_on_one_rank, tiny_checkpoint)
+def test_ranks_are_checked_together(tiny_checkpoint: Path) -> None:
+    on_all_ranks(set_up_together, tiny_checkpoint)
 
 
 def test_a_rank_alone_asks_nobody() -> None:
@@ -354,30 +297,8 @@ def test_ranks_on_other_machines_are_not_asked(engine: Engine) -> None:
     assert starting.of(engine.text_model).refused == "ranks on several machines"
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        with_settings_of_its_own,
-        with_a_check_that_fails_on_one_rank,
-        with_a_norm_that_is_called_otherwise,
-        with_audits,
-    ],
-)
-def test_ranks_are_checked_together(tiny_checkpoint: Path, work: Callable[..., None]) -> None:
-    on_all_ranks(work, tiny_checkpoint)
-
-
-@pytest.mark.parametrize(
-    "work",
-    [
-        with_the_captured_tail,
-        pytest.param(with_the_tail_captured_on_one_rank, marks=pytest.mark.release),
-        pytest.param(with_a_graph_that_one_rank_drops, marks=pytest.mark.release),
-    ],
-)
-def test_the_tail_is_captured_on_all_ranks_or_on_none(
-    tiny_checkpoint: Path, work: Callable[..., None]
-) -> None:
+@pytest.mark.release  # by default ``with_exits`` has a captured tail
+def test_the_tail_is_captured_on_all_ranks(tiny_checkpoint: Path) -> None:
     if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
         pytest.skip("this SGLang asks no platform for its graphs")
-    on_all_ranks(work, tiny_checkpoint)
+    on_all_ranks(with_the_captured_tail, tiny_checkpoint)

@@ -29,9 +29,8 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.runtime_context import get_context
 
 from forwards import TWO_PROMPTS, assert_fast, assert_stock
-from observe import switched
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.cut import Plan

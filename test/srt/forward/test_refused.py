@@ -26,10 +26,10 @@ from forwards import (
     assert_stock,
 )
 from layer_rows import FIRST_CUT, LAYERS
-from observe import TOLERANCE, run, switched
+from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import limits, start

@@ -21,7 +21,6 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from batches import BATCHES, batch_of, kept_rows
 from layer_rows import FIRST_CUT, LAYERS
-from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -221,15 +220,6 @@ class TestPublishedHelpers:
         assert not seams.residual_is_written(batch, hidden)
         restore()
         assert seams.residual_is_written(batch, hidden)
-
-
-def test_a_batch_whose_attention_somebody_else_has_planned_is_not_cut(engine: Engine) -> None:
-    main = attention_of(engine).main
-    stock = type(main).init_forward_metadata.__get__(main)
-    with replaced(main, init_forward_metadata=stock):
-        seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
-    assert seen.rows == [70] * LAYERS
-    assert log.forwards == {gate.NOT_PLANNED: 1}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.model_executor import forward_context
 
 import observe
@@ -29,7 +28,6 @@ from observe import (
     expected,
     run,
 )
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.core import donor
@@ -171,24 +169,6 @@ def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
             norm = layer.pre_feedforward_layernorm
             span.enter_context(replaced(norm, _forward_method=in_place(norm._forward_method)))
         yield
-
-
-def with_image(engine: Engine, scheduled: Any, first: int = 20, length: int = 30) -> Any:
-    """The scheduled batch with an image in its first request, as the vision tower returns it."""
-    image = MultimodalDataItem(
-        modality=Modality.IMAGE,
-        offsets=[(first, first + length - 1)],
-        precomputed_embeddings=torch.randn(
-            length, engine.text_model.config.hidden_size, generator=torch.manual_seed(0)
-        ),
-    )
-    image.set_pad_value()
-    scheduled.input_ids[first : first + length] = torch.tensor(releases.placeholders(image, length))
-    scheduled.multimodal_inputs = [
-        MultimodalInputs(mm_items=[image]),
-        *[None] * (len(scheduled.reqs) - 1),
-    ]
-    return scheduled
 
 
 def with_larger_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.workload import due_rows
 from sglang_gemma4_yoco.core.gate import is_worth_cutting
@@ -22,14 +22,22 @@ FIRST_CUT = FIRST_SHARED - 1
 UNREAD = 0 if releases.tells_unread_chunks() else 1
 
 
-def whole(rows: int) -> list[int]:
+#: For Triton's interpreter, which runs a kernel once per layer and head, in Python: E2B_TINY with
+#: fewer of both. Its layers are sf sf (s has a window), the last two of them KV-shared.
+INTERPRETED = dataclasses.replace(
+    E2B_TINY, layers=4, kv_shared_layers=2, sliding_per_full=1, heads=2
+)
+
+
+def whole(rows: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
     """Every layer computes all rows: the stock forward."""
-    return [rows] * LAYERS
+    return [rows] * shape.layers
 
 
-def cut(rows: int, kept: int) -> list[int]:
-    """The layers behind the cut compute ``kept`` of ``rows`` rows; 0 for a chunk nobody reads."""
-    return [rows] * FIRST_CUT + [kept] * (LAYERS - FIRST_CUT)
+def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
+    """The layers after the cut compute ``kept`` of ``rows`` rows; 0 for a chunk nobody reads."""
+    front = shape.layers - shape.kv_shared_layers - 1
+    return [rows] * front + [kept] * (shape.layers - front)
 
 
 def local(rows: list[int], prefill: Prefill) -> list[int]:

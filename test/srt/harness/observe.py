@@ -18,26 +18,6 @@ from batches import kept_rows
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 
-__all__ = [
-    "TOLERANCE",
-    "Attended",
-    "Expected",
-    "Metadata",
-    "Observed",
-    "assert_as_expected",
-    "assert_metadata_unchanged",
-    "assert_same_answers",
-    "assert_same_cache",
-    "assert_same_objects",
-    "assert_stock",
-    "expected",
-    "replayed",
-    "run",
-    "step",
-    "switched",
-    "watching",
-]
-
 #: Of logits of size 10, in fp32. The tail sums in another order than stock does, which moves an
 #: answer by 1e-5; one key more or less in a window moves it by 1e-2.
 TOLERANCE = 5e-5

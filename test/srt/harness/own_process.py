@@ -1,7 +1,5 @@
 """A test file that needs a process of its own: Triton decides at import whether it interprets.
 
-A scheduler takes the process that it is made in for its own as well.
-
 Collected in a process that is set up otherwise, such a file becomes one test, which runs the whole
 file in a second pytest; collected where the environment is as it must be, it is an ordinary file.
 So ``pytest`` alone runs everything, and a single test can still be asked for by name::
@@ -14,7 +12,9 @@ A plugin of pytest, which ``test/srt/conftest.py`` names.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sglang_gemma4_reference import cuda_branches, roles
+import forked
+from sglang_gemma4_reference import cuda_branches
 from template import Template
 
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
@@ -31,17 +32,13 @@ INTERPRETER = {"TRITON_INTERPRET": "1"}
 # Files that need more than the interpreter, or another folder's that need something.
 _MORE = {"test_cuda_branches.py": {cuda_branches.VARIABLE: "cuda"}}
 _ELSEWHERE = {
-    "test_prefill_role.py": {"YOCO_TEST_ALONE": "1"},
     "test_without_exits.py": {"YOCO_TEST_WITHOUT_EXITS": "1"},
 }
 # Those that only a release must pass, as a whole: other files show most of it.
-_FOR_A_RELEASE = (
-    "test_equivalence_triton.py",
-    "test_prefill_role.py",
-)
+_FOR_A_RELEASE = ("test_decode_graphs_triton.py",)
 # What another SGLang than theirs collects of these is one skipped test, in the process that
 # collects it: the other process would refuse to start.
-_RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG, "test_prefill_role.py": roles.SGLANG}
+_RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG}
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
@@ -96,7 +93,7 @@ class OwnProcess(pytest.Item):
             *("-m", self.config.option.markexpr),  # what was left out here is left out there
             *(f"--junitxml={report}", str(self.path)),
         ]
-        status = template_of(file.environment, self.config.rootpath).run(program, log, SECONDS)
+        status = run_elsewhere(program, log, file.environment, self.config.rootpath)
         output = log.read_text()
         log.unlink()
         if status:
@@ -119,12 +116,25 @@ class OwnProcess(pytest.Item):
 _templates: dict[frozenset[tuple[str, str]], Template] = {}
 
 
-def template_of(environment: Mapping[str, str], cwd: Path) -> Template:
-    """What is forked for programs whose environment differs so from this process's."""
+def run_elsewhere(
+    program: Sequence[str], log: Path, environment: Mapping[str, str], cwd: Path
+) -> int:
+    """The exit status of ``python -m *program`` in an environment that differs so from this one.
+
+    It is forked from a process that has imported SGLang, as servers are where that is possible.
+    """
+    whole = {**_without_pytest(os.environ), **environment}
+    if forked.as_this_process(whole):
+        process = forked.Program(["-m", *program], cwd=cwd, env=whole, log=log)
+        try:
+            return process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     key = frozenset(environment.items())
     if key not in _templates or not _templates[key].is_alive:
-        _templates[key] = Template({**_without_pytest(os.environ), **environment}, cwd)
-    return _templates[key]
+        _templates[key] = Template(whole, cwd)
+    return _templates[key].run(program, log, SECONDS)
 
 
 def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:

@@ -39,30 +39,24 @@ def has_one_pool(seed: int) -> bool:
     return seed % 3 == 2
 
 
-def random_shape(seed: int, *, small: bool = False) -> Gemma4Shape:
+def random_shape(seed: int) -> Gemma4Shape:
     """A small Gemma 4 with a random layer pattern, drawn so that both kinds of donors exist.
 
-    Args:
-        seed: any four in a row have four windows, any five in a row five patterns, the first E4B's.
-        small: fewer layers, and a window of 5, 6 or 7 keys.
+    Any four seeds in a row have four windows, any five in a row five patterns, the first E4B's.
     """
     draw = random.Random(seed)
-    sliding_per_full = (1, 2, 3)[seed % 3] if small else (5, 1, 4, 2, 3)[seed % 5]
+    sliding_per_full = (5, 1, 4, 2, 3)[seed % 5]
     group = sliding_per_full + 1
-    if small:
-        shared = draw.randint(2, group)
-        front = 2 * group - shared
-    else:
-        front = draw.randint(group, 2 * group + 1)
-        shared = draw.randint(1, 8)
+    front = draw.randint(group, 2 * group + 1)
+    shared = draw.randint(1, 8)
     return dataclasses.replace(
         E2B_TINY,
         layers=front + shared,
         kv_shared_layers=shared,
         sliding_per_full=sliding_per_full,
-        heads=4 if small else draw.choice([4, 8]),
+        heads=draw.choice([4, 8]),
         kv_heads=draw.choice([1, 2, 4]),
-        sliding_window=5 + seed % 3 if small else (16, 5, 40, 512)[seed % 4],
+        sliding_window=(16, 5, 40, 512)[seed % 4],
         ple_width=draw.choice([0, 16, 16]),
         double_wide_mlp=draw.random() < 0.5,
         # SGLang's one pool for all layers has one width of heads.
@@ -247,7 +241,6 @@ def holds(
     *,
     examples: int,
     floor: int,
-    shrink: bool = True,
 ) -> None:
     """Try a property on the hard batches and on random ones.
 
@@ -255,7 +248,6 @@ def holds(
         says: the property; it returns whether the fast path was active.
         examples: random batches to try.
         floor: of all, at least so many must have been active.
-        shrink: look for a smaller example when one fails.
     """
     active = 0
 
@@ -264,7 +256,6 @@ def holds(
         with torch.inference_mode():
             active += says(engine, batch)
 
-    phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
     tried = given(drawn)(checked)
     for batch in hard:
         tried = example(batch)(tried)
@@ -272,7 +263,7 @@ def holds(
         max_examples=examples,
         deadline=None,
         derandomize=True,
-        phases=phases,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow],
     )(tried)()
     assert active >= floor, f"the fast path was active for {active} examples only"

@@ -279,13 +279,11 @@ def pair(
     *arguments: str,
     env: Mapping[str, str | None] | None = None,
     recorded: bool = False,
-    spawned: bool = False,
 ) -> Iterator[tuple[Server, Server]]:
     """Two servers with the same arguments: the fast path on (by default), and switched off.
 
     Args:
         recorded: the fast one replays its decode steps, and the tails of its prefills.
-        spawned: so is the fast one.
     """
     with ExitStack() as stack:
         # Starting is mostly importing, so they start side by side.
@@ -297,7 +295,6 @@ def pair(
                     switch=switch,
                     arguments=[*arguments, *(RECORDED_ARGUMENTS if graphs else ())],
                     env={**(env or {}), **(RECORDED_GRAPHS if graphs else {})},
-                    spawned=spawned and name == "on",
                 )
             )
             for name, switch, graphs in (("on", None, recorded), ("off", "0", False))

@@ -92,53 +92,33 @@ def _installed(setting: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-def reason_of(served: StandIn, forward_batch: SimpleNamespace) -> str | None:
-    """Why the published helper says no, and no other reason; None when it says yes."""
-    reason = gate.ineligible_reason(start.of(served), forward_batch)
+def logprobs_from(*starts: int) -> SimpleNamespace:
+    """Two prompts, of whose rows from these on log-probabilities are wanted."""
+    wanted = batch([10, 5], logprobs=True)
+    wanted.extend_logprob_start_lens_cpu = list(starts)
+    return wanted
+
+
+TWO = batch([10, 5])
+
+
+@pytest.mark.parametrize(
+    ("served", "forward_batch", "reason"),
+    [
+        (model(), batch([10, 5, 7]), None),
+        (model(shared=0), batch([10, 5, 7]), start.NO_SHARED_LAYERS),
+        (model(), batch([1, 1, 1]), gate.NOTHING_TO_SKIP),  # a decode step
+        (model(), batch([10], mode=DecodeMode()), "the batch is no plain extend"),
+        (model(), logprobs_from(0, 0), gate.NOTHING_TO_SKIP),
+        (model(), logprobs_from(10, 5), None),  # of the last rows alone
+        *((model(capture=[layer]), TWO, gate.CAPTURE_IN_TAIL) for layer in (14, 15, 28, 35)),
+        (model(capture=[2, 10]), TWO, None),
+        (model(capture=[2, 13]), TWO, None),
+    ],
+)
+def test_eligibility(served: StandIn, forward_batch: SimpleNamespace, reason: str | None) -> None:
     assert served._yoco_eligibility(forward_batch) is (reason is None)
-    return reason
-
-
-def test_eligibility_default_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_GEMMA4_YOCO", raising=False)
-    assert model()._yoco_eligibility(batch([10, 5, 7])) is True
-    assert reason_of(model(), batch([10, 5, 7])) is None
-
-
-def test_eligibility_no_kv_shared_layers() -> None:
-    assert model(shared=0)._yoco_eligibility(batch([10, 5, 7])) is False
-    assert reason_of(model(shared=0), batch([10, 5, 7])) == start.NO_SHARED_LAYERS
-    assert start.model_reason(model(shared=0)) == start.NO_SHARED_LAYERS
-
-
-def test_eligibility_pure_decode_batch() -> None:
-    assert model()._yoco_eligibility(batch([1, 1, 1])) is False
-    assert reason_of(model(), batch([1, 1, 1])) == gate.NOTHING_TO_SKIP
-
-
-def test_eligibility_decode_forward_mode() -> None:
-    assert model()._yoco_eligibility(batch([10], mode=DecodeMode())) is False
-    assert reason_of(model(), batch([10], mode=DecodeMode())) == "the batch is no plain extend"
-
-
-def test_eligibility_prompt_logprobs_disable() -> None:
-    assert model()._yoco_eligibility(batch([10, 5], logprobs=True)) is False
-    assert reason_of(model(), batch([10, 5], logprobs=True)) == gate.NOTHING_TO_SKIP
-    # It is the wish for all rows, not for logprobs, that refuses.
-    last_rows = batch([10, 5], logprobs=True)
-    last_rows.extend_logprob_start_lens_cpu = [10, 5]
-    assert reason_of(model(), last_rows) is None
-
-
-def test_eligibility_layer_capture_inside_kv_shared_range() -> None:
-    assert model(capture=[28])._yoco_eligibility(batch([10, 5])) is False
-    for layer in (14, 15, 28, 35):
-        assert reason_of(model(capture=[layer]), batch([10, 5])) == gate.CAPTURE_IN_TAIL
-
-
-def test_eligibility_layer_capture_outside_kv_shared_range_ok() -> None:
-    assert model(capture=[2, 10])._yoco_eligibility(batch([10, 5])) is True
-    assert reason_of(model(capture=[2, 13]), batch([10, 5])) is None
+    assert gate.ineligible_reason(start.of(served), forward_batch) == reason
 
 
 def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,8 @@ import bench_prefill
 import host_work
 from batches import batch_of
 from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
-from observe import switched
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E4B, E4B_HOST
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.recorder import RecordedGraph
 from sglang_gemma4_yoco import log
 

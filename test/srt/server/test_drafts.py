@@ -12,6 +12,7 @@ from ask import compare, tokens
 from layer_rows import cut
 from server import CHUNK, Server, pair, python_path
 
+pytestmark = pytest.mark.release
 NEW_TOKENS = 24
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 

@@ -14,21 +14,18 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy
 import pytest
 import soundfile
-from sglang.srt.platforms.interface import SRTPlatform
 
 from ask import (
     GREEDY,
     TOLERANCE,
     Answer,
     assert_same_answers,
-    assert_same_tokens,
     chat,
     compare,
     generate,
@@ -37,7 +34,7 @@ from ask import (
     tokens,
 )
 from layer_rows import UNREAD, assert_all_fast, cut
-from server import CHUNK, RECORDED_ROWS, Server, pair
+from server import CHUNK, Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
@@ -235,59 +232,3 @@ def test_audio(servers: tuple[Server, Server]) -> None:
     assert_same_answers(both)
     low, high = both.on
     assert low.logprobs != pytest.approx(high.logprobs, abs=TOLERANCE, rel=0)
-
-
-# -- a second pair of servers: large chunks, a small pool, no overlap of scheduling and compute --
-# (In every run ``test_pages`` has such a pair, but for the chunks and the recorded tail.)
-
-LARGE_CHUNK = 512
-# A CPU's graphs need a release that asks the platform for them.
-GRAPHS = hasattr(SRTPlatform, "get_full_graph_backend_cls")
-_SMALL_POOL = (
-    *("--chunked-prefill-size", str(LARGE_CHUNK)),
-    *("--max-total-tokens", "4800"),
-    # Admit requests as if they ended soon, so that the pool runs full.
-    *("--schedule-conservativeness", "0.1"),
-    "--disable-overlap-schedule",
-)
-
-
-@pytest.fixture(scope="module")
-def small_servers(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
-    """Two servers without overlap scheduling, whose pool holds 4800 tokens; one with graphs."""
-    directory = tmp_path_factory.mktemp("small")
-    with pair(tiny_checkpoint, directory, *_SMALL_POOL, recorded=GRAPHS) as both:
-        yield both
-
-
-@pytest.mark.release
-def test_scheduling_does_not_overlap(small_servers: tuple[Server, Server]) -> None:
-    assert [server.resolved("disable_overlap_schedule") for server in small_servers] == [True] * 2
-
-
-@pytest.mark.release
-def test_long_prompt_runs_the_tail_once(small_servers: tuple[Server, Server]) -> None:
-    """4096 tokens in chunks of 512: eight forwards, one row through the tail."""
-    both = compare(small_servers, lambda server: generate(server, tokens(4096, seed=40)))
-    assert both.rows == [cut(LARGE_CHUNK, UNREAD)] * 7 + [cut(LARGE_CHUNK, 1)]
-    assert_same_answers(both)
-
-
-@pytest.mark.release
-def test_retraction(small_servers: tuple[Server, Server]) -> None:
-    """Requests that lose their place in a full pool are computed again, and answer the same."""
-    # For requests that ignore the end token SGLang knows their length, and keeps room for it.
-    long = {"max_new_tokens": 260, "ignore_eos": False}
-    prompts = [tokens(400 + n, seed=50 + n) for n in range(8)]
-
-    def ask(server: Server) -> list[list[int]]:
-        with ThreadPoolExecutor(len(prompts)) as clients:
-            return list(clients.map(lambda p: outputs(server, p, **long)[0], prompts))
-
-    both = compare(small_servers, ask)
-    for server in small_servers:
-        assert server.log_lines("Retract requests"), "the pool never ran full"
-    assert_all_fast(both.prefills, recorded=RECORDED_ROWS if GRAPHS else ())
-    assert_same_tokens(both, prompts, small_servers[1], close_calls=1)

@@ -44,7 +44,11 @@ REPLICAS = Mode("replicas", ("--dp-size", "2", "--load-balance-method", "round_r
 _STAGES = ("--pp-size", "2", "--disable-cuda-graph")
 
 
-@pytest.fixture(scope="module", params=[TENSOR_PARALLEL, REPLICAS], ids=lambda m: m.name)
+@pytest.fixture(
+    scope="module",
+    params=[TENSOR_PARALLEL, pytest.param(REPLICAS, marks=pytest.mark.release)],
+    ids=lambda m: m.name,
+)
 def mode(request: pytest.FixtureRequest) -> Mode:
     spread: Mode = request.param
     return spread

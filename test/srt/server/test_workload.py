@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from sglang.srt.platforms.interface import SRTPlatform
 
-from layer_rows import assert_all_fast, fast_rows, without_audit
-from server import RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, running
+from layer_rows import assert_all_fast, fast_rows
+from server import RECORDED_ROWS, Server
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.workload import (
@@ -35,14 +34,12 @@ from sglang_gemma4_reference.workload import (
     outcomes,
     random_requests,
 )
-from sglang_gemma4_yoco import log, settings
-from sglang_gemma4_yoco.loading import metrics
 
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
 
 
 def ask(
-    server: Server, minimum: int | None = 1, recorded: Sequence[int] = (), *, audited: bool = False
+    server: Server, minimum: int | None = 1, recorded: Sequence[int] = ()
 ) -> tuple[list[Answer], Counter[str]]:
     """All answers of one server, and what became of its prefill forwards; nothing may leak.
 
@@ -51,7 +48,6 @@ def ask(
     Args:
         minimum: the server's threshold; None where nobody set one.
         recorded: the row counts for which its tail is recorded.
-        audited: each of its shortened prefills is run again as stock.
     """
     server.forget_prefixes()
     mark = server.mark()
@@ -60,8 +56,6 @@ def ask(
     assert held_tokens(client) == 0
     assert "leak detected" not in server.log().lower()
     prefills = server.prefills(since=mark)
-    if audited:
-        prefills = [*map(without_audit, prefills)]
     for prefill in prefills:
         if outcome(prefill) in (ACTIVE, SKIPPED):
             assert prefill.rows == fast_rows(prefill, minimum, recorded), prefill
@@ -106,67 +100,23 @@ def test_random_traffic_with_default_settings(
     assert_same(off_server, stock, answers)
 
 
-@pytest.fixture(scope="module")
-def hybrid_server(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """Prefill on a backend that no tail runs on, decode on another, pages of 64, all recorded.
-
-    And every shortened prefill is audited.
-    """
-    with running(
-        tiny_checkpoint,
-        tmp_path_factory.mktemp("hybrid"),
-        switch=None,
-        arguments=[
-            *("--prefill-attention-backend", "intel_xpu", "--page-size", "64"),
-            *("--decode-attention-backend", "triton", *RECORDED_ARGUMENTS),
-        ],
-        env={**RECORDED_GRAPHS, settings.name_of("audit"): "1"},
-    ) as server:
-        yield server
-
-
 @pytest.mark.skipif(
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
     reason="this SGLang asks no platform for its graphs",
 )
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        ("recorded_server", "WindowedTorchNativeBackend"),
-        ("hybrid_server", "HybridAttnBackend, the tail's by WindowedTorchNativeBackend"),
-    ],
-    ids=["one backend", "beside another attention backend"],
-)
 def test_random_traffic_with_the_recorded_tail(
-    request: pytest.FixtureRequest,
-    off_server: Server,
-    stock: list[Answer],
-    name: str,
-    attention: str,
+    recorded_server: Server, off_server: Server, stock: list[Answer]
 ) -> None:
     """SGLang replays decode steps, and the package the tails of batches with few rows."""
-    server: Server = request.getfixturevalue(name)
-    audited, mark = name == "hybrid_server", server.mark()
-    answers, forwards = ask(server, recorded=RECORDED_ROWS, audited=audited)
-    prefills = [without_audit(p) if audited else p for p in server.prefills(since=mark)]
+    mark = recorded_server.mark()
+    answers, forwards = ask(recorded_server, recorded=RECORDED_ROWS)
+    prefills = recorded_server.prefills(since=mark)
     assert_all_fast(prefills, recorded=RECORDED_ROWS)
     assert sum(prefill.replays for prefill in prefills) >= 10
     assert any(prefill.rows[-1] > max(RECORDED_ROWS) for prefill in prefills)
     assert forwards[ACTIVE] >= 10
     assert forwards[SKIPPED] >= 1
-    assert server.log_lines(f"attention by {attention}")
     assert_same(off_server, stock, answers)
-    [internal] = server.get("/server_info")["internal_states"]
-    audits = internal[metrics.ENTRY]["audits"]
-    if not audited:
-        assert audits is None
-        return
-    cut = sum(n for told, n in internal[metrics.ENTRY]["forwards"].items() if told in log.CUT)
-    assert (audits["agree"], audits["differ"]) == (cut, 0)
-    assert cut >= forwards[ACTIVE] + forwards[SKIPPED]
-    assert audits["worst"] > 0
 
 
 @contextmanager
@@ -253,27 +203,37 @@ class TestComparison:
         assert said in difference
         assert self.differences(self.SAMPLED, self.output(tokens=(50, 51, 52))) == []
 
-    def test_of_input_logprobs(self) -> None:
-        answer = Answer(self.STOCK.outputs, (-3.0, -2.01))
-        for request in (self.GREEDY, self.SAMPLED):
-            assert "input log-probability 1" in self.differences(request, answer)[0]
-            none = Answer(self.STOCK.outputs)
-            assert "2 and 0 input" in self.differences(request, none)[0]
+    @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+    def test_of_what_either_has(self, request_: Request) -> None:
+        for input_logprobs, said in (
+            ((-3.0, -2.01), "input log-probability 1"),
+            ((), "2 and 0 input"),
+        ):
+            [difference] = self.differences(request_, Answer(self.STOCK.outputs, input_logprobs))
+            assert said in difference
+        two = Answer(self.STOCK.outputs * 2, self.STOCK.input_logprobs)
+        result = compare([request_], [two], [self.STOCK], lambda _: (-1.0, -2.0))
+        assert "2 and 1 outputs" in result.differences[0]
 
-    def test_of_missing_outputs(self) -> None:
-        for request in (self.GREEDY, self.SAMPLED):
-            two = Answer(self.STOCK.outputs * 2, self.STOCK.input_logprobs)
-            result = compare([request], [two], [self.STOCK], lambda _: (-1.0, -2.0))
-            assert "2 and 1 outputs" in result.differences[0]
-
-    def test_of_errors(self) -> None:
-        assert "refused" in self.differences(self.GREEDY, Answer(error="refused"))[0]
-        assert "no answer" in self.differences(self.GREEDY, Answer())[0]
-        interrupted = Request(self.GREEDY.body, leaves_after=1.0)
-        assert self.differences(interrupted, Answer()) == []
-        assert "refused" in self.differences(interrupted, Answer(error="refused"))[0]
-        begun = self.output(tokens=(40, 99), finish="abort", logprobs=(-1.0, -2.0))
-        assert "token 1" in self.differences(interrupted, begun)[0]
+    @pytest.mark.parametrize(
+        ("interrupted", "answer", "said"),
+        [
+            (False, Answer(error="refused"), ["refused"]),
+            (False, Answer(), ["no answer"]),
+            (True, Answer(), []),
+            (True, Answer(error="refused"), ["refused"]),
+            (
+                True,
+                Answer((Output((40, 99), (-1.0, -2.0), (), "abort"),), (-3.0, -2.0)),
+                ["token 1"],
+            ),
+        ],
+    )
+    def test_of_errors(self, interrupted: bool, answer: Answer, said: list[str]) -> None:
+        request = Request(self.GREEDY.body, leaves_after=1.0 if interrupted else None)
+        found = self.differences(request, answer)
+        assert len(found) == len(said)
+        assert all(words in difference for words, difference in zip(said, found, strict=True))
 
     def test_of_close_calls(self) -> None:
         stock = Answer((Output((40, 41), finish="length"),))

