@@ -9,7 +9,7 @@ import logging
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,10 +47,8 @@ audits = Audits()
 #: The reasons for which all batches of this server run as stock.
 server_reasons: set[str] = set()
 
-#: Called with the outcome of every forward that is counted, and its rows by part.
-on_forward: list[Callable[[str, Mapping[str, int]], None]] = []
-#: Called with every audit, as if it were the only one.
-on_audit: list[Callable[[Audits], None]] = []
+#: Called when something was counted.
+observers: list[Callable[[], None]] = []
 
 _logged: set[Hashable] = set()
 # The outcomes in a span of forwards that are not counted.
@@ -100,16 +98,15 @@ def _count(outcome: str, computed: int, skipped: int = 0) -> None:
     if _not_counted is not None:
         _not_counted[outcome] += 1
         return
-    counted = {COMPUTED: computed, SKIPPED: skipped}
     forwards[outcome] += 1
-    rows.update(counted)
-    _notify(on_forward, outcome, counted)
+    rows.update({COMPUTED: computed, SKIPPED: skipped})
+    _notify()
 
 
-def _notify(observers: list[Callable[..., None]], *counted: object) -> None:
+def _notify() -> None:
     try:
         for call in observers:
-            call(*counted)
+            call()
     except Exception as broken:  # noqa: BLE001 - no forward may fail over its metrics
         observers.clear()
         failure("Gemma 4 fast prefill: its metrics are no longer collected", broken)
@@ -127,14 +124,13 @@ def active(
 def batch_refused(reason: str, rows_in_all: int, *, logged: bool = True) -> None:
     """Count a forward that ran as stock; log the reason, unless it was logged before."""
     _count(reason, rows_in_all)
-    if logged and _not_counted is None and _first(("refused", reason)):
+    if logged and _not_counted is None and reason not in server_reasons:
         once(f"Gemma 4 fast prefill falls back to stock: {reason}")
 
 
 def server_refused(reason: str, level: int = logging.INFO, *, logged: bool = True) -> None:
     """Log why all batches of this server run as stock; it is not logged again for a batch."""
     server_reasons.add(reason)
-    _logged.add(("refused", reason))
     if logged:
         once(f"Gemma 4 fast prefill falls back to stock for this server: {reason}", level)
 
@@ -151,7 +147,7 @@ def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
     audits.differ += not agrees
     audits.greedy_changes += greedy_changes
     audits.worst = max(audits.worst, excess)
-    _notify(on_audit, Audits(int(agrees), int(not agrees), greedy_changes, excess))
+    _notify()
 
 
 def reset() -> None:
@@ -159,4 +155,5 @@ def reset() -> None:
     forwards.clear()
     rows.clear()
     vars(audits).update(vars(Audits()))
+    server_reasons.clear()
     _logged.clear()

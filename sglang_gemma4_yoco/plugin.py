@@ -25,20 +25,16 @@ logger = logging.getLogger(__package__)
 left_alone: str | None = None
 
 
-class UnsupportedError(RuntimeError):
-    """The installed SGLang cannot be patched; the message names what it lacks and the remedy."""
-
-
 def check_version() -> None:
-    """Raise ``UnsupportedError`` unless an SGLang in this package's range is installed."""
+    """Raise a ``RuntimeError`` unless an SGLang in this package's range is installed."""
     try:
         installed = version("sglang")
     except PackageNotFoundError:
-        raise UnsupportedError("no SGLang is installed in this environment") from None
+        raise RuntimeError("no SGLang is installed in this environment") from None
     for requirement in map(Requirement, requires(DISTRIBUTION) or ()):
         in_range = requirement.specifier.contains(installed, prereleases=True)
         if requirement.name == "sglang" and not in_range:
-            raise UnsupportedError(
+            raise RuntimeError(
                 f"SGLang {installed} is not in the supported range {requirement.specifier}. "
                 "Install a supported SGLang, or another sglang-gemma4-yoco"
             )
@@ -50,7 +46,7 @@ def _install() -> None:
         from sglang_gemma4_yoco import seams
         from sglang_gemma4_yoco.loading import patch
     except ImportError as missing:
-        raise UnsupportedError(
+        raise RuntimeError(
             f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         ) from missing

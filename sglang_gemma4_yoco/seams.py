@@ -24,7 +24,6 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor import forward_batch_info, forward_context
@@ -53,7 +52,6 @@ SchedulerMetricsCollector = metrics_collector.SchedulerMetricsCollector
 # models' layers do.
 residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
-_FIRST_WITH_RESIDUAL_STREAM = Version("0.5.22")
 LAST_TESTED = Version("0.5.23")
 _WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
 POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
@@ -61,48 +59,41 @@ POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
-# Fields of ForwardBatch that the tail rewrites, or that the gate must be able to see.
-_REQUIRED_FIELDS = (
-    "forward_mode",
-    "batch_size",
-    "input_ids",
-    "req_pool_indices",
-    "seq_lens",
-    "seq_lens_sum",
-    "out_cache_loc",
-    "positions",
-    "extend_num_tokens",
-    "extend_seq_lens",
-    "extend_prefix_lens",
-    "extend_start_loc",
-    "extend_seq_lens_cpu",
-    "extend_prefix_lens_cpu",
-    "extend_logprob_start_lens_cpu",
-    "return_logprob",
-    "capture_hidden_mode",
-    "spec_algorithm",
-    "lora_ids",
-    "mm_input_embeds",
-    "mm_inputs",
-    "spec_info",
-    "return_hidden_states_before_norm",
-    "multi_item_delimiter_indices",
-    "token_indices_to_pool",
-    "input_embeds",
-    "replace_embeds",
-    "full_prefill_cuda_graph_capture",
-    "kv_loc_cols",
-    "residual_stream",
-)
-# The first release that has a field. One that is not listed here has been in all of them.
-_FIELDS_SINCE = {
-    "token_indices_to_pool": Version("0.5.21"),
-    "full_prefill_cuda_graph_capture": Version("0.5.22"),
-    "kv_loc_cols": Version("0.5.22"),
-    "residual_stream": _FIRST_WITH_RESIDUAL_STREAM,
-}
-# Other names that are used: of which part of SGLang, and which.
+# Names that are used: of which part of SGLang, and which.
 _REQUIRED_NAMES = {
+    # What the tail rewrites, or the gate must be able to see.
+    "ForwardBatch": {
+        "forward_mode",
+        "batch_size",
+        "input_ids",
+        "req_pool_indices",
+        "seq_lens",
+        "seq_lens_sum",
+        "out_cache_loc",
+        "positions",
+        "extend_num_tokens",
+        "extend_seq_lens",
+        "extend_prefix_lens",
+        "extend_start_loc",
+        "extend_seq_lens_cpu",
+        "extend_prefix_lens_cpu",
+        "extend_logprob_start_lens_cpu",
+        "return_logprob",
+        "capture_hidden_mode",
+        "spec_algorithm",
+        "lora_ids",
+        "mm_input_embeds",
+        "mm_inputs",
+        "spec_info",
+        "return_hidden_states_before_norm",
+        "multi_item_delimiter_indices",
+        "token_indices_to_pool",
+        "input_embeds",
+        "replace_embeds",
+        "full_prefill_cuda_graph_capture",
+        "kv_loc_cols",
+        "residual_stream",
+    },
     "ForwardMode": {"EXTEND", "DECODE", "MIXED"},
     "ModelRunner": {
         "init_attention_backends",
@@ -112,6 +103,15 @@ _REQUIRED_NAMES = {
     },
     "forward_context": {"forward_context", "get_forward_context", "has_forward_context"},
     "residual_batch": {"set_written", "start"},
+}
+# The first release that has a name. One that is not listed here has been in all of them.
+_SINCE = {
+    "token_indices_to_pool": Version("0.5.21"),
+    "full_prefill_cuda_graph_capture": Version("0.5.22"),
+    "kv_loc_cols": Version("0.5.22"),
+    "residual_stream": Version("0.5.22"),
+    "set_written": Version("0.5.22"),
+    "start": Version("0.5.22"),
 }
 
 
@@ -143,17 +143,12 @@ def _missing() -> Iterator[str]:
     if "end_layer" not in inspect.unwrap(model.forward).__code__.co_names:
         yield "Gemma4TextModel.forward's loop up to self.end_layer"
     installed = Version(version("sglang"))
-    fields = {field.name for field in dataclasses.fields(ForwardBatch)}
-    for name in _REQUIRED_FIELDS:
-        if name not in fields and installed >= _FIELDS_SINCE.get(name, installed):
-            yield f"ForwardBatch.{name}"
     for part, names in _REQUIRED_NAMES.items():
         owner = globals()[part]
-        if owner is None:  # of the residual stream
-            if installed >= _FIRST_WITH_RESIDUAL_STREAM:
-                yield f"gemma4_causal.{part}"
-            continue
-        yield from (f"{part}.{name}" for name in sorted(names) if not hasattr(owner, name))
+        present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
+        for name in sorted(names - present):
+            if installed >= _SINCE.get(name, installed):
+                yield f"{part}.{name}"
 
 
 def check() -> None:
@@ -209,15 +204,6 @@ def _published() -> Any | None:
         return get_server_args()
     except (AttributeError, ValueError, RuntimeError):  # nothing published yet
         return None
-
-
-def holds_all_layers(model: Any) -> bool:
-    """Whether no layer of ``model`` is on another pipeline stage."""
-    layers = model.config.num_hidden_layers
-    held = (getattr(model, "start_layer", 0), getattr(model, "end_layer", layers))
-    return held == (0, layers) and not any(
-        isinstance(layer, PPMissingLayer) for layer in getattr(model, "layers", ())
-    )
 
 
 def is_single_rank() -> bool:
@@ -323,14 +309,11 @@ def plan(backend: Any, forward_batch: Any) -> None:
 
     From 0.5.22 on this reads nothing from the device. Before, Triton's planner reads two sizes.
     """
-    if not _counts_the_window_short(backend):
-        backend.init_forward_metadata(forward_batch)
-        return
     with ExitStack() as span:
         if forward_batch.forward_mode is ForwardMode.DECODE:
             span.enter_context(whole_window(backend))
         planner = _window_planner(backend.__class__)
-        if planner is not None:
+        if planner is not None and _counts_the_window_short(backend):
             span.enter_context(_allocated_windows(backend, planner, forward_batch.batch_size))
         backend.init_forward_metadata(forward_batch)
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 
 
 def _setting(default: int | None, explanation: str, *, minimum: int | None = None) -> Any:
-    unset = "automatic" if default is None else str(int(default))
-    return field(
-        default=default, metadata={"unset": unset, "help": explanation, "minimum": minimum}
-    )
+    return field(default=default, metadata={"help": explanation, "minimum": minimum})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting of this process: its type, its default, and what its values do."""
+    """Every setting of this process: its type, its default, and what its values do.
+
+    A setting with a ``minimum`` is a whole number from there up; others are 1 or 0.
+    """
 
     enabled: bool = _setting(
         True, "1 to turn Gemma 4 fast prefill on, 0 to turn it off: then SGLang is left as it is"
@@ -31,7 +31,8 @@ class Settings:
     min_skipped_rows: int | None = _setting(
         None,
         "prefills run on the fast path if the KV-shared layers can skip so many rows of the batch; "
-        "1: whenever they can skip one; unset: where measurements show it to be faster",
+        "1: whenever they can skip one; unset: a rule from measurements on a CPU and a model of a "
+        "GPU",
         minimum=1,
     )
     graph_rows: int | None = _setting(
@@ -58,66 +59,55 @@ class Settings:
     )
 
 
-@dataclass(frozen=True)
-class Variable:
-    """The environment variable of a setting.
-
-    Attributes:
-        unset: what holds where it is not set, in words.
-        minimum: the smallest whole number that it accepts; None where it accepts 1 and 0.
-    """
-
-    name: str
-    unset: str
-    help: str
-    minimum: int | None
-
-    @property
-    def accepts(self) -> str:
-        """The accepted values, in words."""
-        return "1 or 0" if self.minimum is None else f"a whole number from {self.minimum} up"
-
-    def read(self, value: str) -> bool | int:
-        """Parse ``value``; a ``ValueError`` names the variable and what it accepts."""
-        if self.minimum is None and value in ("0", "1"):
-            return value == "1"
-        is_number = self.minimum is not None and value.isascii() and value.isdecimal()
-        if is_number and int(value) >= (self.minimum or 0):
-            return int(value)
-        remedy = f"use {self.accepts}, or leave it unset ({self.unset}): {self.help}"
-        raise ValueError(f"{self.name}={value!r} is not a valid value: {remedy}")
-
-
 def name_of(setting: str) -> str:
     """The environment variable that sets this field of ``Settings``."""
     return SWITCH if setting == "enabled" else f"{SWITCH}_{setting.upper()}"
 
 
-#: Every variable, by the field of ``Settings`` that it sets.
-VARIABLES: Mapping[str, Variable] = {
-    one.name: Variable(name_of(one.name), **one.metadata) for one in fields(Settings)
-}
+#: Every setting, by its environment variable.
+VARIABLES: Mapping[str, Field[Any]] = {name_of(one.name): one for one in fields(Settings)}
+
+
+def accepted(setting: Field[Any]) -> str:
+    """The values that a setting accepts, in words."""
+    minimum = setting.metadata["minimum"]
+    return "1 or 0" if minimum is None else f"a whole number from {minimum} up"
+
+
+def unset(setting: Field[Any]) -> str:
+    """What holds where a setting is not set, in words."""
+    default: Any = setting.default
+    return "automatic" if default is None else str(int(default))
+
+
+def parse(variable: str, value: str) -> bool | int:
+    """Parse a variable's value; a ``ValueError`` names the variable and what it accepts."""
+    setting = VARIABLES[variable]
+    minimum = setting.metadata["minimum"]
+    if minimum is None and value in ("0", "1"):
+        return value == "1"
+    is_number = minimum is not None and value.isascii() and value.isdecimal()
+    if is_number and int(value) >= minimum:
+        return int(value)
+    remedy = f"use {accepted(setting)}, or leave it unset ({unset(setting)})"
+    explanation = setting.metadata["help"]
+    raise ValueError(f"{variable}={value!r} is not a valid value: {remedy}: {explanation}")
+
 
 #: The settings of this process.
 current = Settings()
 
 
 def read(environment: Mapping[str, str]) -> Settings:
-    """The settings in ``environment``; ``ValueError`` as of ``Variable.read``."""
+    """The settings in ``environment``; ``ValueError`` as of ``parse``."""
     if environment.get(SWITCH) == "0":  # then no other variable is read
         return Settings(enabled=False)
     chosen: dict[str, Any] = {
-        setting: variable.read(environment[variable.name])
-        for setting, variable in VARIABLES.items()
-        if variable.name in environment
+        setting.name: parse(name, environment[name])
+        for name, setting in VARIABLES.items()
+        if name in environment
     }
     return Settings(**chosen)
-
-
-def unknown(environment: Mapping[str, str]) -> list[str]:
-    """Variables that are named like a setting and are none."""
-    known = {variable.name for variable in VARIABLES.values()}
-    return sorted(name for name in environment if name.startswith(SWITCH) and name not in known)
 
 
 @contextmanager

@@ -34,7 +34,8 @@ LENGTHS = (128, 512, 2048)
 def settings_table() -> str:
     """Every environment variable: its default, its values, and what they do."""
     rows = (
-        (f"`{one.name}`", one.unset, one.accepts, one.help) for one in settings.VARIABLES.values()
+        (f"`{name}`", settings.unset(one), settings.accepted(one), one.metadata["help"])
+        for name, one in settings.VARIABLES.items()
     )
     return markdown(("variable", "default", "values", "meaning"), rows)
 

@@ -14,6 +14,8 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 
 from sglang_gemma4_yoco import seams
 
+_RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less than a tenth
+
 
 def captured_decode_steps(runner: Any) -> Any | None:
     """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
@@ -28,8 +30,7 @@ def captured_decode_steps(runner: Any) -> Any | None:
 def graph_backend(decode_steps: Any) -> Any:
     """A graph backend of SGLang's, with a memory pool of its own.
 
-    In the pool of all graphs, memory that is free while one of SGLang's is captured may be in use
-    when it is replayed.
+    In that of all graphs, what is free while one is captured may be in use when it is replayed.
     """
     backend = type(decode_steps.backend)(decode_steps)
     backend._pool = decode_steps.device_module.graph_pool_handle()
@@ -64,14 +65,20 @@ def borrows_graph_pool() -> bool:
     return borrows is not None and bool(borrows.get())
 
 
+def lacks_memory(device: torch.device) -> str | None:
+    """Why nothing can be captured, or None: with several ranks a capture that fails ends all."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # what PyTorch keeps in reserve is free
+    free, _ = torch.cuda.mem_get_info(device)
+    return None if free >= _RESERVE else f"only {free >> 20} MiB of the GPU's memory are free"
+
+
 def end_failed_capture(device: torch.device, backend: Any) -> None:
-    """Undo what CUDA leaves of a capture that it has broken off.
+    """Undo what CUDA leaves of a capture that it has broken off, on a device with an index.
 
     Up to torch 2.13 the default random generator stays in capture mode then, so that the first
     sampled token would end the server, and the allocator goes on allocating in the graph's pool.
-
-    Args:
-        device: with its index.
 
     Raises:
         RuntimeError: random numbers cannot be drawn all the same.

@@ -1,27 +1,22 @@
 """The tail, captured once per bucket of rows in CUDA graphs, and replayed.
 
-On a GPU the host launches 21 layers kernel by kernel, for one row as for thousands, and for a short
-prompt that is what a prefill takes. The tail has few rows, one per request. So it is captured when
-the server starts, after SGLang's own decode steps and by the same machinery, for 1, 2, 4, ... rows,
-and a batch costs the host one launch for all of its tail.
+For a short prompt a prefill takes as long as the host takes to launch its kernels. The tail has few
+rows, one per request. So it is captured for 1, 2, 4, ... rows, after SGLang's own decode steps and
+by the same machinery, and the host launches it at once.
 
 A graph reads static tensors: ``Inputs``, the weights, the pools, and the tail backend's buffers. A
 batch of B rows is replayed with the smallest bucket b >= B. The b - B rows of padding are requests
 of one token in the reserved row and slot 0, and their output is not read. With buckets of 1, 2 and
 4 rows, three prompts run as lengths [40, 3, 700, 1].
-
-A graph is replayed for a batch only after it has given what the same layers give when they run
-eagerly (``proof``).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,8 +25,6 @@ from sglang_gemma4_yoco.captured import backend
 from sglang_gemma4_yoco.core import cut, per_layer, ranks
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ModelState
-
-_T = TypeVar("_T")
 
 _BUCKETS = (1, 2, 4, 8, 16, 32)
 
@@ -80,7 +73,9 @@ def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | N
     for name, reason in _REFUSED.items():
         if argument(name):
             return f"--{name.replace('_', '-')}: {reason}"
-    return "SGLang lends the memory of its graphs" if backend.borrows_graph_pool() else None
+    if backend.borrows_graph_pool():
+        return "SGLang lends the memory of its graphs"
+    return backend.lacks_memory(torch.device(runner.device))
 
 
 @dataclass(frozen=True)
@@ -106,11 +101,7 @@ class Inputs:
     @classmethod
     @torch.inference_mode(False)  # they are written in forwards of any mode
     def of(cls, runner: Any, state: ModelState, like: Any, rows: int) -> Inputs:
-        """For buckets of up to ``rows`` rows.
-
-        Args:
-            like: static inputs of SGLang's own decode steps, whose types are taken over.
-        """
+        """For up to ``rows`` rows, in the types of SGLang's own static inputs ``like``."""
         model = state.model
 
         def zeros(*shape: int, dtype: torch.dtype = runner.dtype) -> torch.Tensor:
@@ -169,10 +160,9 @@ class Replay:
 
 
 class TailGraphs:
-    """The captured tail of one model; its capture took ``seconds``."""
+    """The captured tail of one model; its ``capture`` took ``seconds``."""
 
     def __init__(self, runner: Any, state: ModelState) -> None:
-        """Prepare for the capture; nothing is captured yet."""
         assert state.attention is not None
         self.seconds = 0.0
         self.state = state
@@ -197,7 +187,7 @@ class TailGraphs:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture all of them, the largest first; when this raises, ``close`` is still due."""
+        """Capture all, the largest first; when this raises, ``close`` is still due."""
         began = time.monotonic()
         with seams.whole_window(self._backend):
             self._backend.init_cuda_graph_state(self._buckets[-1], self._buckets[-1])
@@ -339,47 +329,41 @@ def capture(
         Exception: it failed, and other ranks wait for this one.
     """
     drop(state, NOT_YET)
-    reason = _attempt(partial(why_not, runner, state, can_be_captured=can_be_captured))
+    reason = _attempt(state, partial(why_not, runner, state, can_be_captured=can_be_captured))
     reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
     if reason is None:
-        tail = _attempt(partial(_captured, runner, state, prove))
+        reason = _attempt(state, partial(_capture, runner, state, prove))
         # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
-        rows = tail if isinstance(tail, str) else tail.rows
-        reason = ranks.reason_ranks_differ(f"replayed: {rows}")
-        if isinstance(tail, str):
-            reason = tail
-        elif reason is not None:
-            tail.close()
-        else:
-            state.captured = tail
-            state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
-            log.once(
-                f"Gemma 4 fast prefill: the tail is captured from layer {state.cut} on for "
-                f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
-            )
-            return
-    drop(state, reason)
+        rows = state.captured.rows if isinstance(state.captured, TailGraphs) else ()
+        differ = ranks.reason_ranks_differ(f"replayed: {reason or rows}")
+        reason = reason or differ
+    if reason is not None:
+        drop(state, reason)
+        return
+    tail = state.captured
+    assert isinstance(tail, TailGraphs)
+    state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
+    log.once(
+        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut} on for "
+        f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
+    )
 
 
-def _captured(
+def _capture(
     runner: Any, state: ModelState, prove: Callable[[TailGraphs, Any], None]
-) -> TailGraphs | str:
-    tail = TailGraphs(runner, state)
-    with ExitStack() as undone:
-        undone.callback(tail.close)
-        tail.capture()
-        prove(tail, runner)
-        if not tail.rows:
-            return NONE_GOOD
-        undone.pop_all()
-    return tail
+) -> str | None:
+    state.captured = tail = TailGraphs(runner, state)
+    tail.capture()
+    prove(tail, runner)
+    return None if tail.rows else NONE_GOOD
 
 
-def _attempt(step: Callable[[], _T]) -> _T | str:
-    """What ``step`` gives; why it failed, if it did and no other rank waits for this one."""
+def _attempt(state: ModelState, step: Callable[[], str | None]) -> str | None:
+    """What ``step`` returns; why it failed, if it did and no other rank waits for this one."""
     try:
         return step()
     except Exception as failure:
+        drop(state, NOT_YET)
         if not seams.is_single_rank():
             raise
         log.failure("Gemma 4 fast prefill: capturing the tail failed", failure)

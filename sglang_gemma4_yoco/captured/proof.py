@@ -1,13 +1,12 @@
 """A captured tail must give what the same layers give eagerly, or it is not used.
 
-A capture can go wrong silently: a tensor that is not where it was, a branch taken for the captured
-batch alone, a kernel that CUDA left out. So each graph is replayed on random inputs, over a request
-of random K and V that is longer than the window: full, and with as much padding as a batch can
-have. What was in those slots is put back: a server that captures anew may have cached prefixes.
+Each graph is replayed on random inputs, over a request of random K and V that is longer than the
+window: full, and with as much padding as a batch can have. What was in those slots is put back: a
+server that captures anew may have cached prefixes.
 
 The eager layers get the same numbers, padding and all, in other memory. So both run the same
-kernels on the same shapes, and their results are equal, or nearly. Both plan over the same widened
-window: that it is right is shown by the comparisons with stock (``checking.start``, the tests).
+kernels on the same shapes. Both plan over the same widened window: that it is right is shown by the
+comparisons with stock (``checking.start``).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
 
 
 def comparison(eager: torch.Tensor, captured: torch.Tensor) -> Comparison:
-    """What the two have given, each [rows, hidden], compared."""
+    """What the two have given, each [rows, hidden]."""
     return Comparison.of("the captured tail", eager, captured, _ROUNDINGS)
 
 

@@ -1,13 +1,12 @@
 """While a server serves: every N-th prefill that was cut runs again as stock, and is compared.
 
-How far their answers are apart says nothing in bf16. So stock is watched, and the cut is made once
-more of its rows, step by step (``layerwise``): eagerly, and by the captured tail where that served.
-All kept rows are compared, K and V of layer S-1, and the logits and input log-probabilities that
-SGLang's logits processor makes of the rows. A prefill that left a captured one at an exit compares
-itself with the same graph run to its end.
+Stock is watched, and the cut is made once more of its rows, step by step (``layerwise``): eagerly,
+and by the captured tail where that served. All kept rows are compared, K and V of layer S-1, and
+what SGLang's logits processor makes of the rows. A prefill that left a captured one at an exit
+compares itself with the same graph run to its end.
 
-In the end the pool has stock's K and V. The client gets the fast path's answer, as without an
-audit, or stock's after a defect.
+In the end the pool has stock's K and V. The client gets the fast path's answer, or stock's after a
+defect.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
 DIFFERED = "an audited prefill differed from stock's"
-ANOTHERS = "another rank has found a defect"
 _MOST_LINES = 16  # errors that are logged; the others are counted
 _OF_LOGPROBS = 6.0  # roundings: of a logit, less a sum of all
 
@@ -41,8 +39,8 @@ def auditor(runner: Any, state: ModelState) -> Auditor | None:
     processor = getattr(runner.model, "logits_processor", None)
     if processor is not None:
         return Auditor(state, processor, settings.current.audit)
-    reason = f"{type(runner.model).__name__} has no logits processor"
-    log.once(f"Gemma 4 fast prefill is not audited: {reason}", logging.WARNING)
+    why = f"{type(runner.model).__name__} has no logits processor"
+    log.once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
     return None
 
 
@@ -55,7 +53,6 @@ class Auditor:
         self._every = every
         self._turns_off = settings.current.audit_strict
         self._forwards = 0
-        self._lines = 0
         self._waiting = ExitStack()  # for the logits of an audited forward
 
     def __call__(self, forward: Any, plan: Plan, output: Any) -> Any:
@@ -129,9 +126,9 @@ class Auditor:
         log.audited(excess, agrees=agrees, greedy_changes=changes)
         if agrees:
             return True
-        self._lines += 1
-        if self._lines <= _MOST_LINES:
-            batch, what = plan.batch, ANOTHERS if worst.is_rounding else worst
+        if log.audits.differ <= _MOST_LINES:
+            batch = plan.batch
+            what = "another rank has found a defect" if worst.is_rounding else worst
             starts = batch.extend_logprob_start_lens_cpu if batch.return_logprob else None
             log.error(
                 f"Gemma 4 fast prefill: an audited prefill differs from stock's: {what}; new "
@@ -147,7 +144,6 @@ class Auditor:
 def _logits_compared(
     rows: torch.Tensor, logits: torch.Tensor, stock: Any, forced: Any
 ) -> list[Finding]:
-    """What SGLang makes of the rows, for the sampler and for those who want log-probabilities."""
     compared = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
     both = stock.input_token_logprobs, forced.input_token_logprobs
     if both[0] is not None and both[0].numel():

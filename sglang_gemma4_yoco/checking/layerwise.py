@@ -1,12 +1,11 @@
 """Each step of the tail is given stock's own numbers, and what it makes of them is compared.
 
-A whole forward cannot be compared: a right fast path sums in another order than stock, and in bf16
-one rounding can make sharp attention pick another key. So stock is watched, layer by layer. Then
-the cut is made of stock's rows, and after each step of layers S-1 to L-1 the result is compared
-with stock's and replaced by it (teacher forcing): K and V, per-layer inputs, queries, attention,
-the layer's output, and at the end the rows after the norm. Attention also runs with queries of
-zeros. They give the mean of all values that a row sees, in which one key more or less shows,
-however sharp the weights. So a wrong window, slot, position, row or order shows where it happens.
+Answers cannot be compared: in bf16 one rounding can make sharp attention pick another key. So stock
+is watched, layer by layer. Then the cut is made of stock's rows, and after each step of layers S-1
+to L-1 the result is compared with stock's and replaced by it: K and V, per-layer inputs, queries,
+attention, the layer's output, and at the end the rows after the norm. Attention also runs with
+queries of zeros. They give the mean of all values that a row sees, in which one key more or less
+shows, however sharp the weights.
 
 A captured tail runs no Python between its steps. It is compared as a whole with its own layers, run
 eagerly on the same rows.
@@ -61,9 +60,7 @@ _Visit = Callable[[str, int, torch.Tensor], None]
 
 @dataclass
 class Stock:
-    """What stock's layers were given, and what they made of it, for one batch.
-
-    With T rows of the batch and B kept ones.
+    """What stock's layers were given and made of it, for a batch of T rows, of which B are kept.
 
     Attributes:
         index: [B], the kept rows.
@@ -144,10 +141,9 @@ def _steps(state: ModelState, visit: _Visit) -> Iterator[None]:
 
 @contextmanager
 def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator[None]:
-    """Fill ``stock`` with what stock does in the span, but for ``keys``.
+    """Fill ``stock``, but for ``keys``, with what stock does in the span.
 
-    Args:
-        front: the inputs of the layers before the cut are wanted.
+    With ``front`` the inputs of the layers before the cut too.
     """
     model, project = state.model, state.model.project_per_layer_inputs
 
@@ -209,16 +205,11 @@ def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, 
 
 
 class _Forced:
-    """Compares what each step gives with stock's, and replaces it by stock's.
-
-    Attributes:
-        compared: so far.
-        missing: steps and their layers that have not come yet.
-    """
+    """Compares what each step gives with stock's, and replaces it by stock's."""
 
     def __init__(self, state: ModelState, plan: Plan, stock: Stock) -> None:
         self.compared: list[Comparison] = []
-        self.missing = set(stock.kept)
+        self.missing = set(stock.kept)  # steps and their layers that have not come yet
         self._state = state
         self._batch = plan.batch
         self._stock = stock
@@ -335,10 +326,9 @@ def compare_keys_and_values(
 def compare_logits(
     expected: torch.Tensor, found: torch.Tensor, *, rows: torch.Tensor
 ) -> Comparison:
-    """Logits [requests, vocabulary] of the last rows that stock and the forced tail have given.
+    """Logits [requests, vocabulary] of stock's and the forced tail's last rows compared.
 
-    Args:
-        rows: what they are made of; its type is what rounds, whatever that of logits is.
+    ``rows`` are what they are made of: their type is what rounds, whatever that of logits is.
     """
     size = expected.float().square().mean(dim=-1, keepdim=True).sqrt()
     return Comparison.of("logits", expected, found, _OF_LOGITS, size=size, rounded=rows)

@@ -46,17 +46,12 @@ class Request:
 
 
 class Run(NamedTuple):
-    """The result of one forward.
+    """The result of one forward."""
 
-    Attributes:
-        logits: [requests, vocabulary].
-        caches: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
-        outcome: what it was counted as; None where it was not seen to run.
-    """
-
-    logits: torch.Tensor
+    logits: torch.Tensor  # [requests, vocabulary]
+    #: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
     caches: dict[int, list[torch.Tensor]]
-    outcome: str | None
+    outcome: str | None  # what it was counted as; None where it was not seen to run
 
 
 class SyntheticRequests:
@@ -146,9 +141,6 @@ def prefills_eagerly(runner: Any) -> Any:
     return replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: False)
 
 
-# -- their tokens and slots ------------------------------------------------------------------------
-
-
 def _lengths(window: int, page: int) -> list[tuple[int, int]]:
     """Tokens cached and new, of each request; what is cached ends with a page.
 
@@ -212,10 +204,8 @@ def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], wi
 
 
 def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, window: int) -> None:
-    """Have one token too few or too many in the window of the last row change all of its output.
-
-    One of 512 values that are averaged would be lost in bf16's rounding. So the values of the first
-    token within and of the last one without are as large as all the others together.
+    """Make the values of the first token within and of the last one without the last row's window
+    as large as all others together: one of 512 that are averaged would be lost in bf16's rounding.
     """
     most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
     first = len(slots) - window
@@ -224,16 +214,12 @@ def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, win
             values[slots[token]] *= min(window, most)
 
 
-# -- their batch -----------------------------------------------------------------------------------
-
-
 def prefill_batch(
     runner: Any, requests: Sequence[Request], *, starts: Sequence[int] | None, finishes: bool
 ) -> Any:
-    """An extend batch, field by field what SGLang makes of a scheduled one, but for sampling.
+    """The batch of ``SyntheticRequests.run``, field by field what SGLang makes, but for sampling.
 
-    ``starts`` and ``finishes`` are those of ``SyntheticRequests.run``; a request that wants no
-    input logprobs starts at its length.
+    A request that wants no input logprobs starts at its length.
     """
     size, rows, prefixes = len(requests), [r.row for r in requests], [r.cached for r in requests]
     lens, lengths = [len(r.ids) for r in requests], [len(r.slots) for r in requests]
@@ -249,9 +235,7 @@ def prefill_batch(
         orig_seq_lens=on_device(lengths, dtype=torch.int32),
         seq_lens_sum=sum(lengths),
         out_cache_loc=torch.cat([r.slots[r.cached :] for r in requests]),
-        positions=torch.cat([torch.arange(r.cached, len(r.slots)) for r in requests]).to(
-            runner.device
-        ),
+        positions=on_device([p for r in requests for p in range(r.cached, len(r.slots))]),
         extend_num_tokens=sum(lens),
         extend_seq_lens=on_device(lens, dtype=torch.int32),
         extend_prefix_lens=on_device(prefixes, dtype=torch.int32),

@@ -1,13 +1,9 @@
-"""How far apart two computations of the same numbers are, counted in roundings.
+"""How far apart two computations of one step on the very same inputs are, counted in roundings.
 
-Both sides get the very same inputs and compute one step of a layer. So their outputs differ by a
-few units in the last place, whatever the model's weights are.
-
-How much is one rounding? A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16). Over
-evenly spread numbers that is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of their own,
-and 0.27 eps between two sides that round independently. r roundings on each side come to
-0.27 * sqrt(r) eps: 0.46 eps for keys, which are projected, normed and turned. Right computations
-stay far below, for both sides round most numbers alike.
+A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16). Over evenly spread numbers that
+is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of their own, and 0.27 eps between two
+sides that round independently. r roundings on each side come to 0.27 * sqrt(r) eps: 0.46 eps for
+keys, which are projected, normed and turned. Most numbers both sides round alike.
 
 An error is relative to the size of its channel. In trained models some channels are fifty times as
 large as the others, and a norm over all of them would see those alone.
@@ -42,17 +38,11 @@ def unit(tensor: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """The largest error of a comparison, beside the largest that is rounding.
+    """The largest error of a comparison, beside the largest that is rounding; both relative."""
 
-    Attributes:
-        what: what was compared, for the log.
-        error: relative; infinite where a number is not finite, and of a ``defect``.
-        allowed: relative; 0 of a ``defect``.
-    """
-
-    what: str
-    error: float
-    allowed: float
+    what: str  # was compared, for the log
+    error: float  # infinite where a number is not finite, and of a ``defect``
+    allowed: float  # 0 of a ``defect``
 
     @property
     def excess(self) -> float:
@@ -139,10 +129,8 @@ def findings(compared: Sequence[Comparison]) -> list[Finding]:
     if not compared:
         return []
     found = []
-    errors = (
-        torch.stack([one.errors for one in compared]).nan_to_num(math.inf, posinf=math.inf).tolist()
-    )
-    for one, (*row, more) in zip(compared, errors, strict=True):
+    errors = torch.stack([one.errors for one in compared]).nan_to_num(math.inf, posinf=math.inf)
+    for one, (*row, more) in zip(compared, errors.tolist(), strict=True):
         pairs = zip(row, one.allowed, strict=True)
         found.append(worst(Finding(one.what, e, allowed + more) for e, allowed in pairs))
     return found

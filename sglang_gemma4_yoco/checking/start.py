@@ -1,13 +1,13 @@
 """Before a server serves: small prefills of synthetic requests, as stock and cut, compared.
 
-The package's tests know neither this GPU nor these weights. Stock is watched once on requests that
-reach beyond the window. Then the cut is made of stock's own rows, compared step by step
-(``layerwise``): of the last rows, of suffixes as for input logprobs, of an intermediate chunk, and
-by the captured tail. The logits that SGLang makes of the rows must be those of the right request.
+Stock is watched once on requests that reach beyond the window. Then the cut is made of stock's own
+rows, compared step by step (``layerwise``): of the last rows, of suffixes as for input logprobs, of
+an intermediate chunk, and by the captured tail. The logits that SGLang makes of the rows must be
+those of the right request.
 
 At last one whole forward runs as it will serve, but the layers before the cut are given stock's
-rows. Their K and V are compared, and its logits must be numbers; how far those are from stock's
-says nothing. No slot that is not the requests' may change in all of this.
+rows. Their K and V are compared, and its logits must be numbers. No slot of other requests may
+change in all of this.
 """
 
 from __future__ import annotations
@@ -58,18 +58,15 @@ class Checked:
     unchecked: str | None = None
 
     @property
-    def agrees(self) -> bool:
-        """Whether no defect was found."""
+    def agrees(self) -> bool:  # or nothing was compared
         return self.worst is None or self.worst.is_rounding
 
-    def describe(self) -> str:
-        """For the log."""
+    def describe(self) -> str:  # for the log
         if self.worst is None:
             return f"not checked: {self.unchecked}"
         return f"checked layer by layer: {'at most ' if self.agrees else ''}{self.worst}"
 
-    def facts(self) -> dict[str, Any]:
-        """For /server_info."""
+    def facts(self) -> dict[str, Any]:  # for /server_info
         worst = self.worst
         return {
             "compared": None if worst is None else worst.what,
@@ -88,12 +85,7 @@ def why_not(runner: Any) -> str | None:
 
 
 def check(runner: Any, state: ModelState) -> Checked:
-    """Run and compare; all that was written is put back.
-
-    Args:
-        runner: SGLang's ``ModelRunner``, which serves no request at the moment.
-        state: of its model; if a forward of it cannot be cut, it refuses all from then on.
-    """
+    """Run and compare on a ``ModelRunner`` that serves no request; what was written is put back."""
     began = time.monotonic()
     try:
         with comparing(runner, state) as both:
@@ -107,11 +99,7 @@ def check(runner: Any, state: ModelState) -> Checked:
 
 @contextmanager
 def comparing(runner: Any, state: ModelState) -> Iterator[BothPaths]:
-    """Stock has been watched on synthetic requests, which can now be run on the fast path.
-
-    Raises:
-        NotComparableError: the message says why.
-    """
+    """Stock has been watched on synthetic requests, unless a ``NotComparableError`` is raised."""
     eagerly = requests.prefills_eagerly(runner)
     with requests.synthetic_requests(runner, state) as synthetic, eagerly:
         yield BothPaths(state, synthetic)
@@ -122,8 +110,7 @@ class BothPaths:
 
     def __init__(self, state: ModelState, synthetic: SyntheticRequests) -> None:
         """Watch stock."""
-        self._state = state
-        self._requests = synthetic
+        self._state, self._requests = state, synthetic
         lens, device = synthetic.lens, synthetic.requests[0].ids.device
         # One request with several rows, one with its last alone, one with all.
         self._starts = [2, *lens[1:-1], 0] if len(lens) > 1 else [2]
@@ -169,20 +156,26 @@ class BothPaths:
         outcome: str | None = None,
     ) -> list[Finding]:
         """The cut, made of stock's rows."""
-        stock = self._stock.of_rows(kept.indices)
-        forward = _OnStocksRows(self._state, stock)
+        state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Finding]()
+        assert stock.positions is not None
+        forward = EagerForward(state, stock.positions, None, stock.front[state.cut].clone)
+
+        def fast(plan: Plan) -> torch.Tensor:
+            rows, compared = layerwise.prefill(state, plan, stock)
+            found.extend(compared)
+            return rows
 
         def run(*args: Any, **kwargs: Any) -> Any:
             batch = layerwise.called(_MODEL, args, kwargs)["forward_batch"]
-            return serve(self._state, batch, forward)
+            return serve(state, batch, forward)
 
-        with replaced(self._state.model, forward=run):
-            seen, found = self._cut(starts, self._front, finishes=finishes)
+        with replaced(forward, fast=fast), replaced(state.model, forward=run):
+            seen, before = self._cut(starts, self._front, finishes=finishes)
         if outcome not in (None, seen.outcome):
             raise NotComparableError(NOT_REPLAYED)
-        found += forward.found
+        found += before
         if finishes and outcome is None:  # a captured tail is not given stock's steps
-            rows = stock.front[self._state.cut]
+            rows = stock.front[state.cut]
             logits = layerwise.compare_logits(self._logits, seen.logits, rows=rows)
             found += rounding.findings([logits])
         return found
@@ -213,17 +206,3 @@ class BothPaths:
         for layer, expected in self._front.items():
             compared += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])
         return run, rounding.findings(compared)
-
-
-class _OnStocksRows(EagerForward):
-    """A forward whose layers before the cut have given what stock's have."""
-
-    def __init__(self, state: ModelState, stock: Stock) -> None:
-        assert stock.positions is not None
-        super().__init__(state, stock.positions, None, stock.front[state.cut].clone)
-        self.found: list[Finding] = []
-        self._stock = stock
-
-    def fast(self, plan: Plan) -> torch.Tensor:
-        rows, self.found = layerwise.prefill(self.state, plan, self._stock)
-        return rows

@@ -13,15 +13,16 @@ EXACT_LOGPROB = 1e-3  # sums in another order move a float32 log-probability by 
 NOISE_FACTOR = 3.0
 MEAN_LOGPROB = 0.05  # where stock does not differ from itself: bfloat16 has 8 bits
 
-Token = int | str  # its id; or its text, where SGLang's API names no ids
-
 
 class Position(NamedTuple):
-    """One token, its log-probability (NaN where none was given), and those of the likeliest."""
+    """One token, its log-probability (NaN where none was given), and those of the likeliest.
 
-    token: Token
+    A token is its id; or its text, where SGLang's API names no ids.
+    """
+
+    token: int | str
     logprob: float
-    likeliest: Mapping[Token, float]
+    likeliest: Mapping[int | str, float]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Answer:
     seconds: float = 0.0
 
     @property
-    def tokens(self) -> tuple[Token, ...]:
+    def tokens(self) -> tuple[int | str, ...]:
         """The generated tokens."""
         return tuple(position.token for position in self.generated)
 
@@ -100,18 +101,17 @@ class Comparison:
     @property
     def max_logprob(self) -> float:
         """The largest difference of two log-probabilities."""
-        return max(self.logprobs, default=0.0)
+        return max(self.logprobs)
 
     def figures(self) -> dict[str, float | None]:
         """All figures, as JSON knows them; without answers there is no difference."""
-        largest = {"mean_logprob_diff": mean(self.logprobs), "max_logprob_diff": self.max_logprob}
-        known = {key: finite(value) if self.answers else None for key, value in largest.items()}
-        return {"answers": self.answers, "equal_answers": self.equal_answers, **known}
+        values = self.logprobs or [math.nan]
+        mean, largest = finite(statistics.fmean(values)), finite(max(values))
+        different = {"mean_logprob_diff": mean, "max_logprob_diff": largest}
+        return {"answers": self.answers, "equal_answers": self.equal_answers, **different}
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean; zero of none."""
-    return statistics.fmean(values) if values else 0.0
+Compared = Mapping[str, Comparison]  # by kind of prompt
 
 
 def finite(value: float) -> float | None:
@@ -139,7 +139,7 @@ def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> I
 
     Args:
         fast: fast against stock, each prompt sent twice.
-        noise: stock against itself, the same prompts in other batches, by kind.
+        noise: stock against itself, the same prompts in other batches; one of each kind.
         exact: both compute in float32 on a CPU.
     """
     if exact:
@@ -154,9 +154,9 @@ def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> I
         if part == "logprobs" and not fast.decoded:
             continue
         own = [getattr(one, part) for one in noise]
-        usual, most = max(map(mean, own)), max(map(max, own))
+        usual, most = max(map(statistics.fmean, own)), max(map(max, own))
         limit = NOISE_FACTOR * usual + most / max(fast.answers // 2, 1) + MEAN_LOGPROB
-        found = mean(getattr(fast, part))
+        found = statistics.fmean(getattr(fast, part))
         # Where stock's own are not finite, nothing is measured by them.
         if found > limit or math.isinf(found):
             yield (
@@ -180,7 +180,5 @@ class Times:
         p20, _, _, p80 = statistics.quantiles(points, n=5, method="inclusive")
         return cls(statistics.median(seconds), p20, p80)
 
-    def text(self, scale: float = 1.0, digits: int = 3) -> str:
-        """The median, and the 20th to 80th percentile; in milliseconds with a ``scale`` of 1e3."""
-        points = (self.median, self.p20, self.p80)
-        return "{} ({}-{})".format(*(f"{scale * point:.{digits}f}" for point in points))
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.p20:.3f}-{self.p80:.3f})"

@@ -1,4 +1,4 @@
-"""What commands print, and how they say that they cannot go on. Standard library only."""
+"""What commands print. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from pathlib import Path
 
 
 class CommandError(Exception):
-    """A command cannot go on; the message says why and what to do about it.
-
-    ``log`` names a file whose end is worth seeing.
-    """
+    """A command cannot go on, for this reason; the end of ``log`` is worth seeing."""
 
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(message)

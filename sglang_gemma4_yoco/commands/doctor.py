@@ -12,7 +12,6 @@ import io
 import json
 import os
 import platform
-from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points, version
@@ -20,9 +19,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from sglang_gemma4_yoco import __version__, plugin, settings
-from sglang_gemma4_yoco.commands.console import CommandError, heading, say
+from sglang_gemma4_yoco.commands.console import CommandError, say
 
-#: Which plugins SGLang loads, by their names with commas between them; unset for all.
+#: SGLang's own: the plugins that it loads, by their names with commas between; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
 #: What --json always has, beside the verdict; null where it was not determined.
 FACTS = (
@@ -38,11 +37,15 @@ class Findings:
     facts: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FACTS))
     refusals: list[str] = field(default_factory=list)
     unknowns: list[str] = field(default_factory=list)
-    lines: list[str | tuple[str, str]] = field(default_factory=list)  # headings; label and text
+    lines: list[str] = field(default_factory=list)
+
+    def begin(self, part: str) -> None:
+        """Begin a part of the report."""
+        self.lines.append(f"\n== {part}")
 
     def add(self, label: str, text: str) -> None:
         """Add a line to the report."""
-        self.lines.append((label, text))
+        self.lines.append(f"  {label:<20}  {text}".rstrip())
 
     @property
     def exit_status(self) -> int:
@@ -53,25 +56,19 @@ class Findings:
         """Print all of it, for a program or for people."""
         status, reasons = self.exit_status, [*self.refusals, *self.unknowns]
         if as_json:
-            verdict = {"active": (True, False, None)[status], "reason": next(iter(reasons), None)}
-            details = {"refusals": self.refusals, "unknowns": self.unknowns}
-            say(json.dumps({**verdict, **self.facts, **details}))
+            judged = {"active": (True, False, None)[status], "reason": next(iter(reasons), None)}
+            why = {"refusals": self.refusals, "unknowns": self.unknowns}
+            say(json.dumps({**judged, **self.facts, **why}))
             return
-        for line in self.lines:
-            if isinstance(line, str):
-                heading(line)
-            else:
-                say(f"  {line[0]:<20}  {line[1]}".rstrip())
         cannot = "Whether it would be active cannot be determined here:"
-        verdicts = ("It would be active.", "It would NOT be active:", cannot)
-        say("\n  ".join(["\n" + verdicts[status], *reasons]))
+        verdict = ("It would be active.", "It would NOT be active:", cannot)[status]
+        say("\n".join([*self.lines, f"\n{verdict}", *(f"  {reason}" for reason in reasons)]))
 
 
 def add_to(commands: Any) -> None:
     """Add the parser of ``doctor``."""
     about = {"help": "would it be active, before a server is started", "description": __doc__}
-    usage = "%(prog)s [-h] [--model-path MODEL] [--json] [-- SERVER_FLAG ...]"
-    parser = commands.add_parser("doctor", **about, usage=usage)
+    parser = commands.add_parser("doctor", **about)
     parser.add_argument("--model-path", metavar="MODEL", help="directory, or name on Hugging Face")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
     parser.add_argument("flags", nargs="*", metavar="SERVER_FLAG", help="the server's, after --")
@@ -79,54 +76,53 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, report; returns the exit status. CommandError if the parser refuses the flags."""
-    findings, output = Findings(), io.StringIO()
+    """Examine, report; returns the exit status."""
+    findings, unseen = Findings(), io.StringIO()
     try:
         _versions(findings)
         _settings(findings)
         _discovery(findings)
-        with redirect_stdout(output), redirect_stderr(output):  # what SGLang prints
-            _with_sglang(findings, args.model_path, args.flags, output)
-    except CommandError as failure:
-        findings.refusals, findings.unknowns = [], [str(failure)]
-        if args.json:
-            findings.show(as_json=True)
-        raise
+        with redirect_stdout(unseen), redirect_stderr(unseen):  # what SGLang prints
+            _with_sglang(findings, args)
+    except (CommandError, ImportError) as failure:  # ImportError: of a part of SGLang
+        findings.unknowns.append(str(failure))
     findings.show(args.json)
     return findings.exit_status
 
 
 def _versions(findings: Findings) -> None:
-    findings.lines.append("Versions")
+    findings.begin("Versions")
     if find_spec("sglang") is None:
-        raise CommandError(
-            "no SGLang is installed in this environment; run this where the server runs"
-        )
+        raise CommandError("no SGLang is installed here; run this where the server runs")
     found = {"version": __version__, "sglang": version("sglang"), "torch": version("torch")}
     found["python"] = platform.python_version()
     findings.facts |= found
-    findings.lines += found.items()
+    for name, release in found.items():
+        findings.add(name, release)
 
 
 def _settings(findings: Findings) -> None:
-    findings.lines.append("Settings, in the environment")
-    values = {one: os.environ.get(one.name) for one in settings.VARIABLES.values()}
-    findings.facts["settings"] = {one.name: value for one, value in values.items()}
-    for one, value in values.items():
-        findings.add(one.name, f"unset: {one.unset}" if value is None else value)
+    findings.begin("Settings, in the environment")
+    values = {name: os.environ.get(name) for name in settings.VARIABLES}
+    findings.facts["settings"] = values
+    for name, value in values.items():
+        unset = f"unset: {settings.unset(settings.VARIABLES[name])}"
+        findings.add(name, unset if value is None else value)
         try:
             # Other settings may be 0 as well, and the path is on all the same.
-            if value is not None and one.read(value) is False and one.name == settings.SWITCH:
-                findings.refusals.append(f"{one.name}={value}")
+            off = value is not None and settings.parse(name, value) is False
+            if off and name == settings.SWITCH:
+                findings.refusals.append(f"{name}={value}")
         except ValueError as invalid:
             findings.refusals.append(str(invalid))
-    for name in settings.unknown(os.environ):
+    named_alike = {name for name in os.environ if name.startswith(settings.SWITCH)}
+    for name in sorted(named_alike - settings.VARIABLES.keys()):
         findings.add(name, "is no setting of this version, and is ignored: misspelt?")
 
 
 def _discovery(findings: Findings) -> None:
-    """Would SGLang's loader find the plugin, and run it?"""
-    findings.lines.append("Plugins")
+    """Would SGLang find the plugin, and load it?"""
+    findings.begin("Plugins")
     found = sorted(entry.name for entry in entry_points(group=plugin.GROUP))
     allowed = os.environ.get(RESTRICTION) or None
     findings.facts["plugins"] = {"found": found, "restricted_to": allowed}
@@ -138,24 +134,18 @@ def _discovery(findings: Findings) -> None:
     if allowed is not None:
         findings.add(RESTRICTION, allowed)
         if plugin.NAME not in map(str.strip, allowed.split(",")):
-            left_out = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
-            findings.refusals.append(f"{left_out}: add it, or unset it")
+            findings.refusals.append(
+                f"{RESTRICTION}={allowed} leaves {plugin.NAME} out: add it, or unset it"
+            )
 
 
-def _with_sglang(
-    findings: Findings, model: str | None, flags: Sequence[str], output: io.StringIO
-) -> None:
+def _with_sglang(findings: Findings, args: argparse.Namespace) -> None:
     """All that needs SGLang, which loads its plugins first, as in a server."""
-    try:
-        from sglang.srt.plugins import load_plugins
-    except Exception as failure:
-        raise CommandError(f"SGLang cannot be imported here: {failure!r}") from failure
+    from sglang.srt.plugins import load_plugins
+
     load_plugins()
     if plugin.left_alone is not None and plugin.left_alone not in findings.refusals:
         findings.refusals.append(plugin.left_alone)
-    try:
-        from sglang_gemma4_yoco.commands import preflight
-    except ImportError as missing:
-        findings.refusals.append(f"SGLang lacks what the patch needs ({missing})")
-        return
-    preflight.examine(findings, model, flags, output)
+    from sglang_gemma4_yoco.commands import preflight
+
+    preflight.examine(findings, args.model_path, args.flags)

@@ -1,8 +1,4 @@
-"""``sglang-gemma4-yoco``: reads the command line and runs one command.
-
-Each command is a module with ``add_to(commands)``, which adds its parser, and ``run(args)``, which
-returns the exit status.
-"""
+"""``sglang-gemma4-yoco``: one command, each in a module that adds its parser by ``add_to``."""
 
 from __future__ import annotations
 
@@ -30,13 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
-        exit_status: int = args.run(args)
+        return int(args.run(args))
     except (CommandError, OSError) as failure:  # OSError: of a file or a folder
-        if isinstance(failure, CommandError) and failure.log is not None:
-            print(tail(failure.log), file=sys.stderr)
+        if log := getattr(failure, "log", None):
+            print(tail(log), file=sys.stderr)
         print(f"error: {failure}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; all that was started is stopped", file=sys.stderr)
         return 130
-    return exit_status

@@ -4,59 +4,44 @@ from __future__ import annotations
 
 import io
 import math
-import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
-from typing import Any
+from typing import IO, Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from sglang_gemma4_yoco.commands.compare import Comparison, Times
+from sglang_gemma4_yoco.commands.compare import Compared, Times
 
-Compared = Mapping[str, Comparison]
 COLOURS = {"stock": "#6b7280", "fast": "#0f766e"}
 _LEAST = 1e-8  # a difference below it is drawn as this
 
 
-def console_of(width: int = 110) -> Console:
-    """Where tables are printed; of so many columns where there is no terminal."""
-    columns = None if sys.stdout.isatty() else width
-    return Console(width=columns, highlight=False, markup=False)
-
-
-def table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], words: Container[str] = ()
-) -> Table:
-    """A table; the columns with the headings ``words`` hold words, the others numbers."""
-    drawn = Table(title=title)
-    for heading in headings:
-        drawn.add_column(heading, justify="left" if heading in words else "right")
-    for row in rows:
-        drawn.add_row(*row)
-    return drawn
-
-
-def show(document: Mapping[str, Any], console: Console) -> None:
-    """Print the tables and the verdict."""
-    rows = []
+def show(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
+    """Print the tables and the verdict, on stdout or into a file; returns where they are."""
+    console = Console(file=file, record=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 110
+    number = partial(Column, justify="right")
+    headings = ("same tokens", "mean |dlogp|", "stock", "max |dlogp|", "stock")
+    title = "Answers: fast against stock, and stock against itself in other batches"
+    table = Table("prompts", *map(number, headings), title=title)
     for kind, found in document["agreement"].items():
         fast, stock = found["fast"], found["stock"]
         row = [kind, f"{fast['equal_answers']}/{fast['answers']}"]
         for key in ("mean_logprob_diff", "max_logprob_diff"):
             row += ["-" if way[key] is None else f"{way[key]:.1e}" for way in (fast, stock)]
-        rows.append(row)
-    headings = ["prompts", "same tokens", "mean |dlogp|", "stock", "max |dlogp|", "stock"]
-    title = "Answers: fast against stock, and stock against itself in other batches"
-    console.print(table(title, headings, rows, words=("prompts",)))
-    rows = []
-    for point in document["times"]:
-        off, on = (Times(**point[way]).text() for way in ("off", "on"))
-        rows.append([f"{point['tokens']}", off, on, f"{point['ratio']:.2f}"])
-    headings = ["prompt tokens", "stock", "fast", "stock / fast"]
+        table.add_row(*row)
+    console.print(table)
+    times = ("prompt tokens", "stock", "fast", "stock / fast")
     title = "Time to first token in seconds: median (20th to 80th percentile)"
-    console.print(table(title, headings, rows))
+    table = Table(*map(number, times), title=title)
+    for point in document["times"]:
+        off, on = (str(Times(**point[way])) for way in ("off", "on"))
+        table.add_row(str(point["tokens"]), off, on, f"{point['ratio']:.2f}")
+    console.print(table)
     for name, forwards in document["rounds"].items():
         outcomes = "; ".join(f"{outcome}: {count}" for outcome, count in forwards.items())
         console.print(f"Prefills of the fast server, {name}: {outcomes}")
@@ -71,12 +56,12 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     console.print(f"Fast prefill was active, and {agree} ({rule}).", style=style)
     for problem in document["problems"]:
         console.print(f"  {problem}", style="red")
+    return console
 
 
 def render(document: Mapping[str, Any], fast: Compared, noise: Compared) -> str:
     """The page: tables and two pictures in one HTML file that needs no network."""
-    console = Console(file=io.StringIO(), record=True, width=110, highlight=False, markup=False)
-    show(document, console)
+    console = show(document, io.StringIO())
     for key in ("model", "device", "dtype", "sglang", "package", "server_args", "repeats"):
         console.print(f"{key}: {document[key]}")
     title = escape(f"Gemma 4 fast prefill: {document['model']}")

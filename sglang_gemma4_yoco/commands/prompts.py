@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import random
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
@@ -42,22 +41,12 @@ class Prompt(NamedTuple):
 
 
 def read_file(path: Path) -> list[str]:
-    """A user's prompts: one per line, or if a line begins with ``{``, JSON with ``prompt``.
-
-    Raises:
-        CommandError: a line is wrong; the message names file and line.
-        OSError: it cannot be read.
-    """
-    prompts: list[str] = []
-    for number, content in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            line = content.decode().strip()
-            prompts.append(str.strip(json.loads(line)["prompt"] if line[:1] == "{" else line))
-        except (ValueError, KeyError, TypeError) as failure:
-            raise CommandError(f'{path}:{number}: no text, or no JSON with a "prompt"') from failure
-    if not any(prompts):
+    """Prompts, one per line of a text; CommandError if there is none."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        prompts = list(filter(None, map(str.strip, lines)))
+    if not prompts:
         raise CommandError(f"--prompts {path} has no prompt: write one per line.")
-    return list(filter(None, prompts))
+    return prompts
 
 
 def tokenizer_of(model: str) -> Any:
@@ -66,19 +55,14 @@ def tokenizer_of(model: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as failure:
-        why = str(failure).strip().splitlines()[0]
-        raise CommandError(
-            f"--model-path {model} has no tokenizer ({why}). Give a checkpoint's directory or a "
-            "name on Hugging Face. For a gated model accept its terms on its page, then `hf auth "
-            "login` or set HF_TOKEN."
-        ) from failure
+    except (OSError, ValueError) as failure:  # what they say names the remedy
+        raise CommandError(f"--model-path {model} has no tokenizer: {failure}") from failure
 
 
 def make(
     tokenizer: Any, texts: Sequence[str], *, long: int = 0, pictures: bool = False
 ) -> list[Prompt]:
-    """Prompts of all kinds, each text as a question; for a base model as a text to continue.
+    """Prompts of all kinds, each text as a question.
 
     Args:
         long: tokens of the prompt that is longer than a chunk; 0 for none.

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -34,7 +33,6 @@ NO_ENTRY = (
     "package is not installed in the server's environment (run `sglang-gemma4-yoco doctor` there); "
     "the plugin failed to load (see the lines `Gemma 4 fast prefill` in the server's log)"
 )
-_NONE: Counter[str] = Counter()
 
 
 class WrongPathError(Exception):
@@ -70,6 +68,7 @@ class Server:
         self.port = port
         self.log_file = log_file
         self.env = {**os.environ, SWITCH: str(int(fast)), "PYTHONUNBUFFERED": "1"}
+        self._http = session(self.url)
         self._at_start: Counter[str] = Counter()
 
     @property
@@ -77,22 +76,13 @@ class Server:
         """Its base URL."""
         return f"http://127.0.0.1:{self.port}"
 
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        """Start the server; end all of its processes on every way out."""
-        self.start()
-        try:
-            yield
-        finally:
-            self.stop()
-
     def command(self) -> list[str]:
         """The arguments of Python."""
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         return ["-m", "sglang.launch_server", *self.arguments, *where]
 
     def start(self) -> None:
-        """Start it; ``started`` also ends it."""
+        """Start it; ``stop`` ends it."""
         with self.log_file.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, *self.command()],
@@ -130,24 +120,18 @@ class Server:
         """Return when it answers; CommandError if it ends, or after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not self.is_healthy():
-            self._check_alive()
+            if self.process.poll() is not None:
+                raise CommandError(
+                    f"{self.name} ended with status {self.process.returncode}. Its log has the "
+                    "reason. Out of memory: try --servers in-turn. A gated model: try `hf auth "
+                    "login`.",
+                    self.log_file,
+                )
             if time.monotonic() > deadline:
-                late = f"{self.name} was not ready after {timeout:.0f} s"
-                raise CommandError(f"{late}: raise --start-timeout.", self.log_file)
+                late = f"{self.name} was not ready after {timeout:.0f} s: raise --start-timeout."
+                raise CommandError(late, self.log_file)
             time.sleep(0.5)
         self._at_start = self.forwards()  # SGLang sends a request of its own when it starts
-
-    def _check_alive(self) -> None:
-        if self.process.poll() is not None:
-            raise CommandError(
-                f"{self.name} ended with status {self.process.returncode}. Its log has the reason. "
-                "Out of memory: try --servers in-turn. A gated model: try `hf auth login`.",
-                self.log_file,
-            )
-
-    @cached_property
-    def _http(self) -> requests.Session:
-        return session(self.url)
 
     def _ask(self, method: str, path: str, body: Any = None) -> requests.Response:
         try:
@@ -172,12 +156,8 @@ class Server:
         return self.post("/generate", body).json()
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache. SGLang refuses that while requests run."""
-        for _ in range(100):
-            if self._http.post(self.url + "/flush_cache", timeout=60).ok:
-                return
-            time.sleep(0.1)  # the last request is still being cleaned up
-        raise CommandError(f"{self.name} does not empty its prefix cache.", self.log_file)
+        """Empty the prefix cache, as soon as no request runs: the last may not be cleaned up."""
+        self._ask("POST", "/flush_cache?timeout=30")
 
     def log(self) -> str:
         """Everything that all of its processes have printed so far."""
@@ -194,20 +174,21 @@ class Server:
 
     def forwards(self) -> Counter[str]:
         """Prefill forwards of all schedulers since the server was ready, by outcome."""
-        counted: Counter[str] = Counter()
-        for state in self.states():
-            counted.update((state.get(ENTRY) or {}).get("forwards", {}))
-        return counted - self._at_start
+        entries = [state.get(ENTRY) or {} for state in self.states()]
+        counted = (Counter[str](entry.get("forwards")) for entry in entries)
+        return sum(counted, Counter[str]()) - self._at_start
 
 
-def check_switch(server: Server, since: Counter[str] = _NONE, during: str = "") -> Counter[str]:
+def check_switch(
+    server: Server, since: Mapping[str, int] | None = None, during: str = ""
+) -> Counter[str]:
     """The prefill forwards of a running server, without those of ``since``, by outcome.
 
     Raises:
         WrongPathError: no prefill was cut and the switch is on; or it is off, and a prefill was
             cut or a scheduler is active. The message names ``during``.
     """
-    forwards = server.forwards() - since
+    forwards = server.forwards() - Counter(since)
     cut = not log.CUT.isdisjoint(forwards)
     entries = [state.get(ENTRY) for state in server.states()]
     if cut if server.fast else not (cut or any(entry and entry["active"] for entry in entries)):
@@ -255,7 +236,8 @@ def running(servers: Sequence[Server], timeout: float, one_by_one: bool = False)
         began = time.monotonic()
         for server in servers:
             say(f"Starting {server.name} on port {server.port}")
-            stack.enter_context(server.started())
+            server.start()
+            stack.callback(server.stop)
             if one_by_one:
                 server.wait_until_ready(timeout)
         for server in servers:
@@ -273,12 +255,3 @@ def free_ports(count: int, first: int | None = None) -> list[int]:
         except (OSError, OverflowError) as failure:
             raise CommandError(f"--port {first} cannot be used: {failure}") from failure
         return [listener.getsockname()[1] for listener in taken]
-
-
-def fit_together(model: str) -> bool:
-    """Whether two servers of ``model`` fit into this machine's memory (a CPU's, in float32)."""
-    import psutil  # comes with SGLang
-
-    weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    # 4 GiB: three processes with PyTorch in each, and the KV cache.
-    return weights > 0 and 2 * (4 * 2**30 + 2 * weights) < psutil.virtual_memory().available

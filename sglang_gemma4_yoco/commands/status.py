@@ -22,12 +22,11 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and report; returns the exit status."""
-    info = server_info(args.url, args.api_key)
-    states = [state.get(ENTRY) for state in info["internal_states"]]
+    sglang, states = schedulers(args.url, args.api_key)
     active, reason = verdict(states)
     if args.json:
-        document = {"active": active, "reason": reason, "sglang": info.get("version")}
-        say(json.dumps({**document, "url": args.url, "schedulers": states}))
+        document = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
+        say(json.dumps({**document, "schedulers": states}))
     else:
         say(json.dumps(states, indent=1))  # null for a scheduler without an entry
         say(f"The fast path is {'active.' if active else f'NOT active: {reason}'}")
@@ -42,18 +41,17 @@ def verdict(states: list[dict[str, Any] | None]) -> tuple[bool, str | None]:
     return bool(states), None if states else "the server names no scheduler"
 
 
-def server_info(url: str, key: str | None) -> dict[str, Any]:
-    """/server_info; raises CommandError where no SGLang server answers."""
+def schedulers(url: str, key: str | None) -> tuple[str, list[dict[str, Any] | None]]:
+    """A server's SGLang, and the state of each scheduler; CommandError where none answers."""
     try:
         reply = session(url, key).get(f"{url.rstrip('/')}/server_info", timeout=30)
     except OSError as failure:
-        why = "no URL of a server" if isinstance(failure, ValueError) else "no answer"
-        raise CommandError(f"{url}: {why} ({failure}); expected http://HOST:PORT") from None
+        raise CommandError(f"{url}: no answer ({failure}); expected http://HOST:PORT") from None
     if reply.status_code in (401, 403):
         raise CommandError(f"{url} wants another key: put it into {API_KEY}, or use --api-key")
     try:
-        info: dict[str, Any] = reply.json()
-        return {**info, "internal_states": [dict(state) for state in info["internal_states"]]}
-    except (ValueError, TypeError, KeyError):
+        info = reply.json()
+        return info.get("version"), [state.get(ENTRY) for state in info["internal_states"]]
+    except (ValueError, TypeError, KeyError, AttributeError):
         said = f"{url}/server_info answers {reply.status_code}, not as an SGLang server does"
         raise CommandError(f"{said}: give the server's own URL, as http://HOST:PORT") from None

@@ -39,7 +39,7 @@ from typing import Any
 from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import prompts as kinds
 from sglang_gemma4_yoco.commands import servers
-from sglang_gemma4_yoco.commands.compare import Answer, Comparison, Times, beyond, finite
+from sglang_gemma4_yoco.commands.compare import Answer, Compared, Comparison, Times, beyond, finite
 from sglang_gemma4_yoco.commands.console import CommandError, heading, say
 from sglang_gemma4_yoco.commands.prompts import Prompt
 from sglang_gemma4_yoco.commands.servers import Server, WrongPathError
@@ -49,11 +49,10 @@ _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
 _GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 Answers = list[tuple[Prompt, Answer]]
-Compared = dict[str, Comparison]
 
 
 def positive(text: str) -> int:
-    """An argparse type: an integer above zero."""
+    """An integer above zero, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not above zero")
@@ -70,20 +69,17 @@ def add_to(commands: Any) -> None:
     number = {"type": positive, "metavar": "N"}
     add("--model-path", required=True, metavar="M", help="a directory, or a name on Hugging Face")
     add("--label", metavar="TEXT", help="its name in the report (default: as --model-path)")
-    lines = 'your own: one per line, as text or as {"prompt": ...} (default: bundled questions)'
+    lines = "your own, one per line (default: bundled questions)"
     add("--prompts", type=Path, metavar="FILE", default=kinds.BUNDLED, help=lines)
     lengths = "of the timed prompts (default: 128 512 2048)"
     add("--prompt-tokens", nargs="+", default=[128, 512, 2048], **number, help=lengths)
     add("--repeats", default=5, **number, help="timed prompts of each length (default: 5)")
-    device = "default: the GPU if PyTorch sees one"
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
-    ways = "default: together on a CPU with enough memory, else in turn"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if any")
+    ways = "default: together on a CPU, in turn on a GPU"
     add("--servers", choices=("auto", "together", "in-turn"), default="auto", help=ways)
     add("--port", **number, help="serve on this port and the next (default: any two free ones)")
-    late = "seconds for the start of a server, downloads included (default: 1800)"
-    add("--start-timeout", default=1800, **number, help=late)
-    folder = "for logs and reports (default: gemma4-yoco-verify-DATE-TIME here)"
-    add("--output", type=Path, metavar="DIR", help=folder)
+    add("--start-timeout", default=1800, **number, help="seconds for a start (default: 1800)")
+    add("--output", type=Path, metavar="DIR", help="of logs and reports (default: a new one here)")
     add("server_args", nargs="*", metavar="FLAG", help="SGLang's, for both servers, after --")
     parser.set_defaults(run=run)
 
@@ -103,7 +99,7 @@ def find_device(wanted: str) -> str:
 
 def run_prefills_eagerly(stock: Server) -> None:
     """Take prefill graphs from the stock server, which cannot capture them without the package."""
-    if any(flag.partition("=")[0] == _PREFILL_GRAPHS for flag in stock.arguments):
+    if any(flag.startswith(_PREFILL_GRAPHS) for flag in stock.arguments):
         stock.arguments.append(f"{_PREFILL_GRAPHS}=disabled")  # the last one counts
         say("The stock server runs its prefills eagerly: SGLang cannot capture them by itself.")
 
@@ -126,11 +122,10 @@ def make_plan(
     settings, left_out = server.states()[0], {}
     if settings.get("disable_radix_cache"):
         left_out[kinds.PREFIX] = "no hit of the prefix cache: it is turned off"
-    longest = 2560 if device == "cpu" else 65536  # more would take minutes
     chunk = settings.get("chunked_prefill_size") or -1
     length = chunk + max(chunk // 4, 16)
-    if not 0 < length <= longest:
-        hint = f"try -- --chunked-prefill-size {longest // 5 * 2}"
+    if not 0 < length <= (2560 if device == "cpu" else 65536):  # more would take minutes
+        hint = "try -- --chunked-prefill-size 1024"
         left_out[kinds.CHUNKS], length = f"a chunk has {chunk} tokens: {hint}", 0
     seen = server.get("/model_info").get("has_image_understanding") and tokenizer.chat_template
     if not seen:
@@ -157,15 +152,12 @@ class Found:
 def round_of(server: Server, found: Found, name: str) -> Iterator[Answers]:
     """One round of requests, from an empty prefix cache on; yields a list for the answers.
 
-    Raises:
-        WrongPathError: no prefill of this round was cut and the switch is on, so that its answers
-            show nothing; or it is off, and one was.
+    Raises as ``check_switch``: where no prefill of this round was cut, equal answers show nothing.
     """
     server.forget_prefixes()
     before = server.forwards()
-    answers = found.answers[name]
-    yield answers
-    cached = sum(answer.cached_tokens for _, answer in answers)
+    yield found.answers[name]
+    cached = sum(answer.cached_tokens for _, answer in found.answers[name])
     during = f"the round {name!r} ({cached} prompt tokens came from the prefix cache)"
     found.forwards[name] = servers.check_switch(server, before, during)
 
@@ -192,13 +184,11 @@ def ask(server: Server, prompts: Sequence[Prompt], bar: Any) -> Found:
             if not server.fast:
                 # Stock computes the last row by itself then, as the fast path's tail does.
                 found.answers[AGAIN].append(send(server, prompt, bar))
-    pool = ThreadPoolExecutor(8)
-    with round_of(server, found, AT_ONCE) as answers:
-        try:
-            answers += pool.map(lambda prompt: send(server, prompt, bar), prompts)
-        finally:
-            # Not waited for: on the way out of an interrupted run their server is stopped next.
-            pool.shutdown(wait=False, cancel_futures=True)
+    with round_of(server, found, AT_ONCE) as answers, ExitStack() as stack:
+        pool = ThreadPoolExecutor(8)
+        # Not waited for: on the way out of an interrupted run their server is stopped next.
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        answers += pool.map(lambda prompt: send(server, prompt, bar), prompts)
     return found
 
 
@@ -208,14 +198,12 @@ def examine(both: Sequence[Server], plan: Plan) -> list[Found]:
 
     total = sum(2 if server.fast else 3 for server in both) * len(plan.prompts)
     total += len(both) * sum(map(len, plan.timed))
-    pause = 0.1 if sys.stderr.isatty() else 10  # seconds between two states of the bar
-    with tqdm(total=total, unit="request", mininterval=pause) as bar, ExitStack() as rounds:
+    with tqdm(total=total, unit="request") as bar, ExitStack() as rounds:
         found = [ask(server, plan.prompts, bar) for server in both]
-        timed = [
-            rounds.enter_context(round_of(server, one, TIMED))
+        turns = [
+            (server, rounds.enter_context(round_of(server, one, TIMED)))
             for server, one in zip(both, found, strict=True)
         ]
-        turns = list(zip(both, timed, strict=True))
         for prompts in plan.timed:
             for prompt in prompts:
                 turns.reverse()  # or the same server would always meet the warmer caches
@@ -227,17 +215,12 @@ def examine(both: Sequence[Server], plan: Plan) -> list[Found]:
 
 
 def serve(
-    args: argparse.Namespace, model: str, device: str, both: Sequence[Server]
+    args: argparse.Namespace, model: str, device: str, groups: Sequence[Sequence[Server]]
 ) -> tuple[Plan, Found, Found]:
-    """Start, examine and stop both servers; the requests, and what stock and fast did."""
-    together = args.servers == "together" or (
-        args.servers == "auto" and device == "cpu" and servers.fit_together(model)
-    )
-    say("Both servers at once." if together else "One server after the other.")
+    """Start, examine and stop group after group; the requests, and what stock and fast did."""
     texts, tokenizer, plan = kinds.read_file(args.prompts), kinds.tokenizer_of(model), None
     found: dict[bool, Found] = {}
-    # The fast one goes first: if it is not active there is nothing to measure.
-    for group in [both] if together else [[both[1]], [both[0]]]:
+    for group in groups:
         with servers.running(group, args.start_timeout, one_by_one=device != "cpu"):
             plan = plan or make_plan(texts, tokenizer, args, group[0], device)
             for server, one in zip(group, examine(group, plan), strict=True):
@@ -246,27 +229,22 @@ def serve(
     return plan, found[False], found[True]
 
 
-def compare(stock: Found, fast: Found) -> tuple[Compared, Compared]:
-    """By kind of prompt: fast against stock, and stock against itself."""
-
-    def by_kind(*pairs: tuple[Answers, Answers]) -> Compared:
-        found = defaultdict(list)
-        for ones, others in pairs:
-            for (prompt, one), (_, other) in zip(ones, others, strict=True):
-                found[prompt.kind].append((one, other))
-        return {kind: Comparison.of(both) for kind, both in found.items()}
-
-    mine, stocks = fast.answers, stock.answers
-    alone = stocks[ALONE]
-    of_fast = by_kind((alone, mine[ALONE]), (alone, mine[AT_ONCE]), (stocks[TIMED], mine[TIMED]))
-    return of_fast, by_kind((alone, stocks[AT_ONCE]), (alone, stocks[AGAIN]))
+def by_kind(*pairs: tuple[Answers, Answers]) -> Compared:
+    """Answers compared with others to the same prompts, by the prompts' kind."""
+    found = defaultdict(list)
+    for ones, others in pairs:
+        for (prompt, one), (_, other) in zip(ones, others, strict=True):
+            found[prompt.kind].append((one, other))
+    return {kind: Comparison.of(both) for kind, both in found.items()}
 
 
 def conclude(
     document: dict[str, Any], plan: Plan, stock: Found, fast: Found
 ) -> tuple[Compared, Compared]:
-    """Put the verdict and all figures into the document; returns what ``compare`` does."""
-    compared, noise = compare(stock, fast)
+    """Put all figures into the document; returns fast against stock, and stock against itself."""
+    mine, own, alone = fast.answers, stock.answers, stock.answers[ALONE]
+    compared = by_kind((alone, mine[ALONE]), (alone, mine[AT_ONCE]), (own[TIMED], mine[TIMED]))
+    noise = by_kind((alone, own[AT_ONCE]), (alone, own[AGAIN]))
     wrong = [
         f"{kind}: {sentence}"
         for kind, one in compared.items()
@@ -274,24 +252,19 @@ def conclude(
     ]
     if failed := sum(forwards[log.FAILED] for forwards in fast.forwards.values()):
         wrong.append(f"{failed} prefills failed on the fast path; see server-on.log")
-    hits = [a.cached_tokens for prompt, a in fast.answers[ALONE] if prompt.kind == kinds.PREFIX]
-    if not any(hits):
+    hits = max(a.cached_tokens for prompt, a in mine[ALONE] if prompt.kind == kinds.PREFIX)
+    if not hits:
         plan.left_out.setdefault(kinds.PREFIX, "no hit of the prefix cache, though it is on")
     times = []
     for prompts in plan.timed:
         off, on = (
-            Times.of([answer.seconds for prompt, answer in one.answers[TIMED] if prompt in prompts])
-            for one in (stock, fast)
+            Times.of([answer.seconds for prompt, answer in one[TIMED] if prompt in prompts])
+            for one in (own, mine)
         )
-        times.append(
-            {
-                "tokens": len(prompts[0].body["input_ids"]),
-                "off": asdict(off),
-                "on": asdict(on),
-                "ratio": round(off.median / on.median, 4),
-            }
-        )
-    longest: dict[str, Any] = max(times, key=lambda point: point["tokens"])
+        point: dict[str, Any] = {"tokens": len(prompts[0].body["input_ids"])}
+        ratio = round(off.median / on.median, 4)
+        times.append(point | {"off": asdict(off), "on": asdict(on), "ratio": ratio})
+    longest = max(times, key=lambda point: point["tokens"])
     document |= {
         "dtype": plan.dtype,
         "active": True,
@@ -310,7 +283,7 @@ def conclude(
         },
         "times": times,
         "rounds": fast.forwards,
-        "prefix_hit_tokens": max(hits),
+        "prefix_hit_tokens": hits,
     }
     return compared, noise
 
@@ -324,18 +297,21 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as missing:
         how = "pip install '.[verify]' in a checkout of this package"
         raise CommandError(f"verify needs {missing.name}: {how}") from missing
-    path, device = Path(args.model_path).expanduser(), find_device(args.device)
-    model = str(path.resolve()) if path.is_dir() else args.model_path
+    path, device = Path(args.model_path), find_device(args.device)
+    model = str(path.absolute()) if path.is_dir() else args.model_path
     output = args.output or Path(time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"))
-    output = output.expanduser().absolute()
+    output = output.absolute()
     output.mkdir(parents=True, exist_ok=True)
     (output / "verify.json").unlink(missing_ok=True)
     heading("Servers")
     say(f"SGLang {sglang} on {device}; {model}; logs in {output}")
     flags = ["--model-path", model, *args.server_args]
-    together = args.servers == "together"
-    both = servers.pair(flags, output, device=device, port=args.port, together=together)
-    run_prefills_eagerly(both[0])
+    together = args.servers == "together" or (args.servers, device) == ("auto", "cpu")
+    say("Both servers at once." if together else "One server after the other.")
+    stock, fast = servers.pair(flags, output, device=device, port=args.port, together=together)
+    run_prefills_eagerly(stock)
+    # The fast one goes first: if it is not active there is nothing to measure.
+    groups = [[stock, fast]] if together else [[fast], [stock]]
     unknown = ("agrees", "answers_equal", "max_logprob_diff", "ttft_off_s", "ttft_on_s", "ratio")
     document: dict[str, Any] = dict.fromkeys(unknown) | {
         "model": args.label or args.model_path,
@@ -349,14 +325,14 @@ def run(args: argparse.Namespace) -> int:
         "output": str(output),
     }
     try:
-        plan, stock, fast = serve(args, model, device, both)
+        found = serve(args, model, device, groups)
     except WrongPathError as wrong:
         heading("FAST PREFILL DID NOT DO WHAT THE SWITCH SAYS: NOTHING WAS MEASURED")
         say(str(wrong))
         document["problems"] = str(wrong).splitlines()[:1]
     else:
-        compared = conclude(document, plan, stock, fast)
-        page.show(document, page.console_of())
+        compared = conclude(document, *found)
+        page.show(document)
         (output / "verify.html").write_text(page.render(document, *compared), "utf-8")
         say(f"Report: {output / 'verify.html'}\n")
     (output / "verify.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -7,7 +7,6 @@ a server runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, LORA, S
 
 # -- server arguments ------------------------------------------------------------------------------
 
-PIPELINE = "pipeline parallelism (--pp-size) is not supported"
-DP_ATTENTION = "data-parallel attention"
-SEQUENCE_PARALLEL = "sequence parallelism"
-CONTEXT_PARALLEL = "context parallelism"
-EXPERT_PARALLEL = "expert parallelism"
-HOOKS = "forward hooks, which may read any row"
-OFFLOADED = "weights that come to the device for their layer's own forward only"
-FOREIGN_CACHE = "a cache that may load K and V while layers run"
-ONE_KERNEL = "one kernel in the place of the model's layers"
 # SGLang's own defect. It is refused because it would be taken for one of this package.
 WRONG_REPLAYS = (
     f"{seams.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
@@ -42,54 +32,69 @@ _HIDDEN_STATE_ARGUMENTS = (
     "enable_return_aux_hidden_states",
     "return_hidden_states_mode",
 )
-
-# A server argument that is set -> the reason.
-_REFUSING_ARGUMENTS = {
-    "enable_deterministic_inference": "deterministic inference",
-    "enable_dp_attention": DP_ATTENTION,
-    "enable_dp_lm_head": DP_ATTENTION,
-    "enable_dense_mlp_attn_tp": DP_ATTENTION,
-    "moe_dense_tp_size": DP_ATTENTION,
-    "enable_layernorm_sp": SEQUENCE_PARALLEL,
-    "enable_attn_tp_input_scattered": SEQUENCE_PARALLEL,
-    "disable_attn_tp_gather": SEQUENCE_PARALLEL,
-    "enable_prefill_cp": CONTEXT_PARALLEL,
-    "enable_kv_cache_sharding": CONTEXT_PARALLEL,
-    "enable_quant_communications": "all-reduces that round prefill otherwise than decode",
-    "elastic_ep_backend": EXPERT_PARALLEL,
-    "enable_two_batch_overlap": "two-batch overlap",
-    "enable_single_batch_overlap": "single-batch overlap",
-    "enable_pdmux": "PD multiplexing",
-    "forward_hooks": HOOKS,
-    "debug_tensor_dump_output_folder": HOOKS,
-    "msprobe_dump_config": HOOKS,
-    "enable_lora": LORA,
-    "cpu_offload_gb": OFFLOADED,
-    "enable_unified_memory": "pools of K and V that share and move their memory",
-    "enable_page_major_kv_layout": "K and V that lie page by page",
-    "enable_lmcache": FOREIGN_CACHE,
-    "enable_flexkv": FOREIGN_CACHE,
-    "enable_unified_cache_external_linker": FOREIGN_CACHE,
-    "radix_cache_backend": FOREIGN_CACHE,
-    "dllm_algorithm": "a diffusion language model's forward modes",
-    "enable_nvidia_megakernel": ONE_KERNEL,
-    "enable_amd_monokernel": ONE_KERNEL,
-    "use_ray": "ranks that Ray places, on several machines it may be",
-}
-# A server argument above one -> the reason.
-_REFUSING_SIZES = {
-    "pp_size": PIPELINE,
-    "attn_dp_size": DP_ATTENTION,
-    "attn_cp_size": CONTEXT_PARALLEL,
-    "dcp_size": CONTEXT_PARALLEL,
-    "ep_size": EXPERT_PARALLEL,
-    "moe_dp_size": EXPERT_PARALLEL,
-    "dwdp_size": EXPERT_PARALLEL,
-    # A batch is cut by all ranks or by none; on one machine they share one installation.
-    "nnodes": "ranks on several machines",
-}
 # Arguments that functions below read by name.
-_OTHER_ARGUMENTS = ("speculative_algorithm", "disaggregation_mode", "offload_group_size")
+_OTHER_ARGUMENTS = ("speculative_algorithm", "disaggregation_mode")
+
+# A reason -> the server arguments that refuse for it if they are set, numbers if they are above
+# the one given here.
+REFUSING_ARGUMENTS = {
+    LORA: {"enable_lora": 0},
+    "pipeline parallelism (--pp-size) is not supported": {"pp_size": 1},
+    "data-parallel attention": {
+        "enable_dp_attention": 0,
+        "enable_dp_lm_head": 0,
+        "enable_dense_mlp_attn_tp": 0,
+        "moe_dense_tp_size": 0,
+        "attn_dp_size": 1,
+    },
+    "sequence parallelism": {
+        "enable_layernorm_sp": 0,
+        "enable_attn_tp_input_scattered": 0,
+        "disable_attn_tp_gather": 0,
+    },
+    "context parallelism": {
+        "enable_prefill_cp": 0,
+        "enable_kv_cache_sharding": 0,
+        "attn_cp_size": 1,
+        "dcp_size": 1,
+    },
+    "expert parallelism": {
+        "elastic_ep_backend": 0,
+        "ep_size": 1,
+        "moe_dp_size": 1,
+        "dwdp_size": 1,
+    },
+    # A batch is cut by all ranks or by none; on one machine they share one installation.
+    "ranks on several machines": {"nnodes": 1},
+    "ranks that Ray places, on several machines it may be": {"use_ray": 0},
+    "deterministic inference": {"enable_deterministic_inference": 0},
+    "all-reduces that round prefill otherwise than decode": {"enable_quant_communications": 0},
+    "two-batch overlap": {"enable_two_batch_overlap": 0},
+    "single-batch overlap": {"enable_single_batch_overlap": 0},
+    "PD multiplexing": {"enable_pdmux": 0},
+    "forward hooks, which may read any row": {
+        "forward_hooks": 0,
+        "debug_tensor_dump_output_folder": 0,
+        "msprobe_dump_config": 0,
+    },
+    "weights that come to the device for their layer's own forward only": {
+        "cpu_offload_gb": 0,
+        "offload_group_size": 0,  # -1 is none
+    },
+    "pools of K and V that share and move their memory": {"enable_unified_memory": 0},
+    "K and V that lie page by page": {"enable_page_major_kv_layout": 0},
+    "a cache that may load K and V while layers run": {
+        "enable_lmcache": 0,
+        "enable_flexkv": 0,
+        "enable_unified_cache_external_linker": 0,
+        "radix_cache_backend": 0,
+    },
+    "a diffusion language model's forward modes": {"dllm_algorithm": 0},
+    "one kernel in the place of the model's layers": {
+        "enable_nvidia_megakernel": 0,
+        "enable_amd_monokernel": 0,
+    },
+}
 
 # The arguments that need no refusal, one a line: scripts/dev/reviewed_arguments.py
 REVIEWED = Path(__file__).with_name("reviewed_arguments.txt")
@@ -97,7 +102,7 @@ REVIEWED = Path(__file__).with_name("reviewed_arguments.txt")
 
 def judged_arguments() -> set[str]:
     """The server arguments that can refuse a server."""
-    return {*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS, *_REFUSING_ARGUMENTS, *_REFUSING_SIZES}
+    return {*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS}.union(*REFUSING_ARGUMENTS.values())
 
 
 def reviewed_arguments() -> set[str]:
@@ -160,53 +165,42 @@ def _hidden_state_reason(argument: Callable[[str], Any]) -> str | None:
 
 
 def _table_reason(argument: Callable[[str], Any]) -> str | None:
-    for name, reason in _REFUSING_ARGUMENTS.items():
-        if argument(name):
-            return reason
-    for name, reason in _REFUSING_SIZES.items():
-        if (argument(name) or 1) > 1:
-            return reason
-    return OFFLOADED if (argument("offload_group_size") or 0) > 0 else None  # -1 is none
+    for reason, arguments in REFUSING_ARGUMENTS.items():
+        for name, harmless in arguments.items():
+            value = argument(name)
+            if value > harmless if isinstance(value, int | float) else value:
+                return reason
+    return None
 
 
 # -- attention backends ----------------------------------------------------------------------------
 
 
-class Ability(Enum):
-    """What an attention backend can do.
+# What attention backends can do, by class, without those derived from it: SGLang's by name, others
+# by module and name. Triton's is shown by test. The others were read, 0.5.23 line by line and
+# earlier releases by pattern. SGLang gives Gemma 4 no FlashAttention but version 4.
 
-    - MAIN, serve prefills: an extend step writes K and V of all rows to the pools, and in a window
-      layer each row sees as many keys as Gemma 4 says, its own among them. AITER's sees one fewer
-      in some of its kernels, Ascend's has pools of its own, Intel's AMX writes K and V in decode.
-    - TAIL, run the tail: its decode step over a donor's K and V sees what the prefill's row sees.
-    - CAPTURED, run it captured: its decode steps read only buffers that planning fills.
-    """
-
-    MAIN = auto()
-    TAIL = auto()
-    CAPTURED = auto()
-
-
-# By class, without those derived from it: SGLang's by name, others by module and name. Triton's is
-# shown by test. The others were read, 0.5.23 line by line and earlier releases by pattern. SGLang
-# gives Gemma 4 no FlashAttention but version 4.
-PROVEN_BACKENDS = {
-    "TritonAttnBackend": frozenset({Ability.MAIN, Ability.TAIL, Ability.CAPTURED}),
-    "TRTLLMHAAttnBackend": frozenset({Ability.MAIN}),
-    "FlashAttentionBackend": frozenset({Ability.MAIN}),
-    "XPUAttentionBackend": frozenset({Ability.MAIN}),
+# Serve prefills: an extend step writes K and V of all rows to the pools, and in a window layer each
+# row sees as many keys as Gemma 4 says, its own among them. AITER's sees one fewer in some of its
+# kernels, Ascend's has pools of its own, Intel's AMX writes K and V in decode.
+MAIN_BACKENDS = {
+    "TritonAttnBackend",
+    "TRTLLMHAAttnBackend",
+    "FlashAttentionBackend",
+    "XPUAttentionBackend",
 }
+# Run the tail: its decode step over a donor's K and V sees what the prefill's row sees.
+TAIL_BACKENDS = {"TritonAttnBackend"}
+# Run it captured: its decode steps read only buffers that planning fills.
+CAPTURABLE_BACKENDS = {"TritonAttnBackend"}
+
 NO_TAIL = "no attention backend could be built for the tail"
 _SGLANG = "sglang.srt."  # its image models' classes have the same names
 
 
-def abilities(kind: type) -> frozenset[Ability]:
-    """What attention backends of exactly this class can do."""
-    return PROVEN_BACKENDS.get(backend_key(kind), frozenset())
-
-
-def backend_key(kind: type) -> str:
-    """The name of a class in ``PROVEN_BACKENDS``."""
+def backend_key(backend: Any) -> str:
+    """The name of an attention backend's class in the tables."""
+    kind = type(backend)
     own = kind.__module__.startswith(_SGLANG)
     return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -215,16 +209,9 @@ def backend_reason(main: Any) -> str | None:
     """Why no batch may be cut on a server with this attention backend, or None."""
     if type(main) is HybridAttnBackend:  # one for prefills, one for decode steps
         return backend_reason(main.prefill_backend) or backend_reason(main.decode_backend)
-    if Ability.MAIN in abilities(type(main)):
+    if backend_key(main) in MAIN_BACKENDS:
         return None
     return f"the attention backend {type(main).__name__} is not proven"
-
-
-def tail_backend_reason(backend: Any) -> str | None:
-    """Why no tail can run on this attention backend, or None."""
-    if Ability.TAIL in abilities(type(backend)):
-        return None
-    return f"the tail cannot run on the attention backend {type(backend).__name__}"
 
 
 # -- pools of K and V ------------------------------------------------------------------------------

@@ -25,6 +25,18 @@ ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
 SERVER_REFUSED = "server_refused"
 
+_PREFIX = "sglang:gemma4_yoco_"
+# The name of a counter -> its documentation, and the label of its own.
+_COUNTERS = {
+    "forwards": (
+        "Prefill forwards of Gemma 4, by what became of them: how they were cut, or why not.",
+        "outcome",
+    ),
+    "rows": ("Rows of prefills, by whether the KV-shared layers have computed them.", "part"),
+    "audits": ("Prefills that were run again as stock, by whether a defect was found.", "result"),
+    "audit_greedy_changes": ("Rows of audited prefills whose likeliest token was another one.",),
+}
+
 
 def state() -> dict[str, Any]:
     """This process's entry in /server_info.
@@ -41,13 +53,16 @@ def state() -> dict[str, Any]:
         facts |= {"tail": None, "exits": None}
     # A strict audit that finds a defect ends the audits; their result stays.
     audited = log.audits != log.Audits() or (served is not None and served.after_cut is not None)
+    forwards = Counter[str]()
+    for outcome, number in log.forwards.items():
+        forwards[label(outcome)] += number
     entry = {
         "version": __version__,
         "active": reason is None,
         "reason": reason,
         "cut": None if served is None or reason is not None else served.describe(),
         **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
-        "forwards": _labelled(log.forwards),
+        "forwards": forwards,
         "rows": log.rows,
         "audits": asdict(log.audits) if audited else None,
     }
@@ -63,13 +78,6 @@ def label(outcome: str) -> str:
     if outcome in log.server_reasons:
         return SERVER_REFUSED
     return re.sub(r"\W+", "_", outcome.replace("'", "")).lower().strip("_")
-
-
-def _labelled(outcomes: Mapping[str, int]) -> Counter[str]:
-    counted = Counter[str]()
-    for outcome, times in outcomes.items():
-        counted[label(outcome)] += times
-    return counted
 
 
 def finite(value: Any) -> Any:
@@ -112,47 +120,37 @@ def collect(labels: Mapping[str, Any]) -> None:
 def _collect(labels: Mapping[str, Any]) -> None:
     import prometheus_client
 
-    counter = prometheus_client.Counter
-    forwards = counter(
-        "sglang:gemma4_yoco_forwards_total",
-        "Prefill forwards of Gemma 4, by what became of them: how they were cut, or why not.",
-        [*labels, "outcome"],
-    )
-    rows = counter(
-        "sglang:gemma4_yoco_rows_total",
-        "Rows of prefills, by whether the KV-shared layers have computed them.",
-        [*labels, "part"],
-    )
-    audits = counter(
-        "sglang:gemma4_yoco_audits_total",
-        "Prefills that were run again as stock, by whether a defect was found.",
-        [*labels, "result"],
-    )
-    changes = counter(
-        "sglang:gemma4_yoco_audit_greedy_changes_total",
-        "Rows of audited prefills whose likeliest token was another one.",
-        [*labels],
-    )
+    counters = {
+        name: prometheus_client.Counter(f"{_PREFIX}{name}_total", text, [*labels, *own])
+        for name, (text, *own) in _COUNTERS.items()
+    }
     worst = prometheus_client.Gauge(
-        "sglang:gemma4_yoco_audit_worst_difference",
+        f"{_PREFIX}audit_worst_difference",
         "Largest error of an audited prefill, in multiples of what is rounding.",
         [*labels],
         multiprocess_mode="max",
     )
+    collected: dict[tuple[str, ...], int] = {}
 
-    def count(outcomes: Mapping[str, int], counted: Mapping[str, int]) -> None:
-        for outcome, times in _labelled(outcomes).items():
-            forwards.labels(**labels, outcome=outcome).inc(times)
-        for part in log.PARTS:
-            rows.labels(**labels, part=part).inc(counted[part])
-
-    def count_audit(audit: log.Audits) -> None:
-        audits.labels(**labels, result="agrees").inc(audit.agree)
-        audits.labels(**labels, result="differs").inc(audit.differ)
-        changes.labels(**labels).inc(audit.greedy_changes)
+    def collect_what_is_new() -> None:
+        for key, number in _counted().items():
+            if number != collected.get(key):
+                name, *own = key
+                counter = counters[name].labels(*labels.values(), *map(label, own))
+                counter.inc(number - collected.get(key, 0))
+                collected[key] = number
         worst.labels(**labels).set(log.audits.worst)
 
-    count(log.forwards, log.rows)
-    count_audit(log.audits)
-    log.on_forward.append(lambda outcome, counted: count({outcome: 1}, counted))
-    log.on_audit.append(count_audit)
+    collect_what_is_new()
+    log.observers.append(collect_what_is_new)
+
+
+def _counted() -> dict[tuple[str, ...], int]:
+    """All numbers, each by the name of its counter and the value of the label of its own."""
+    return {
+        **{("forwards", outcome): number for outcome, number in log.forwards.items()},
+        **{("rows", part): log.rows[part] for part in log.PARTS},
+        ("audits", "agrees"): log.audits.agree,
+        ("audits", "differs"): log.audits.differ,
+        ("audit_greedy_changes",): log.audits.greedy_changes,
+    }

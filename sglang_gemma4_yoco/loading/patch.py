@@ -22,19 +22,22 @@ from sglang_gemma4_yoco.loading import metrics, published, start
 
 _Model, _Runner = seams.gemma4_causal.Gemma4TextModel, seams.ModelRunner
 
-# (class, attribute) -> the original, where it is wrapped.
-_installed: dict[tuple[type, str], Any] = {}
+_installed = False
 
 
-def _with_start(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def init_attention_backends(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
-        for model in _text_models(self):
-            start.start(self, model)
-        return result
+def _followed_by(call: Callable[[Any, Any], object]) -> Callable[..., Callable[..., Any]]:
+    """What wraps a method so that ``call(self, result)`` is called after it."""
 
-    return init_attention_backends
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = stock(self, *args, **kwargs)
+            call(self, result)
+            return result
+
+        return method
+
+    return wrap
 
 
 def _with_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,25 +53,6 @@ def _with_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
     return capture_graphs
 
 
-def _with_state(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def get_internal_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = stock(self, *args, **kwargs)
-        metrics.add_to(output)
-        return output
-
-    return get_internal_state
-
-
-def _with_metrics(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it wraps one
-        stock(self, *args, **kwargs)
-        metrics.collect(self.labels)
-
-    return __init__
-
-
 def _text_models(runner: Any) -> list[Any]:
     """The text models of a runner that have a KV-shared tail; a draft model's is left alone."""
     if getattr(runner, "is_draft_worker", False):
@@ -80,21 +64,28 @@ def _text_models(runner: Any) -> list[Any]:
     ]
 
 
+def _start(runner: Any, _: Any) -> None:
+    for model in _text_models(runner):
+        start.start(runner, model)
+
+
 #: (class, attribute) -> what wraps it.
 WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     (_Model, "forward"): forward.with_fast_prefill,
-    (_Runner, "init_attention_backends"): _with_start,
+    (_Runner, "init_attention_backends"): _followed_by(_start),
     (_Runner, "init_cuda_graphs"): _with_capture,
     (_Runner, "init_decode_cuda_graph"): _with_capture,
     (_Runner, "init_prefill_cuda_graph"): _with_capture,
-    (seams.Scheduler, "get_internal_state"): _with_state,
-    (seams.SchedulerMetricsCollector, "__init__"): _with_metrics,
+    (seams.Scheduler, "get_internal_state"): _followed_by(lambda _, state: metrics.add_to(state)),
+    (seams.SchedulerMetricsCollector, "__init__"): _followed_by(
+        lambda collector, _: metrics.collect(collector.labels)
+    ),
 }
 
 
 def is_installed() -> bool:
     """Whether this process's SGLang is patched by this package."""
-    return bool(_installed)
+    return _installed
 
 
 def install() -> None:
@@ -104,10 +95,10 @@ def install() -> None:
         seams.SeamError: the installed SGLang is not supported, or is patched already; nothing is
             changed.
     """
+    global _installed
     seams.check()
     for (patched, name), wrap in WRAPPED.items():
-        stock = getattr(patched, name)
-        _installed[patched, name] = stock
-        setattr(patched, name, wrap(stock))
+        setattr(patched, name, wrap(getattr(patched, name)))
     for name in seams.PUBLISHED_HELPERS:
         setattr(_Model, name, getattr(published, name))
+    _installed = True

@@ -1,6 +1,7 @@
-"""Two helpers that ``Gemma4TextModel`` gets, under the names of the change proposed to SGLang.
+"""Two helpers that ``Gemma4TextModel`` gets, for code that cuts a batch in a forward of its own.
 
-The package does not use them. They are for code that cuts a batch in a forward of its own.
+They have the names of the change proposed to SGLang, sgl-project/sglang#27183. The package does not
+use them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
         return False
     # A tail is planned on its own backend, on this one, or outside of any forward.
     planned = current is None or (state.attention is not None and current is state.attention.main)
-    return planned or limits.tail_backend_reason(current) is None
+    return planned or limits.backend_key(current) in limits.TAIL_BACKENDS
 
 
 def _yoco_truncate_to_last_tokens(

@@ -32,8 +32,6 @@ def model_reason(model: Any) -> str | None:
     reason = limits.server_reason()
     if reason is not None or first is None:
         return reason or NO_SHARED_LAYERS
-    if not seams.holds_all_layers(model):
-        return limits.PIPELINE
     return limits.linear_reason(model, first)
 
 
@@ -84,7 +82,7 @@ def _tail_backend(runner: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
         tail = seams.build_attn_backend(runner)
-        if limits.Ability.TAIL in limits.abilities(type(tail)):
+        if limits.backend_key(tail) in limits.TAIL_BACKENDS:
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
@@ -140,7 +138,7 @@ def set_up(runner: Any, state: ModelState) -> None:
 def capture_tail(runner: Any, state: ModelState) -> None:
     """``captured.graphs.capture``."""
     assert state.attention is not None
-    able = limits.Ability.CAPTURED in limits.abilities(type(state.attention.tail))
+    able = limits.backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
     graphs.capture(runner, state, proof.prove, can_be_captured=able)
 
 

@@ -96,9 +96,7 @@ def attach(runner: Any, state: ModelState) -> None:
 def _check(runner: Any, state: ModelState, longest: int) -> Checked:
     """Have synthetic prompts that finish, and chunks that do not, leave at exits, which are open.
 
-    Args:
-        runner: SGLang's ``ModelRunner``, which serves no requests at the moment.
-        longest: tokens of the largest bucket.
+    ``longest``: tokens of the largest bucket.
 
     Raises:
         Exception: one of them failed, and other ranks wait for this one.

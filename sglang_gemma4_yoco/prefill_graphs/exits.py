@@ -1,8 +1,7 @@
 """Exits from SGLang's captured prefills: at the attention of the layer that is cut inside.
 
 SGLang captures a prefill as one CUDA graph for each stretch between two attentions, a *segment*,
-and runs the attentions eagerly (its *breakable* graphs). So a batch can leave at any attention.
-With S the first KV-shared layer of L, and the cut inside layer S-1::
+and runs the attentions eagerly (its *breakable* graphs). With the cut inside layer S-1 of L::
 
     segment 0 | attention 0 | segment 1 | ... | segment S-1 | attention S-1 | ... | segment L
                                                             ^ the exit point
@@ -50,17 +49,11 @@ _FEWEST_ON_GPU = 128
 
 @dataclass(frozen=True)
 class ExitPoint:
-    """Where one captured prefill can be left; an attribute of SGLang's graph, which goes with it.
+    """Where a captured prefill can be left; an attribute of SGLang's graph, which goes with it."""
 
-    Attributes:
-        segments: how many of the graph's segments run before it.
-        rows: [bucket, hidden], the residual at the input of layer S-1.
-        keys, values: [bucket, kv_heads, head_dim], that layer's.
-    """
-
-    segments: int
-    rows: torch.Tensor
-    keys: torch.Tensor
+    segments: int  # of the graph that run before it
+    rows: torch.Tensor  # [bucket, hidden], the residual at the input of layer S-1
+    keys: torch.Tensor  # [bucket, kv_heads, head_dim], that layer's
     values: torch.Tensor
 
 
@@ -100,20 +93,18 @@ def replay_to_exit(graph: Any) -> ExitPoint:
 class PrefillGraphExits:
     """The exits of one model's captured prefills, one for each bucket; all are open, or none.
 
-    Only SGLang's runner of captured prefills holds it: graphs that SGLang lets go are freed.
+    Only SGLang's runner of captured prefills holds it: graphs that SGLang lets go are freed. With
+    ``hooks`` closed, that runner is as it was.
 
     Attributes:
         closed: why no batch may take them; None if they are open.
         segments: how many run before the exit, by bucket; 0 of a graph that has no exit.
-        hooks: closing these leaves SGLang's runner as it was.
+
+    Raises:
+        AttributeError: this SGLang captures prefills otherwise; nothing is changed.
     """
 
     def __init__(self, state: ModelState, prefills: Any) -> None:
-        """Serve what SGLang serves by its captured prefills.
-
-        Raises:
-            AttributeError: this SGLang captures them otherwise; nothing is changed.
-        """
         self.closed: str | None = "they are not open yet"
         self._graphs = graphs = sglang.graphs(prefills)
         self.segments = {
@@ -170,22 +161,16 @@ class PrefillGraphExits:
 
 @dataclass
 class ExitForward:
-    """A forward that SGLang runs by a captured prefill.
-
-    Attributes:
-        output: [bucket, hidden], what the graph writes, and every path.
-        batch: SGLang's static batch, which the graph reads: the live one's tokens first, up to the
-            bucket. Gemma 4 has added 1 to its positions, in place.
-        stock: runs the graph to its end; returns ``output``.
-        point: what can be read at the exit, until the next replay; None before ``fast``.
-    """
+    """A forward that SGLang runs by a captured prefill."""
 
     state: ModelState
     graph: Any
-    output: torch.Tensor
+    output: torch.Tensor  # [bucket, hidden], what the graph writes, and every path
+    #: SGLang's static batch, which the graph reads: the live one's tokens first, up to the bucket.
+    #: Gemma 4 has added 1 to its positions, in place.
     batch: Any
-    stock: Callable[[], torch.Tensor]
-    point: ExitPoint | None = None
+    stock: Callable[[], torch.Tensor]  # runs the graph to its end; returns ``output``
+    point: ExitPoint | None = None  # what can be read until the next replay, after ``fast``
 
     def fast(self, plan: Plan) -> torch.Tensor:
         """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""
@@ -213,13 +198,10 @@ class ExitForward:
     def findings(self, plan: Plan, output: torch.Tensor) -> list[Finding]:
         """What differs from the same graph run to its end, which it has when this returns.
 
-        Up to the exit both are the same kernels on the same rows. So each thing that can go wrong
-        at the exit is compared: K and V of layer S-1 with those made anew of the rows there; the
-        tail with its layers run eagerly; K and V in the pool with those that the graph writes.
-
-        Args:
-            plan: of the forward that has left at the exit; nothing has run since.
-            output: [bucket, hidden], what it has given; overwritten.
+        Nothing has run since the forward left at the exit and gave ``output`` [bucket, hidden],
+        which is overwritten. Up to there both are the same kernels on the same rows. So what is
+        compared is K and V of layer S-1 with those made anew of the rows there; the tail with its
+        layers run eagerly; K and V in the pool with those that the graph writes.
         """
         state, compared = self.state, self._at_the_exit(plan)
         if plan.runner is not None:

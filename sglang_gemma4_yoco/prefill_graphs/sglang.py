@@ -59,8 +59,7 @@ def _indexes_shared_layers() -> bool:
 def indexing_shared_layers() -> Iterator[None]:
     """In the span SGLang leaves attention layers as they come where two have one id.
 
-    Up to 0.5.22 a break looks its layer up by its id, and finds its donor's, which is alike in
-    heads, window and scale; 0.5.23 looks nothing up.
+    Up to 0.5.22 a break then finds the donor's layer: alike in heads, window and scale.
     """
     stock: Any = getattr(cuda_graph_setup, _INDEX, None)
 
@@ -94,7 +93,7 @@ def graph_being_captured() -> Any | None:
 
 
 def at_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
-    """Segments of a graph that is being captured before its next break, and views of these tensors.
+    """Segments before the next break of a graph that is being captured, and views of tensors.
 
     The graph alone keeps their memory.
     """

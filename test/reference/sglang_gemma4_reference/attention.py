@@ -150,16 +150,14 @@ class FrontBackend(WindowedTorchNativeBackend):
 
 
 def register_as_proven() -> None:
-    """Enter these backends in the package's table, where the package is loaded."""
+    """Enter these backends in the package's tables, where the package is loaded."""
     limits = sys.modules.get("sglang_gemma4_yoco.loading.limits")
-    if limits is None:
+    windowed = f"{__name__}.{WindowedTorchNativeBackend.__name__}"
+    if limits is None or windowed in limits.TAIL_BACKENDS:
         return
-    proven = {
-        WindowedTorchNativeBackend: frozenset(limits.Ability),
-        FrontBackend: frozenset({limits.Ability.MAIN}),
-    }
-    for kind, abilities in proven.items():
-        limits.PROVEN_BACKENDS.setdefault(limits.backend_key(kind), abilities)
+    limits.MAIN_BACKENDS.update({windowed, f"{__name__}.{FrontBackend.__name__}"})
+    limits.TAIL_BACKENDS.add(windowed)
+    limits.CAPTURABLE_BACKENDS.add(windowed)
 
 
 def _heads(q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:

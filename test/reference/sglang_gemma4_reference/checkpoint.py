@@ -7,7 +7,6 @@ tame, see ``scale``; those of ``untamed`` and of presets named ``_SHARP`` are no
 from __future__ import annotations
 
 import argparse
-import ast
 import copy
 import dataclasses
 import json
@@ -184,6 +183,13 @@ E4B = dataclasses.replace(
     double_wide_mlp=False,
 )
 
+
+def _layers_of(shape: Gemma4Shape) -> dict[str, Any]:
+    """The fields that say how many layers there are, and what they share."""
+    names = ("layers", "kv_shared_layers", "sliding_per_full", "kv_heads", "double_wide_mlp")
+    return {name: getattr(shape, name) for name in names}
+
+
 _SMALL_TOWER = Tower(hidden_size=64, layers=2, heads=4)
 
 # Widths are those of the real models over 3 and 5, rounded to what kernels like.
@@ -204,14 +210,10 @@ E2B_MINI = dataclasses.replace(
 
 E4B_MINI = dataclasses.replace(
     E2B_MINI,
-    layers=E4B.layers,
-    kv_shared_layers=E4B.kv_shared_layers,
-    sliding_per_full=E4B.sliding_per_full,
-    kv_heads=E4B.kv_heads,
+    **_layers_of(E4B),
     head_dim=48,
     global_head_dim=96,
     ple_width=48,
-    double_wide_mlp=False,
 )
 
 E2B_TINY = dataclasses.replace(
@@ -232,21 +234,8 @@ E2B_TINY = dataclasses.replace(
 
 # Of the real models only the number of layers and what they share: so narrow that the time of a
 # forward is its host's, layer by layer.
-E2B_HOST = dataclasses.replace(
-    E2B_TINY,
-    layers=E2B.layers,
-    kv_shared_layers=E2B.kv_shared_layers,
-    sliding_per_full=E2B.sliding_per_full,
-)
-
-E4B_HOST = dataclasses.replace(
-    E2B_HOST,
-    layers=E4B.layers,
-    kv_shared_layers=E4B.kv_shared_layers,
-    sliding_per_full=E4B.sliding_per_full,
-    kv_heads=E4B.kv_heads,
-    double_wide_mlp=False,
-)
+E2B_HOST = dataclasses.replace(E2B_TINY, **_layers_of(E2B))
+E4B_HOST = dataclasses.replace(E2B_TINY, **_layers_of(E4B))
 
 # As they are served: in bf16, and not tame. Of 64 channels 8 are outliers: where it is one, a layer
 # is given little more than that one's sign, for all that bf16 keeps of a row.
@@ -255,18 +244,7 @@ E2B_TINY_SHARP = dataclasses.replace(untamed(E2B_TINY), **_NARROW)
 E2B_HOST_SHARP = dataclasses.replace(untamed(E2B_HOST), **_NARROW)
 E2B_MINI_SHARP = dataclasses.replace(untamed(E2B_MINI), dtype="bfloat16")
 
-PRESETS = {
-    "E2B": E2B,
-    "E4B": E4B,
-    "E2B_MINI": E2B_MINI,
-    "E4B_MINI": E4B_MINI,
-    "E2B_TINY": E2B_TINY,
-    "E2B_HOST": E2B_HOST,
-    "E4B_HOST": E4B_HOST,
-    "E2B_TINY_SHARP": E2B_TINY_SHARP,
-    "E2B_HOST_SHARP": E2B_HOST_SHARP,
-    "E2B_MINI_SHARP": E2B_MINI_SHARP,
-}
+PRESETS = {name: shape for name, shape in globals().items() if isinstance(shape, Gemma4Shape)}
 
 
 def config_dict(shape: Gemma4Shape) -> dict[str, Any]:
@@ -537,28 +515,14 @@ def write_assistant(path: str | Path, target: Gemma4Shape) -> Path:
     return path
 
 
-def _parse_change(item: str) -> tuple[str, Any]:
-    """Split ``FIELD=VALUE``, VALUE being a Python literal or else a string."""
-    field, _, value = item.partition("=")
-    try:
-        return field, ast.literal_eval(value)
-    except ValueError:
-        return field, value
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the checkpoint that the command line asks for."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("path", type=Path)
     parser.add_argument("--no-weights", action="store_true", help="config and processor only")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="FIELD=VALUE", help="change fields of the preset"
-    )
     args = parser.parse_args(argv)
-    changes = dict(_parse_change(item) for item in args.set)
-    shape = dataclasses.replace(PRESETS[args.preset], **changes)
-    print(write_checkpoint(args.path, shape, weights=not args.no_weights))
+    print(write_checkpoint(args.path, PRESETS[args.preset], weights=not args.no_weights))
 
 
 if __name__ == "__main__":

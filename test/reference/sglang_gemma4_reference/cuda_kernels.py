@@ -211,43 +211,6 @@ class FusedRope:
             heads.copy_(_rotated(heads.float(), rotation))
 
 
-class RotaryEmbedding:
-    """``elementwise/pos_enc.cuh``, which heads of other widths take."""
-
-    def rotary_embedding(
-        self,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        head_size: int,
-        cos_sin: torch.Tensor,
-        neox: bool,
-    ) -> None:
-        """Rotate in place; query [rows, heads * head_size], key likewise."""
-        kernel = "rotary_embedding"
-        calls[kernel] += 1
-        _require(neox, kernel, "only NeoX's layout is written here")
-        _require(key is not None, kernel, "only the form with keys is written here")
-        assert key is not None
-        _require(positions.dim() == 1, kernel, "only flat positions are written here")
-        rows = {query.shape[0], key.shape[0], positions.shape[0]}
-        _require(len(rows) == 1, kernel, f"query, key and positions have {rows} rows")
-        heads = [tensor.numel() // positions.numel() / head_size for tensor in (query, key)]
-        _require(all(count.is_integer() for count in heads), kernel, f"{heads} heads")
-        _require(heads[0] % heads[1] == 0, kernel, f"{heads} heads of query and key")
-        types = {query.dtype, key.dtype, cos_sin.dtype}
-        _require(
-            len(types) == 1 and query.dtype in _FLOATS, kernel, f"one type is assumed: {types}"
-        )
-        _require(positions.dtype == torch.int64, kernel, "positions are assumed to be int64")
-        dense = all(tensor.stride(-1) == 1 and tensor.dim() == 2 for tensor in (query, key))
-        _require(dense, kernel, "heads are assumed to lie side by side")
-        rotation = cos_sin[positions]
-        for tensor in (query, key):
-            by_head = tensor.unflatten(-1, (-1, head_size))
-            by_head.copy_(_rotated(by_head, rotation))
-
-
 def _rotated(heads: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """[rows, heads, width] by [rows, width] of cosines and sines; NeoX: halves are pairs."""
     cos, sin = rotation[:, None].chunk(2, dim=-1)
@@ -312,7 +275,6 @@ _DTYPES = {"fp32_t": torch.float32, "fp16_t": torch.float16, "bf16_t": torch.bfl
 _COMPILED = {
     "activation": Activation,
     "fused_rope": FusedRope,
-    "rotary_embedding": RotaryEmbedding,
     "kvcache": StoreCache,
 }
 

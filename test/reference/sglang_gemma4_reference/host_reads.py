@@ -11,6 +11,7 @@ named counts even where the tensor lies there already, for on a CPU it always do
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,18 @@ def noted(note: Callable[[str], None]) -> Iterator[None]:
     """For the span, call ``note`` with the name of every such operation, before it runs."""
     with _Functions(note), _Operations(note):
         yield
+
+
+@contextmanager
+def counted(*passed_over: str) -> Iterator[Counter[tuple[str, str]]]:
+    """How often each (operation, ``caller`` of it) comes in the span."""
+    seen: Counter[tuple[str, str]] = Counter()
+
+    def note(kind: str) -> None:
+        seen[kind, caller(*passed_over)] += 1
+
+    with noted(note):
+        yield seen
 
 
 def caller(*passed_over: str) -> str:

@@ -92,23 +92,19 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
         recorder.replays.clear()
         if batch.rids is None:  # nobody's: made to warm up, or to compare
             return
+        where: Any = {
+            "rows": [0] * len(layers),
+            "first_layer": model.start_layer,
+            "process": os.getpid(),
+        }
         if batch.forward_mode.is_target_verify():  # says nothing of lengths on the host
-            current = Prefill(
-                mode=VERIFY,
-                extend_lens=[len(batch.input_ids)],
-                prefix_lens=[],
-                rows=[0] * len(layers),
-                first_layer=model.start_layer,
-                process=os.getpid(),
-            )
+            current = Prefill(VERIFY, [len(batch.input_ids)], [], **where)
         elif batch.forward_mode.is_extend_without_speculative():  # no decode step
             current = Prefill(
-                mode=batch.forward_mode.name,
-                extend_lens=_integers(batch.extend_seq_lens_cpu),
-                prefix_lens=_integers(batch.extend_prefix_lens_cpu),
-                rows=[0] * len(layers),
-                first_layer=model.start_layer,
-                process=os.getpid(),
+                batch.forward_mode.name,
+                _integers(batch.extend_seq_lens_cpu),
+                _integers(batch.extend_prefix_lens_cpu),
+                **where,
                 ends_prompt=bool(getattr(batch, "contains_last_prefill_chunk", True)),
                 logprob_starts=(
                     _integers(batch.extend_logprob_start_lens_cpu) if batch.return_logprob else None

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from audited_prefills import audited, counts
 from batches import BATCHES, batch_of
+from checking import audited, counts
 from forwards import (
     TWO_PROMPTS,
     InjectedError,

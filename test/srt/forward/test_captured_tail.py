@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -652,6 +653,7 @@ def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
     assert reason(engine) == graphs.NO_GRAPHS
 
 
+POOL = "attention.tail.token_to_kv_pool"
 REFUSED_ARGUMENTS = (
     "enable_hierarchical_cache",
     "enable_memory_saver",
@@ -687,22 +689,10 @@ class TestReasons:
         assert_replayed(engine, TWO_PROMPTS, eager=True)
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        kind = type(engine.runner.attn_backend)
-        abilities = frozenset({limits.Ability.MAIN, limits.Ability.TAIL})
-        monkeypatch.setitem(limits.PROVEN_BACKENDS, limits.backend_key(kind), abilities)
+        monkeypatch.setattr(limits, "CAPTURABLE_BACKENDS", set())
         assert reason(engine) == (
             "attention by WindowedTorchNativeBackend is not known to be capturable"
         )
-
-    def test_a_planner_that_is_not_proven(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(start.of(engine.text_model).attention, "decodes", False)
-        assert reason(engine) == graphs.NOT_DECODING
-
-    def test_quantised_inputs(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(start.of(engine.text_model), "splits_per_layer_inputs", False)
-        assert reason(engine) == graphs.QUANTISED
 
     @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
     def test_arguments(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -719,6 +709,16 @@ class TestReasons:
         monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
         assert reason(engine) == "SGLang lends the memory of its graphs"
 
+    @pytest.mark.parametrize("free", [900 << 20, 1 << 30])
+    def test_little_memory(
+        self, known: ModelState, monkeypatch: pytest.MonkeyPatch, free: int
+    ) -> None:
+        """A capture that fails ends a server of several ranks, which wait for each other."""
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
+        why = graphs.why_not(SimpleNamespace(device="cuda"), known, can_be_captured=True)
+        assert why == ("only 900 MiB of the GPU's memory are free" if free < 1 << 30 else None)
+
     def test_pools_that_get_their_memory_later(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -728,14 +728,23 @@ class TestReasons:
         monkeypatch.setattr(type(pool), "post_capture_active", True, raising=False)
         assert reason(engine) == graphs.ALLOCATED_LATER
 
-    @pytest.mark.parametrize("part", [None, "full_kv_pool", "swa_kv_pool"])
-    def test_prefixes_that_are_loaded_while_layers_run(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch, part: str | None
+    @pytest.mark.parametrize(
+        ("place", "name", "value", "why"),
+        [
+            ("attention", "decodes", False, graphs.NOT_DECODING),
+            ("", "splits_per_layer_inputs", False, graphs.QUANTISED),
+            # Prefixes are loaded while layers run.
+            (POOL, "layer_transfer_counter", object(), graphs.LOADED_MEANWHILE),
+            (f"{POOL}.full_kv_pool", "layer_transfer_counter", object(), graphs.LOADED_MEANWHILE),
+            (f"{POOL}.swa_kv_pool", "layer_transfer_counter", object(), graphs.LOADED_MEANWHILE),
+        ],
+    )
+    def test_what_is_known_of_the_server(
+        self, engine: Engine, known: ModelState, place: str, name: str, value: object, why: str
     ) -> None:
-        pool = engine.runner.token_to_kv_pool
-        pool = pool if part is None else getattr(pool, part)
-        monkeypatch.setattr(pool, "layer_transfer_counter", object(), raising=False)
-        assert reason(engine) == graphs.LOADED_MEANWHILE
+        owner = operator.attrgetter(place)(known) if place else known
+        with replaced(owner, **{name: value}):
+            assert reason(engine) == why
 
 
 def test_the_refused_arguments_are_these() -> None:

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from audited_prefills import audited, counts
 from batches import batch_of
 from bench_checks import SHAPES, draw, engines, kinds, traffic
 from breakages import BREAKAGES
-from checking import NEW, REQUESTS, checked, counted
+from checking import NEW, REQUESTS, audited, checked, counted, counts
 from decode_graphs import recorded_decode_steps
 from forwards import ENGINE, assert_untouched, norms_that_add_in_place
 from observe import assert_same_cache, run

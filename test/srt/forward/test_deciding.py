@@ -180,61 +180,56 @@ DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
 HIDDEN_STATES_OF_DRAFTS = f"{gate.HIDDEN_STATES}, beside speculative decoding"
 DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
 LAST = {"return_hidden_states_mode": "last"}
-# Reason -> the arguments that refuse for it, each alone.
-REFUSING: dict[str, dict[str, Any]] = {
-    "deterministic inference": {"enable_deterministic_inference": True},
-    limits.DP_ATTENTION: {
-        "enable_dp_attention": True,
-        "enable_dp_lm_head": True,
-        "enable_dense_mlp_attn_tp": True,
-        "moe_dense_tp_size": 1,
-        "attn_dp_size": 2,
-    },
-    limits.SEQUENCE_PARALLEL: {
-        "enable_layernorm_sp": True,
-        "enable_attn_tp_input_scattered": True,
-        "disable_attn_tp_gather": True,
-    },
-    limits.CONTEXT_PARALLEL: {
-        "enable_prefill_cp": True,
-        "enable_kv_cache_sharding": True,
-        "attn_cp_size": 2,
-        "dcp_size": 2,
-    },
-    limits.EXPERT_PARALLEL: {
-        "elastic_ep_backend": "mooncake",
-        "ep_size": 2,
-        "moe_dp_size": 2,
-        "dwdp_size": 2,
-    },
-    limits.PIPELINE: {"pp_size": 2},
-    "all-reduces that round prefill otherwise than decode": {"enable_quant_communications": True},
-    "two-batch overlap": {"enable_two_batch_overlap": True},
-    "single-batch overlap": {"enable_single_batch_overlap": True},
-    "PD multiplexing": {"enable_pdmux": True},
-    limits.HOOKS: {
-        "forward_hooks": [{"name": "a"}],
-        "debug_tensor_dump_output_folder": "/dumps",
-        "msprobe_dump_config": "dump.json",
-    },
-    limits.OFFLOADED: {"cpu_offload_gb": 1, "offload_group_size": 1},
-    "pools of K and V that share and move their memory": {"enable_unified_memory": True},
-    "K and V that lie page by page": {"enable_page_major_kv_layout": True},
-    limits.FOREIGN_CACHE: {
-        "enable_lmcache": True,
-        "enable_flexkv": True,
-        "enable_unified_cache_external_linker": True,
-        "radix_cache_backend": "flexkv",
-    },
-    "a diffusion language model's forward modes": {"dllm_algorithm": "LowConfidence"},
-    limits.ONE_KERNEL: {"enable_nvidia_megakernel": True, "enable_amd_monokernel": True},
-    "ranks that Ray places, on several machines it may be": {"use_ray": True},
-    "ranks on several machines": {"nnodes": 2},
-    gate.LORA: {"enable_lora": True},
-    gate.HIDDEN_STATES: {"enable_return_hidden_states": True, "return_hidden_states_mode": "full"},
+# An argument -> what it is set to; each refuses alone.
+REFUSING: dict[str, Any] = {
+    "attn_cp_size": 2,
+    "attn_dp_size": 2,
+    "cpu_offload_gb": 1,
+    "dcp_size": 2,
+    "debug_tensor_dump_output_folder": "/dumps",
+    "disable_attn_tp_gather": True,
+    "dllm_algorithm": "LowConfidence",
+    "dwdp_size": 2,
+    "elastic_ep_backend": "mooncake",
+    "enable_amd_monokernel": True,
+    "enable_attn_tp_input_scattered": True,
+    "enable_dense_mlp_attn_tp": True,
+    "enable_deterministic_inference": True,
+    "enable_dp_attention": True,
+    "enable_dp_lm_head": True,
+    "enable_flexkv": True,
+    "enable_kv_cache_sharding": True,
+    "enable_layernorm_sp": True,
+    "enable_lmcache": True,
+    "enable_lora": True,
+    "enable_nvidia_megakernel": True,
+    "enable_page_major_kv_layout": True,
+    "enable_pdmux": True,
+    "enable_prefill_cp": True,
+    "enable_quant_communications": True,
+    "enable_single_batch_overlap": True,
+    "enable_two_batch_overlap": True,
+    "enable_unified_cache_external_linker": True,
+    "enable_unified_memory": True,
+    "ep_size": 2,
+    "forward_hooks": [{"name": "a"}],
+    "moe_dense_tp_size": 1,
+    "moe_dp_size": 2,
+    "msprobe_dump_config": "dump.json",
+    "nnodes": 2,
+    "offload_group_size": 1,
+    "pp_size": 2,
+    "radix_cache_backend": "flexkv",
+    "use_ray": True,
 }
 ARGUMENTS: list[tuple[dict[str, Any], str | None]] = [
-    *(({name: value}, why) for why, given in REFUSING.items() for name, value in given.items()),
+    *(
+        ({name: REFUSING.get(name)}, reason)
+        for reason, names in limits.REFUSING_ARGUMENTS.items()
+        for name in names
+    ),
+    ({"enable_return_hidden_states": True}, gate.HIDDEN_STATES),
+    ({"return_hidden_states_mode": "full"}, gate.HIDDEN_STATES),
     *(
         ({"speculative_algorithm": kind}, gate.SPECULATIVE)
         for kind in ("EAGLE", "EAGLE3", "DFLASH")
@@ -261,8 +256,7 @@ def test_an_argument_of_the_server(
 
 
 def test_every_argument_that_refuses_has_a_row() -> None:
-    rows = {name: reason for reason, given in REFUSING.items() for name in given}
-    assert rows.items() >= (limits._REFUSING_ARGUMENTS | limits._REFUSING_SIZES).items()
+    assert {*REFUSING} == {name for names in limits.REFUSING_ARGUMENTS.values() for name in names}
     beside = {name for given, why in ARGUMENTS if why == HIDDEN_STATES_OF_DRAFTS for name in given}
     assert beside - DRAFTS.keys() == set(limits._HIDDEN_STATE_ARGUMENTS)
 

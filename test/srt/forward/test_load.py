@@ -59,59 +59,54 @@ def test_a_setting_that_means_nothing(
         assert remedy in why
 
 
-@pytest.mark.parametrize("setting", settings.VARIABLES)
-def test_a_setting_that_means_something(setting: str) -> None:
+@pytest.mark.parametrize("name", settings.VARIABLES)
+def test_a_setting_that_means_something(name: str) -> None:
     """It sets what it is named after, and nothing else."""
-    variable = settings.VARIABLES[setting]
+    setting = settings.VARIABLES[name]
+    minimum = setting.metadata["minimum"]
     values: dict[str, Any] = {"0": False, "1": True}
-    if variable.minimum is not None:
-        values = {str(number): number for number in (variable.minimum, 4096)}
+    if minimum is not None:
+        values = {str(number): number for number in (minimum, 4096)}
     for value, meaning in values.items():
-        expected = dataclasses.replace(settings.Settings(), **{setting: meaning})
-        assert settings.read({variable.name: value}) == expected
+        expected = dataclasses.replace(settings.Settings(), **{setting.name: meaning})
+        assert settings.read({name: value}) == expected
 
 
 # ---------------------------------------------------------------- names of SGLang's
 
-FIELDS = (
-    "forward_mode",
-    "batch_size",
-    "input_ids",
-    "req_pool_indices",
-    "seq_lens",
-    "seq_lens_sum",
-    "out_cache_loc",
-    "positions",
-    "extend_num_tokens",
-    "extend_seq_lens",
-    "extend_prefix_lens",
-    "extend_start_loc",
-    "extend_seq_lens_cpu",
-    "extend_prefix_lens_cpu",
-    "extend_logprob_start_lens_cpu",
-    "return_logprob",
-    "capture_hidden_mode",
-    "spec_algorithm",
-    "lora_ids",
-    "mm_input_embeds",
-    "mm_inputs",
-    "spec_info",
-    "return_hidden_states_before_norm",
-    "multi_item_delimiter_indices",
-    "token_indices_to_pool",
-    "input_embeds",
-    "replace_embeds",
-    "full_prefill_cuda_graph_capture",
-    "kv_loc_cols",
-    "residual_stream",
-)
-FIELDS_SINCE = {
-    "token_indices_to_pool": "0.5.21",
-    "full_prefill_cuda_graph_capture": "0.5.22",
-    "kv_loc_cols": "0.5.22",
-    "residual_stream": "0.5.22",
-}
 NAMES = {
+    "ForwardBatch": {
+        "forward_mode",
+        "batch_size",
+        "input_ids",
+        "req_pool_indices",
+        "seq_lens",
+        "seq_lens_sum",
+        "out_cache_loc",
+        "positions",
+        "extend_num_tokens",
+        "extend_seq_lens",
+        "extend_prefix_lens",
+        "extend_start_loc",
+        "extend_seq_lens_cpu",
+        "extend_prefix_lens_cpu",
+        "extend_logprob_start_lens_cpu",
+        "return_logprob",
+        "capture_hidden_mode",
+        "spec_algorithm",
+        "lora_ids",
+        "mm_input_embeds",
+        "mm_inputs",
+        "spec_info",
+        "return_hidden_states_before_norm",
+        "multi_item_delimiter_indices",
+        "token_indices_to_pool",
+        "input_embeds",
+        "replace_embeds",
+        "full_prefill_cuda_graph_capture",
+        "kv_loc_cols",
+        "residual_stream",
+    },
     "ForwardMode": {"EXTEND", "DECODE", "MIXED"},
     "ModelRunner": {
         "init_attention_backends",
@@ -121,6 +116,15 @@ NAMES = {
     },
     "forward_context": {"forward_context", "get_forward_context", "has_forward_context"},
     "residual_batch": {"set_written", "start"},
+}
+NEWER = ("ForwardBatch", "residual_batch")
+SINCE = {
+    "token_indices_to_pool": "0.5.21",
+    "full_prefill_cuda_graph_capture": "0.5.22",
+    "kv_loc_cols": "0.5.22",
+    "residual_stream": "0.5.22",
+    "set_written": "0.5.22",
+    "start": "0.5.22",
 }
 
 
@@ -135,23 +139,16 @@ def test_names_that_are_gone(
         assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 
-def test_fields_that_are_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_names_of_newer_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a release never had is not missed there."""
-    monkeypatch.setattr(seams, "ForwardBatch", record("ForwardBatch", set()))
-    for release, absent in (("0.5.20", 4), ("0.5.21", 3), ("0.5.22", 0)):
+    monkeypatch.setattr(seams, "ForwardBatch", None)
+    monkeypatch.setattr(seams, "residual_batch", None)
+    names = {f"{of}.{name}": SINCE.get(name) for of in NEWER for name in NAMES[of]}
+    for release in ("0.5.20", "0.5.21", "0.5.22"):
         monkeypatch.setattr(seams, "version", lambda _, release=release: release)
-        due = {name for name in FIELDS if FIELDS_SINCE.get(name, release) <= release}
-        assert len(FIELDS) - len(due) == absent
-        missed = {lack for lack in seams._missing() if lack.startswith("ForwardBatch.")}
-        assert missed == {f"ForwardBatch.{name}" for name in due}
-    assert "ForwardBatch.kv_loc_cols" in refusal(caplog)
-
-
-def record(name: str, fields: set[str]) -> type:
-    """A class with these fields, and no others."""
-    return dataclasses.make_dataclass(name, [(field, object, None) for field in sorted(fields)])
+        due = {name for name, since in names.items() if since is None or since <= release}
+        assert set(seams._missing()) == due
+    assert due == names.keys()
 
 
 def _anything(*_: Any) -> None:
@@ -180,17 +177,6 @@ def test_a_signature_that_has_changed(
 ) -> None:
     monkeypatch.setattr(*SIGNATURES[words], _anything)
     assert words in refusal(caplog)
-
-
-def test_a_residual_that_has_moved(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Batches carry it from 0.5.22 on; a release that hides where is none from before that."""
-    monkeypatch.setattr(seams, "residual_batch", None)
-    monkeypatch.setattr(seams, "version", lambda _: "0.5.22")
-    assert "gemma4_causal.residual_batch" in refusal(caplog)
-    monkeypatch.setattr(seams, "version", lambda _: "0.5.21")
-    assert "gemma4_causal.residual_batch" not in list(seams._missing())
 
 
 def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ padding into the cache, for example, unless the batch says how many of them are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -32,37 +30,23 @@ _LONGER = {"orig_seq_lens": "the prompt's tokens to come count"}
 _NEXT = {"extend_input_logprob_token_ids_gpu": "the first token to come is the last row's"}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of batch.
+_CHUNK = batch_of((20, 30), to_come=(21, 22))
 
-    Attributes:
-        prompts: what is scheduled.
-        may_differ: further fields, and why.
-    """
-
-    prompts: list[Prompt]
-    may_differ: Mapping[str, str] = field(default_factory=dict)
-
-
-KINDS = {
-    "one request": Kind(batch_of((0, 9))),
-    "one token": Kind(batch_of((40, 1))),
-    "several, some with prefixes": Kind(batch_of((0, 7), (33, 6), (70, 5))),
-    "logprobs of all rows": Kind(batch_of((0, 9), logprob_start=0)),
-    "logprobs after a prefix": Kind(
-        [
-            *batch_of((12, 8), logprob_start=15),
-            *batch_of((0, 6)),
-            *batch_of((4, 5), logprob_start=0),
-        ]
+#: By kind of batch what is scheduled, and further fields that may differ.
+KINDS: dict[str, tuple[list[Prompt], dict[str, str]]] = {
+    "one request": (batch_of((0, 9)), {}),
+    "one token": (batch_of((40, 1)), {}),
+    "several, some with prefixes": (batch_of((0, 7), (33, 6), (70, 5)), {}),
+    "logprobs of all rows": (batch_of((0, 9), logprob_start=0), {}),
+    "logprobs after a prefix": (
+        batch_of((12, 8), logprob_start=15) + batch_of((0, 6)) + batch_of((4, 5), logprob_start=0),
+        {},
     ),
-    "an intermediate chunk": Kind(batch_of((20, 30), to_come=(21, 22)), _LONGER),
-    "an intermediate chunk beside a finished prompt": Kind(
-        [*batch_of((0, 7)), *batch_of((20, 30), to_come=(21, 22))], _LONGER
-    ),
-    "logprobs of an intermediate chunk": Kind(
-        batch_of((5, 9), to_come=(21, 22), logprob_start=8), {**_LONGER, **_NEXT}
+    "an intermediate chunk": (_CHUNK, _LONGER),
+    "an intermediate chunk beside a finished prompt": (batch_of((0, 7)) + _CHUNK, _LONGER),
+    "logprobs of an intermediate chunk": (
+        batch_of((5, 9), to_come=(21, 22), logprob_start=8),
+        _LONGER | _NEXT,
     ),
 }
 
@@ -129,10 +113,10 @@ def unlike(theirs: ForwardBatch, ours: ForwardBatch) -> dict[str, tuple[Any, Any
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_is_what_sglang_makes(engine: Engine, kind: str) -> None:
-    prompts = KINDS[kind].prompts
+    prompts, others = KINDS[kind]
     theirs = of_sglang(engine, prompts)
     found = unlike(theirs, of_ours(engine, theirs, prompts))
-    may_differ = {**ALWAYS, **KINDS[kind].may_differ}
+    may_differ = ALWAYS | others
     assert {name: pair for name, pair in found.items() if name not in may_differ} == {}
     assert found.keys() == may_differ.keys()  # what does not differ needs no excuse
 
@@ -146,7 +130,7 @@ def test_what_every_batch_of_a_server_captures(
     if not hasattr(forward_batch_info, name):
         pytest.skip("in this SGLang a batch captures what its requests want")
     monkeypatch.setattr(forward_batch_info, name, lambda *_: mode)
-    prompts = KINDS["one request"].prompts
+    prompts, _ = KINDS["one request"]
     theirs = of_sglang(engine, prompts)
     assert theirs.capture_hidden_mode is mode
     assert unlike(theirs, of_ours(engine, theirs, prompts)).keys() == ALWAYS.keys()

@@ -97,19 +97,6 @@ def assert_stock(engine: Engine, reason: str | None) -> None:
         assert known.attention is None  # nothing is planned for a tail, and its memory is free
 
 
-def with_the_package(rank: int, port: int, path: Path) -> None:
-    engine = start(rank, path, port)
-    assert_every_batch_is_cut(engine)
-
-    def out_of_memory(_: Any) -> None:
-        raise MemoryError("no room for a second attention backend")
-
-    build = out_of_memory if rank == 1 else seams.build_attn_backend
-    with mock.patch.object(seams, "build_attn_backend", build):
-        engine.runner.init_attention_backends()
-        assert_stock(engine, ranks.NOT_ALIKE)
-
-
 def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
     """Its collectives are captured too: one after each attention, and one after each FFN."""
     from decode_graphs import record_tail
@@ -147,7 +134,9 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
     from sglang_gemma4_yoco.checking import start as checking
 
     engine = start(rank, path, port)
+    assert_every_batch_is_cut(engine)
     with_a_check_that_fails_on_one_rank(rank, engine)
+    without_a_backend_on_one_rank(rank, engine)
     with_settings_of_its_own(rank, engine)
     with_a_norm_that_is_called_otherwise(engine)
     with_audits(rank, engine)
@@ -167,6 +156,16 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
         pytest.raises((MemoryError, RuntimeError), match=gone),
     ):
         starting.set_up(engine.runner, state)
+
+
+def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
+    def out_of_memory(_: Any) -> None:
+        raise MemoryError("no room for a second attention backend")
+
+    build = out_of_memory if rank == 1 else seams.build_attn_backend
+    with mock.patch.object(seams, "build_attn_backend", build):
+        engine.runner.init_attention_backends()
+        assert_stock(engine, ranks.NOT_ALIKE)
 
 
 def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
@@ -266,20 +265,16 @@ def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
             process.kill()
 
 
-def test_tensor_parallel_ranks_cut_alike_or_not_at_all(tmp_path: Path) -> None:
-    """Each rank has a K/V head of its own; ``server/test_parallel`` has one that both copy."""
-    head_each = dataclasses.replace(E2B_TINY, kv_heads=RANKS)
-    on_all_ranks(with_the_package, write_checkpoint(tmp_path, head_each))
-
-
 def test_captured_prefills_are_left_by_all_ranks(tiny_checkpoint: Path) -> None:
     if not releases.records_prefills():
         pytest.skip("tried with the prefill graphs of SGLang 0.5.23")
     on_all_ranks(with_exits, tiny_checkpoint)
 
 
-def test_ranks_are_checked_together(tiny_checkpoint: Path) -> None:
-    on_all_ranks(set_up_together, tiny_checkpoint)
+def test_tensor_parallel_ranks_cut_alike_or_not_at_all(tmp_path: Path) -> None:
+    """Each rank has a K/V head of its own; ``server/test_parallel`` has one that both copy."""
+    head_each = dataclasses.replace(E2B_TINY, kv_heads=RANKS)
+    on_all_ranks(set_up_together, write_checkpoint(tmp_path, head_each))
 
 
 def test_a_rank_alone_asks_nobody() -> None:

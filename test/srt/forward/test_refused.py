@@ -9,12 +9,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from packaging.version import Version
-from sglang.srt.layers.utils import PPMissingLayer
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.server_args import ServerArgs
@@ -175,16 +173,16 @@ DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
 # ``test_parallel``.
 SERVERS: list[tuple[dict[str, Any], str | None]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),
-    ({"enable_dense_mlp_attn_tp": True}, limits.DP_ATTENTION),
-    ({"moe_dense_tp_size": 1}, limits.DP_ATTENTION),
-    ({"enable_attn_tp_input_scattered": True}, limits.SEQUENCE_PARALLEL),
-    ({"disable_attn_tp_gather": True}, limits.SEQUENCE_PARALLEL),
-    ({"enable_prefill_cp": True, "cp_strategy": "zigzag"}, limits.CONTEXT_PARALLEL),
-    ({"elastic_ep_backend": "mooncake"}, limits.EXPERT_PARALLEL),
+    ({"enable_dense_mlp_attn_tp": True}, "data-parallel attention"),
+    ({"moe_dense_tp_size": 1}, "data-parallel attention"),
+    ({"enable_attn_tp_input_scattered": True}, "sequence parallelism"),
+    ({"disable_attn_tp_gather": True}, "sequence parallelism"),
+    ({"enable_prefill_cp": True, "cp_strategy": "zigzag"}, "context parallelism"),
+    ({"elastic_ep_backend": "mooncake"}, "expert parallelism"),
     ({"enable_two_batch_overlap": True, "moe_a2a_backend": "deepep"}, "two-batch overlap"),
     ({"enable_single_batch_overlap": True}, "single-batch overlap"),
     ({"enable_pdmux": True, **NO_CHUNKS}, "PD multiplexing"),
-    ({"forward_hooks": [{"name": "a"}]}, limits.HOOKS),
+    ({"forward_hooks": [{"name": "a"}]}, "forward hooks, which may read any row"),
     ({"enable_lora": True, **LORA_SHAPE}, gate.LORA),
     ({"lora_paths": ["name=path"]}, gate.LORA),
     ({"enable_return_hidden_states": True}, gate.HIDDEN_STATES),
@@ -194,13 +192,13 @@ SERVERS: list[tuple[dict[str, Any], str | None]] = [
     ),
     ({**DRAFTS, "disaggregation_mode": "decode"}, DRAFTS_BESIDE_ROLES),
     ({**DRAFTS, "disaggregation_mode": "prefill"}, DRAFTS_BESIDE_ROLES),
-    (DP, limits.DP_ATTENTION),
-    ({**DP, "enable_dp_lm_head": True}, limits.DP_ATTENTION),
-    ({**TP, "attn_cp_size": 2}, limits.CONTEXT_PARALLEL),
-    ({**TP, "dcp_size": 2}, limits.CONTEXT_PARALLEL),
-    ({**TP, "ep_size": 2}, limits.EXPERT_PARALLEL),
+    (DP, "data-parallel attention"),
+    ({**DP, "enable_dp_lm_head": True}, "data-parallel attention"),
+    ({**TP, "attn_cp_size": 2}, "context parallelism"),
+    ({**TP, "dcp_size": 2}, "context parallelism"),
+    ({**TP, "ep_size": 2}, "expert parallelism"),
     (MACHINES, "ranks on several machines"),
-    ({**TP, "pp_size": 2}, limits.PIPELINE),
+    ({**TP, "pp_size": 2}, "pipeline parallelism (--pp-size) is not supported"),
     # These refuse nothing.
     (TP, None),
     ({**DRAFTS, **TP}, None),
@@ -246,25 +244,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "sglang_gemma4_yoco"]
 
 
-LACKING: dict[str, Callable[[Any], Any]] = {
-    "the first layer": lambda model: mock.patch.object(model, "start_layer", 1),
-    "the last layer": lambda model: mock.patch.object(model, "end_layer", LAYERS - 1),
-    "any layer": lambda model: mock.patch.dict(model.layers._modules, {"1": PPMissingLayer()}),
-}
-
-
-@pytest.mark.parametrize("lacking", LACKING)
-def test_a_model_that_lacks_a_layer(
-    engine: Engine, restarted: Callable[..., None], lacking: str
-) -> None:
-    """When the server starts, as a pipeline's stages do; it has all of them when it serves."""
-    with LACKING[lacking](engine.text_model):
-        restarted()
-    assert_stock(engine, limits.PIPELINE)
-    restarted()
-    assert_fast(engine)
-
-
 @pytest.mark.skipif(
     not hasattr(ServerArgs, "__struct_fields__"), reason="as a release newer than 0.5.23 lists them"
 )
@@ -276,7 +255,7 @@ def test_a_renamed_name_is_said_when_the_server_starts(
 ) -> None:
     """As on a newer release that has given an argument another name."""
     monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.16"))
-    monkeypatch.setitem(limits._REFUSING_ARGUMENTS, "enable_adapters", gate.LORA)
+    monkeypatch.setitem(limits.REFUSING_ARGUMENTS, "adapters", {"enable_adapters": 0})
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted()
         restarted()

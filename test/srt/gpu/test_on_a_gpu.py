@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ if os.environ.get("YOCO_TEST_GPU") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
 from bench_prefill import must_have_spread, randomise
+from forwards import refusing_waits
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
@@ -124,25 +124,6 @@ def test_replayed(engine: Engine, tail: TailGraphs, name: str) -> None:
 # ---------------------------------------------------------------- waits and launches
 
 
-@contextmanager
-def refusing_waits(engine: Engine) -> Iterator[None]:
-    """CUDA refuses every wait of the host for the device inside the text model."""
-    forward = engine.text_model.forward
-
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    engine.text_model.__dict__["forward"] = refusing
-    try:
-        yield
-    finally:
-        del engine.text_model.__dict__["forward"]
-
-
 @pytest.mark.parametrize("name", ["600 tokens", "input logprobs", "an intermediate chunk"])
 @pytest.mark.parametrize("kind", ["eager", "replayed"])
 def test_the_host_waits_for_nothing(
@@ -154,7 +135,7 @@ def test_the_host_waits_for_nothing(
         with switched(switch):
             engine.forward(scheduled)  # compiles its kernels
             log.reset()
-            with refusing_waits(engine):
+            with refusing_waits(engine.text_model, "forward"):
                 engine.forward(scheduled)
     assert log.forwards[outcome_of(name, captured=kind == "replayed")] == 1
 

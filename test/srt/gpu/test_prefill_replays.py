@@ -11,8 +11,7 @@ the smallest model and the reference's recordings.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -36,6 +35,7 @@ from bench_prefill import (
     served,
     timed,
 )
+from forwards import refusing_waits
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log
@@ -190,31 +190,13 @@ def test_ways_in_turns(engine: Engine) -> None:
         assert found["same_cache"], name
 
 
-@contextmanager
-def refusing_waits(engine: Engine) -> Iterator[None]:
-    """CUDA refuses every wait of the host for the device while a prefill is replayed."""
-    backend = engine.runner.prefill_cuda_graph_runner.backend
-    replay = backend.replay
-
-    def refusing(*args: object, **kwargs: object) -> object:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return replay(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "replay", refusing)
-        yield
-
-
 @pytest.mark.skipif(ON_A_CPU, reason="CUDA's own")
 @pytest.mark.parametrize("way", [OFF_REPLAYED, ON_REPLAYED])
 @pytest.mark.usefixtures("exits")
 def test_the_host_waits_for_nothing(engine: Engine, way: str) -> None:
     batch = engine.schedule(FULL["512 tokens"])
     timed(engine, batch, way)
-    with refusing_waits(engine):
+    with refusing_waits(engine.runner.prefill_cuda_graph_runner.backend, "replay"):
         timed(engine, batch, way)
 
 

@@ -8,10 +8,11 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from PIL import Image
 
+from disaggregated import Disaggregated
 from layer_rows import assert_all_stock
 from server import Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
@@ -66,22 +67,7 @@ class Answer(comparing.Answer):
 A = TypeVar("A")
 
 
-class Asked(Protocol):
-    """A server, or several that answer as one."""
-
-    def generate(self, **body: Any) -> Any:
-        """/generate's JSON answer."""
-
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
-
-    def mark(self) -> int:
-        """How many prefill forwards there were so far."""
-
-    def prefills(self, since: int = 0) -> list[Prefill]:
-        """The prefill forwards so far, without the first ``since``."""
-
-
+Asked = Server | Disaggregated
 S = TypeVar("S", bound=Asked)
 
 

@@ -34,8 +34,6 @@ _MORE = {"test_cuda_branches.py": {cuda_branches.VARIABLE: "cuda"}}
 _ELSEWHERE = {
     "test_without_exits.py": {"YOCO_TEST_WITHOUT_EXITS": "1"},
 }
-# Those that only a release must pass, as a whole: other files show most of it.
-_FOR_A_RELEASE = ("test_decode_graphs_triton.py",)
 # What another SGLang than theirs collects of these is one skipped test, in the process that
 # collects it: the other process would refuse to start.
 _RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG}
@@ -69,8 +67,6 @@ class OwnProcessFile(pytest.File):
         """The one test."""
         item = OwnProcess.from_parent(self, name="in_its_own_process")
         item.add_marker(pytest.mark.timeout(SECONDS + 60))
-        if self.path.name in _FOR_A_RELEASE:
-            item.add_marker(pytest.mark.release)
         yield item
 
 

@@ -65,26 +65,15 @@ def random_shape(seed: int) -> Gemma4Shape:
     )
 
 
-@dataclass(frozen=True)
-class Length:
-    """A number of tokens: so many windows, and so many more."""
-
-    windows: int
-    more: int
-
-    def of(self, window: int, least: int) -> int:
-        """In tokens, for a window of this many keys; at least ``least``."""
-        return max(self.windows * window + self.more, least)
+#: A number of tokens: so many windows, and so many more.
+Length = tuple[int, int]
+ZERO: Length = (0, 0)
 
 
-def plain(count: int) -> Length:
-    """This many tokens, whatever the window."""
-    return Length(0, count)
-
-
-def edge(more: int) -> Length:
-    """A window, and so many tokens more."""
-    return Length(1, more)
+def in_tokens(length: Length, window: int, least: int) -> int:
+    """In tokens, for a window of this many keys; at least ``least``."""
+    windows, more = length
+    return max(windows * window + more, least)
 
 
 @dataclass(frozen=True)
@@ -115,9 +104,9 @@ class Batch:
         draw = random.Random(self.seed)
         made = []
         for request in self.requests:
-            cached = request.cached.of(window, 0)
+            cached = in_tokens(request.cached, window, 0)
             # An unfinished chunk of one token alone is a batch with nothing to skip.
-            new = request.new.of(window, 2 if request.to_come else 1)
+            new = in_tokens(request.new, window, 2 if request.to_come else 1)
             start = -1 if request.wanted is None else int((cached + new) * (1 - request.wanted))
             made.append(
                 Prompt(
@@ -134,16 +123,18 @@ def batches(
     longest: int, most: int, *, logprobs: bool = False, unfinished: bool = False
 ) -> st.SearchStrategy[Batch]:
     """1 to ``most`` requests of up to ``longest`` new tokens after as many cached ones."""
-    edges = st.builds(edge, st.integers(-1, 1))
+    edges = st.tuples(st.just(1), st.integers(-1, 1))
+
+    def plain(least: int) -> st.SearchStrategy[Length]:
+        return st.tuples(st.just(0), st.integers(least, longest))
+
     return st.builds(
         Batch,
         st.lists(
             st.builds(
                 Request,
-                cached=st.one_of(
-                    st.just(plain(0)), st.builds(plain, st.integers(0, longest)), edges
-                ),
-                new=st.one_of(st.builds(plain, st.integers(1, longest)), edges),
+                cached=st.one_of(st.just(ZERO), plain(0), edges),
+                new=st.one_of(plain(1), edges),
                 wanted=st.one_of(st.none(), st.floats(0, 1)) if logprobs else st.none(),
                 to_come=st.integers(1, 50) if unfinished else st.just(0),
             ),
@@ -155,33 +146,32 @@ def batches(
     )
 
 
-ZERO = plain(0)
 #: Batches that every model must be tried on.
 HARD_LAST_ROWS = (
     Batch(
         (
-            Request(edge(-1), plain(2)),
-            Request(edge(0), plain(3)),
-            Request(edge(1), plain(1)),
-            Request(ZERO, plain(1)),
+            Request((1, -1), (0, 2)),
+            Request((1, 0), (0, 3)),
+            Request((1, 1), (0, 1)),
+            Request(ZERO, (0, 1)),
         )
     ),
-    Batch((Request(ZERO, edge(-1)), Request(ZERO, edge(0)), Request(ZERO, edge(1))), prefix="1"),
-    Batch((Request(edge(7), edge(0)), Request(plain(3), plain(1))), prefix="1"),
+    Batch((Request(ZERO, (1, -1)), Request(ZERO, (1, 0)), Request(ZERO, (1, 1))), prefix="1"),
+    Batch((Request((1, 7), (1, 0)), Request((0, 3), (0, 1))), prefix="1"),
 )
 HARD_LOGPROBS = (
     Batch(
         (
-            Request(edge(1), edge(2), wanted=0.3),
-            Request(ZERO, plain(7)),
-            Request(plain(2), plain(1), wanted=0.0),
+            Request((1, 1), (1, 2), wanted=0.3),
+            Request(ZERO, (0, 7)),
+            Request((0, 2), (0, 1), wanted=0.0),
         )
     ),
-    Batch((Request(edge(-1), plain(3), wanted=0.2), Request(edge(0), plain(4))), prefix="1"),
+    Batch((Request((1, -1), (0, 3), wanted=0.2), Request((1, 0), (0, 4))), prefix="1"),
 )
 HARD_UNREAD = (
-    Batch((Request(edge(1), plain(4), to_come=3), Request(ZERO, edge(1), to_come=1))),
-    Batch((Request(edge(-1), plain(2), to_come=1),), prefix="1"),
+    Batch((Request((1, 1), (0, 4), to_come=3), Request(ZERO, (1, 1), to_come=1))),
+    Batch((Request((1, -1), (0, 2), to_come=1),), prefix="1"),
 )
 
 

@@ -260,8 +260,11 @@ def started(
     environment = {name: value for name, value in os.environ.items() if name not in changed}
     environment |= {name: value for name, value in changed.items() if value is not None}
     server = Server(checkpoint, directory, arguments, environment, spawned=spawned)
-    with server.started():
+    server.start()
+    try:
         yield server
+    finally:
+        server.stop()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ bf16 is far from fp32 either way, and what stock differs from itself is the meas
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,6 @@ from layer_rows import assert_all_fast, cut
 from server import Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco.commands import prompts, verify
-from sglang_gemma4_yoco.commands.compare import mean
 
 WINDOW = E2B_TINY.sliding_window
 LENGTHS = (300, 12, 50, WINDOW - 1, WINDOW, WINDOW + 1, 5, 2, 100, 20, 40, 70, 90, 15)
@@ -123,4 +123,4 @@ def test_verify_finds_nothing(servers: tuple[Server, Server], checkpoint: Path) 
     document: dict[str, Any] = {}
     _, noise = verify.conclude(document, plan, *found)
     assert document["problems"] == []
-    assert max(mean(one.prefilled) for one in noise.values()) > 1e-3
+    assert max(statistics.fmean(one.prefilled) for one in noise.values()) > 1e-3

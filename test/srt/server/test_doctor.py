@@ -27,7 +27,6 @@ from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics, patch
-from sglang_gemma4_yoco.loading.limits import PIPELINE
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 from stand_ins import prefill_graphs
 
@@ -62,7 +61,7 @@ VERDICTS: list[tuple[tuple[str, ...], int, str]] = [
     ((), 0, "None"),
     # ``test_refused_flags`` starts such servers.
     *(((refused.argument, *refused.value), 1, refused.reason) for refused in REFUSED),
-    (("--pp-size", "2"), 1, PIPELINE),
+    (("--pp-size", "2"), 1, "pipeline parallelism (--pp-size) is not supported"),
     (("--is-embedding",), 1, gate.EMBEDDINGS),
     (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),
     (("--kv-cache-dtype", "fp8_e5m2"), 0, "None"),
@@ -157,9 +156,7 @@ def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str)
     assert (answer.status, document["active"]) == (status, (True, False, None)[status])
     directory = str(document["model"]).rpartition("/")[0]
     assert str(document["reason"]).startswith(reason.format(tmp=directory))
-    # Where the command line is wrong, people read of it as well.
-    assert answer.err in ("", f"error: {document['reason']}\n")
-    assert bool(answer.err) is (call in [flags for flags, *_ in VERDICTS[-3:]])
+    assert answer.err == ""
 
 
 def test_what_is_known_of_a_server(answers: Any) -> None:
@@ -213,43 +210,39 @@ SHORTENED = "replayed prefills are shortened, where the check at start agrees"
 SWITCH = settings.name_of("prefill_graphs")
 #: Settings that may be 0 while the path is on.
 AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
-ADVICE = (
-    "prefills of up to 2048 tokens are captured; long ones gain nothing by it: try "
-    "--cuda-graph-max-bs-prefill=1024"
-)
 
 
 def lines_and_refusals(switch: bool) -> tuple[list[str], list[str]]:
-    """What is printed of prefill graphs, and why such a server is refused."""
+    """What is printed of prefill graphs, without the label; and why a server is refused."""
     findings = Findings()
     with settings.changed(prefill_graphs=switch):
         preflight._prefill_graphs(findings, {}, {}.get)
-    return [line[1] for line in findings.lines], findings.refusals
+    return [
+        line.removeprefix("  prefill graphs").strip() for line in findings.lines
+    ], findings.refusals
 
 
 @pytest.mark.parametrize(
-    ("named", "installed", "switch", "longest", "lines"),
+    ("named", "installed", "switch", "lines"),
     [
-        ("breakable", True, True, 1024, [REPAIRED, SHORTENED]),
-        ("breakable", True, True, 2048, [REPAIRED, SHORTENED, ADVICE]),
-        (None, True, True, 1024, [UNREPAIRED]),
-        ("breakable", False, True, 1024, [UNREPAIRED]),
-        ("breakable", True, False, 1024, [f"{UNREPAIRED} ({SWITCH}=0: it is not repaired)"]),
+        ("breakable", True, True, [REPAIRED, SHORTENED]),
+        (None, True, True, [UNREPAIRED]),
+        ("breakable", False, True, [UNREPAIRED]),
+        ("breakable", True, False, [f"{UNREPAIRED} ({SWITCH}=0: it is not repaired)"]),
     ],
-    ids=["by name", "long ones", "not by name", "no plugin", "switched off"],
+    ids=["by name", "not by name", "no plugin", "switched off"],
 )
 def test_prefill_graphs_that_are_repaired(
     monkeypatch: pytest.MonkeyPatch,
     named: str | None,
     installed: bool,
     switch: bool,
-    longest: int,
     lines: list[str],
 ) -> None:
     """As at start: asked for by name, by a plugin that is there, and not switched off."""
     monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
     monkeypatch.setattr(patch, "is_installed", lambda: installed)
-    with prefill_graphs(Backend.BREAKABLE, named, max_bs=longest):
+    with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)
     assert found == lines
     assert bool(refusals) is (REPAIRED not in lines)
@@ -290,24 +283,17 @@ def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> Non
         assert findings.facts["plugins"]["found"] == sorted(names)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "refusals"),
-    [
-        ("SGLANG_GEMMA4_YOCO", "0", ["SGLANG_GEMMA4_YOCO=0"]),
-        ("SGLANG_GEMMA4_YOCO", "1", []),
-        *((settings.name_of(field), "0", []) for field in AT_0),
-    ],
-)
-def test_a_switch_that_is_off(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, refusals: list[str]
-) -> None:
+def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other settings may be 0 while the path is on."""
-    for variable in settings.VARIABLES.values():
-        monkeypatch.delenv(variable.name, raising=False)
-    monkeypatch.setenv(name, value)
-    findings = Findings()
-    command._settings(findings)
-    assert findings.refusals == refusals
+    for variable in settings.VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for field in AT_0:
+        monkeypatch.setenv(settings.name_of(field), "0")
+    for value, refusals in (("1", []), ("0", ["SGLANG_GEMMA4_YOCO=0"])):
+        monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
+        findings = Findings()
+        command._settings(findings)
+        assert findings.refusals == refusals
 
 
 def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -374,24 +360,17 @@ def test_a_module_that_moved(tiny_checkpoint: Path, tmp_path: Path) -> None:
 
 def test_without_sglang() -> None:
     code = """
-import importlib.metadata as metadata, sys
-real = metadata.version
-def version(name):
-    if name == "sglang":
-        raise metadata.PackageNotFoundError(name)
-    return real(name)
-metadata.version = version
-sys.modules["sglang"] = None
+import importlib.util, sys
+importlib.util.find_spec = lambda name: None
 from sglang_gemma4_yoco.commands.main import main
 sys.exit(main(["doctor"]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: no SGLang is installed in this environment; run this where the server runs\n"
-    )
+    assert (done.returncode, done.stderr) == (2, "")
+    reason = done.stdout.splitlines()[-1]
+    assert reason == "  no SGLang is installed here; run this where the server runs"
 
 
 def test_help_imports_neither_torch_nor_sglang() -> None:

@@ -1,7 +1,7 @@
 """What goes wrong when SGLang loads the plugin: one clear line each, and SGLang goes on.
 
-Every case is a fresh process that does what each process of a server does first, and then builds
-the model's classes; a fault is put there by a plugin that SGLang finds before ours.
+Every case is a new process that does what each process of a server does first, and then builds the
+model's classes; a fault is put there by a plugin that SGLang finds before ours.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 import forked
-from layer_rows import assert_all_stock, cut
+from layer_rows import cut
 from server import python_path, running
-from sglang_gemma4_yoco.loading import metrics
 
 _SECONDS = 300  # for a process that imports SGLang, on a busy machine too
 
@@ -51,26 +50,8 @@ def plugin(directory: Path, name: str, code: str) -> Path:
 _NOWHERE = Path("/")
 
 
-# As it is before an engine of another file's tests has set some of it.
-_ENVIRONMENT = dict(os.environ)
-
-
-def output_of(code: str, **environment: str) -> str:
-    """What a fresh process prints."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**_ENVIRONMENT, **environment},
-        cwd=_NOWHERE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=True,
-        timeout=_SECONDS,
-    ).stdout
-
-
 def forked_output_of(code: str, directory: Path, **environment: str) -> str:
-    """The same of one that has SGLang imported, but for its plugins."""
+    """What a process prints that has SGLang imported, but for its plugins."""
     log = directory / "output"
     env = {**os.environ, **environment}
     assert forked.Program(["-c", code], cwd=_NOWHERE, env=env, log=log).wait(_SECONDS) == 0
@@ -107,7 +88,10 @@ from sglang_gemma4_yoco import plugin
 plugin.load()
 print("patched False")
 """
-    assert "no SGLang is installed" in refusal(output_of(code))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=_SECONDS
+    )
+    assert "no SGLang is installed" in refusal(done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +146,27 @@ def test_renamed_seams(tmp_path: Path) -> None:
     path = python_path(plugin(tmp_path, "a_rename", code))
     line = refusal(forked_output_of(LOAD, tmp_path, PYTHONPATH=path))
     assert "lacks ModelRunner.init_attention_backends" in line
+
+
+def test_a_hidden_signature(tmp_path: Path) -> None:
+    """A wrapper before ours that hides the signature: one line, and nothing of SGLang's changes."""
+    code = """
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.models.gemma4_causal import Gemma4TextModel
+        stock = Gemma4TextModel.forward
+        Gemma4TextModel.forward = lambda *args, **kwargs: stock(*args, **kwargs)
+        theirs = Gemma4TextModel.forward, Scheduler.get_internal_state
+    """
+    path = python_path(plugin(tmp_path, "a_veil", code))
+    same = """
+import a_veil
+from sglang.srt.managers.scheduler import Scheduler
+print("same", (Gemma4TextModel.forward, Scheduler.get_internal_state) == a_veil.theirs)
+"""
+    output = forked_output_of(LOAD + same, tmp_path, PYTHONPATH=path)
+    assert "same True" in output
+    line = refusal(output)
+    assert "lacks Gemma4TextModel.forward(self, input_ids, positions, forward_batch" in line
 
 
 SWITCHED_OFF = """
@@ -221,12 +226,13 @@ def test_excluded_by_the_operator(tmp_path: Path) -> None:
     assert "Skipping plugin gemma4_yoco (not in SGLANG_PLUGINS)" in output
 
 
-def test_loading_writes_nothing_and_leaves_the_metrics_client_alone() -> None:
+def test_loading_writes_nothing_and_leaves_the_metrics_client_alone(tmp_path: Path) -> None:
     """A read-only disk is no fault. The client, once imported, does not learn any more from SGLang
     where processes share their metrics.
     """
     watch = """
 import sys
+assert "prometheus_client" not in sys.modules
 written = []
 def hook(event, args):
     if event == "open" and isinstance(args[0], str):
@@ -236,10 +242,8 @@ def hook(event, args):
 import sglang.srt.models.gemma4_causal
 sys.addaudithook(hook)
 """
-    output = output_of(
-        watch + LOAD + 'print("written", [p for p in written if p != "/dev/null"])',
-        PYTHONDONTWRITEBYTECODE="1",
-    )
+    watched = watch + LOAD + 'print("written", [p for p in written if p != "/dev/null"])'
+    output = forked_output_of("import sys; sys.dont_write_bytecode = True" + watched, tmp_path)
     assert "patched True" in output
     assert "written []" in output
     assert "client imported False" in output
@@ -318,25 +322,3 @@ def test_another_plugin_on_the_same_method(
         )
     assert server.prefills()[-1].rows == cut(70, 1)
     assert server.log_lines("their hook saw a forward")
-
-
-def test_server_with_a_changed_seam(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A wrapper before ours that hides the signature: one line in the log, and stock answers."""
-    code = """
-        from sglang.srt.models.gemma4_causal import Gemma4TextModel
-        stock = Gemma4TextModel.forward
-        Gemma4TextModel.forward = lambda *args, **kwargs: stock(*args, **kwargs)
-    """
-    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_veil", code))}
-    with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
-        reply = server.generate(
-            input_ids=list(range(20, 90)), sampling_params={"temperature": 0, "max_new_tokens": 2}
-        )
-        [state] = server.get("/server_info")["internal_states"]
-    assert len(reply["output_ids"]) == 2
-    assert server.prefills()
-    assert_all_stock(server.prefills())
-    assert metrics.ENTRY not in state
-    # One line from each process that loads plugins, the same but for the time in front of it.
-    (line,) = {line[line.index("Gemma 4") :] for line in server.log_lines("NOT installed")}
-    assert "lacks Gemma4TextModel.forward(self, input_ids, positions, forward_batch" in line

@@ -15,9 +15,11 @@ import pytest
 
 from ask import TOLERANCE, Compared, assert_same_answers, compare, generate, outputs, tokens
 from layer_rows import assert_all_fast, assert_all_stock, cut
-from server import CHUNK, RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, running
+from server import CHUNK, RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, pair, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_yoco.commands.servers import ENTRY
+from sglang_gemma4_yoco.core import gate
 
 LABELS = [40, 300, 511]
 
@@ -79,6 +81,27 @@ def test_input_logprobs_without_generation(servers: tuple[Server, Server]) -> No
     assert both.rows == [cut(70, 10)]
     assert both.on[0] == pytest.approx(both.off[0], abs=TOLERANCE, rel=0)
     assert len(both.on[0]) == 9
+
+
+# -- hidden states of every row --------------------------------------------------------------
+
+
+@pytest.mark.release
+def test_returned_hidden_states(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A server that may be asked for every row computes every row, and says so."""
+
+    def ask(server: Server) -> list[Any]:
+        body = {"input_ids": tokens(40, seed=7), "sampling_params": {"max_new_tokens": 1}}
+        return [server.generate(**body, return_hidden_states=True)["meta_info"]["hidden_states"][0]]
+
+    with pair(tiny_checkpoint, tmp_path, "--enable-return-hidden-states") as servers:
+        both = compare(servers, ask)
+        [state] = servers[0].get("/server_info")["internal_states"]
+    assert_all_stock(both.prefills)
+    assert both.on == both.off
+    assert len(both.on[0]) == 40
+    entry = state[ENTRY]
+    assert (entry["active"], entry["reason"]) == (False, gate.HIDDEN_STATES)
 
 
 # -- drafts of a multi-token-prediction assistant --------------------------------------------

@@ -6,7 +6,7 @@ or not, is proven on every process, by the rows that each of its layers computed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from ask import Answer, assert_same_answers, chat, compare, generate, picture, tokens
+from ask import Answer, Compared, assert_same_answers, chat, compare, generate, picture, tokens
 from layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, whole
 from server import CHUNK, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco.loading import limits
 
 PARTITION = "SGLANG_PP_LAYER_PARTITION"
 WINDOW_DONOR = FIRST_CUT - 1  # the sliding-window layer whose K/V the tail reads
@@ -75,6 +74,20 @@ def turn(mode: Mode, servers: tuple[Server, Server], server: Server, number: int
     return {"routed_dp_rank": number % 2} if spread else {}
 
 
+def in_turns(
+    mode: Mode, servers: tuple[Server, Server], prompts: Sequence[list[int]], **body: Any
+) -> Compared[Answer]:
+    """Answers of both servers to these prompts, one after the other."""
+
+    def ask(server: Server) -> list[Answer]:
+        return [
+            generate(server, prompt, **body, **turn(mode, servers, server, i))[0]
+            for i, prompt in enumerate(prompts)
+        ]
+
+    return compare(servers, ask)
+
+
 def by_process(prefills: list[Prefill]) -> list[list[Prefill]]:
     """The prefill forwards of each process, the first pipeline stage before the second."""
 
@@ -99,14 +112,7 @@ def test_prompts_of_all_lengths(mode: Mode, both_servers: tuple[Server, Server])
     """Prompts at the window's edge, and over several chunks: unfinished ones skip the tail."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 50, window, window + 1, 2 * CHUNK + 44)
-
-    def ask(server: Server) -> list[Answer]:
-        return [
-            generate(server, tokens(n, seed=n), **turn(mode, both_servers, server, i))[0]
-            for i, n in enumerate(lengths)
-        ]
-
-    both = compare(both_servers, ask)
+    both = in_turns(mode, both_servers, [tokens(n, seed=n) for n in lengths])
     assert_fast_on_all_processes(mode, both.prefills)
     assert any(p.rows == cut(CHUNK, 0) for p in both.prefills if p.rows[-1] == 0)
     assert_same_answers(both)
@@ -141,19 +147,8 @@ def test_cached_prefix(mode: Mode, both_servers: tuple[Server, Server]) -> None:
 
 def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, Server]) -> None:
     """The kept rows are a suffix: an extend batch, not a decode step, on every process."""
-
-    def ask(server: Server) -> list[Answer]:
-        return [
-            generate(
-                server,
-                tokens(70, seed=9 + i),
-                logprob_start_len=60,
-                **turn(mode, both_servers, server, i),
-            )[0]
-            for i in range(2)
-        ]
-
-    both = compare(both_servers, ask)
+    prompts = [tokens(70, seed=9 + i) for i in range(2)]
+    both = in_turns(mode, both_servers, prompts, logprob_start_len=60)
     assert len(by_process(both.prefills)) == 2
     assert all(p.rows == cut(70, 10) for p in both.prefills)
     assert_same_answers(both)
@@ -197,17 +192,11 @@ def test_concurrent_requests(mode: Mode, both_servers: tuple[Server, Server]) ->
     lengths = (3, 45, 128, 129, 300, 17, 64, 90)
 
     def ask(server: Server) -> list[Answer]:
+        def one(i: int, n: int) -> Answer:
+            return generate(server, tokens(n, seed=n), **turn(mode, both_servers, server, i))[0]
+
         with ThreadPoolExecutor(len(lengths)) as clients:
-            return list(
-                clients.map(
-                    lambda i: generate(
-                        server,
-                        tokens(lengths[i], seed=lengths[i]),
-                        **turn(mode, both_servers, server, i),
-                    )[0],
-                    range(len(lengths)),
-                )
-            )
+            return list(clients.map(one, range(len(lengths)), lengths))
 
     both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)
@@ -241,7 +230,9 @@ def test_a_pipeline_is_stock(off_server: Server, tiny_checkpoint: Path, tmp_path
         aside = server.log_lines("falls back to stock for this server")
         assert server.log_lines("fast prefill is active") == []
     assert [f"PP{stage}" in line for stage, line in enumerate(sorted(aside))] == [True, True]
-    assert all(line.endswith(f"server: {limits.PIPELINE}") for line in aside)
+    assert all(
+        line.endswith("server: pipeline parallelism (--pp-size) is not supported") for line in aside
+    )
     first, second = by_process(both.prefills)
     assert (first[0].rows, second[0].rows) == (whole(50)[:WINDOW_DONOR], whole(50)[WINDOW_DONOR:])
     assert_all_stock(both.prefills)

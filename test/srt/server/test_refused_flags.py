@@ -74,6 +74,7 @@ def test_refused_argument(
     assert_same_answers(both, close_calls=1)
 
 
+@pytest.mark.release
 def test_embeddings(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """SGLang's own Gemma 4 has no embeddings, and ends the server at the first request for one.
 

@@ -135,7 +135,7 @@ def test_other_http_servers(capsys: Captured) -> None:
 )
 def test_what_is_no_url(capsys: Captured, url: str) -> None:
     line = refusal(capsys, url)
-    assert line.startswith(f"error: {url}: no URL of a server (")
+    assert line.startswith(f"error: {url}: no answer (")
     assert line.endswith("expected http://HOST:PORT")
 
 

@@ -173,8 +173,8 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     shutil.copytree(Path(sglang_gemma4_yoco.__file__).parent, copy)
     file = copy / mutation.file
     file.write_text(broken(mutation, file.read_text()))
-    mine = tmp_path / "mine.jsonl"
-    mine.write_text(json.dumps({"prompt": "Is this one right?\nOr not?"}))
+    mine = tmp_path / "mine.txt"
+    mine.write_text("Is this one right?")
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
     command += ["--servers", "together", "--", "--dtype", "bfloat16"]
     # Its own check at start would turn it off.
@@ -323,11 +323,11 @@ def test_the_switch_is_checked(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model-path", "/no/such/model"], "--model-path /no/such/model has no tokenizer ("),
-        (["--model-path", "{tmp}"], " has no tokenizer ("),
+        (["--model-path", "/no/such/model"], "--model-path /no/such/model has no tokenizer: "),
+        (["--model-path", "{tmp}"], " has no tokenizer: "),
         (["--prompts", "{tmp}/none"], "No such file or directory: '"),
-        (["--prompts", "{tmp}/bad"], "/bad:2: no text, or no JSON"),
-        (["--output", "{tmp}/bad/dir"], "Not a directory: '"),
+        (["--prompts", "{tmp}/empty"], "/empty has no prompt"),
+        (["--output", "{tmp}/empty/dir"], "Not a directory: '"),
         (["--port", "65535"], "--port 65535 cannot be used"),
     ],
 )
@@ -340,13 +340,13 @@ def test_what_cannot_be_verified(
     said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad").write_text('{"prompt": "a"}\n{}\n')
+    (tmp_path / "empty").touch()
     taken = [argument.format(tmp=tmp_path) for argument in arguments]
     command = ["verify", "--device", "cpu", "--model-path", str(tiny_checkpoint), *taken]
     assert main(command) == 2
-    told = capsys.readouterr()
-    assert len(told.err.splitlines()) == 1, told.err
-    assert said in told.err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
 
 
 def test_the_demo_refuses_what_verify_does_not_take(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from sglang.srt.platforms.interface import SRTPlatform
@@ -79,41 +80,39 @@ def assert_same(off_server: Server, stock: list[Answer], answers: list[Answer]) 
     assert result.compared_logprobs > 500
 
 
-def test_random_traffic(on_server: Server, off_server: Server, stock: list[Answer]) -> None:
-    mark = on_server.mark()
-    answers, forwards = ask(on_server)
-    assert_all_fast(on_server.prefills(since=mark))
-    assert forwards[ACTIVE] >= 10
-    assert forwards[SKIPPED] >= 1
-    assert_same(off_server, stock, answers)
-
-
-def test_random_traffic_with_default_settings(
-    default_server: Server, off_server: Server, stock: list[Answer]
-) -> None:
-    """As users have it, who set nothing: what pays is skipped, and nothing else."""
-    mark = default_server.mark()
-    answers, forwards = ask(default_server, minimum=None)
-    assert_all_fast(default_server.prefills(since=mark), minimum=None)
-    assert forwards[ACTIVE] >= 10
-    assert forwards[SKIPPED] >= 1
-    assert_same(off_server, stock, answers)
-
-
-@pytest.mark.skipif(
-    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
-    reason="this SGLang asks no platform for its graphs",
+@pytest.mark.parametrize(
+    ("name", "minimum", "recorded"),
+    [
+        ("on_server", 1, ()),
+        ("default_server", None, ()),
+        pytest.param(
+            *("recorded_server", 1, RECORDED_ROWS),
+            marks=pytest.mark.skipif(
+                not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
+                reason="this SGLang asks no platform for its graphs",
+            ),
+        ),
+    ],
+    ids=["any row", "default settings", "recorded tail"],
 )
-def test_random_traffic_with_the_recorded_tail(
-    recorded_server: Server, off_server: Server, stock: list[Answer]
+def test_random_traffic(
+    request: pytest.FixtureRequest,
+    off_server: Server,
+    stock: list[Answer],
+    name: str,
+    minimum: int | None,
+    recorded: Sequence[int],
 ) -> None:
-    """SGLang replays decode steps, and the package the tails of batches with few rows."""
-    mark = recorded_server.mark()
-    answers, forwards = ask(recorded_server, recorded=RECORDED_ROWS)
-    prefills = recorded_server.prefills(since=mark)
-    assert_all_fast(prefills, recorded=RECORDED_ROWS)
-    assert sum(prefill.replays for prefill in prefills) >= 10
-    assert any(prefill.rows[-1] > max(RECORDED_ROWS) for prefill in prefills)
+    """Where any skipped row is worth it; as users have it, who set nothing; and where decode steps
+    are replayed, and the tails of batches with few rows."""
+    server: Server = request.getfixturevalue(name)
+    mark = server.mark()
+    answers, forwards = ask(server, minimum, recorded)
+    prefills = server.prefills(since=mark)
+    assert_all_fast(prefills, minimum, recorded)
+    if recorded:
+        assert sum(prefill.replays for prefill in prefills) >= 10
+        assert any(prefill.rows[-1] > max(recorded) for prefill in prefills)
     assert forwards[ACTIVE] >= 10
     assert forwards[SKIPPED] >= 1
     assert_same(off_server, stock, answers)
@@ -149,101 +148,63 @@ def test_random_traffic_while_the_tail_fails(
     assert_same(off_server, stock, answers)
 
 
-class TestComparison:
-    """The comparison sees what it is there to see."""
+# The comparison sees what it is there to see.
 
-    BODY: ClassVar = {"input_ids": [30, 31], "return_logprob": True}
-    GREEDY = Request(BODY | {"sampling_params": {"temperature": 0, "max_new_tokens": 3}})
-    SAMPLED = Request(BODY | {"sampling_params": {"temperature": 1, "max_new_tokens": 3}})
-    STOCK = Answer(
-        (Output((40, 41, 42), (-1.0, -2.0, -1.5), ((-1.0, -2.0),) * 3, "length"),), (-3.0, -2.0)
-    )
+_BODY = {"input_ids": [30, 31], "return_logprob": True}
+GREEDY = Request(_BODY | {"sampling_params": {"temperature": 0, "max_new_tokens": 3}})
+SAMPLED = Request(_BODY | {"sampling_params": {"temperature": 1, "max_new_tokens": 3}})
+INTERRUPTED = Request(GREEDY.body, leaves_after=1.0)
+OUTPUT = Output((40, 41, 42), (-1.0, -2.0, -1.5), ((-1.0, -2.0),) * 3, "length")
+INPUT = (-3.0, -2.0)
+PARTED = Output((40, 99), (-1.0, -2.0), (), "abort")
+NAN = (-1.0, -2.0, float("nan"))
 
-    def differences(self, request: Request, answer: Answer, gap: float = 1.0) -> list[str]:
-        result = compare([request], [self.STOCK], [answer], lambda _: (-1.0, -1.0 - gap))
-        return result.differences
 
-    def output(self, **changes: object) -> Answer:
-        return Answer(
-            (Output(**{**vars(self.STOCK.outputs[0]), **changes}),),
-            self.STOCK.input_logprobs,
-        )
+def changed(**fields: Any) -> Answer:
+    """The stock server's answer, with an output that differs in these fields."""
+    return Answer((replace(OUTPUT, **fields),), INPUT)
 
-    @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-    def test_equal_answers(self, request_: Request) -> None:
-        assert self.differences(request_, self.STOCK) == []
 
-    @pytest.mark.parametrize(
-        ("changes", "said"),
-        [
-            ({"tokens": (40, 99, 42)}, "token 1"),
-            ({"tokens": (40, 41)}, "end differently"),
-            ({"finish": "stop"}, "end differently"),
-            ({"logprobs": (-1.0, -2.0, -1.501)}, "output log-probability 2"),
-            ({"logprobs": (-1.0, -2.0, float("nan"))}, "output log-probability 2"),
-            ({"logprobs": ()}, "3 and 0 output"),
-        ],
-    )
-    def test_of_greedy_answers(self, changes: dict[str, object], said: str) -> None:
-        [difference] = self.differences(self.GREEDY, self.output(**changes))
-        assert said in difference
+@pytest.mark.parametrize(
+    ("request_", "answer", "said"),
+    [
+        *((request, changed(), None) for request in (GREEDY, SAMPLED)),
+        (SAMPLED, changed(tokens=(50, 51, 52)), None),
+        (INTERRUPTED, Answer(), None),
+        (GREEDY, changed(tokens=(40, 99, 42)), "token 1"),
+        (GREEDY, changed(tokens=(40, 41)), "end differently"),
+        (GREEDY, changed(finish="stop"), "end differently"),
+        (GREEDY, changed(logprobs=(-1.0, -2.0, -1.501)), "output log-probability 2"),
+        (GREEDY, changed(logprobs=NAN), "output log-probability 2"),
+        (GREEDY, changed(logprobs=()), "3 and 0 output"),
+        (SAMPLED, changed(tokens=(40, 41)), "2 of 3"),
+        (SAMPLED, changed(likeliest=((-1.0, -2.1),) * 3), "likeliest log-probability 1"),
+        (SAMPLED, changed(logprobs=NAN), "nan"),
+        (SAMPLED, changed(logprobs=()), "0 log-probabilities of 3"),
+        (SAMPLED, changed(likeliest=()), "3 and 0 pairs"),
+        *((r, Answer((OUTPUT,), (-3.0, -2.01)), "input log-prob") for r in (GREEDY, SAMPLED)),
+        *((r, Answer((OUTPUT,)), "2 and 0 input") for r in (GREEDY, SAMPLED)),
+        *((r, Answer((OUTPUT,) * 2, INPUT), "1 and 2 outputs") for r in (GREEDY, SAMPLED)),
+        *((r, Answer(error="refused"), "refused") for r in (GREEDY, INTERRUPTED)),
+        (GREEDY, Answer(), "no answer"),
+        (INTERRUPTED, Answer((PARTED,), INPUT), "token 1"),
+    ],
+)
+def test_comparison(request_: Request, answer: Answer, said: str | None) -> None:
+    result = compare([request_], [changed()], [answer], lambda _: (-1.0, -2.0))
+    assert len(result.differences) == (said is not None)
+    assert said is None or said in result.differences[0]
 
-    @pytest.mark.parametrize(
-        ("changes", "said"),
-        [
-            ({"tokens": (40, 41)}, "2 of 3"),
-            ({"likeliest": ((-1.0, -2.1),) * 3}, "likeliest log-probability 1"),
-            ({"logprobs": (-1.0, -2.0, float("nan"))}, "nan"),
-            ({"logprobs": ()}, "0 log-probabilities of 3"),
-            ({"likeliest": ()}, "3 and 0 pairs"),
-        ],
-    )
-    def test_of_sampled_answers(self, changes: dict[str, object], said: str) -> None:
-        [difference] = self.differences(self.SAMPLED, self.output(**changes))
-        assert said in difference
-        assert self.differences(self.SAMPLED, self.output(tokens=(50, 51, 52))) == []
 
-    @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-    def test_of_what_either_has(self, request_: Request) -> None:
-        for input_logprobs, said in (
-            ((-3.0, -2.01), "input log-probability 1"),
-            ((), "2 and 0 input"),
-        ):
-            [difference] = self.differences(request_, Answer(self.STOCK.outputs, input_logprobs))
-            assert said in difference
-        two = Answer(self.STOCK.outputs * 2, self.STOCK.input_logprobs)
-        result = compare([request_], [two], [self.STOCK], lambda _: (-1.0, -2.0))
-        assert "2 and 1 outputs" in result.differences[0]
+def test_comparison_of_close_calls() -> None:
+    stock = Answer((Output((40, 41), finish="length"),))
+    other = Answer((Output((40, 99), finish="length"),))
+    asked = []
 
-    @pytest.mark.parametrize(
-        ("interrupted", "answer", "said"),
-        [
-            (False, Answer(error="refused"), ["refused"]),
-            (False, Answer(), ["no answer"]),
-            (True, Answer(), []),
-            (True, Answer(error="refused"), ["refused"]),
-            (
-                True,
-                Answer((Output((40, 99), (-1.0, -2.0), (), "abort"),), (-3.0, -2.0)),
-                ["token 1"],
-            ),
-        ],
-    )
-    def test_of_errors(self, interrupted: bool, answer: Answer, said: list[str]) -> None:
-        request = Request(self.GREEDY.body, leaves_after=1.0 if interrupted else None)
-        found = self.differences(request, answer)
-        assert len(found) == len(said)
-        assert all(words in difference for words, difference in zip(said, found, strict=True))
+    def likeliest(prompt: object) -> tuple[float, float]:
+        asked.append(prompt)
+        return -1.0, -1.0000001
 
-    def test_of_close_calls(self) -> None:
-        stock = Answer((Output((40, 41), finish="length"),))
-        other = Answer((Output((40, 99), finish="length"),))
-        asked = []
-
-        def likeliest(prompt: object) -> tuple[float, float]:
-            asked.append(prompt)
-            return -1.0, -1.0000001
-
-        result = compare([self.GREEDY], [stock], [other], likeliest)
-        assert (result.differences, result.close_calls) == ([], 1)
-        assert asked == [[30, 31, 40]]
+    result = compare([GREEDY], [stock], [other], likeliest)
+    assert (result.differences, result.close_calls) == ([], 1)
+    assert asked == [[30, 31, 40]]

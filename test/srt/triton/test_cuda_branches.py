@@ -48,13 +48,19 @@ W = 8
 # Of float32 logits, against sums in an order that is Hugging Face's.
 ORACLE_TOLERANCE = 1e-4
 
-# Small: Triton's interpreter runs the fused norm once per row and head, in Python.
-_SMALL = dataclasses.replace(E2B_TINY, sliding_per_full=1, heads=2, kv_heads=1, sliding_window=W)
-# Its heads' rotary kernel is that of the real models' 256 and 512. The donor has a window.
-WIDE = dataclasses.replace(_SMALL, layers=6, kv_shared_layers=3, head_dim=64, global_head_dim=128)
-# The other rotary kernel, a donor with full attention, and no per-layer inputs: a layer of such a
-# model ends in one more fused kernel.
-NARROW = dataclasses.replace(_SMALL, layers=4, kv_shared_layers=2, ple_width=0)
+# Its heads' rotary kernel is that of the real models' 256 and 512. Small: Triton's interpreter runs
+# the fused norm once per row and head, in Python.
+WIDE = dataclasses.replace(
+    E2B_TINY,
+    sliding_per_full=1,
+    heads=2,
+    kv_heads=1,
+    sliding_window=W,
+    layers=6,
+    kv_shared_layers=3,
+    head_dim=64,
+    global_head_dim=128,
+)
 
 
 @dataclasses.dataclass
@@ -75,7 +81,6 @@ def bench_of(shape: Gemma4Shape, path: Path, dtype: str) -> Bench:
 
 _MODELS = {
     "wide": (WIDE, "float32"),
-    "narrow": (NARROW, "float32"),
     "bfloat16": (WIDE, "bfloat16"),
     "sharp": (untamed(dataclasses.replace(WIDE, outlier_share=1 / 8)), "bfloat16"),
 }
@@ -88,10 +93,9 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return bench_of(shape, tmp_path_factory.mktemp("checkpoint"), dtype)
 
 
-def models(*names: str) -> pytest.MarkDecorator:
-    """Of several the last one always runs; the others, as wide as E2B's, take long."""
-    others = [pytest.param(name, marks=pytest.mark.release) for name in names[:-1]]
-    return pytest.mark.parametrize("bench", [*others, names[-1]], indirect=True)
+def model(name: str) -> pytest.MarkDecorator:
+    """The one that the test is of."""
+    return pytest.mark.parametrize("bench", [name], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +108,9 @@ def _nothing_failed(forgotten_reports: None) -> Iterator[None]:
 # -- which kernels ran -----------------------------------------------------------------------------
 
 NORM, ADD_NORM, ROW_NORM = "_gemma_qkv_rmsnorm_kernel", "fused_add_rmsnorm", "rmsnorm"
-LAYER_END = "_gemma_rmsnorm_residual_kernel"
 EXTEND, DECODE = "_fwd_kernel", "_fwd_grouped_kernel_stage1"
 KERNELS = (
-    *(NORM, ADD_NORM, LAYER_END, "run_rope", "rotary_embedding", "store_cache", "run_activation"),
+    *(NORM, ADD_NORM, "run_rope", "store_cache", "run_activation"),
     *(EXTEND, DECODE, "_fwd_kernel_stage2"),
 )
 # How often they run depends on what the backend plans, and on what is asked of the logits.
@@ -128,13 +131,11 @@ def expected_calls(shape: Gemma4Shape, tail: str | None) -> Counter[str]:
     decoded = layers - front if tail == "decode" else 0
     # K and V of the donor are normed apart from each other and from q, and k is rotated apart.
     extra_norms, extra_ropes = (0, 0) if tail is None else (2, 1)
-    rope = "run_rope" if shape.head_dim in (64, 128, 256, 512) else "rotary_embedding"
     return +Counter(
         {
             NORM: whole + extra_norms,
-            rope: whole + extra_ropes,
+            "run_rope": whole + extra_ropes,
             ADD_NORM: whole,
-            LAYER_END: 0 if shape.ple_width else whole,
             "run_activation": whole,
             "store_cache": own,
             EXTEND: whole - decoded,
@@ -217,7 +218,7 @@ def assert_right(bench: Bench, prompts: list[Prompt], stock: Observed, fast: Obs
     assert_as_the_oracle(bench, prompts, stock, fast)
 
 
-@models("wide", "narrow")
+@model("wide")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.release] * (name not in USUAL)) for name in BATCHES],
@@ -228,14 +229,14 @@ def test_one_row_per_request(bench: Bench, name: str) -> None:
 
 
 @pytest.mark.release
-@models("narrow")
+@model("wide")
 def test_a_prompt_whose_norm_kernel_walks_the_heads(bench: Bench) -> None:
     """Above 256 rows the fused norm is launched once per row, not once per row and head."""
     prompts = batch_of((0, 260))
     assert_right(bench, prompts, *both_ways(bench, prompts, 1))
 
 
-@models("wide", "narrow")
+@model("wide")
 def test_suffixes_beside_last_rows(bench: Bench) -> None:
     start, prompts = 13, [*batch_of((6, 14), logprob_start=13), *batch_of((0, 5))]
     stock, fast = both_ways(bench, prompts, 7 + 1, tail="extend")
@@ -246,7 +247,7 @@ def test_suffixes_beside_last_rows(bench: Bench) -> None:
     torch.testing.assert_close(got, want, atol=ORACLE_TOLERANCE, rtol=0)
 
 
-@models("wide")
+@model("wide")
 def test_intermediate_chunks(bench: Bench) -> None:
     chunk = batch_of((10, 8), (0, 5), to_come=(21, 22))
     _, fast = both_ways(bench, chunk, 0, tail="skipped")
@@ -254,7 +255,7 @@ def test_intermediate_chunks(bench: Bench) -> None:
     assert fast.hidden.isfinite().all()
 
 
-@models("wide")
+@model("wide")
 def test_decode_steps_after_the_prefill(bench: Bench) -> None:
     prompts = batch_of((W, 3), (0, W + 2))
     answers = []
@@ -280,7 +281,7 @@ def test_decode_steps_after_the_prefill(bench: Bench) -> None:
 # -- what the kernels overwrite --------------------------------------------------------------------
 
 
-@models("wide")
+@model("wide")
 def test_embeddings_are_gone_after_layer_0(bench: Bench) -> None:
     """Its fused add-norm writes over them: whoever reads them later reads something else."""
     before: list[torch.Tensor] = []
@@ -301,7 +302,7 @@ def test_embeddings_are_gone_after_layer_0(bench: Bench) -> None:
     assert_same_answers(stock, fast, TOLERANCE)
 
 
-@models("wide")
+@model("wide")
 def test_a_failure_in_the_tail_is_served_by_stock(bench: Bench) -> None:
     """From the same embeddings, which the first try has overwritten by then."""
     scheduled = bench.engine.schedule(BATCHES["one prompt"])
@@ -333,7 +334,7 @@ class InjectedError(Exception):
 
 
 @pytest.mark.release  # a sharp model shows more
-@models("bfloat16")
+@model("bfloat16")
 def test_bfloat16(bench: Bench) -> None:
     """The kernels take the served type as well, beside a rotary cache of float32.
 
@@ -354,7 +355,7 @@ def test_bfloat16(bench: Bench) -> None:
     assert_layers_agree(bench.engine, bench.engine.schedule(prompts), prompts)
 
 
-@models("sharp")
+@model("sharp")
 def test_bfloat16_of_a_sharp_model(bench: Bench) -> None:
     """Whose answers in bf16 are those of another model than in fp32: stock is the measure."""
     prompts = BATCHES["three, two of them cached"]

@@ -1,32 +1,35 @@
-"""SGLang's own fp8 layers (``--quantization fp8``): weights and activations of 8 bits.
+"""SGLang's own fp8 layers (``--quantization fp8``), and caches of another type than the weights'.
 
-Activations are scaled row by row, so a row's output does not hang on the rows beside it, and the
-fast path gives what stock gives. The kernel that scales them is Triton's, which is why these tests
-run in its interpreter. SGLang quantises no checkpoint with an audio encoder when it loads it, so
-this one has none.
+Such layers have weights and activations of 8 bits. Activations are scaled row by row, so a row's
+output does not hang on the rows beside it, and the fast path gives what stock gives. The kernel
+that scales them is Triton's, which is why these tests run in its interpreter. SGLang quantises no
+checkpoint with an audio encoder when it loads it, so this one has none.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from batches import batch_of
 from forwards import assert_fast
-from layer_rows import LAYERS
-from observe import Observed, run
+from layer_rows import INTERPRETED, LAYERS
+from observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import log, seams
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.core.state import find
+from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -115,3 +118,41 @@ def test_its_tail_is_not_captured(engine: Engine) -> None:
     assert state.captured is None
     reason = graphs.why_not(engine.runner, state, can_be_captured=True)
     assert reason in {graphs.NO_GRAPHS, graphs.QUANTISED}
+
+
+# ---------------------------------------------------------------- the cache
+
+TYPES = {
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.release] * (name != "fp8_e4m3")) for name in TYPES],
+)
+def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
+    """Stock answers as it does without the package: with an error at the first shared layer.
+
+    There SGLang's own forward hands K and V that are read back to its kernel in the cache's type,
+    which the kernel refuses, in the interpreter as on a GPU.
+    """
+    checkpoint = write_checkpoint(tmp_path, INTERPRETED)
+    engine = Engine(
+        checkpoint, device="cpu", dtype="float32", max_total_tokens=512, kv_cache_dtype=name
+    )
+    assert type(engine.runner.attn_backend) is TritonAttnBackend
+    assert start.of(engine.text_model).refused == (
+        f"a KV cache of {TYPES[name]} beside weights of torch.float32"
+    )
+    for switch in ("0", "1"):
+        seen, scheduled = Observed(), engine.schedule(batch_of((0, 20), (0, 7)))
+        with (
+            switched(switch),
+            watching(engine, seen),
+            pytest.raises(Exception, match=r"Unsupported rhs dtype|must be same dtype"),
+        ):
+            engine.forward(scheduled)
+        assert seen.attention_rows == [27] * (INTERPRETED.layers - INTERPRETED.kv_shared_layers)

@@ -63,8 +63,10 @@ CASES = {
     "beside a sound": [MediaPrompt("<|audio|> or <|image|> or?")],
 }
 RELEASE = pytest.mark.release
-USUAL = ("in the middle", "its own row last", "longer than the window",
-         "behind a prefix beyond the window", "beside text")  # fmt: skip
+USUAL = (
+    *("its own row last", "longer than the window"),
+    *("behind a prefix beyond the window", "beside text"),
+)
 
 
 @pytest.fixture(scope="module")

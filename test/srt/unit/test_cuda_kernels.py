@@ -48,12 +48,6 @@ def rope_arguments() -> dict[str, Any]:
     return {"q": q, "k": k, "cos_sin": cos_sin, "positions": torch.arange(3, 3 + ROWS)}
 
 
-def flat_rope_arguments() -> dict[str, Any]:
-    given = rope_arguments()
-    query, key = given.pop("q").flatten(1), given.pop("k").flatten(1)
-    return {**given, "query": query, "key": key, "head_size": HEAD, "neox": True}
-
-
 def store_arguments() -> dict[str, Any]:
     k, v = torch.randn(ROWS, 2 * WIDTH).split(WIDTH, dim=-1)
     caches = {name: torch.zeros(SLOTS, WIDTH) for name in ("k_cache", "v_cache")}
@@ -76,7 +70,6 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         compiled("fused_rope", "true", str(HEAD), "true", "fp32_t", "fp32_t").run_rope,
         rope_arguments,
     ),
-    "rotary_embedding": (compiled("rotary_embedding").rotary_embedding, flat_rope_arguments),
     "store_cache": (compiled("kvcache", ROW, ROW, "32", "true").store_cache, store_arguments),
 }
 
@@ -138,10 +131,6 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("run_rope", "k", torch.Tensor.bfloat16, "bfloat16"),
     ("run_rope", "positions", lambda t: t[1:], "size of 4"),
     ("run_rope", "positions", torch.Tensor.float, "float32"),
-    ("rotary_embedding", "key", lambda t: t[1:], "rows"),
-    ("rotary_embedding", "positions", torch.Tensor.int, "int64"),
-    ("rotary_embedding", "key", lambda t: t[:, 1:], "heads"),
-    ("rotary_embedding", "key", strided, "side by side"),
     ("store_cache", "k", lambda t: t[1:], "size of 5"),
     ("store_cache", "v", lambda t: t[1:], "size of 4"),
     ("store_cache", "k", strided, "stride of 2"),

@@ -131,7 +131,7 @@ def test_the_listed_backends_exist() -> None:
     }
     for name, file in files.items():
         assert f"\nclass {name}(" in Path(f"{modules}{file}_backend.py").read_text()
-    assert files.keys() == {name for name in limits.PROVEN_BACKENDS if "." not in name}
+    assert files.keys() == {name for name in limits.MAIN_BACKENDS if "." not in name}
 
 
 def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) -> Any:

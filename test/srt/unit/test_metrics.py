@@ -32,8 +32,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
     for kind in ("Counter", "Gauge"):
         metric = functools.partial(getattr(prometheus_client, kind), registry=made)
         monkeypatch.setattr(prometheus_client, kind, metric)
-    monkeypatch.setattr(log, "on_forward", [])
-    monkeypatch.setattr(log, "on_audit", [])
+    monkeypatch.setattr(log, "observers", [])
     monkeypatch.setattr(log, "server_reasons", set())
     monkeypatch.setattr(states, "_attached", set())
     return made

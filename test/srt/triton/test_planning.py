@@ -1,11 +1,18 @@
-"""The published helper, called by a forward that is not the package's, on SGLang's Triton backend.
+"""The tail's plan on SGLang's Triton backend: what it reads and opens, and the published helper's.
 
-Triton's decode step by itself sees one key fewer in a window than its prefill does.
+SGLang's Triton backend reads from the device how large a window's index buffer must be, whenever it
+plans a batch; planning the tail it is given one. Up to 0.5.21 it also reads, twice, how much of
+that buffer to translate: before the first layer, and right after the stock plan's own reads, which
+have drained the queue already. Its decode step by itself sees one key fewer in a window than its
+prefill does.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +20,19 @@ from packaging.version import Version
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
+from audited import audited
 from batches import batch_of
 from observe import TOLERANCE
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, switched
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_reference.host_reads import counted
+from sglang_gemma4_yoco import log, seams
 
 interpreter.make_quick()
 
+PACKAGE = str(Path(log.__file__).parent)
+Reads = Counter[tuple[str, str]]
 WINDOW = 5
 SHAPE = replace(
     E2B_TINY, layers=6, kv_shared_layers=3, sliding_per_full=1, heads=2, sliding_window=WINDOW
@@ -84,3 +95,51 @@ def test_a_kept_row_sees_the_whole_window(
         assert len(index) == 3
         torch.testing.assert_close(kept, whole[index], atol=TOLERANCE, rtol=0)
         torch.testing.assert_close(attend(queries), whole, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [batch_of((3, 6), (0, 4)), [*batch_of((3, 6), logprob_start=7), *batch_of((0, 4))]],
+    ids=["last rows", "suffixes"],
+)
+def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> None:
+    """Or no more than it must; nor does anything else of the forward."""
+    scheduled = engine.schedule(prompts)
+    planned: list[Reads] = []
+    whole: list[Reads] = []
+    for switch in ("0", "1"):
+        log.reset()
+        with switched(switch), counted() as reads:
+            hook = engine.text_model.register_forward_pre_hook(
+                lambda *_, reads=reads: planned.append(in_sglang(reads))
+            )
+            engine.forward(scheduled)
+            hook.remove()
+        assert (log.forwards[log.TAIL_EAGER] == 1) == (switch == "1")
+        assert [site for _, site in reads if site.startswith(PACKAGE)] == []
+        whole.append(in_sglang(reads))
+    stock_plan, fast_plan = planned
+    more = fast_plan - stock_plan
+    assert stock_plan
+    if seams.HAS_RESIDUAL_STREAM:  # 0.5.22
+        assert more == Counter()
+    else:
+        ((_, site),) = more
+        assert site.endswith("triton_backend.py:update_sliding_window_buffer")
+        assert more.total() == 2
+    assert (whole[1] - fast_plan) - (whole[0] - stock_plan) == Counter()
+    assert_no_file_is_opened(engine, scheduled)
+
+
+def in_sglang(reads: Reads) -> Reads:
+    """Reads by SGLang; the interpreter of the kernels reads all the time."""
+    return Counter({read: n for read, n in reads.items() if "/sglang/" in read[1]})
+
+
+def assert_no_file_is_opened(engine: Engine, scheduled: Any) -> None:
+    """Beyond what stock and Triton's interpreter open; all has run once before."""
+    seen = {}
+    for switch in ("0", "1"):
+        with switched(switch), audited() as seen[switch]:
+            engine.forward(scheduled)
+    assert seen["1"] - seen["0"] == Counter()
