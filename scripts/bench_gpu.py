@@ -43,7 +43,6 @@ import json
 import os
 import random
 import re
-import resource
 import shlex
 import statistics
 import sys
@@ -79,6 +78,7 @@ from sglang_gemma4_yoco.commands.servers import (
 WAYS = ("off", "on")
 PRESETS = {"tiny": "E2B_TINY", "mini": "E2B_MINI", "e2b": "E2B", "e4b": "E4B"}
 OUT_OF_TIME = 3
+START_LIMIT = 420.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class Machine:
             arguments += " --dtype bfloat16" if self.device == "cuda" else ""
             arguments += f" {self._args.server_args}"
             both = pair(shlex.split(arguments), self._directory, device=self.device)
-            started = running(both, self._args.start_timeout, one_by_one=self.device == "cuda")
+            started = running(both, START_LIMIT, one_by_one=self.device == "cuda")
             self._stack.enter_context(started)
             self._servers = dict(zip(WAYS, both, strict=True))
         return self._servers
@@ -280,28 +280,18 @@ class Machine:
         Args:
             recorded: lengths of the prefills that SGLang captures.
         """
+        import torch
+
         if self._engine is None or self._recorded != recorded:
             self._stack.close()  # the servers' memory is needed, and that of the last engine
             self._servers, self._engine = {}, None
             gc.collect()
-            if self.device == "cuda":
-                import torch
-
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # does nothing on a CPU
             work = self.workload
             longest = max(*work.lengths, *work.memory, *work.profiled, work.answers.tokens_in)
-            options = argparse.Namespace(
-                model=None,
-                preset=self.preset,
-                weights="dummy",
-                dtype=None,
-                lengths=[max(recorded, default=longest)],
-                batch_sizes=[1],
-                decoding=[0],
-                graphs=True,
-            )
+            rows = max(recorded, default=longest)
             self._engine = bench_prefill.build_engine(
-                options, self.device, self._directory, recorded
+                self.preset, self.device, self._directory, rows, graphs=True, prefills=recorded
             )
             self._recorded = recorded
             try:
@@ -310,27 +300,16 @@ class Machine:
                 say(str(eager))
         return self._engine
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device == "cuda":
-            import torch
-
-            torch.cuda.synchronize()
-
 
 def one_prompt(length: int) -> bench_prefill.Load:
     """A prefill of one prompt."""
     return bench_prefill.Load(length, batch_size=1)
 
 
-def random_prompt(engine: Any, length: int, seed: int) -> Any:
+def random_prompt(engine: Any, length: int) -> Any:
     """A scheduled batch of one prompt."""
-    from sglang_gemma4_reference.engine import Prompt
-
-    draw = random.Random(seed)
     vocabulary = engine.text_model.config.vocab_size
-    tokens = tuple(draw.randrange(300, vocabulary) for _ in range(length))
-    return engine.schedule([Prompt((), tokens)])
+    return engine.schedule(bench_prefill.prompts(one_prompt(length), vocabulary))
 
 
 def assert_path(engine: Any, batch: Any, length: int) -> None:
@@ -399,16 +378,7 @@ def send(server: Server, load: Requests) -> dict[str, Any]:
     return result
 
 
-_KEPT = (
-    "duration",
-    "median_ttft_ms",
-    "mean_ttft_ms",
-    "p99_ttft_ms",
-    "median_itl_ms",
-    "total_throughput",
-    "output_throughput",
-    "input_throughput",
-)
+_KEPT = ("duration", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "total_throughput")
 
 
 def load_steps(loads: str, work: Workload) -> dict[str, Step]:
@@ -454,17 +424,13 @@ def summarise_loads(steps: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def prefill_steps(work: Workload) -> dict[str, Step]:
-    """Part c: one length each."""
-    return {
-        f"{length} tokens": partial(ceiling_of, length=length, repeats=work.prefill_repeats)
-        for length in work.lengths
-    }
+    """Part c: one length each, off, on and front-only."""
 
+    def step(machine: Machine, length: int) -> dict[str, Any]:
+        measured = bench_prefill.measure(machine.engine(), one_prompt(length), work.prefill_repeats)
+        return asdict(measured)
 
-def ceiling_of(machine: Machine, length: int, repeats: int) -> dict[str, Any]:
-    """One prefill off, on and front-only."""
-    load, engine = one_prompt(length), machine.engine()
-    return asdict(bench_prefill.measure(engine, load, repeats))
+    return {f"{length} tokens": partial(step, length=length) for length in work.lengths}
 
 
 def one_prefill(
@@ -477,7 +443,7 @@ def one_prefill(
 
     def step(machine: Machine, length: int, way: str) -> dict[str, Any]:
         engine = machine.engine()
-        batch = random_prompt(engine, length, seed=length)
+        batch = random_prompt(engine, length)
         assert_path(engine, batch, length)
         with switched(way):
             return {"length": length, "way": way} | measure(machine, engine, batch)
@@ -492,20 +458,18 @@ def one_prefill(
 def peak_memory(machine: Machine, engine: Any, batch: Any) -> dict[str, int]:
     """Part d: memory that a second prefill takes at its peak beyond what is in use before it.
 
-    On a CPU: by how much the process has exceeded its own peak.
+    0 on a CPU, where PyTorch does not count it.
     """
-    engine.forward(batch)
-    if machine.device == "cpu":
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        engine.forward(batch)
-        return {"peak_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
     import torch
 
-    machine.synchronize()
+    engine.forward(batch)
+    if machine.device == "cpu":
+        return {"peak_bytes": 0}
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     engine.forward(batch)
-    machine.synchronize()
+    torch.cuda.synchronize()
     return {"peak_bytes": torch.cuda.max_memory_allocated() - before}
 
 
@@ -595,20 +559,21 @@ def profile(machine: Machine, engine: Any, batch: Any) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
+    synchronize = bench_prefill.synchronizer(engine)
     host, whole = [], []
     for _ in range(6):
-        machine.synchronize()
+        synchronize()
         began = time.perf_counter()
         engine.forward(batch)
         host.append(time.perf_counter() - began)
-        machine.synchronize()
+        synchronize()
         whole.append(time.perf_counter() - began)
     activities = [ProfilerActivity.CPU]
     if machine.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profiler(activities=activities) as recorded:
         engine.forward(batch)
-        machine.synchronize()
+        synchronize()
     return {
         # The first forward warms up.
         "host_ms": statistics.median(host[1:]) * 1e3,
@@ -665,17 +630,17 @@ def device_time(ran: Sequence[Kernel]) -> dict[str, Any]:
 
 def answer_steps(work: Workload) -> dict[str, Step]:
     """Part g: one prompt each, both ways."""
-    return {f"prompt {n}": partial(answers_to, seed=n) for n in range(work.answers.prompts)}
+    return {f"prompt {n}": partial(answers_to, number=n) for n in range(work.answers.prompts)}
 
 
-def answers_to(machine: Machine, seed: int) -> dict[str, Any]:
+def answers_to(machine: Machine, number: int) -> dict[str, Any]:
     """Tokens both ways, and how far the first one's logits are apart."""
     engine, work = machine.engine(), machine.workload.answers
-    length = work.tokens_in + seed  # not all of one length
-    assert_path(engine, random_prompt(engine, length, seed), length)
+    length = work.tokens_in + number  # not all of one length
+    assert_path(engine, random_prompt(engine, length), length)
     tokens, logits = {}, {}
     for way in WAYS:
-        batch = random_prompt(engine, length, seed)
+        batch = random_prompt(engine, length)
         with switched(way):
             tokens[way], logits[way] = greedy(engine, batch, work.tokens_out)
     bench_prefill.must_have_spread(logits["off"])
@@ -750,7 +715,7 @@ def replayed_steps(work: Workload) -> dict[str, Step]:
             engine = recorded_engine(machine)
         except NotActiveError as failure:
             return {"length": length, "failed": str(failure)}
-        batch = random_prompt(engine, length, seed=length)
+        batch = random_prompt(engine, length)
         with settings.changed(min_skipped_rows=1):  # from what length it pays is to be found out
             measured = measure(engine, batch, length)
         return {"length": length, "model": machine.preset} | measured
@@ -857,11 +822,7 @@ def four_times(engine: Any, batch: Any, length: int, repeats: int) -> dict[str, 
     path = bench_prefill.replayed(engine, batch, length, logits)[ON_REPLAYED].path
     if path != log.EXIT_CAPTURED:
         raise NotActiveError(f"{length} tokens, replayed: {path}")
-    seconds: dict[str, list[float]] = {way: [] for way in FOUR_WAYS}
-    for repeat in range(repeats):
-        for i in range(len(FOUR_WAYS)):
-            way = FOUR_WAYS[(i + repeat) % len(FOUR_WAYS)]
-            seconds[way].append(bench_prefill.timed(engine, batch, way)[0])
+    seconds, _ = bench_prefill.timed_in_turns(engine, batch, FOUR_WAYS, repeats)
     host = bench_prefill.measure_host(engine, batch, bench_prefill.HOST_REPEATS, FOUR_WAYS)
     return {
         "seconds": {way: asdict(Times.of(seconds[way])) for way in FOUR_WAYS},
@@ -1014,7 +975,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--server-args", default="", metavar="'...'", help="more arguments for both servers"
     )
-    parser.add_argument("--start-timeout", type=float, default=420.0, metavar="SECONDS")
     return parser.parse_args(argv)
 
 

@@ -159,8 +159,9 @@ def install(uv: Path, python: Path, packages: Sequence[str], log: Path) -> None:
     if not done:
         raise SetupError(
             f"installing {' '.join(packages)} failed. If the package index was not reached, check "
-            "network and proxy; if no version fits, try another Python (3.10 to 3.13) or another "
-            "--sglang-version. What was installed is kept for the next run.",
+            "network and proxy; if no version fits, try another Python (3.11 or later; "
+            "3.10 up to SGLang 0.5.21) or another --sglang-version. What was installed is kept for "
+            "the next run.",
             log,
         )
     say(f"   done in {time.monotonic() - began:.0f} s")

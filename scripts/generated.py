@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from environment import REPO, command_line
@@ -32,37 +32,38 @@ def inserted(document: str, name: str, content: str) -> str:
 
 
 def kept_up_to_date(
-    page: Path,
-    written: Callable[[str], str],
-    script: Path,
+    pages: Mapping[Path, Callable[[str], str]],
+    script: str,
     about: str | None,
     arguments: Sequence[str] | None,
 ) -> int:
-    """The command of a script that writes a part of ``page``: check it, or with --write write it.
+    """The command of a script in ``docs/``: check its pages, or with ``--write`` write them.
 
     Args:
-        written: the page as it should be, from the page as it is.
-        script: the script, for the line that says what to run.
+        pages: each page's path, and what makes the page as it should be from the page as it is.
+        script: the script's file, for the line that says what to run.
         about: what its ``--help`` says.
         arguments: of its command line; None for this process's.
 
     Returns:
-        The exit status: 1 if the page is out of date.
+        The exit status: 1 if a page is out of date.
     """
-    name = page.relative_to(REPO)
+    names = {page: page.relative_to(REPO) for page in pages}
     parser = command_line(about)
-    parser.add_argument("--write", action="store_true", help=f"write {name}")
+    written = ", ".join(map(str, names.values()))
+    parser.add_argument("--write", action="store_true", help=f"write {written}")
     write = parser.parse_args(arguments).write
-    before = page.read_text()
-    wanted = written(before)
-    if write:
-        page.write_text(wanted)
-        return 0
-    if before != wanted:
-        command = script.resolve().relative_to(REPO)
-        print(f"{name} is out of date: python3 {command} --write")
-        return 1
-    return 0
+    outdated = False
+    for page, wanted in pages.items():
+        before = page.read_text()
+        after = wanted(before)
+        if write:
+            page.write_text(after)
+        elif after != before:
+            command = Path(script).resolve().relative_to(REPO)
+            print(f"{names[page]} is out of date: python3 {command} --write")
+            outdated = True
+    return int(outdated)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Iterable[object]], *, numbers: int = 0) -> str:

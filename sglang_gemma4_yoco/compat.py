@@ -152,7 +152,7 @@ def _missing() -> Iterator[str]:
 
 
 def check() -> None:
-    """Raise IncompatibleError, naming what is missing and the remedy, unless all names are there."""
+    """Raise IncompatibleError, with what is missing and the remedy, unless all is there."""
     missing = list(_missing())
     if missing:
         raise IncompatibleError(

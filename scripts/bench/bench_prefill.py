@@ -26,7 +26,7 @@ Output contract: tables for people on stdout; the last line is one JSON document
 
     python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
     python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --read 0 0.9
-    python scripts/bench/bench_prefill.py --preset E2B --weights dummy --dtype bfloat16    # a GPU
+    python scripts/bench/bench_prefill.py --preset E2B    # on a GPU
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
 one.
@@ -192,16 +192,11 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--model", type=Path, help="directory of a checkpoint")
     model.add_argument(
         "--preset",
+        choices=("E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"),
         default="E2B_MINI",
-        help="E2B, E4B (dummy weights), E2B_MINI, E4B_MINI, E2B_TINY, E2B_HOST, E4B_HOST",
+        help="a model with random weights",
     )
     add = parser.add_argument
-    add(
-        "--weights",
-        choices=["random", "dummy"],
-        help="of a preset, random either way: written to disk, or filled in after SGLang's dummy "
-        "loader (default: dummy for E2B and E4B)",
-    )
     add("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
     add("--batch-sizes", type=int, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
@@ -216,7 +211,6 @@ def parse_arguments() -> argparse.Namespace:
         "only the host's work besides is a result",
     )
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--dtype", help="default: float32 on a CPU, else bfloat16")
     add("--json", type=Path, help="also write the JSON document to this file")
     args = parser.parse_args()
     if min(*args.lengths, *args.batch_sizes, args.repeats, args.host_repeats) < 1:
@@ -245,42 +239,44 @@ def choose_device(wanted: str) -> str:
 
 
 def build_engine(
-    args: argparse.Namespace, device: str, directory: Path, prefills: Sequence[int] = ()
+    model: Path | str,
+    device: str,
+    directory: Path,
+    rows: int,
+    *,
+    graphs: bool = False,
+    prefills: Sequence[int] = (),
 ) -> Any:
-    """The model on SGLang's ModelRunner, with room for the largest batch.
+    """The model on SGLang's ModelRunner.
 
     Args:
+        model: a checkpoint's directory, or the name of a preset, which is made in ``directory`` and
+            gets random weights.
+        rows: of the largest batch.
+        graphs: whether CUDA graphs are on.
         prefills: lengths of the prefills that SGLang captures; it captures no others.
     """
     from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
     from sglang_gemma4_reference.engine import Engine
 
-    options: dict[str, Any] = {}
-    path = args.model
-    if path is None:
-        if args.preset not in PRESETS:
-            raise SystemExit(f"--preset {args.preset}: choose one of {', '.join(PRESETS)}")
-        dummy = args.weights == "dummy" or (args.weights is None and args.preset in ("E2B", "E4B"))
-        path = directory / args.preset
-        write_checkpoint(path, PRESETS[args.preset], weights=not dummy)
-        options |= {"load_format": "dummy"} if dummy else {}
-    largest = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
-    graphs: dict[str, Any] = {"cuda_graph_bs_decode": [1]} if args.graphs else {}
+    options: dict[str, Any] = {"cuda_graph_bs_decode": [1]} if graphs else {}
     if prefills:
-        graphs |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
-    with ExitStack() as span:
-        if prefills:
-            span.enter_context(recordable(device))
+        options |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
+    options = options or {"disable_cuda_graph": True}
+    path = model
+    if isinstance(model, str):
+        path = write_checkpoint(directory / model, PRESETS[model], weights=False)
+        options["load_format"] = "dummy"
+    with recordable(device) if prefills else nullcontext():
         engine = Engine(
             path,
             device=device,
-            dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
-            max_total_tokens=largest + 1024,
+            dtype="float32" if device == "cpu" else "bfloat16",
+            max_total_tokens=rows + 1024,
             swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
-            **(graphs or {"disable_cuda_graph": True}),
             **options,
         )
-    if "load_format" in options:
+    if isinstance(model, str):
         randomise(engine)
     return engine
 
@@ -295,15 +291,13 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
     return sorted(total for total in totals if total <= MOST_RECORDED)
 
 
-@contextmanager
-def recordable(device: str) -> Iterator[None]:
+def recordable(device: str) -> AbstractContextManager[object]:
     """SGLang can capture prefills in the span, on a CPU too."""
-    with ExitStack() as span:
-        if device == "cpu":
-            from sglang_gemma4_reference import prefill_graphs
+    if device != "cpu":
+        return nullcontext()
+    from sglang_gemma4_reference import prefill_graphs
 
-            span.enter_context(prefill_graphs.recordable())
-        yield
+    return prefill_graphs.recordable()
 
 
 def record(engine: Any) -> None:
@@ -383,6 +377,20 @@ def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
         output = engine.forward(batch)
         synchronize()
         return time.perf_counter() - began, output.next_token_logits
+
+
+def timed_in_turns(
+    engine: Any, batch: Any, ways: Sequence[str], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Seconds of each way's forwards, and the logits of its last; each round begins elsewhere."""
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    logits: dict[str, torch.Tensor] = {}
+    for repeat in range(repeats):
+        for i in range(len(ways)):
+            way = ways[(i + repeat) % len(ways)]
+            spent, logits[way] = timed(engine, batch, way)
+            seconds[way].append(spent)
+    return seconds, logits
 
 
 def rows_of_forward(engine: Any, batch: Any) -> list[int]:
@@ -510,36 +518,19 @@ def measure_host(
     return found
 
 
-def measure(
-    engine: Any,
-    load: Load,
-    repeats: int,
-    host_repeats: int = HOST_REPEATS,
-    progress: Callable[[], object] = lambda: None,
-) -> Point:
+def measure(engine: Any, load: Load, repeats: int, host_repeats: int = HOST_REPEATS) -> Point:
     """Time one batch all three ways, in turns, and verify the answers.
-
-    Args:
-        progress: called after each timed forward.
 
     Raises:
         NotActiveError: the fast path did not run and gave no reason, or no answer could differ.
     """
-
     batch = engine.schedule(prompts(load, engine.text_model.config.vocab_size), slots=None)
     path, rows = path_taken(engine, batch, load)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    logits: dict[str, torch.Tensor] = {}
     # On a GPU each shape may choose, load or compile kernels of its own.
     if load.total <= WARM_UP_ROWS or engine.runner.device == "cuda":
         for way in WAYS:
             timed(engine, batch, way)
-    for repeat in range(repeats):
-        for i in range(len(WAYS)):
-            way = WAYS[(i + repeat) % len(WAYS)]
-            spent, logits[way] = timed(engine, batch, way)
-            seconds[way].append(spent)
-            progress()
+    seconds, logits = timed_in_turns(engine, batch, WAYS, repeats)
     must_have_spread(logits["off"])
     off, on, front = (Times.of(seconds[way]) for way in WAYS)
     possible = off.median - front.median
@@ -645,20 +636,24 @@ def main() -> int:
 
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as directory:
-        engine = build_engine(args, device, Path(directory), buckets(args, device))
+        largest = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
+        engine = build_engine(
+            args.model or args.preset,
+            device,
+            Path(directory),
+            largest,
+            graphs=args.graphs,
+            prefills=buckets(args, device),
+        )
         if args.graphs:
             record(engine)
         about = describe(args, engine)  # before its own file is a change of the checkout
         gate = measure_gate(engine)
-        grid = loads(args)
-        with tqdm(total=len(grid) * args.repeats * len(WAYS), unit="forward") as progress:
-            for load in grid:
-                points.append(
-                    measure(engine, load, args.repeats, args.host_repeats, progress.update)
-                )
-                line = json.dumps(about | {"points": points, "gate": gate}, default=asdict)
-                if args.json is not None:  # after each point, so that nothing is lost
-                    write_whole(args.json, line + "\n")
+        for load in tqdm(loads(args), unit="batch"):
+            points.append(measure(engine, load, args.repeats, args.host_repeats))
+            line = json.dumps(about | {"points": points, "gate": gate}, default=asdict)
+            if args.json is not None:  # after each point, so that nothing is lost
+                write_whole(args.json, line + "\n")
     sys.path.insert(0, str(REPO / "scripts" / "docs"))
     import plot_prefill  # whose tables need what a GPU machine may lack
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Do the tests notice when the package is broken?
 
-``mutations.py`` breaks the package in named ways. For each of them the checkout is copied, the
+``mutations.toml`` breaks the package in named ways. For each of them the checkout is copied, the
 copy broken, and the tests of ``forward/``, ``triton/`` and ``server/`` run until the first
 failure: those of what the model computes and of what clients see. A mutation is *caught* when a
 test fails that passes on the unbroken copy, and *survives* when all pass.

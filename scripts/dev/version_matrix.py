@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Which releases of SGLang does this package work with?
 
-``python3 scripts/dev/version_matrix.py`` needs Python 3.10 or later and 25 GB of disk, no more. For
-each release it makes a virtual environment with that SGLang, this package, the CPU platform and
-the test tools, sees whether the plugin accepts it, runs tests in four parts, and deletes it again
-(``--keep`` keeps it). No GPU is needed. A release that cannot be installed, or that fails, does not
-stop the others.
+``python3 scripts/dev/version_matrix.py`` needs Python 3.11 or later (as SGLang does from 0.5.22 on)
+and 25 GB of disk, no more. For each release it makes a virtual environment with that SGLang, this
+package, the CPU platform and the test tools, sees whether the plugin accepts it, runs tests in four
+parts, and deletes it again (``--keep`` keeps it). No GPU is needed. A release that cannot be
+installed, or that fails, does not stop the others.
 
 units    functions, the gate on SGLang's own batches, the switch, the published helpers
 forward  SGLang's ModelRunner: on equals off, failures, refusals; fewer random models than usual
@@ -15,8 +15,8 @@ server   two real servers, fast and stock, and Hugging Face's Gemma 4 beside the
 Tests that are marked slow are left out. After each release the results go to
 ``benchmark/results/version_matrix.json``. The output ends with a Markdown table and the files that
 ran; ``--write docs/compatibility.md`` puts both between the two marker lines of that file. What
-passed, or was refused, is not tried again while package, tests and scripts are the same commit
-(``--force`` tries it anyway), so a run that was cut short goes on where it was.
+passed, or was refused, is not tried again while package, tests and scripts are the same commit,
+so a run that was cut short goes on where it was.
 
 uv keeps what it has downloaded in its cache, about 10 GB for each PyTorch: ``uv cache clean``
 removes it.
@@ -34,11 +34,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +73,7 @@ TESTED_PATHS = (
     "scripts/dev/version_matrix.py",
 )
 TESTS = "test/srt"
+LIMIT = 1800.0  # seconds for each part
 
 
 #: The files and folders of each part. Media, several ranks, tracing and host reads use parts of
@@ -195,11 +194,7 @@ def parse_arguments() -> Namespace:
     )
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run")
     add("--work-dir", type=Path, default=REPO / ".venv-matrix", help="for environments and logs")
-    add("--jobs", type=int, default=1, help="how many releases at a time")
     add("--keep", action="store_true", help="keep the environments")
-    add("--force", action="store_true", help="try again what has passed")
-    add("--timeout", type=float, default=1800, help="seconds for each part")
-    add("--results", type=Path, default=RESULTS, help="the file of results")
     add("--write", type=Path, metavar="FILE", help="put the table there as well")
     return parser.parse_args()
 
@@ -231,7 +226,7 @@ def newer_versions(work_dir: Path, log: Path) -> list[str]:
 # ---------------------------------------------------------------- one release
 
 
-def run_tests(python: Path, name: str, log: Path, timeout: float) -> Part:
+def run_tests(python: Path, name: str, log: Path) -> Part:
     """Run one part in the repository; what pytest prints goes to ``log``."""
     report = log.with_suffix(".xml")
     report.unlink(missing_ok=True)
@@ -245,7 +240,7 @@ def run_tests(python: Path, name: str, log: Path, timeout: float) -> Part:
             command, cwd=REPO, env=env, stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            process.wait(timeout)
+            process.wait(LIMIT)
         except BaseException as stopped:
             # As Ctrl-C does, so that the tests take their servers down.
             process.send_signal(signal.SIGINT)
@@ -255,7 +250,7 @@ def run_tests(python: Path, name: str, log: Path, timeout: float) -> Part:
                 process.kill()
             if not isinstance(stopped, subprocess.TimeoutExpired):
                 raise
-            output.write(f"\nstopped after {timeout:.0f} s\n")
+            output.write(f"\nstopped after {LIMIT:.0f} s\n")
     seconds = round(time.monotonic() - began, 1)
     if not report.exists():
         return Part(0, 1, 0, seconds)
@@ -296,7 +291,7 @@ def refusal_of(python: Path) -> tuple[str | None, dict[str, str]]:
     return answer["refusal"], answer["packages"]
 
 
-def try_release(release: Release, work_dir: Path, parts: Sequence[str], timeout: float) -> None:
+def try_release(release: Release, work_dir: Path, parts: Sequence[str]) -> None:
     """Install one release, test it, and note it all in ``release``.
 
     Never raises over what is wrong with the release. Parts that it has already are not run.
@@ -325,7 +320,7 @@ def try_release(release: Release, work_dir: Path, parts: Sequence[str], timeout:
             continue
         log = work_dir / f"{version}-{name}.log"
         say(f"   {version} {name} (the log is {log})")
-        part = release.parts[name] = run_tests(python, name, log, timeout)
+        part = release.parts[name] = run_tests(python, name, log)
         say(f"   {version} {name}: {_count(part)} in {part.seconds:.0f} s")
         if not part.good:
             say(tail(log))
@@ -338,17 +333,15 @@ def try_release(release: Release, work_dir: Path, parts: Sequence[str], timeout:
 # ---------------------------------------------------------------- the results
 
 
-def load_results(path: Path) -> dict[str, Release]:
+def load_results() -> dict[str, Release]:
     """What earlier runs found, by version."""
-    if not path.exists():
-        return {}
-    return {r["sglang"]: Release.from_json(r) for r in json.loads(path.read_text("utf-8"))}
+    return {r["sglang"]: Release.from_json(r) for r in json.loads(RESULTS.read_text("utf-8"))}
 
 
-def store_results(path: Path, results: dict[str, Release]) -> None:
+def store_results(results: dict[str, Release]) -> None:
     """Write the results, a line for each release."""
     lines = ",\n".join(json.dumps(asdict(release)) for release in in_order(results))
-    write_whole(path, f"[\n{lines}\n]\n")
+    write_whole(RESULTS, f"[\n{lines}\n]\n")
 
 
 def in_order(results: dict[str, Release]) -> list[Release]:
@@ -402,40 +395,28 @@ def legend(releases: Sequence[Release]) -> list[str]:
     return lines
 
 
-class Matrix:
-    """The releases, tried one after the other or side by side."""
-
-    def __init__(self, args: Namespace, commit: str) -> None:
-        self._args = args
-        self._commit = commit
-        self._lock = threading.Lock()
-        #: Of everything that is known, now or from earlier runs.
-        self.results = load_results(args.results)
-
-    def release(self, version: str) -> Release:
-        """Try one release, unless all is known; keep what was found."""
-        heading(f"SGLang {version}")
-        args, release = self._args, Release(version, FAILED, None, self._commit, package_of())
-        earlier = self.results.get(version)
-        if earlier is not None and not args.force:
-            if earlier.refused_at(self._commit):
-                release = earlier
-            release.parts = earlier.still_valid(self._commit, args.parts)
-            if release.parts:
-                release.status, release.packages = earlier.status, earlier.packages
-        if release.status == REFUSED or set(args.parts) <= set(release.parts):
-            say(f"   {version} {release.status} before, at this commit")
-            return release
-        try:
-            try_release(release, args.work_dir, args.parts, args.timeout)
-        finally:
-            if not args.keep:
-                shutil.rmtree(args.work_dir / version, ignore_errors=True)
-        say(f"   {version} {release.status}" + (f": {release.reason}" if release.reason else ""))
-        with self._lock:
-            self.results[version] = release
-            store_results(args.results, self.results)
+def tried(version: str, args: Namespace, commit: str, results: dict[str, Release]) -> Release:
+    """Try one release, unless all is known of it; what is found goes to ``results``."""
+    heading(f"SGLang {version}")
+    release, earlier = Release(version, FAILED, None, commit, package_of()), results.get(version)
+    if earlier is not None:
+        if earlier.refused_at(commit):
+            release = earlier
+        release.parts = earlier.still_valid(commit, args.parts)
+        if release.parts:
+            release.status, release.packages = earlier.status, earlier.packages
+    if release.status == REFUSED or set(args.parts) <= set(release.parts):
+        say(f"   {version} {release.status} before, at this commit")
         return release
+    try:
+        try_release(release, args.work_dir, args.parts)
+    finally:
+        if not args.keep:
+            shutil.rmtree(args.work_dir / version, ignore_errors=True)
+    say(f"   {version} {release.status}" + (f": {release.reason}" if release.reason else ""))
+    results[version] = release
+    store_results(results)
+    return release
 
 
 def main() -> int:
@@ -452,16 +433,14 @@ def main() -> int:
             versions = [*VERSIONS, *newer_versions(args.work_dir, log)]
     except (SetupError, OSError) as failure:
         return failed(failure)
-    matrix = Matrix(args, commit)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        tried = list(pool.map(matrix.release, versions))
+    results = load_results()
+    found = [tried(version, args, commit, results) for version in versions]
     heading("Results")
-    say(table(in_order({release.sglang: release for release in tried})))
+    say(table(in_order({release.sglang: release for release in found})))
     if args.write is not None:
-        document = args.write.read_text()
-        content = table(in_order(matrix.results))
-        args.write.write_text(inserted(document, PART_OF_DOCUMENT, content))
-    return 0 if all(release.status in (PASSED, INCOMPLETE, REFUSED) for release in tried) else 1
+        content = table(in_order(results))
+        args.write.write_text(inserted(args.write.read_text(), PART_OF_DOCUMENT, content))
+    return 0 if all(release.status in (PASSED, INCOMPLETE, REFUSED) for release in found) else 1
 
 
 if __name__ == "__main__":

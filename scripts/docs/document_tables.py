@@ -5,8 +5,8 @@
 - README.md and benchmark/README.md: what was measured on a CPU, from ``benchmark/results``.
 - docs/upstream.md: the methods of SGLang that are wrapped or added, from ``loading/patch.py``.
 
-Needs an environment with SGLang. Checks the pages, or writes them; the exit status is 1 if one is
-out of date.
+Needs an environment with SGLang. Checks the pages, or with ``--write`` writes them; the exit
+status is 1 if one is out of date.
 """
 
 from __future__ import annotations
@@ -99,10 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         REPO / "benchmark" / "README.md": measurements,
         REPO / "docs" / "upstream.md": upstream,
     }
-    return max(
-        kept_up_to_date(page, written, Path(__file__), __doc__, arguments)
-        for page, written in pages.items()
-    )
+    return kept_up_to_date(pages, __file__, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,26 @@
 #!/usr/bin/env python3
 """Draw the picture of README.md: layers by tokens, and which of them a prefill computes.
 
-python scripts/docs/draw_idea.py docs/pictures
-python scripts/docs/draw_idea.py /tmp --format png    # to look at
+Checks both themes in docs/pictures, or with ``--write`` writes them; the exit status is 1 if one is
+out of date. Another release of Matplotlib draws other files.
 """
 
 from __future__ import annotations
 
-import argparse
+import io
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import REPO
+from generated import kept_up_to_date
+
+PICTURES = REPO / "docs" / "pictures"
 
 LAYERS, FIRST_SHARED, TOKENS = 35, 15, 16  # E2B; the number of tokens is an example
 # The same file each time, in which text stays text.
@@ -22,8 +31,12 @@ THEMES = {
 }
 
 
-def draw(theme: str, output: Path) -> None:
-    """Two panels: stock computes all cells, fast prefill only the last token's in shared layers."""
+def draw(theme: str) -> str:
+    """Two panels: stock computes all cells, fast prefill only the last token's in shared layers.
+
+    Returns:
+        An SVG file.
+    """
     colours = THEMES[theme]
     figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.9), sharey=True, layout="constrained")
     figure.patch.set_alpha(0)
@@ -48,23 +61,23 @@ def draw(theme: str, output: Path) -> None:
         f"layers {FIRST_SHARED} to {LAYERS - 1} have no K and V:\nonly the last token is computed",
         **{"color": colours["text"], "ha": "center", "va": "center"},
     )
-    figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None, dpi=120)
+    output = io.StringIO()
+    figure.savefig(output, format="svg", metadata={"Date": None})
     plt.close(figure)
+    return output.getvalue()
 
 
-def main() -> None:
-    """Draw both themes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--format", default="svg")
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
+def picture(theme: str) -> Path:
+    """Where a theme's picture is."""
+    return PICTURES / f"prefill_{theme}.svg"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check both pictures, or write them; 1 if one is out of date."""
+    pages = {picture(theme): lambda _, theme=theme: draw(theme) for theme in THEMES}
     with mpl.rc_context(SETTINGS):
-        for theme in THEMES:
-            draw(theme, args.folder / f"prefill_{theme}.{args.format}")
+        return kept_up_to_date(pages, __file__, __doc__, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -127,7 +127,7 @@ def written(page: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the README, or write it; 1 if it is out of date."""
-    return kept_up_to_date(REPO / "README.md", written, Path(__file__), __doc__, arguments)
+    return kept_up_to_date({REPO / "README.md": written}, __file__, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Make the tables of docs/modes.md of docs/modes.toml.
+"""Make the tables of docs/modes.md from docs/modes.toml.
 
 How far a proof goes is not written down but taken from the folders of the tests that are named.
+Checks docs/modes.md, or with ``--write`` writes it; the exit status is 1 if it is out of date.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def written(page: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the page, or write it; 1 if it is not as the data has it."""
-    return kept_up_to_date(PAGE, written, Path(__file__), __doc__, arguments)
+    return kept_up_to_date({PAGE: written}, __file__, __doc__, arguments)
 
 
 if __name__ == "__main__":

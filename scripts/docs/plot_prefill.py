@@ -2,19 +2,17 @@
 """What do the files of ``bench_prefill.py`` say? A picture, and the tables of benchmark/README.md.
 
 The picture shows the ratio off/on against the prompt length, with the 20th to 80th percentile as a
-bar, and the ceiling off/front-only as a dashed line of the same colour. The tables go to stdout as
-Markdown, one per file, each after the command that made it; ``--write`` puts each between the two
-marker lines that name its file.
+bar, and the ceiling off/front-only as a dashed line of the same colour. Only batches of prompts
+that read no logprobs are drawn. The tables have all batches; each is between the two marker lines
+that name its file in benchmark/results.
 
-    cd benchmark
-    python ../scripts/docs/plot_prefill.py results/{prefill,threshold,host}_*.json --write README.md
-    python ../scripts/docs/plot_prefill.py results/prefill_*.json --output prefill.svg
-
-Only batches of prompts that read no logprobs are drawn; the tables have all batches.
+Checks benchmark/README.md and benchmark/prefill.svg, or with ``--write`` writes them; the exit
+status is 1 if one is out of date. Another release of Matplotlib draws another picture.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -26,12 +24,16 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import command_line
-from generated import begin, end, inserted
+from environment import REPO
+from generated import inserted, kept_up_to_date
 
 mpl.use("Agg")
 # The same file from the same data.
 mpl.rcParams["svg.hashsalt"] = "prefill"
+
+PAGE = REPO / "benchmark" / "README.md"
+PICTURE = PAGE.with_name("prefill.svg")
+KINDS = ("prefill", "threshold", "host")  # of result files
 
 COLUMNS = {
     "length": "tokens",
@@ -46,11 +48,6 @@ COLUMNS = {
     "realised": "realised",
     "max_logit_difference": "max. logit difference",
 }
-
-
-def load(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """``read`` for a file."""
-    return read(json.loads(path.read_text()))
 
 
 def read(document: dict[str, Any]) -> tuple[dict[str, Any], pd.DataFrame]:
@@ -140,8 +137,8 @@ def _fine_spread(seconds: dict[str, float]) -> str:
     )
 
 
-def draw(files: Sequence[tuple[dict[str, Any], pd.DataFrame]], output: Path) -> None:
-    """Ratio and ceiling against prompt length, one colour for each model and batch size."""
+def draw(files: Sequence[tuple[dict[str, Any], pd.DataFrame]]) -> str:
+    """Ratio and ceiling against prompt length, one colour for each model and batch size: an SVG."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
@@ -168,28 +165,35 @@ def draw(files: Sequence[tuple[dict[str, Any], pd.DataFrame]], output: Path) -> 
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.legend(fontsize="small", ncols=2)
     axes.set_title(", ".join(sorted({f"{d['device']}, {d['dtype']}" for d, _ in files})))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
+    output = io.StringIO()
+    figure.savefig(output, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return output.getvalue()
 
 
-def main() -> None:
-    """Draw, and print."""
-    parser = command_line(__doc__)
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of bench_prefill.py")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="draw the picture")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there")
-    args = parser.parse_args()
-    files = [load(path) for path in args.results]
-    tables = {path.name: markdown(*file) for path, file in zip(args.results, files, strict=True)}
-    print("\n\n".join(f"{begin(name)}\n{table}\n{end(name)}" for name, table in tables.items()))
-    if args.output is not None:
-        draw(files, args.output)
-    if args.write is not None:
-        document = args.write.read_text()
-        for name, table in tables.items():
-            document = inserted(document, name, table)
-        args.write.write_text(document)
+def results(kind: str) -> dict[str, tuple[dict[str, Any], pd.DataFrame]]:
+    """The result files of a kind, by name, as ``read`` has them."""
+    paths = sorted((PAGE.parent / "results").glob(f"{kind}_*.json"))
+    return {path.name: read(json.loads(path.read_text())) for path in paths}
+
+
+def written(page: str) -> str:
+    """``page`` with the table of each result file."""
+    for kind in KINDS:
+        for name, file in results(kind).items():
+            page = inserted(page, name, markdown(*file))
+    return page
+
+
+def drawn(_: str) -> str:
+    """The picture of all measurements of prefills."""
+    return draw([*results("prefill").values()])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check page and picture, or write them; 1 if one is out of date."""
+    return kept_up_to_date({PAGE: written, PICTURE: drawn}, __file__, __doc__, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

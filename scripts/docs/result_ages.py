@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Are the results in benchmark/results of the package as it is? benchmark/README.md says so.
+"""Were the files in benchmark/results made with the current code? A table of benchmark/README.md.
 
-A result file names the package that it was made with, by a digest of its sources; older files name
-a commit alone. Checks benchmark/README.md, or writes it; the exit status is 1 if it is out of date.
+A result file has a digest of the package's sources that it was made with; older files have only a
+commit. Checks benchmark/README.md, or with ``--write`` writes it; the exit status is 1 if it is out
+of date.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ PART = "of which package"
 
 
 def ages(results: Mapping[str, Any], package: str) -> str:
-    """A table: each file of results, by name, and whether it is of ``package``."""
+    """A table: each file of results, by name, and whether ``package`` made it."""
     rows = []
     for name, document in sorted(results.items()):
         parts = document if isinstance(document, list) else [document]  # one for each release
         commits = sorted({part["commit"] for part in parts})
         same = all(part.get("package") == package for part in parts)
         commit = ", ".join(f"`{commit}`" for commit in commits)
-        rows.append((f"`{name}`", commit, "yes" if same else "no, an earlier one"))
-    return markdown(("results", "commit", "of the package as it is"), rows)
+        rows.append((f"`{name}`", commit, "yes" if same else "no, with earlier code"))
+    return markdown(("results", "commit", "made with the current code"), rows)
 
 
 def written(page: str) -> str:
@@ -43,7 +44,7 @@ def written(page: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the page, or write it; 1 if it is not as the files have it."""
-    return kept_up_to_date(PAGE, written, Path(__file__), __doc__, arguments)
+    return kept_up_to_date({PAGE: written}, __file__, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -103,9 +103,8 @@ def test_a_finished_run_is_not_repeated_and_another_commit_is(finished: Path) ->
     assert read(other)[1]["parts"]["a"]["steps"] == before["parts"]["a"]["steps"]
 
 
-@pytest.mark.parametrize("module", [bench_gpu])
-def test_examples_in_docstrings(module: Any) -> None:
-    failed, tried = doctest.testmod(module)
+def test_examples_in_docstrings() -> None:
+    failed, tried = doctest.testmod(bench_gpu)
     assert tried > 0
     assert failed == 0
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,21 +37,23 @@ def forward(engine: Engine) -> Callable[[], Any]:
     return stock
 
 
-@contextmanager
-def added(engine: Engine, layer: int, work: Callable[[], object]) -> Iterator[None]:
-    """The FFN of one layer does something more."""
-
-    def hook(*_: Any) -> None:
-        work()
-
-    handle = engine.text_model.layers[layer].mlp.register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 LAYER_OF = {"front": 0, "donor layer": FIRST_CUT, "tail": LAYERS - 1}
+
+
+@contextmanager
+def added(engine: Engine, region: str, work: Callable[[], object]) -> Iterator[None]:
+    """Planning, or the FFN of one layer, does something more."""
+    where = engine.runner.attn_backend, "init_forward_metadata"
+    if region != "planning":
+        where = engine.text_model.layers[LAYER_OF[region]].mlp, "forward"
+    stock = getattr(*where)
+
+    def more(*arguments: Any, **named: Any) -> Any:
+        work()
+        return stock(*arguments, **named)
+
+    with mock.patch.object(*where, more):
+        yield
 
 
 def copied(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -58,7 +61,7 @@ def copied(x: torch.Tensor, out: torch.Tensor) -> None:
     tl.store(out + tl.arange(0, 4), tl.load(x + tl.arange(0, 4)))
 
 
-@pytest.mark.parametrize("region", LAYER_OF)
+@pytest.mark.parametrize("region", ["planning", *LAYER_OF])
 def test_operations_and_time_belong_to_their_region(
     engine: Engine, forward: Callable[[], Any], region: str
 ) -> None:
@@ -70,7 +73,7 @@ def test_operations_and_time_belong_to_their_region(
         torch.add(x.view(2, 1), 1)
         time.sleep(0.5)
 
-    with added(engine, LAYER_OF[region], work):
+    with added(engine, region, work):
         more = host_work.count(engine, forward)
         seconds = host_work.clock(engine, forward)
     assert more.operations - plain.operations == {region: 2}
@@ -81,29 +84,12 @@ def test_operations_and_time_belong_to_their_region(
     assert seconds[region] > 0.5
 
 
-def test_planning_is_a_region(engine: Engine, forward: Callable[[], Any]) -> None:
-    x, backend = torch.ones(2), engine.runner.attn_backend
-    plain = host_work.count(engine, forward)
-    stock = backend.init_forward_metadata
-
-    def plan(forward_batch: Any) -> None:
-        stock(forward_batch)
-        torch.add(x, 1)
-        time.sleep(0.2)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "init_forward_metadata", plan)
-        more = host_work.count(engine, forward)
-        assert host_work.clock(engine, forward)["planning"] > 0.2
-    assert more.operations - plain.operations == {"planning": 1}
-
-
 def test_reads_and_launches_are_counted(engine: Engine, forward: Callable[[], Any]) -> None:
     x, out = torch.arange(4.0), torch.zeros(4)
     kernel = InterpretedFunction(copied)
     plain = host_work.count(engine, forward)
     assert plain.triton_launches == 0
-    with added(engine, 0, lambda: [x.sum().item(), x.tolist(), kernel[(1,)](x, out)]):
+    with added(engine, "front", lambda: [x.sum().item(), x.tolist(), kernel[(1,)](x, out)]):
         more = host_work.count(engine, forward)
     assert more.device_reads - plain.device_reads == 2
     assert more.triton_launches == 1
@@ -117,7 +103,7 @@ def test_a_replay_is_one_operation_whose_time_is_the_devices(
     x = torch.ones(2)
     graph = RecordedGraph.of(lambda: (x + 1) * 2)
     plain = host_work.count(engine, forward)
-    with added(engine, LAYERS - 1, lambda: graph.replay()):
+    with added(engine, "tail", lambda: graph.replay()):
         more = host_work.count(engine, forward)
     assert more.operations - plain.operations == {"tail": 1}
     assert graph.outputs.tolist() == [4, 4]
@@ -127,7 +113,7 @@ def test_a_replay_is_one_operation_whose_time_is_the_devices(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RecordedGraph, "replay", slow)
-        with added(engine, LAYERS - 1, lambda: graph.replay()):
+        with added(engine, "tail", lambda: graph.replay()):
             assert host_work.clock(engine, forward)["tail"] < 0.5
             assert RecordedGraph.replay is slow, "put back"
 

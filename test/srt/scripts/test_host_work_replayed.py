@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCu
 
 import bench_prefill
 import host_work
-import plot_prefill
 from batches import batch_of
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
 from decode_graphs import record_tail
@@ -93,25 +91,6 @@ def test_breaks_belong_to_the_layer_whose_attention_they_are(point: Point) -> No
     assert min(fast.seconds["front"], stock.seconds["tail"]) > 0
     for work in (stock, fast):
         assert work.operations == sum(work.operations_by_region.values())
-
-
-def test_the_table_of_it(point: Point) -> None:
-    """With a share of stock's operations, and what is added where no layer runs."""
-    document = {"points": [json.loads(json.dumps(asdict(point)))]}
-    head, _, *lines = plot_prefill.host_markdown(document).splitlines()
-    titles, *cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in (head, *lines)
-    ]
-    shown = [dict(zip(titles, line, strict=True)) for line in cells]
-    assert [row["way"] for row in shown] == list(WAYS)
-    for row, (way, work) in zip(shown, point.host.items(), strict=True):
-        share = f" ({work.operations / point.host['off'].operations:.0%})" if way != "off" else ""
-        assert row["operations"] == f"{work.operations}{share}"
-        assert row["replays"] == str(work.replays)
-        assert row["all, ms"] == f"{sum(work.seconds.values()) * 1e3:.1f}"
-        added = f"{work.added_outside.median * 1e3:.2f} (" if way != "off" else ""
-        assert row["added there, ms"].startswith(added)
-    assert plot_prefill.host_markdown({"points": [{"load": {}}]}) == ""
 
 
 def test_a_length_that_is_not_recorded(engine: Engine) -> None:

@@ -58,15 +58,3 @@ def test_every_line_is_documented() -> None:
     listed = documented()
     assert len(listed) == len(set(listed))
     assert said == set(listed)
-
-
-def test_lines_are_found() -> None:
-    source = """
-report.once(f"one {thing} of {many}", logging.WARNING)
-logger.error("two %s: %r", a, b)
-logger.log(level, "%s", line)
-failure("three", error)
-once(line)
-said.add("nothing")
-"""
-    assert [*lines_of(source)] == ["one ... of ...", "two ...: ...", "three"]

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 
-import matplotlib
 import pytest
 
 import document_tables
@@ -61,14 +61,17 @@ def test_a_mode_that_nothing_shows_is_no_mode() -> None:
     assert both.levels == ["real server", "gate alone"]
 
 
-def test_the_table_of_modes_is_up_to_date() -> None:
-    assert len(MODES) > 40
-    assert mode_table.main([]) == 0
+@pytest.mark.parametrize(
+    "script",
+    [document_tables, gpu_report, mode_table, result_ages],
+    ids=lambda script: script.__name__,
+)
+def test_documents_are_up_to_date(script: ModuleType) -> None:
+    """If this fails: run the script with ``--write``."""
+    assert script.main([]) == 0
 
 
-def test_the_ages_of_the_results_are_up_to_date() -> None:
-    """If this fails: ``python3 scripts/docs/result_ages.py --write``."""
-    assert result_ages.main([]) == 0
+def test_results_of_earlier_code_are_named() -> None:
     of_two = {"a.json": {"commit": "c", "package": "p"}, "b.json": [{"commit": "d"}]}
     assert "| `a.json` | `c` | yes |\n| `b.json` | `d` | no, " in result_ages.ages(of_two, "p")
 
@@ -81,19 +84,15 @@ def test_sglang_stops_where_it_is_said_to(unserved: mode_table.Unserved) -> None
     assert unserved.text in source.splitlines()[unserved.line - 1]
 
 
-def test_gpu_figures_are_up_to_date() -> None:
-    assert gpu_report.main([]) == 0
-
-
 def test_compatibility_table_is_up_to_date() -> None:
-    results = version_matrix.load_results(version_matrix.RESULTS)
+    results = version_matrix.load_results()
     table = version_matrix.table(version_matrix.in_order(results))
     page = (REPO / "docs" / "compatibility.md").read_text()
     assert inserted(page, version_matrix.PART_OF_DOCUMENT, table) == page
 
 
 def test_every_supported_release_has_passed_all_parts() -> None:
-    results = version_matrix.load_results(version_matrix.RESULTS)
+    results = version_matrix.load_results()
     assert {*version_matrix.VERSIONS} <= {*results}
     for release in results.values():
         assert release.status in (version_matrix.PASSED, version_matrix.REFUSED), release
@@ -110,54 +109,29 @@ def test_mutation_table_is_up_to_date() -> None:
     assert document["survivors"] == document["not judged"] == []
 
 
-def test_the_picture_is_up_to_date(tmp_path: Path) -> None:
-    """If this fails: the help of ``plot_prefill.py`` has the command."""
-    committed = (REPO / "benchmark" / "prefill.svg").read_text()
-    if f"Matplotlib v{version('matplotlib')}," not in committed:
-        pytest.skip("another Matplotlib has drawn it")
-    files = sorted(version_matrix.RESULTS.parent.glob("prefill_*.json"))
-    plot_prefill.draw([plot_prefill.load(path) for path in files], tmp_path / "prefill.svg")
-    assert (tmp_path / "prefill.svg").read_text() == committed
-
-
 def test_measurements_are_up_to_date() -> None:
-    measurements = (REPO / "benchmark" / "README.md").read_text()
-    results = [*version_matrix.RESULTS.parent.glob("prefill_*.json")]
-    for kind in ("threshold", "host"):
-        results += version_matrix.RESULTS.parent.glob(f"{kind}_*.json")
-    assert len(results) > 5
-    for path in results:
-        table = plot_prefill.markdown(*plot_prefill.load(path))
-        assert inserted(measurements, path.name, table) == measurements
+    assert sum(len(plot_prefill.results(kind)) for kind in plot_prefill.KINDS) > 5
+    page = plot_prefill.PAGE.read_text()
+    assert plot_prefill.written(page) == page
 
 
-def test_tables_of_code_and_results_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails: ``python scripts/docs/document_tables.py --write``."""
-    assert document_tables.main([]) == 0
+def test_a_page_that_is_out_of_date_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {**settings.VARIABLES}
     del changed[settings.name_of("audit")]
     monkeypatch.setattr(settings, "VARIABLES", changed)
     assert document_tables.main([]) == 1
 
 
-def assert_drawn_anew(picture: Path, drawn: Path) -> None:
-    """A picture in the repository is what is drawn now; other releases of Matplotlib differ."""
-    if f"Matplotlib v{version('matplotlib')}" not in picture.read_text():
-        pytest.skip("drawn by another Matplotlib")
-    assert drawn.read_text() == picture.read_text()
+PICTURES = {
+    draw_idea: list(map(draw_idea.picture, draw_idea.THEMES)),
+    plot_prefill: [plot_prefill.PICTURE],
+}
 
 
-@pytest.mark.parametrize("theme", draw_idea.THEMES)
-def test_the_picture_of_the_readme_is_up_to_date(tmp_path: Path, theme: str) -> None:
-    """If this fails: ``python scripts/docs/draw_idea.py docs/pictures``."""
-    with matplotlib.rc_context(draw_idea.SETTINGS):
-        draw_idea.draw(theme, tmp_path / "drawn.svg")
-    pictures = REPO / "docs" / "pictures"
-    assert_drawn_anew(pictures / f"prefill_{theme}.svg", tmp_path / "drawn.svg")
-
-
-def test_the_picture_of_the_measurements_is_up_to_date(tmp_path: Path) -> None:
-    """If this fails: ``plot_prefill.py results/prefill_*.json --output prefill.svg``."""
-    results = sorted(version_matrix.RESULTS.parent.glob("prefill_*.json"))
-    plot_prefill.draw([plot_prefill.load(path) for path in results], tmp_path / "drawn.svg")
-    assert_drawn_anew(REPO / "benchmark" / "prefill.svg", tmp_path / "drawn.svg")
+@pytest.mark.parametrize("script", PICTURES, ids=lambda script: script.__name__)
+def test_the_pictures_are_up_to_date(script: ModuleType) -> None:
+    """Other releases of Matplotlib draw other files."""
+    for picture in PICTURES[script]:
+        if f"Matplotlib v{version('matplotlib')}," not in picture.read_text():
+            pytest.skip(f"another Matplotlib has drawn {picture}")
+    assert script.main([]) == 0

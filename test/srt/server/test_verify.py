@@ -153,6 +153,7 @@ def test_what_people_see(demonstrated: Done) -> None:
     assert json.loads((output / "verify.json").read_text()) == document
     page = (output / "verify.html").read_text()
     assert "<svg" in page
+    assert "<!DOCTYPE svg" not in page, "which names a DTD on another server"
     assert "the answers agree" in page
 
 
