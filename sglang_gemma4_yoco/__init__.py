@@ -55,7 +55,7 @@ From the top down, each file knowing only those below it::
         replaced.py        attributes of one object replaced for a span
     log.py             log lines and counters
     settings.py        environment variables, read once
-    seams.py           what depends on the installed SGLang
+    compat.py           what depends on the installed SGLang
 """
 
 from __future__ import annotations

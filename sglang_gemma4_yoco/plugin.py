@@ -43,7 +43,7 @@ def check_version() -> None:
 def _install() -> None:
     check_version()
     try:  # with the switch at 0 nothing of SGLang is imported
-        from sglang_gemma4_yoco import seams
+        from sglang_gemma4_yoco import compat
         from sglang_gemma4_yoco.loading import patch
     except ImportError as missing:
         raise RuntimeError(
@@ -51,11 +51,11 @@ def _install() -> None:
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         ) from missing
     patch.install()
-    if seams.is_newer_than_tested():
+    if compat.is_newer_than_tested():
         logger.warning(
             "Gemma 4 fast prefill %s is installed; SGLang %s is newer than %s, the last release "
             "that it was tested with",
-            *(__version__, version("sglang"), seams.LAST_TESTED),
+            *(__version__, version("sglang"), compat.LAST_TESTED),
         )
     else:
         logger.info("Gemma 4 fast prefill %s is installed", __version__)

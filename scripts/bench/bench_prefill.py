@@ -354,11 +354,11 @@ def switched(way: str) -> AbstractContextManager[object]:
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
     """``switched``; and SGLang replays captured prefills, or does not, as the way says."""
-    from sglang_gemma4_yoco import seams
+    from sglang_gemma4_yoco import compat
 
     with ExitStack() as span:
         span.enter_context(switched(way))
-        if way not in REPLAYED and seams.replays_prefills(engine.runner):
+        if way not in REPLAYED and compat.replays_prefills(engine.runner):
             recorded = engine.runner.prefill_cuda_graph_runner
             span.enter_context(mock.patch.object(recorded, "can_run_graph", return_value=False))
         yield

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.core import cut, donor
 from sglang_gemma4_yoco.core.kept import KeptRows
@@ -30,7 +30,7 @@ Breakage = Callable[[ModelState], AbstractContextManager[bool]]
 
 def _is_triton(backend: Any) -> bool:
     kind: type = type(backend)
-    return seams._triton_class(kind) is not None
+    return compat._triton_class(kind) is not None
 
 
 @contextmanager
@@ -41,9 +41,9 @@ def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Itera
     broken = {
         layer.self_attn.attn
         for layer in (layers[:1] if donor_alone else layers)
-        if seams.keys_in_window(layer.self_attn.attn)
+        if compat.keys_in_window(layer.self_attn.attn)
     }
-    tail, whole_window = attention.tail, seams.whole_window
+    tail, whole_window = attention.tail, compat.whole_window
     on_triton = _is_triton(tail)
     if not broken or (on_triton and donor_alone):  # whose windows are planned for all layers
         yield False
@@ -71,7 +71,7 @@ def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Itera
 
     with ExitStack() as stack:
         if on_triton:
-            stack.enter_context(mock.patch.object(seams, "whole_window", planned))
+            stack.enter_context(mock.patch.object(compat, "whole_window", planned))
         else:
             narrow = {name: narrower(getattr(tail, name)) for name in names}
             stack.enter_context(replaced(tail, **narrow))
@@ -86,7 +86,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
     if not hasattr(tail.token_to_kv_pool, "full_to_swa_index_mapping"):
         yield False
         return
-    plan = seams.plan
+    plan = compat.plan
 
     stock = getattr(tail, "_written", None)
 
@@ -108,7 +108,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
 
     with ExitStack() as stack:
         if _is_triton(tail):
-            stack.enter_context(mock.patch.object(seams, "plan", planned))
+            stack.enter_context(mock.patch.object(compat, "plan", planned))
         else:
             stack.enter_context(replaced(tail, _written=untranslated))
         yield True
@@ -170,7 +170,7 @@ def _scattered(stock: Callable[..., Any], state: ModelState, plan: Any, *args: A
     """The rows of the tail come back one row too early."""
     output = stock(state, plan, *args)
     if plan.runner is not None:
-        rows, index = seams.layer_rows(output), plan.tail.index
+        rows, index = compat.layer_rows(output), plan.tail.index
         kept = rows.index_select(0, index)
         rows.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
     return output
@@ -178,7 +178,7 @@ def _scattered(stock: Callable[..., Any], state: ModelState, plan: Any, *args: A
 
 def as_returned(rows: torch.Tensor) -> Any:
     """``rows`` as a decoder layer returns them: up to SGLang 0.5.21 in a pair with None."""
-    return rows if seams.HAS_RESIDUAL_STREAM else (rows, None)
+    return rows if compat.HAS_RESIDUAL_STREAM else (rows, None)
 
 
 def _skipped_layer(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any:

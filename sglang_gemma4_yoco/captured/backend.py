@@ -12,14 +12,14 @@ from sglang.srt.environ import envs
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 
 _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less than a tenth
 
 
 def captured_decode_steps(runner: Any) -> Any | None:
     """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
-    argument = seams.server_arguments()
+    argument = compat.server_arguments()
     config = None if argument is None else argument("cuda_graph_config")
     graphs = getattr(runner, "decode_cuda_graph_runner", None)
     if not isinstance(graphs, DecodeCudaGraphRunner):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.captured import backend
 from sglang_gemma4_yoco.core import cut, per_layer, ranks
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
@@ -68,7 +68,7 @@ def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | N
         return ALLOCATED_LATER
     if backend.loads_kv_layerwise(tail.token_to_kv_pool):
         return LOADED_MEANWHILE
-    argument = seams.server_arguments()
+    argument = compat.server_arguments()
     assert argument is not None, "SGLang has captured its own graphs"
     for name, reason in _REFUSED.items():
         if argument(name):
@@ -189,7 +189,7 @@ class TailGraphs:
     def capture(self) -> None:
         """Capture all, the largest first; when this raises, ``close`` is still due."""
         began = time.monotonic()
-        with seams.whole_window(self._backend):
+        with compat.whole_window(self._backend):
             self._backend.init_cuda_graph_state(self._buckets[-1], self._buckets[-1])
         try:
             with backend.capturing(self._decode_steps, self._captured):
@@ -239,7 +239,7 @@ class TailGraphs:
     def _plan_captured(self, bucket: int, live: Any | None = None) -> None:
         """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
         batch = self._batches[bucket]
-        with seams.whole_window(self._backend):
+        with compat.whole_window(self._backend):
             if live is not None and hasattr(live, "kv_loc_plan"):
                 batch.kv_loc_plan = live.kv_loc_plan
             self._backend.init_forward_metadata_out_graph(batch, in_capture=live is None)
@@ -281,7 +281,7 @@ class TailGraphs:
             return self._layers(inputs, batch)[:kept]
 
     def _tail(self, bucket: int) -> torch.Tensor:
-        with seams.attn_backend_switched(self._backend):
+        with compat.attn_backend_switched(self._backend):
             return self._layers(self._of_first[bucket], self._batches[bucket])
 
     def _layers(self, inputs: Inputs, batch: Any) -> torch.Tensor:
@@ -298,7 +298,7 @@ class TailGraphs:
 
 def _decode_step(inputs: Inputs) -> Any:
     """A batch of these rows, one per request, not planned."""
-    return seams.decode_batch(
+    return compat.decode_batch(
         input_ids=inputs.positions,  # only its shape is read
         req_pool_indices=inputs.requests,
         seq_lens=inputs.lengths,
@@ -364,7 +364,7 @@ def _attempt(state: ModelState, step: Callable[[], str | None]) -> str | None:
         return step()
     except Exception as failure:
         drop(state, NOT_YET)
-        if not seams.is_single_rank():
+        if not compat.is_single_rank():
             raise
         log.failure("Gemma 4 fast prefill: capturing the tail failed", failure)
         return f"capturing failed: {type(failure).__name__}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
@@ -61,7 +61,7 @@ class Auditor:
         if self._forwards % self._every:
             return output
         self._waiting.close()  # the logits of the last one were never made
-        rows = seams.layer_rows(output)
+        rows = compat.layer_rows(output)
         fast = rows.clone()  # stock may run in the memory that holds them
         try:
             if hasattr(forward, "findings"):  # which runs as stock to its end in that memory
@@ -69,7 +69,7 @@ class Auditor:
             else:
                 stock, forced, found = self._run_again(forward, plan)
         except Exception as failure:
-            if not seams.is_single_rank():
+            if not compat.is_single_rank():
                 raise
             self._state.after_cut = None
             log.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)

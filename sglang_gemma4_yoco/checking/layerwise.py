@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import rounding
@@ -127,7 +127,7 @@ def _steps(state: ModelState, visit: _Visit) -> Iterator[None]:
         return output
 
     def after_layer(number: int, _: Any, __: Any, output: Any) -> None:
-        visit(_OUTPUT, number, seams.layer_rows(output))
+        visit(_OUTPUT, number, compat.layer_rows(output))
 
     layers = dict(enumerate(state.tail_layers, start=state.cut))
     with before(layers, before_layer), ExitStack() as span:
@@ -163,7 +163,7 @@ def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator
         stock.positions = call["positions"].clone()
 
     def keep_final(_: Any, __: Any, output: Any) -> None:
-        keep(_FINAL, 0, seams.layer_rows(output))
+        keep(_FINAL, 0, compat.layer_rows(output))
 
     numbers = range(0 if front else state.cut, state.cut + 1)
     with (
@@ -191,7 +191,7 @@ def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, 
     assert stock.positions is not None
     try:
         with _steps(state, forced.visit):
-            output = seams.layer_rows(cut.prefill(state, plan, stock.positions, forced.front))
+            output = compat.layer_rows(cut.prefill(state, plan, stock.positions, forced.front))
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
             forced.compared.append(_captured(state, plan, stock, rows))
@@ -226,7 +226,7 @@ class _Forced:
             for layer in range(0 if inputs is None else state.cut):
                 self.visit(_INPUT, layer, inputs[:, layer, :].index_select(0, stock.index))
         rows = stock.front[state.cut].clone()
-        seams.start_residual(self._batch, rows)
+        compat.start_residual(self._batch, rows)
         output: torch.Tensor = state.model.norm(rows)
         return output
 
@@ -307,7 +307,7 @@ def donor_cache(
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """K and V of layer S-1, and where in them the batch's new tokens are."""
     layer = state.tail_layers[0].self_attn.attn.layer_id
-    return seams.cache_of(plan.attention.tail, layer, plan.batch.out_cache_loc)
+    return compat.cache_of(plan.attention.tail, layer, plan.batch.out_cache_loc)
 
 
 def compare_keys_and_values(

@@ -18,7 +18,7 @@ from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
@@ -116,7 +116,7 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
     Raises:
         NotComparableError: there is no room for them.
     """
-    window = max(seams.keys_in_window(layer.self_attn.attn) for layer in state.model.layers)
+    window = max(compat.keys_in_window(layer.self_attn.attn) for layer in state.model.layers)
     requests = _requests(runner, state, window)
     if not requests:
         raise NotComparableError(NO_ROOM)
@@ -136,7 +136,7 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
 
 def prefills_eagerly(runner: Any) -> Any:
     """In the span SGLang replays no captured prefill."""
-    if not seams.replays_prefills(runner):
+    if not compat.replays_prefills(runner):
         return nullcontext()
     return replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: False)
 
@@ -181,7 +181,7 @@ def _caches(
     pool = runner.token_to_kv_pool
     for layer in state.model.layers[: state.first_shared]:
         number = layer.self_attn.attn.layer_id
-        window = seams.is_in_window_pool(pool, number)
+        window = compat.is_in_window_pool(pool, number)
         slots = [r.window_slots if window else r.slots for r in requests]
         yield number, pool.get_kv_buffer(number), slots
 
@@ -226,7 +226,7 @@ def prefill_batch(
     input_ids = torch.cat([r.ids for r in requests])
     on_device = input_ids.new_tensor
     batch = ForwardBatch(
-        forward_mode=seams.ForwardMode.EXTEND,
+        forward_mode=compat.ForwardMode.EXTEND,
         batch_size=size,
         input_ids=input_ids,
         req_pool_indices=on_device(rows),

@@ -1,4 +1,4 @@
-"""The part of ``doctor`` that needs SGLang: the seams, the model, and the server's flags.
+"""The part of ``doctor`` that needs SGLang: its names, the model, and the server's flags.
 
 Flags are judged by the code that judges them in a server. What a server only determines when it
 starts is not guessed at here.
@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt import runtime_context, server_args
 from transformers import PretrainedConfig
 
-from sglang_gemma4_yoco import seams, settings
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.doctor import Findings
 from sglang_gemma4_yoco.core.gate import EMBEDDINGS
@@ -40,8 +40,8 @@ _QUANTISING = (
 def examine(findings: Findings, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
     findings.facts["plugins"]["installed"] = patch.is_installed()
-    if seams.is_newer_than_tested():
-        findings.add("SGLang", f"newer than {seams.LAST_TESTED}, the last release tested")
+    if compat.is_newer_than_tested():
+        findings.add("SGLang", f"newer than {compat.LAST_TESTED}, the last release tested")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
@@ -114,7 +114,7 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
         why = " ".join(f"{type(failure).__name__}: {failure}".split())
         findings.unknowns.append(f"SGLang does not resolve these flags on this machine ({why})")
         return
-    argument = seams.server_arguments()
+    argument = compat.server_arguments()
     assert argument is not None, "they have been published"
     _prefill_graphs(findings, config, argument)
     _judge(findings, argument)
@@ -122,7 +122,7 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
 
 def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
     """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
-    graph = seams.prefill_graph()
+    graph = compat.prefill_graph()
     if graph is None:
         return
     backend, disabled = f"backend {graph!r}", "--cuda-graph-backend-prefill=disabled"
@@ -166,7 +166,7 @@ def _judge(findings: Findings, argument: Any) -> None:
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     findings.facts["attention"] = attention = sorted(map(str, names))
     findings.add("attention backend", ", ".join(attention))
-    if others := [name for name in attention if name != seams.TAIL_BACKEND]:
+    if others := [name for name in attention if name != compat.TAIL_BACKEND]:
         findings.unknowns.append(
             f"attention by {', '.join(others)}: settled when a server has built it. Admitted are "
             "triton, trtllm_mha, fa4, intel_xpu, and hybrids of them"

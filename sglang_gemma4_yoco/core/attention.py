@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.kept import rewritten
 from sglang_gemma4_yoco.core.replaced import replaced
 
@@ -34,7 +34,7 @@ class TailBackend:
     def __init__(self, main: Any, tail: Any) -> None:
         self.main = main
         self.tail = tail
-        self.decodes: bool = seams.decodes_like_extend(tail)
+        self.decodes: bool = compat.decodes_like_extend(tail)
 
     def followed_by(self, state: Any) -> AbstractContextManager[None]:
         """Call ``state.planner`` with each batch, except decode steps, that SGLang plans."""
@@ -42,7 +42,7 @@ class TailBackend:
 
         def init_forward_metadata(forward_batch: Any) -> None:
             stock(forward_batch)
-            if forward_batch.forward_mode is not seams.ForwardMode.DECODE:
+            if forward_batch.forward_mode is not compat.ForwardMode.DECODE:
                 state.planner(state, forward_batch)
 
         return replaced(self.main, init_forward_metadata=init_forward_metadata)
@@ -51,7 +51,7 @@ class TailBackend:
         """The metadata of the tail's batch. The next plan may overwrite the buffers it is in."""
         try:
             with rewritten(forward_batch, fields):
-                seams.plan(self.tail, forward_batch)
+                compat.plan(self.tail, forward_batch)
             return getattr(self.tail, "forward_metadata", None)
         finally:
             self.tail.forward_metadata = None
@@ -63,7 +63,7 @@ class TailBackend:
         """Make ``tail`` the current backend, with this metadata, and the batch the tail's."""
         self.tail.forward_metadata = metadata
         try:
-            with rewritten(forward_batch, fields), seams.attn_backend_switched(self.tail):
+            with rewritten(forward_batch, fields), compat.attn_backend_switched(self.tail):
                 yield
         finally:
             self.tail.forward_metadata = None
@@ -81,7 +81,7 @@ class TailBackend:
         kinds = {(part.head_dim, part.attn.sliding_window_size): part for part in attentions}
         weight = next(iter(kinds.values())).q_norm.weight
         zeros = torch.zeros(_ROWS, dtype=torch.int64, device=weight.device)
-        step = seams.decode_batch(
+        step = compat.decode_batch(
             input_ids=zeros, req_pool_indices=zeros, seq_lens=zeros + 1, positions=zeros
         )
         with self.running(step, {}, self.plan(step, {})):

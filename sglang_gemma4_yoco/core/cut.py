@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import donor
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.kept import TailBatch
@@ -76,7 +76,7 @@ def prefill(
     """
     with layers_before_the_cut(state, plan) as kept_inputs:
         output = stock()
-    front = seams.layer_rows(output)
+    front = compat.layer_rows(output)
     if front.shape[0] != plan.tail.kept.total:
         raise NotCuttableError(OTHER_ROWS)
     write_keys_and_values(state, plan, front, positions)
@@ -92,7 +92,7 @@ def write_keys_and_values(
     """Write K and V of layer S-1 for all rows, from its input [T, hidden]."""
     layer, attention = state.tail_layers[0], plan.attention
     k, v = donor.keys_and_values(layer.self_attn, layer.input_layernorm(front), positions)
-    seams.write_keys_and_values(
+    compat.write_keys_and_values(
         attention.main, attention.tail, layer.self_attn.attn, plan.batch, k, v
     )
 
@@ -174,7 +174,7 @@ def run_layers(
     """
     try:
         with donor.sharing(state.tail_layers[0].self_attn):
-            seams.start_residual(batch, rows)
+            compat.start_residual(batch, rows)
             for number, layer in enumerate(state.tail_layers):
                 output = layer(
                     positions=positions,
@@ -182,8 +182,8 @@ def run_layers(
                     per_layer_input=None if inputs is None else inputs[:, number, :],
                     forward_batch=batch,
                 )
-                rows = seams.layer_rows(output)
+                rows = compat.layer_rows(output)
     finally:
-        seams.end_residual(batch)
+        compat.end_residual(batch)
     normed: torch.Tensor = state.model.norm(rows)
     return normed

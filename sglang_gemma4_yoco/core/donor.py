@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.replaced import replaced
 
 #: The norm's kernel is compiled once for few rows and once for many.
@@ -28,9 +28,9 @@ def why_not(model: Any) -> str | None:
         # The residual of the first layer is its caller's, and must not be written to.
         return "there is no layer before the donor"
     layer = model.layers[donor]
-    if type(layer) is not seams.gemma4_causal.Gemma4DecoderLayer:
+    if type(layer) is not compat.gemma4_causal.Gemma4DecoderLayer:
         return f"layer {donor} is a {type(layer).__name__}"
-    if type(layer.self_attn) is not seams.gemma4_causal.Gemma4Attention:
+    if type(layer.self_attn) is not compat.gemma4_causal.Gemma4Attention:
         return f"the attention of layer {donor} is a {type(layer.self_attn).__name__}"
     return None
 
@@ -45,7 +45,7 @@ def _projected(attention: Any, normed: torch.Tensor) -> torch.Tensor:
         normed: [rows, hidden].
     """
     projection, start = attention.qkv_proj, attention.q_size
-    if seams.is_plain_linear(projection):
+    if compat.is_plain_linear(projection):
         return functional.linear(normed, projection.weight[start:])
     whole: torch.Tensor
     whole, _bias = projection(normed)
@@ -63,7 +63,7 @@ def _headwise_norm(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> 
     """
     if (rows.is_cuda or rows.is_xpu) and norm.scale_shift == 0.0:
         # The fused kernel norms q, k and v in the same way; a single one is passed as its q.
-        seams.gemma4_causal.gemma_qkv_rmsnorm(
+        compat.gemma4_causal.gemma_qkv_rmsnorm(
             rows,
             None,
             None,

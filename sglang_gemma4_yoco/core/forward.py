@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import cut, gate
 from sglang_gemma4_yoco.core.cut import NotCuttableError, Plan
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
@@ -48,7 +48,7 @@ def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if forward_batch.forward_mode is seams.ForwardMode.DECODE or torch.compiler.is_compiling():
+        if forward_batch.forward_mode is compat.ForwardMode.DECODE or torch.compiler.is_compiling():
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         run = partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
         state = self.__dict__.get(ENTRY)
@@ -72,7 +72,7 @@ def serve(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
         state.refuse(decided)
         log.server_refused(decided, logging.ERROR)
     except Exception as failure:
-        if not seams.is_single_rank():
+        if not compat.is_single_rank():
             raise
         _failed(state, failure, rows)
         return forward.stock()

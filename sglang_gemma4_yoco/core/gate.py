@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState, TailRunner
@@ -53,8 +53,8 @@ REFUSING_FIELDS = {
 }
 
 # NULL captures no row, LAST the last one of each request, FULL every row.
-_LAST_ROW_CAPTURES = (None, seams.CaptureHiddenMode.NULL, seams.CaptureHiddenMode.LAST)
-_EXTENDS = (seams.ForwardMode.EXTEND, seams.ForwardMode.MIXED)
+_LAST_ROW_CAPTURES = (None, compat.CaptureHiddenMode.NULL, compat.CaptureHiddenMode.LAST)
+_EXTENDS = (compat.ForwardMode.EXTEND, compat.ForwardMode.MIXED)
 
 # At least so many rows must be skipped, and at least one of so many.
 _FEWEST_ON_CPU, _FEWEST_EAGER_ON_GPU, _ONE_OF = 3, 1024, 16
@@ -91,7 +91,7 @@ def plan_batch(
     try:
         decided: Plan | str = (make or make_plan)(state, forward_batch)
     except Exception as failure:
-        if not seams.is_single_rank():
+        if not compat.is_single_rank():
             raise  # the other ranks go on with a tail
         log.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
         decided = NOT_PLANNED
@@ -135,7 +135,7 @@ def decision(state: ModelState, forward_batch: Any) -> Plan | str:
         return decided
     if state.is_capturing():
         return CAPTURING
-    current = seams.current_attn_backend()
+    current = compat.current_attn_backend()
     return decided if current is decided.attention.main else NOT_PLANNED
 
 
@@ -159,7 +159,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
     """
     # The mode comes first, because it refuses most of the ineligible batches.
     mode = forward_batch.forward_mode
-    if isinstance(mode, seams.ForwardMode):
+    if isinstance(mode, compat.ForwardMode):
         reason = None if mode in _EXTENDS else f"{_OTHER_MODE}{mode.name}"
     else:  # a mode of another type, as in the published tests of the helpers
         extends = mode is not None and mode.is_extend_without_speculative()
@@ -245,7 +245,7 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     return (
         not getattr(forward_batch, "contains_last_prefill_chunk", True)
         and min(forward_batch.extend_seq_lens_cpu) > 1
-        and capture in (None, seams.CaptureHiddenMode.NULL)
+        and capture in (None, compat.CaptureHiddenMode.NULL)
         and _drafts(forward_batch) is None
         and not _wants_input_logprobs(forward_batch)
     )

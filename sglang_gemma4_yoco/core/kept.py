@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 
 # Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes, that is
 # of 4 numbers of 4 bytes: the lengths of 3 requests are followed by 1 number of padding.
@@ -151,10 +151,10 @@ class TailBatch:
         }
         if self.decodes:
             # out_cache_loc stays [T]: nothing is written or read by it in this mode.
-            fields["forward_mode"] = seams.ForwardMode.DECODE
+            fields["forward_mode"] = compat.ForwardMode.DECODE
         else:
             fields |= {
-                "forward_mode": seams.ForwardMode.EXTEND,
+                "forward_mode": compat.ForwardMode.EXTEND,
                 # A layer without K and V of its own reads those of this chunk from these slots, one
                 # for each query row.
                 "out_cache_loc": batch.out_cache_loc.index_select(0, index),

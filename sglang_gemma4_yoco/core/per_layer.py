@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 
 
 def can_be_split(model: Any) -> bool:
     """Whether this model has per-layer inputs and projects them with plain weights."""
     projection = getattr(model, "per_layer_model_projection", None)
-    return projection is not None and seams.is_plain_linear(projection)
+    return projection is not None and compat.is_plain_linear(projection)
 
 
 class _SomeLayers:

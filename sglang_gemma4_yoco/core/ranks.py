@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 
 NOT_ALIKE = "the tensor-parallel ranks were not set up alike"
 
@@ -31,7 +31,7 @@ def reason_ranks_differ(findings: str) -> str | None:
     Returns:
         Why no batch may be cut, the same on every rank of the group, or None.
     """
-    group = seams.tensor_parallel_group()
+    group = compat.tensor_parallel_group()
     if group is None:
         return None
     everyone: list[str] = [""] * len(group.ranks)
@@ -41,7 +41,7 @@ def reason_ranks_differ(findings: str) -> str | None:
 
 def largest(number: float) -> float:
     """The largest of this rank's and its group's numbers."""
-    group = seams.tensor_parallel_group()
+    group = compat.tensor_parallel_group()
     if group is None:
         return number
     shared = torch.tensor(number, dtype=torch.float64)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
@@ -79,7 +79,7 @@ class ModelState:
         self.attention = attention
         self.captured: CapturedTail | None = None
         self.planner: Callable[[ModelState, Any], None] = lambda *_: None
-        self.is_capturing: Callable[[], bool] = seams.is_capturing
+        self.is_capturing: Callable[[], bool] = compat.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
         self.facts: dict[str, Any] = {}

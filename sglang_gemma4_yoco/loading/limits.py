@@ -15,14 +15,14 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, LORA, SPECULATIVE
 
 # -- server arguments ------------------------------------------------------------------------------
 
 # SGLang's own defect. It is refused because it would be taken for one of this package.
 WRONG_REPLAYS = (
-    f"{seams.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
+    f"{compat.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
     "unset it"
 )
 
@@ -112,13 +112,13 @@ def reviewed_arguments() -> set[str]:
 
 def server_reason() -> str | None:
     """Why the arguments of this server refuse every batch of it, or None."""
-    argument = seams.server_arguments()
+    argument = compat.server_arguments()
     if argument is None:
         return None
-    if seams.prefill_graph() is not None and seams.copies_positions():
+    if compat.prefill_graph() is not None and compat.copies_positions():
         return WRONG_REPLAYS
     return (
-        (_unknown_reason() if seams.is_newer_than_tested() else None)
+        (_unknown_reason() if compat.is_newer_than_tested() else None)
         or _speculation_reason(argument)
         or _hidden_state_reason(argument)
         or _table_reason(argument)
@@ -128,8 +128,8 @@ def server_reason() -> str | None:
 def _unknown_reason() -> str | None:
     """Why the arguments of a newer SGLang cannot be judged, or None."""
     try:
-        is_set = seams.arguments_set()
-    except seams.SeamError as unlisted:
+        is_set = compat.arguments_set()
+    except compat.IncompatibleError as unlisted:
         return str(unlisted)
     judged = judged_arguments()
     gone = sorted(map(_flag, judged - is_set.keys()))
@@ -285,7 +285,7 @@ def linear_reason(model: Any, first: int) -> str | None:
     """
     for layer in list(getattr(model, "layers", ()))[first - 1 :]:
         for part in layer.modules():
-            if isinstance(part, seams.LinearBase) and not has_independent_rows(part):
+            if isinstance(part, compat.LinearBase) and not has_independent_rows(part):
                 return f"rows of {linear_kind(part)} may depend on each other"
     return None
 
@@ -302,7 +302,7 @@ def has_independent_rows(layer: Any) -> bool:
     if not type(method).__module__.startswith(_SGLANG):
         return False
     if kind == "UnquantizedLinearMethod":
-        return seams.is_plain_tensor(layer.weight)
+        return compat.is_plain_tensor(layer.weight)
     if kind == "BitsAndBytesLinearMethod":  # its 8 bits pick columns by all rows
         return not method.quant_config.load_in_8bit
     # On AMD fp8 often has one scale for the whole batch, and mxfp8 other weights for few rows.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, log, seams
+from sglang_gemma4_yoco import __version__, compat, log
 from sglang_gemma4_yoco.core.state import attached
 
 #: The key in the internal state of each scheduler in /server_info.
@@ -107,7 +107,7 @@ def collect(labels: Mapping[str, Any]) -> None:
     Args:
         labels: those of this process's scheduler.
     """
-    argument = seams.server_arguments()
+    argument = compat.server_arguments()
     every_rank = argument is not None and argument("enable_metrics_for_all_schedulers")
     if labels.get("tp_rank", 0) != 0 and not every_rank:
         return

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import metrics, published, start
 
-_Model, _Runner = seams.gemma4_causal.Gemma4TextModel, seams.ModelRunner
+_Model, _Runner = compat.gemma4_causal.Gemma4TextModel, compat.ModelRunner
 
 _installed = False
 
@@ -76,8 +76,8 @@ WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any
     (_Runner, "init_cuda_graphs"): _with_capture,
     (_Runner, "init_decode_cuda_graph"): _with_capture,
     (_Runner, "init_prefill_cuda_graph"): _with_capture,
-    (seams.Scheduler, "get_internal_state"): _followed_by(lambda _, state: metrics.add_to(state)),
-    (seams.SchedulerMetricsCollector, "__init__"): _followed_by(
+    (compat.Scheduler, "get_internal_state"): _followed_by(lambda _, state: metrics.add_to(state)),
+    (compat.SchedulerMetricsCollector, "__init__"): _followed_by(
         lambda collector, _: metrics.collect(collector.labels)
     ),
 }
@@ -92,13 +92,13 @@ def install() -> None:
     """Patch SGLang's classes in this process.
 
     Raises:
-        seams.SeamError: the installed SGLang is not supported, or is patched already; nothing is
-            changed.
+        compat.IncompatibleError: the installed SGLang is not supported, or is patched already;
+            nothing is changed.
     """
     global _installed
-    seams.check()
+    compat.check()
     for (patched, name), wrap in WRAPPED.items():
         setattr(patched, name, wrap(getattr(patched, name)))
-    for name in seams.PUBLISHED_HELPERS:
+    for name in compat.PUBLISHED_HELPERS:
         setattr(_Model, name, getattr(published, name))
     _installed = True

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import seams, settings
+from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
@@ -29,7 +29,7 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """
     if os.environ.get(settings.SWITCH, "1") != "1":
         return False
-    state, current = start.of(self), seams.current_attn_backend()
+    state, current = start.of(self), compat.current_attn_backend()
     if gate.ineligible_reason(state, forward_batch) is not None:
         return False
     # A tail is planned on its own backend, on this one, or outside of any forward.
@@ -63,7 +63,7 @@ def _yoco_truncate_to_last_tokens(
     if isinstance(plan, Plan):
         tail = plan.tail
     else:
-        decodes = seams.decodes_like_extend(seams.current_attn_backend())
+        decodes = compat.decodes_like_extend(compat.current_attn_backend())
         tail = TailBatch.of(forward_batch, gate.kept_rows(forward_batch), decodes=decodes)
     row_inputs = None if per_layer_inputs is None else per_layer_inputs.index_select(0, tail.index)
     rows = hidden_states.index_select(0, tail.index)
@@ -71,7 +71,7 @@ def _yoco_truncate_to_last_tokens(
     fields = {**tail.fields, "positions": row_positions}
     with ExitStack() as stack:
         stack.enter_context(_planned(plan, forward_batch, fields))
-        seams.write_residual(forward_batch, rows)
+        compat.write_residual(forward_batch, rows)
         return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
 
 
@@ -92,10 +92,10 @@ def _planned(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Ite
         with attention.running(forward_batch, fields, metadata):
             yield
         return
-    main: Any = seams.current_attn_backend()
+    main: Any = compat.current_attn_backend()
     try:
         with rewritten(forward_batch, fields):
-            seams.plan(main, forward_batch)
+            compat.plan(main, forward_batch)
             yield
     finally:
         main.init_forward_metadata(forward_batch)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, log, seams, settings
+from sglang_gemma4_yoco import __version__, compat, log, settings
 from sglang_gemma4_yoco.captured import graphs, proof
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
@@ -81,7 +81,7 @@ def _runner_reason(runner: Any, model: Any) -> str | None:
 def _tail_backend(runner: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
-        tail = seams.build_attn_backend(runner)
+        tail = compat.build_attn_backend(runner)
         if limits.backend_key(tail) in limits.TAIL_BACKENDS:
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
@@ -151,7 +151,7 @@ def _check(runner: Any, state: ModelState) -> Checked:
     try:
         checked = Checked(unchecked=unchecked) if unchecked else check.check(runner, state)
     except Exception as failure:
-        if not seams.is_single_rank():
+        if not compat.is_single_rank():
             raise
         log.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
         checked = Checked(unchecked=f"it could not be run: {type(failure).__name__}")

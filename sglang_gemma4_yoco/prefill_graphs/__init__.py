@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import requests, rounding, start
 from sglang_gemma4_yoco.checking.rounding import Finding
@@ -129,7 +129,7 @@ def _check(runner: Any, state: ModelState, longest: int) -> Checked:
     except requests.NotComparableError as why:
         return Checked(unchecked=str(why))
     except Exception as failure:
-        if not seams.is_single_rank():
+        if not compat.is_single_rank():
             raise
         log.failure("Gemma 4 fast prefill: exits could not be checked", failure)
         found.append(rounding.defect(NOT_TAKEN))

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import layerwise, rounding
@@ -74,7 +74,7 @@ def noting(layer: Any) -> Iterator[None]:
     ) -> Any:
         graph = sglang.graph_being_captured()
         with ExitStack() as span:
-            if graph is not None and seams.residual_is_written(forward_batch, hidden_states):
+            if graph is not None and compat.residual_is_written(forward_batch, hidden_states):
                 noting_attention = partial(noted, graph, hidden_states)
                 span.enter_context(replaced(attention, forward=noting_attention))
             return run(positions, hidden_states, per_layer_input, forward_batch, **kwargs)
@@ -179,7 +179,7 @@ class ExitForward:
         keys, values = (part[: plan.tail.kept.total] for part in (point.keys, point.values))
         main, tail = plan.attention.main, plan.attention.tail
         layer = self.state.tail_layers[0].self_attn.attn
-        seams.write_keys_and_values(main, tail, layer, plan.batch, keys, values)
+        compat.write_keys_and_values(main, tail, layer, plan.batch, keys, values)
         if plan.runner is not None:
             if plan.runner.buffers is not None:
                 self.fill(plan.runner.buffers, plan.tail.index)

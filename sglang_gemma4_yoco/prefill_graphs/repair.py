@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.prefill_graphs import sglang
 
@@ -26,7 +26,7 @@ NO_BREAKS = "it is captured without breaks"
 def needed(*, multimodal: bool) -> str | None:
     """What keeps SGLang from capturing prefills and is to be repaired, or None."""
     # The flag itself: SGLang may choose breakable graphs unasked.
-    named = getattr(seams._published(), "cuda_graph_backend_prefill", None)
+    named = getattr(compat._published(), "cuda_graph_backend_prefill", None)
     wanted = named == "breakable" and exits_refused() is None
     return sglang.capture_error(multimodal=multimodal) if wanted else None
 

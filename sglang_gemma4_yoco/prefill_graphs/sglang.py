@@ -20,7 +20,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
 )
 from sglang.srt.model_executor.runner_utils import pool
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.replaced import replaced
 
 # Why capturing prefills ends a server; docs/upstream has both.
@@ -31,13 +31,13 @@ _INDEX = "index_attention_layers_by_global_id"  # since 0.5.19
 
 def has_breaks() -> bool:
     """Whether this server's prefills are captured in segments, with attentions between them."""
-    return seams.prefill_graph() == "breakable"
+    return compat.prefill_graph() == "breakable"
 
 
 def capture_error(*, multimodal: bool) -> str | None:
     """Why this server stops where it captures prefills of a model with shared layers, or None."""
-    backend = seams.prefill_graph()
-    if backend is None or seams.is_newer_than_tested():  # which may have been repaired
+    backend = compat.prefill_graph()
+    if backend is None or compat.is_newer_than_tested():  # which may have been repaired
         return None
     if not _indexes_shared_layers():
         return SHARED_LAYER_IDS
@@ -102,7 +102,7 @@ def at_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
 
 def captured_prefills(runner: Any) -> Any | None:
     """What runs the captured prefills of this ``ModelRunner``; None where it has captured none."""
-    return runner.prefill_cuda_graph_runner if seams.replays_prefills(runner) else None
+    return runner.prefill_cuda_graph_runner if compat.replays_prefills(runner) else None
 
 
 def graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:

@@ -176,20 +176,20 @@ def outside_of_a_server() -> Iterator[None]:
 @pytest.fixture
 def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin finds SGLang as if it had not been loaded yet; what it wraps is put back."""
-    from sglang_gemma4_yoco import plugin, seams
+    from sglang_gemma4_yoco import compat, plugin
     from sglang_gemma4_yoco.loading import patch
 
-    model = seams.gemma4_causal.Gemma4TextModel
+    model = compat.gemma4_causal.Gemma4TextModel
     plugin.load.cache_clear()
     monkeypatch.setattr(plugin, "left_alone", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "_installed", False)
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))
-    for name in seams.PUBLISHED_HELPERS:
+    for name in compat.PUBLISHED_HELPERS:
         monkeypatch.delattr(model, name, raising=False)
     yield
-    for name in set(seams.PUBLISHED_HELPERS) & vars(model).keys():
+    for name in set(compat.PUBLISHED_HELPERS) & vars(model).keys():
         delattr(model, name)  # those that were there before are put back
     plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
 

@@ -23,7 +23,7 @@ from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core import donor, gate
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.loading import limits, start
@@ -175,7 +175,7 @@ def test_no_backend_is_built_where_the_gate_will_refuse(
     built: list[Any] = []
     with monkeypatch.context() as unproven, caplog.at_level("INFO", "sglang_gemma4_yoco"):
         unproven.setattr(limits, "MAIN_BACKENDS", set())
-        unproven.setattr(seams, "build_attn_backend", built.append)
+        unproven.setattr(compat, "build_attn_backend", built.append)
         engine.runner.init_attention_backends()
         assert built == []
         assert start.of(engine.text_model).attention is None
@@ -271,6 +271,6 @@ def test_the_core_imports_nothing_of_the_package_but_three_modules() -> None:
                 continue
             assert node.level == 0, path
             if node.module == PACKAGE.name:
-                assert {name.name for name in node.names} <= {"seams", "log", "settings"}, path
+                assert {name.name for name in node.names} <= {"compat", "log", "settings"}, path
             elif node.module is not None and node.module.startswith(PACKAGE.name):
                 assert node.module.startswith(f"{PACKAGE.name}.core"), path

@@ -29,7 +29,7 @@ from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.state import ModelState, find
 from sglang_gemma4_yoco.loading import limits
@@ -181,7 +181,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
     with begun_anew(engine) as broken:
         broken.setitem(ATTENTION_BACKENDS, "triton", build)
         if type(engine.runner.attn_backend) is HybridAttnBackend:
-            broken.setattr(seams, "build_attn_backend", build)
+            broken.setattr(compat, "build_attn_backend", build)
             broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
         engine.runner.init_attention_backends()
         assert state_of(engine).attention is None
@@ -225,7 +225,7 @@ def test_sglangs_own_backends(engine: Engine, name: str) -> None:
         seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == (cut(70, 1) if reason is None else [70] * LAYERS)
         if reason is None:
-            others.setattr(seams, "build_attn_backend", out_of_memory)
+            others.setattr(compat, "build_attn_backend", out_of_memory)
             engine.runner.init_attention_backends()
             assert state_of(engine).refused == limits.NO_TAIL
 

@@ -55,7 +55,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.captured import backend, graphs, proof
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import rounding
@@ -324,7 +324,7 @@ def test_a_replay_enters_few_functions_of_the_package(engine: Engine, tail: Tail
     files = {Path(file) for file, *_ in entered}
     outside = {file.name for file in files if file.parent.name != "core"}
     assert len(files) == 11
-    assert outside == {"log.py", "seams.py", "graphs.py"}
+    assert outside == {"log.py", "compat.py", "graphs.py"}
 
 
 def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine, known: ModelState) -> None:
@@ -599,7 +599,7 @@ def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
 
     with monkeypatch.context() as broken:
         broken.setattr(TailGraphs, "_tail", impossible)
-        broken.setattr(seams, "is_single_rank", lambda: False)
+        broken.setattr(compat, "is_single_rank", lambda: False)
         with pytest.raises(InjectedError, match="on one rank"):
             record_tail(engine, MOST)
     assert known.captured is None
@@ -667,12 +667,12 @@ def test_decode_steps_in_graphs_of_another_kind(
     engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """What is recorded in pieces runs Python between them."""
-    stock = seams.server_arguments()
+    stock = compat.server_arguments()
     assert stock is not None
     config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
     with monkeypatch.context() as other:
         other.setattr(
-            seams,
+            compat,
             "server_arguments",
             lambda: lambda asked: config if asked == "cuda_graph_config" else stock(asked),
         )
@@ -696,11 +696,11 @@ class TestReasons:
 
     @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
     def test_arguments(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        stock = seams.server_arguments()
+        stock = compat.server_arguments()
         assert stock is not None
         with monkeypatch.context() as other:
             other.setattr(
-                seams, "server_arguments", lambda: lambda asked: asked == name or stock(asked)
+                compat, "server_arguments", lambda: lambda asked: asked == name or stock(asked)
             )
             assert reason(engine).startswith(f"--{name.replace('_', '-')}: ")
         assert_replayed(engine, TWO_PROMPTS, eager=True)

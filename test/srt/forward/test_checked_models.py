@@ -35,9 +35,9 @@ from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.compat import layer_rows
 from sglang_gemma4_yoco.core import cut, donor
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.seams import layer_rows
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -34,7 +34,7 @@ from layer_rows import cut as cut_rows
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.loading import limits, start
@@ -140,7 +140,7 @@ def test_a_field_of_another_model_that_is_renamed(
     """Nothing of Gemma 4 hangs on it: the package loads, and cuts."""
     monkeypatch.delitem(ForwardBatch.__dataclass_fields__, name, raising=False)
     monkeypatch.delattr(ForwardBatch, name, raising=False)
-    assert [lack for lack in seams._missing() if "ForwardBatch" in lack] == []
+    assert [lack for lack in compat._missing() if "ForwardBatch" in lack] == []
     restarted()
     assert_fast(engine)
 
@@ -271,10 +271,10 @@ def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
     """A later release, in which nobody knows these arguments; a server that sets others."""
     reviewed = limits.reviewed_arguments() - set(unknown)
     # SGLang's override for tests leaves the record of what was typed alone.
-    is_set = seams.arguments_set() | dict.fromkeys(arguments, True)
+    is_set = compat.arguments_set() | dict.fromkeys(arguments, True)
     with (
-        mock.patch.object(seams, "arguments_set", return_value=is_set),
-        mock.patch.object(seams, "LAST_TESTED", Version("0.5.16")),
+        mock.patch.object(compat, "arguments_set", return_value=is_set),
+        mock.patch.object(compat, "LAST_TESTED", Version("0.5.16")),
         mock.patch.object(limits, "reviewed_arguments", return_value=reviewed),
         releases.published(**arguments),
     ):
@@ -417,7 +417,9 @@ def test_no_other_kind_is_known() -> None:
 
 def test_another_backend_than_the_one_that_was_planned_on(engine: Engine) -> None:
     another = engine.runner._get_attention_backend()
-    assert_decided(engine, gate.NOT_PLANNED, lambda _: seams.attn_backend_switched(another), CALLED)
+    assert_decided(
+        engine, gate.NOT_PLANNED, lambda _: compat.attn_backend_switched(another), CALLED
+    )
 
 
 def test_a_chunk_whose_last_rows_are_captured_is_read(

@@ -28,7 +28,7 @@ from layer_rows import FIRST_CUT, LAYERS
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.loading import start
 from stand_ins import Doubled, Packed, halved_weights
@@ -100,14 +100,14 @@ def changed_projection(engine: Engine, change: Callable[[Any], None]) -> Any:
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_projections_that_cannot_be_sliced(engine: Engine, name: str) -> None:
-    assert seams.is_plain_linear(changed_projection(engine, _give()))
-    assert not seams.is_plain_linear(changed_projection(engine, NOT_PLAIN[name]))
+    assert compat.is_plain_linear(changed_projection(engine, _give()))
+    assert not compat.is_plain_linear(changed_projection(engine, NOT_PLAIN[name]))
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sglangs_unquantised_layers_can_be_sliced(bias: bool, dtype: torch.dtype) -> None:
-    plain = seams.is_plain_linear(ReplicatedLinear(16, 32, bias=bias, params_dtype=dtype))
+    plain = compat.is_plain_linear(ReplicatedLinear(16, 32, bias=bias, params_dtype=dtype))
     assert plain is not bias
 
 
@@ -118,9 +118,9 @@ def test_sglangs_quantised_layers_cannot_be_sliced(config: Any) -> None:
     """Nor could they by their weights' type alone, should their method be taken for plain."""
     projection = ReplicatedLinear(128, 128, quant_config=config)
     assert type(projection.quant_method) is not UnquantizedLinearMethod
-    assert not seams.is_plain_linear(projection)
+    assert not compat.is_plain_linear(projection)
     projection.quant_method = UnquantizedLinearMethod()
-    assert not seams.is_plain_linear(projection)
+    assert not compat.is_plain_linear(projection)
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -147,7 +147,7 @@ def test_slicing_them_all_the_same_would_show(
     engine: Engine, doubled: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubled(donor_layer(engine).self_attn.qkv_proj)
-    monkeypatch.setattr(seams, "is_plain_linear", lambda _: True)
+    monkeypatch.setattr(compat, "is_plain_linear", lambda _: True)
     with pytest.raises(AssertionError, match="differs"):
         assert_fast(engine, BATCHES["one prompt"])
 
@@ -307,10 +307,10 @@ def test_rows_that_are_not_the_batchs(
             is_fast = model.end_layer == FIRST_CUT
             if padded or not is_fast or layer is not model.layers[last]:
                 return output
-            hidden = seams.layer_rows(output)
+            hidden = compat.layer_rows(output)
             padded.append(hidden)
             more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
-            seams.write_residual(kwargs["forward_batch"], more)
+            compat.write_residual(kwargs["forward_batch"], more)
             return as_returned(more)
 
         return call
@@ -322,7 +322,7 @@ def test_rows_that_are_not_the_batchs(
     assert len(padded) == 1
 
 
-@pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+@pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 class TestResidualIsWritten:
     """The question itself, on SGLang's streams."""
 
@@ -334,12 +334,12 @@ class TestResidualIsWritten:
 
         hidden = torch.ones(3, 4)
         stream = ResidualStream()
-        assert seams.residual_is_written(self.batch(stream), hidden)  # nothing but the embeddings
+        assert compat.residual_is_written(self.batch(stream), hidden)  # nothing but the embeddings
         stream.write(hidden)
-        assert seams.residual_is_written(self.batch(stream), hidden)
-        assert not seams.residual_is_written(self.batch(stream), hidden.clone())
-        assert seams.residual_is_written(self.batch(None), hidden)
-        assert seams.residual_is_written(SimpleNamespace(), hidden)
+        assert compat.residual_is_written(self.batch(stream), hidden)
+        assert not compat.residual_is_written(self.batch(stream), hidden.clone())
+        assert compat.residual_is_written(self.batch(None), hidden)
+        assert compat.residual_is_written(SimpleNamespace(), hidden)
 
     def test_a_pending_update(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
@@ -347,7 +347,7 @@ class TestResidualIsWritten:
 
         hidden, residual = torch.ones(3, 4), torch.ones(3, 4)
         given, stream = ResidualStream.from_handoff(hidden, residual, PLAIN_ADD)
-        assert not seams.residual_is_written(self.batch(stream), given)
-        assert not seams.residual_is_written(self.batch(stream), residual)
+        assert not compat.residual_is_written(self.batch(stream), given)
+        assert not compat.residual_is_written(self.batch(stream), residual)
         stream.write(residual)
-        assert seams.residual_is_written(self.batch(stream), residual)
+        assert compat.residual_is_written(self.batch(stream), residual)

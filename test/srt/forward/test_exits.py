@@ -34,7 +34,7 @@ from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, ba
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
-from sglang_gemma4_yoco import log, prefill_graphs, seams, settings
+from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
@@ -207,7 +207,7 @@ def test_rows_to_skip_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(seams, "write_keys_and_values"), (ExitForward, "fill")]
+    ("owner", "name"), [(compat, "write_keys_and_values"), (ExitForward, "fill")]
 )
 def test_a_failure_after_the_exit(engine: Engine, owner: Any, name: str) -> None:
     """The whole graph serves the batch."""
@@ -216,7 +216,7 @@ def test_a_failure_after_the_exit(engine: Engine, owner: Any, name: str) -> None
     with mock.patch.object(owner, name, side_effect=InjectedError) as broken:
         assert_same(run(engine, batch, fast=True), stock, log.FAILED)
         assert broken.called
-        other_ranks = mock.patch.object(seams, "is_single_rank", return_value=False)
+        other_ranks = mock.patch.object(compat, "is_single_rank", return_value=False)
         with other_ranks, pytest.raises(InjectedError):  # these may have had none
             run(engine, batch, fast=True)
     assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
@@ -281,7 +281,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "rows": lambda: another_exit(lambda p: replace(p, rows=p.rows.roll(1, 0))),
     "values for keys": lambda: another_exit(lambda p: replace(p, keys=p.values, values=p.keys)),
     "values": lambda: another_exit(larger_values),
-    "no keys written": lambda: mock.patch.object(seams, "write_keys_and_values"),
+    "no keys written": lambda: mock.patch.object(compat, "write_keys_and_values"),
     "embeddings": lambda: mock.patch.object(ExitForward, "fill", lambda _, b, __: b.embeds.zero_()),
     "tail": lambda: mock.patch.object(graphs.TailGraphs, "replay", larger_rows),
 }
@@ -335,16 +335,16 @@ def test_both_kinds_of_prefills_are_checked(engine: Engine, finishes: bool) -> N
 
 
 def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
-    stock = seams.write_keys_and_values
+    stock = compat.write_keys_and_values
 
     def write(main: Any, tail: Any, attention: Any, batch: Any, k: Any, v: Any) -> None:
         stock(main, tail, attention, batch, k, v)
         table = engine.runner.req_to_token_pool.req_to_token
         first = table[batch.req_pool_indices[-1], :1].long()  # of a prefix
-        keys, slots = seams.cache_of(tail, attention.layer_id, first)
+        keys, slots = compat.cache_of(tail, attention.layer_id, first)
         keys[0][slots] += 1
 
-    with mock.patch.object(seams, "write_keys_and_values", write):
+    with mock.patch.object(compat, "write_keys_and_values", write):
         reason = reattached(engine)
     assert reason is not None
     assert check_at_start.OTHERS_SLOTS in reason
@@ -483,11 +483,11 @@ def test_a_residual_that_is_owed_an_update(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What lies at such an exit is not the residual."""
-    pending = mock.patch.object(seams, "residual_is_written", return_value=False)
+    pending = mock.patch.object(compat, "residual_is_written", return_value=False)
     with pending, captured_anew(engine):
         assert exits.NO_POINT in (exits_of(engine).closed or "")
         assert exits.NO_POINT in caplog.text
-        with mock.patch.object(seams, "residual_is_written", return_value=True):
+        with mock.patch.object(compat, "residual_is_written", return_value=True):
             assert_closed(engine)
 
 

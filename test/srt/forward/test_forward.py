@@ -40,7 +40,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import cut, forward, gate
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.cut import Plan
@@ -390,7 +390,7 @@ def test_a_failing_gate_is_served_by_stock(
         seen = run(engine, scheduled, "1")
         assert seen.rows == stock.rows
         assert_served_by_stock(stock, seen)
-        broken.setattr(seams, "is_single_rank", lambda: False)
+        broken.setattr(compat, "is_single_rank", lambda: False)
         with pytest.raises(AttributeError, match="without lengths"):
             run(engine, scheduled, "1")
     assert log.forwards == {gate.NOT_PLANNED: 1}
@@ -539,7 +539,7 @@ def test_reinitialised_backends_are_followed(engine: Engine) -> None:
 
 def test_a_second_copy_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "_installed", {})
-    with pytest.raises(seams.SeamError, match="is it patched already"):
+    with pytest.raises(compat.IncompatibleError, match="is it patched already"):
         patch.install()
 
 

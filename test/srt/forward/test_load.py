@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_gemma4_yoco import plugin, seams, settings
+from sglang_gemma4_yoco import compat, plugin, settings
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 
@@ -133,7 +133,7 @@ def test_names_that_are_gone(
 ) -> None:
     """As on a release that has given each of them another one."""
     for of, names in NAMES.items():
-        monkeypatch.setattr(seams, of, SimpleNamespace())
+        monkeypatch.setattr(compat, of, SimpleNamespace())
         why = refusal(caplog)
         assert all(f"{of}.{name}" in why for name in names)
         assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
@@ -141,13 +141,13 @@ def test_names_that_are_gone(
 
 def test_names_of_newer_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a release never had is not missed there."""
-    monkeypatch.setattr(seams, "ForwardBatch", None)
-    monkeypatch.setattr(seams, "residual_batch", None)
+    monkeypatch.setattr(compat, "ForwardBatch", None)
+    monkeypatch.setattr(compat, "residual_batch", None)
     names = {f"{of}.{name}": SINCE.get(name) for of in NEWER for name in NAMES[of]}
     for release in ("0.5.20", "0.5.21", "0.5.22"):
-        monkeypatch.setattr(seams, "version", lambda _, release=release: release)
+        monkeypatch.setattr(compat, "version", lambda _, release=release: release)
         due = {name for name, since in names.items() if since is None or since <= release}
-        assert set(seams._missing()) == due
+        assert set(compat._missing()) == due
     assert due == names.keys()
 
 
@@ -157,11 +157,11 @@ def _anything(*_: Any) -> None:
 
 SIGNATURES: dict[str, tuple[type, str]] = {
     "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds": (
-        seams.gemma4_causal.Gemma4TextModel,
+        compat.gemma4_causal.Gemma4TextModel,
         "forward",
     ),
     "Gemma4DecoderLayer.forward(self, positions, hidden_states, per_layer_input, forward_": (
-        seams.gemma4_causal.Gemma4DecoderLayer,
+        compat.gemma4_causal.Gemma4DecoderLayer,
         "forward",
     ),
     "AttentionBackend.init_forward_metadata(self, forward_batch)": (
@@ -186,6 +186,6 @@ def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -
         for layer in self.layers:
             layer(positions)
 
-    monkeypatch.setattr(seams.gemma4_causal.Gemma4TextModel, "forward", forward)
-    with pytest.raises(seams.SeamError, match=r"loop up to self\.end_layer"):
-        seams.check()
+    monkeypatch.setattr(compat.gemma4_causal.Gemma4TextModel, "forward", forward)
+    with pytest.raises(compat.IncompatibleError, match=r"loop up to self\.end_layer"):
+        compat.check()

@@ -24,7 +24,7 @@ from prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.commands.servers import free_ports
 from sglang_gemma4_yoco.core import ranks, state
 from sglang_gemma4_yoco.loading import start as starting
@@ -162,8 +162,8 @@ def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
     def out_of_memory(_: Any) -> None:
         raise MemoryError("no room for a second attention backend")
 
-    build = out_of_memory if rank == 1 else seams.build_attn_backend
-    with mock.patch.object(seams, "build_attn_backend", build):
+    build = out_of_memory if rank == 1 else compat.build_attn_backend
+    with mock.patch.object(compat, "build_attn_backend", build):
         engine.runner.init_attention_backends()
         assert_stock(engine, ranks.NOT_ALIKE)
 

@@ -31,7 +31,7 @@ from sglang.srt.runtime_context import get_context
 from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, switched
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.state import ENTRY
@@ -143,7 +143,7 @@ def test_captured_forward_is_stocks(engine: Engine, name: str) -> None:
 def test_prefill_graph_of_the_published_arguments(backend: str | None, known: str | None) -> None:
     config = None if backend is None else CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     with get_context().override_server_args(cuda_graph_config=config):
-        assert seams.prefill_graph() == known
+        assert compat.prefill_graph() == known
 
 
 def replaying(backend: str) -> CudaGraphConfig:
@@ -212,7 +212,7 @@ def test_copied_positions_beside_prefill_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server falls back to stock, and says whose fault the answers are and what to do."""
-    monkeypatch.setenv(seams.POSITIONS_VARIABLE, "1")
+    monkeypatch.setenv(compat.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
     (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS in r.getMessage()]
@@ -231,8 +231,8 @@ def test_a_recorded_prefill_would_read_uncopied_positions(
     """Recorded is the text model alone, on the batch's own positions: what is outside must have
     changed these.
     """
-    monkeypatch.setenv(seams.POSITIONS_VARIABLE, str(int(copied)))
-    assert seams.copies_positions() is copied
+    monkeypatch.setenv(compat.POSITIONS_VARIABLE, str(int(copied)))
+    assert compat.copies_positions() is copied
     batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
     before = batch.positions.clone()
     inside: list[torch.Tensor] = []

@@ -28,7 +28,7 @@ from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, switched
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import halved_weights, server_args
@@ -254,7 +254,7 @@ def test_a_renamed_name_is_said_when_the_server_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a newer release that has given an argument another name."""
-    monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.16"))
+    monkeypatch.setattr(compat, "LAST_TESTED", Version("0.5.16"))
     monkeypatch.setitem(limits.REFUSING_ARGUMENTS, "adapters", {"enable_adapters": 0})
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted()

@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 from stand_ins import prefill_graphs
 
@@ -47,7 +47,7 @@ def test_errors_by_release(
     monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: shared)
     with prefill_graphs(backend):
         assert sglang.capture_error(multimodal=multimodal) == error
-        monkeypatch.setattr(seams, "is_newer_than_tested", lambda: True)
+        monkeypatch.setattr(compat, "is_newer_than_tested", lambda: True)
         assert sglang.capture_error(multimodal=multimodal) is None
 
 

@@ -31,7 +31,7 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log, seams, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.requests import synthetic_requests
@@ -338,7 +338,7 @@ def test_what_fails_on_one_rank_is_raised_there(
     started: ModelState, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its forwards contain collectives, in which the other ranks wait for this one."""
-    monkeypatch.setattr(seams, "is_single_rank", lambda: False)
+    monkeypatch.setattr(compat, "is_single_rank", lambda: False)
     with failing(engine, "first layer"), pytest.raises(InjectedError):
         start.set_up(engine.runner, started)
     assert "check" not in started.facts

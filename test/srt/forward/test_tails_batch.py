@@ -24,7 +24,7 @@ from layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
@@ -166,10 +166,10 @@ class TestPublishedHelpers:
             assert torch.equal(row_inputs, inputs[index])
             assert torch.equal(positions, before["positions"][index])
             assert batch.extend_num_tokens == len(index)
-            assert seams.current_attn_backend() is attention.tail
+            assert compat.current_attn_backend() is attention.tail
         finally:
             restore()
-        assert seams.current_attn_backend() is attention.main
+        assert compat.current_attn_backend() is attention.main
         assert {n for n, value in vars(batch).items() if before[n] is not value} == set()
 
     @pytest.mark.usefixtures("planned")
@@ -206,20 +206,20 @@ class TestPublishedHelpers:
             restore()
         assert plans == [[1]]
 
-    @pytest.mark.skipif(not seams.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+    @pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
     def test_the_residual_is_that_of_the_kept_rows(
         self, engine: Engine, planned: Callable[..., Any]
     ) -> None:
         batch, model = planned(BATCHES["one prompt"]), engine.text_model
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
-        seams.start_residual(batch, hidden)
+        compat.start_residual(batch, hidden)
         rows, *_, restore = model._yoco_truncate_to_last_tokens(
             hidden, batch.positions, None, batch
         )
-        assert seams.residual_is_written(batch, rows)
-        assert not seams.residual_is_written(batch, hidden)
+        assert compat.residual_is_written(batch, rows)
+        assert not compat.residual_is_written(batch, hidden)
         restore()
-        assert seams.residual_is_written(batch, hidden)
+        assert compat.residual_is_written(batch, hidden)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from observe import (
     run,
 )
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import donor
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import find
@@ -106,7 +106,7 @@ def assert_untouched(engine: Engine) -> None:
 def on_one_backend(engine: Engine) -> Iterator[None]:
     """The tail has no attention backend of its own."""
     impossible = NotImplementedError("only one backend here")
-    with mock.patch.object(seams, "build_attn_backend", side_effect=impossible):
+    with mock.patch.object(compat, "build_attn_backend", side_effect=impossible):
         engine.runner.init_attention_backends()
     try:
         yield

@@ -19,7 +19,7 @@ import torch
 from batches import kept_rows
 from observe import run
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 
 # In units of the type's eps, of what a layer adds. It is the sum of three results, each rounded,
 # and so are the three sums on the way: by eps / 2 at most, eps / 12**0.5 in the mean square.
@@ -64,13 +64,13 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
 
     def given_stocks(number: int, _: Any, args: Any, kwargs: Any) -> Any:
         rows = before[number][kept].clone()
-        seams.write_residual(kwargs["forward_batch"], rows)
+        compat.write_residual(kwargs["forward_batch"], rows)
         return args, {**kwargs, "hidden_states": rows}
 
     for switch, given, found in (("0", watched, after), ("1", given_stocks, fast)):
 
         def returned(number: int, _: Any, __: Any, output: Any, found: Any = found) -> None:
-            found[number] = seams.layer_rows(output).clone()
+            found[number] = compat.layer_rows(output).clone()
 
         with ExitStack() as hooks:
             for number, layer in _tail_layers(engine):

@@ -23,7 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.kept import TailBatch
 from sglang_gemma4_yoco.loading import start
@@ -33,7 +33,7 @@ def skip_on_older(what: str, absent: Iterable[str]) -> None:
     """Skip the test where SGLang does not have these names yet; the last tested one has all."""
     names = ", ".join(sorted(absent))
     if names:
-        assert Version(version("sglang")) < seams.LAST_TESTED, f"{what} lacks {names}"
+        assert Version(version("sglang")) < compat.LAST_TESTED, f"{what} lacks {names}"
         pytest.skip(f"{what} of this SGLang has no {names}")
 
 
@@ -43,7 +43,7 @@ def server_args(**arguments: Any) -> ServerArgs:
     try:
         return ServerArgs(**arguments)
     except ValueError as refusal:
-        if Version(version("sglang")) >= seams.LAST_TESTED:
+        if Version(version("sglang")) >= compat.LAST_TESTED:
             raise
         pytest.skip(f"this SGLang refuses {', '.join(arguments)}: {refusal}")
 
@@ -59,8 +59,8 @@ def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iter
     config = CudaGraphConfig(prefill=PhaseConfig(backend=backend, **sizes))
     arguments = SimpleNamespace(cuda_graph_config=config, cuda_graph_backend_prefill=named)
     with (
-        mock.patch.object(seams, "get_server_args", return_value=arguments),
-        mock.patch.object(seams, "resolution_result", None),
+        mock.patch.object(compat, "get_server_args", return_value=arguments),
+        mock.patch.object(compat, "resolution_result", None),
     ):
         yield
 

@@ -26,7 +26,7 @@ from mutations import (
     broken,
     table_entries,
 )
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import limits
@@ -80,7 +80,7 @@ def test_every_entry_of_the_tables_is_a_mutation() -> None:
     counts = Counter(mutation.name.partition(" ")[0] for mutation in table_entries(LISTED))
     tables = {
         name: getattr(module, name)
-        for module in (gate, limits, graphs, seams)
+        for module in (gate, limits, graphs, compat)
         for name in counts
         if hasattr(module, name)
     }

@@ -37,8 +37,8 @@ BREAKS: dict[str, tuple[str, dict[str, str]]] = {
         "loading/start.py",
         {
             "import logging\n": "import logging\nfrom copy import copy\n",
-            "tail = seams.build_attn_backend(runner)\n": (
-                "tail = _narrow(seams.build_attn_backend(runner))\n"
+            "tail = compat.build_attn_backend(runner)\n": (
+                "tail = _narrow(compat.build_attn_backend(runner))\n"
             ),
             "def of(model": f"{NARROW}\n\ndef of(model",
         },

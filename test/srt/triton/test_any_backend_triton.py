@@ -25,7 +25,7 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.core.state import find
 from sglang_gemma4_yoco.loading import start
@@ -127,7 +127,7 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     found = check.check(engine.runner, state)
     assert found.worst is not None
     assert found.worst.excess < 0.5
-    monkeypatch.setattr(seams, "whole_window", lambda _: nullcontext())
+    monkeypatch.setattr(compat, "whole_window", lambda _: nullcontext())
     assert not check.check(engine.runner, state).agrees
 
 

@@ -25,7 +25,7 @@ from observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.core.state import find
@@ -57,7 +57,7 @@ def test_every_linear_layer_is_fp8(engine: Engine) -> None:
     layers = linear_layers(engine)
     assert {type(layer.quant_method) for layer in layers} == {Fp8LinearMethod}
     assert {layer.weight.dtype for layer in layers} == {torch.float8_e4m3fn}
-    assert not any(map(seams.is_plain_linear, layers))
+    assert not any(map(compat.is_plain_linear, layers))
 
 
 def test_a_row_does_not_hang_on_the_rows_beside_it(engine: Engine) -> None:

@@ -27,7 +27,7 @@ from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_reference.host_reads import counted
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 
 interpreter.make_quick()
 
@@ -62,14 +62,14 @@ def test_a_kept_row_sees_the_whole_window(
     if not decodes and planned:
         pytest.skip("the tail's backend was asked at start")
     if not decodes:
-        monkeypatch.setattr(seams, "LAST_TESTED", Version("0.5.0"))
+        monkeypatch.setattr(compat, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend
     tail = [layer.self_attn for layer in model.layers[3:]]
     scheduled = engine.schedule(batch_of((0, WINDOW + 3), (WINDOW + 1, 2), (0, WINDOW - 1)))
     with switched("0"):
         engine.forward(scheduled)  # K and V are in the cache
     batch = releases.forward_batch(scheduled, engine.runner)
-    attention = next(a for a in tail if seams.keys_in_window(a.attn) == WINDOW)
+    attention = next(a for a in tail if compat.keys_in_window(a.attn) == WINDOW)
     width = attention.num_heads * attention.head_dim
     queries = torch.randn(len(batch.input_ids), width, generator=torch.manual_seed(0))
 
@@ -88,7 +88,7 @@ def test_a_kept_row_sees_the_whole_window(
         )
         try:
             assert batch.forward_mode.is_decode() is decodes
-            assert (seams.current_attn_backend() is main) is not planned
+            assert (compat.current_attn_backend() is main) is not planned
             kept = attend(rows)
         finally:
             restore()
@@ -121,7 +121,7 @@ def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> 
     stock_plan, fast_plan = planned
     more = fast_plan - stock_plan
     assert stock_plan
-    if seams.HAS_RESIDUAL_STREAM:  # 0.5.22
+    if compat.HAS_RESIDUAL_STREAM:  # 0.5.22
         assert more == Counter()
     else:
         ((_, site),) = more

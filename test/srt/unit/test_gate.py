@@ -34,7 +34,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.cut import Plan
@@ -316,7 +316,7 @@ class TestDecisions:
         assert attached.attention is not None
         monkeypatch.setattr(attached.attention.tail, "init_forward_metadata", out_of_memory)
         assert gate.decision(attached, planned(attached)) == gate.NOT_PLANNED
-        monkeypatch.setattr(seams, "is_single_rank", lambda: False)
+        monkeypatch.setattr(compat, "is_single_rank", lambda: False)
         with pytest.raises(MemoryError):
             planned(attached)
 
@@ -341,7 +341,7 @@ def test_every_field_that_is_asked_for_must_exist() -> None:
     # A batch without it counts as read, so that none is taken for one that nobody reads.
     safely_absent = {"contains_last_prefill_chunk"}
     judged = asked.union(gate.REFUSING_FIELDS) - of_the_algorithm - safely_absent
-    assert judged <= seams._REQUIRED_NAMES["ForwardBatch"]
+    assert judged <= compat._REQUIRED_NAMES["ForwardBatch"]
 
 
 def test_every_reason_of_the_gate_is_shown() -> None:

@@ -23,12 +23,12 @@ from sglang.srt.layers.quantization import get_quantization_config, marlin_utils
 
 from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import seams
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.loading import limits
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 NAMES_CHANGE = pytest.mark.skipif(
-    Version(version("sglang")) != seams.LAST_TESTED, reason="names come and go between releases"
+    Version(version("sglang")) != compat.LAST_TESTED, reason="names come and go between releases"
 )
 
 # ---------------------------------------------------------------- all arguments there are
@@ -39,7 +39,7 @@ def test_every_argument_of_this_release_is_judged_in_one_place() -> None:
     judged, reviewed = limits.judged_arguments(), limits.reviewed_arguments()
     assert installed() - judged - reviewed == set()
     assert judged & reviewed == set()
-    if Version(version("sglang")) == seams.LAST_TESTED:
+    if Version(version("sglang")) == compat.LAST_TESTED:
         assert judged - installed() == set()
 
 
@@ -78,8 +78,8 @@ def test_a_newer_release(monkeypatch: pytest.MonkeyPatch) -> None:
         for given, reason in cases:
             assert limits.server_reason() is None
             with monkeypatch.context() as newer:
-                newer.setattr(seams, "arguments_set", lambda given=given: given)
-                newer.setattr(seams, "is_newer_than_tested", lambda: True)
+                newer.setattr(compat, "arguments_set", lambda given=given: given)
+                newer.setattr(compat, "is_newer_than_tested", lambda: True)
                 found = limits.server_reason()
             assert found == (reason and reason.replace("_", "-"))
 
@@ -103,15 +103,15 @@ class Later(msgspec.Struct):
 def test_what_is_set(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_set: set[str]
 ) -> None:
-    monkeypatch.setattr(seams, "ServerArgs", Later)
-    monkeypatch.setattr(seams, "get_server_args", lambda: SimpleNamespace(**given))
+    monkeypatch.setattr(compat, "ServerArgs", Later)
+    monkeypatch.setattr(compat, "get_server_args", lambda: SimpleNamespace(**given))
     names = ("model_path", "sizes", "mode")
-    assert seams.arguments_set() == {name: name in is_set for name in names}
+    assert compat.arguments_set() == {name: name in is_set for name in names}
 
 
 def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "is_newer_than_tested", lambda: True)
-    monkeypatch.setattr(seams, "ServerArgs", SimpleNamespace)
+    monkeypatch.setattr(compat, "is_newer_than_tested", lambda: True)
+    monkeypatch.setattr(compat, "ServerArgs", SimpleNamespace)
     with releases.published():
         reason = limits.server_reason()
     assert reason == "the server's arguments are no record whose fields can be listed"
@@ -122,7 +122,7 @@ def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_listed_backends_exist() -> None:
     """Under these names, in modules of SGLang's that need another device to be imported."""
-    modules = seams.gemma4_causal.__file__.replace("models/gemma4_causal.py", "layers/attention/")
+    modules = compat.gemma4_causal.__file__.replace("models/gemma4_causal.py", "layers/attention/")
     files = {
         "TritonAttnBackend": "triton",
         "TRTLLMHAAttnBackend": "trtllm_mha",
@@ -212,7 +212,7 @@ def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: st
     )
     assert limits.linear_kind(layer).endswith(kind)
     assert limits.has_independent_rows(layer) == (name != "GGUF")
-    assert not seams.is_plain_linear(layer)  # so that the donor computes all of its projection
+    assert not compat.is_plain_linear(layer)  # so that the donor computes all of its projection
 
 
 def classes_of_this_release() -> set[str]:

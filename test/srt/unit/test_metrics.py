@@ -13,7 +13,7 @@ import orjson
 import prometheus_client
 import pytest
 
-from sglang_gemma4_yoco import log, seams
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.rounding import Finding
@@ -155,7 +155,7 @@ def test_one_rank_counts_for_its_group(
     every: bool,
     counts: bool,
 ) -> None:
-    monkeypatch.setattr(seams, "server_arguments", lambda: lambda _: every)
+    monkeypatch.setattr(compat, "server_arguments", lambda: lambda _: every)
     metrics.collect({"tp_rank": rank})
     log.batch_refused("a reason", 3)
     of = {"tp_rank": str(rank), "outcome": "a_reason"}

@@ -37,7 +37,7 @@ def test_entry_point_is_registered_once() -> None:
 def test_load_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, not_loaded: None
 ) -> None:
-    from sglang_gemma4_yoco import seams
+    from sglang_gemma4_yoco import compat
     from sglang_gemma4_yoco.loading import patch
 
     def broken() -> None:
@@ -45,11 +45,11 @@ def test_load_never_raises(
 
     monkeypatch.setattr(patch, "install", broken)
     monkeypatch.setenv(settings.SWITCH, "1")
-    answers = seams.Scheduler.get_internal_state
+    answers = compat.Scheduler.get_internal_state
     with caplog.at_level(logging.INFO):
         plugin.load()
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "something else" in record.getMessage()
     assert plugin.left_alone == "something else"
-    assert seams.Scheduler.get_internal_state is answers
+    assert compat.Scheduler.get_internal_state is answers

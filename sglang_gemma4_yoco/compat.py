@@ -115,7 +115,7 @@ _SINCE = {
 }
 
 
-class SeamError(RuntimeError):
+class IncompatibleError(RuntimeError):
     """The installed SGLang is not one that this package can patch."""
 
 
@@ -152,10 +152,10 @@ def _missing() -> Iterator[str]:
 
 
 def check() -> None:
-    """Raise a SeamError, which names what is missing and the remedy, unless every seam is there."""
+    """Raise IncompatibleError, with what is missing and the remedy, unless all names are there."""
     missing = list(_missing())
     if missing:
-        raise SeamError(
+        raise IncompatibleError(
             f"SGLang {version('sglang')} lacks {'; '.join(missing)}. "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )
@@ -187,10 +187,10 @@ def arguments_set() -> dict[str, bool]:
     """Every argument of the installed SGLang, and whether the running server was given it.
 
     Raises:
-        SeamError: they cannot be listed.
+        IncompatibleError: they cannot be listed.
     """
     if not issubclass(ServerArgs, msgspec.Struct):  # 0.5.21 and later; only newer ones are asked
-        raise SeamError("the server's arguments are no record whose fields can be listed")
+        raise IncompatibleError("the server's arguments are no record whose fields can be listed")
     args, given = _published(), {}
     for field in msgspec.structs.fields(ServerArgs):
         made = field.default_factory
