@@ -4,7 +4,7 @@
 ``python3 scripts/run_tests.py`` needs Python 3.11 or later (3.10 up to SGLang 0.5.21) and 12
 GB of disk, nothing else. It makes the virtual environment that ``scripts/demo.py`` uses too, puts
 SGLang, this package, the CPU platform and the test tools into it, and runs the tests in two
-processes, which takes about 12 minutes on two cores. They need no GPU and no network. What follows
+processes, which takes about 7 minutes on two cores. They need no GPU and no network. What follows
 ``--`` goes to pytest. If it names files, these run one after another, in one process::
 
     python3 scripts/run_tests.py --quick     # less than three minutes, and no server

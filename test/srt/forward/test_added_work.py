@@ -254,10 +254,10 @@ def test_one_entry_is_all_that_a_model_carries(engine: Engine) -> None:
 
 
 def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> None:
-    """On Triton two more, which widen a window: there are at most 60 as well."""
+    """On Triton one more, which allocates windows: there are at most 60 as well."""
     entered = functions_entered(engine, TWO_PROMPTS)
     assert log.forwards == {log.TAIL_EAGER: 2}
-    assert len(entered) <= 58, sorted(entered)
+    assert len(entered) <= 59, sorted(entered)
     assert len({file for file, *_ in entered}) <= 10
 
 

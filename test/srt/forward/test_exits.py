@@ -114,7 +114,7 @@ def test_random_batches(engine: Engine) -> None:
     outcomes: list[str] = []
 
     @hypothesis_settings(
-        max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(batches(24, 8, logprobs=True))
     def property_(batch: Batch) -> None:
