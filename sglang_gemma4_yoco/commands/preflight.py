@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.doctor import Findings
+from sglang_gemma4_yoco.commands.findings import Findings
 from sglang_gemma4_yoco.core.gate import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import limits, metrics, patch, start

@@ -24,7 +24,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.doctor import Findings
+from sglang_gemma4_yoco.commands.findings import FACTS, Findings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics, patch
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
@@ -161,8 +161,8 @@ def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str)
 
 def test_what_is_known_of_a_server(answers: Any) -> None:
     found = answers[0][()].document
-    assert set(command.FACTS) <= found.keys()
-    assert None not in [found[name] for name in command.FACTS if name != "quantisation"]
+    assert set(FACTS) <= found.keys()
+    assert None not in [found[name] for name in FACTS if name != "quantisation"]
     assert (found["layers"], found["first_shared"]) == (8, 4)
     assert found["plugins"]["installed"] is True
     for call, attention in (
