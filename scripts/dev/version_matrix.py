@@ -301,7 +301,7 @@ def try_release(release: Release, work_dir: Path, parts: Sequence[str]) -> None:
     try:
         log.write_text("")
         python, _ = prepare_environment(
-            venv, log, sglang_version=version, device="cpu", extras="test"
+            venv, log, sglang_version=version, device="cpu", group="test"
         )
     except (SetupError, OSError) as failure:
         say(tail(log, 8))

@@ -42,7 +42,7 @@ def asked(
 
 
 @pytest.mark.skipif(
-    LM_EVAL is None and find_spec("lm_eval") is None, reason="needs lm-eval (the extra 'eval')"
+    LM_EVAL is None and find_spec("lm_eval") is None, reason="needs lm-eval (the group 'eval')"
 )
 @pytest.mark.release
 @pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["completions", "chat"])
