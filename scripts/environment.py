@@ -231,8 +231,14 @@ def _is_from_here(found: dict[str, str | None]) -> bool:
 # ---------------------------------------------------------------- random checkpoints
 
 
-def make_checkpoint(preset: str, work_dir: Path, log: Path) -> Path:
-    """Write a random checkpoint, or find the one that an earlier run wrote."""
+def make_checkpoint(
+    preset: str, work_dir: Path, log: Path, python: str | Path = sys.executable
+) -> Path:
+    """Write a random checkpoint, or find the one that an earlier run wrote.
+
+    Args:
+        python: the interpreter of an environment with PyTorch.
+    """
     maker = REFERENCE / "sglang_gemma4_reference" / "checkpoint.py"
     digest = hashlib.sha256(maker.read_bytes()).hexdigest()[:8]
     path = work_dir / f"{preset}-{digest}"
@@ -243,7 +249,7 @@ def make_checkpoint(preset: str, work_dir: Path, log: Path) -> Path:
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     # By path: on a GPU machine the reference distribution is not installed, as it is a platform.
     env = os.environ | {"PYTHONPATH": str(REFERENCE)}
-    command = [sys.executable, "-m", "sglang_gemma4_reference.checkpoint", preset]
+    command = [python, "-m", "sglang_gemma4_reference.checkpoint", preset]
     try:
         if not run_logged([*command, partial], log, env):
             raise SetupError("the checkpoint could not be made; its log says why.", log)
