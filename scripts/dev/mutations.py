@@ -84,6 +84,18 @@ def _removals(table: str, value: ast.expr) -> Iterator[tuple[str, str]]:
             )
 
 
+def _lines(file: str, source: str, first: dict[str, str]) -> Iterator[Mutation]:
+    """The arguments of each section whose tests ``first`` names, and of all other sections."""
+    for section in source.split("\n[")[1:]:
+        title, _, lines = section.partition("]\n")
+        if first.get(title) == "":  # of no consequence in a release that was tested
+            continue
+        for line in lines.split("\n\n")[0].splitlines():
+            if not line.startswith("#"):
+                name = f"{file} without {line.split()[0]}"
+                yield Mutation(name, file, f"\n{line}\n", "\n", first.get(title, first["all"]))
+
+
 def table_entries(listed: dict[str, Any]) -> list[Mutation]:
     """One mutation for every entry of the tables: without it.
 
@@ -93,6 +105,9 @@ def table_entries(listed: dict[str, Any]) -> list[Mutation]:
     mutations = []
     for file, tables in listed["tables"].items():
         source = (REPO / PACKAGE / file).read_text()
+        if file.endswith(".ini"):
+            mutations += _lines(file, source, tables)
+            continue
         assigned = {
             ast.unparse(statement.targets[0]): statement
             for statement in ast.parse(source).body

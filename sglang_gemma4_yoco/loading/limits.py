@@ -7,6 +7,7 @@ a server runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
@@ -26,88 +27,25 @@ WRONG_REPLAYS = (
     "unset it"
 )
 
-# With one of these set, a request may have every row captured.
-_HIDDEN_STATE_ARGUMENTS = (
-    "enable_return_hidden_states",
-    "enable_return_aux_hidden_states",
-    "return_hidden_states_mode",
-)
-# Arguments that functions below read by name.
-_OTHER_ARGUMENTS = ("speculative_algorithm", "disaggregation_mode")
-
-# A reason -> the server arguments that refuse for it if they are set, numbers if they are above
-# the one given here.
+# Every argument of the supported releases, by the reason for which it refuses a server: a section.
+ARGUMENTS = Path(__file__).with_name("arguments.ini")
+NO_REFUSAL = "no refusal"
+_SECTIONS = ConfigParser(allow_no_value=True, delimiters="=")
+_SECTIONS.read(ARGUMENTS)
+#: The arguments that refuse if they are set, numbers if they are above the one here, by reason.
 REFUSING_ARGUMENTS = {
-    LORA: {"enable_lora": 0},
-    "pipeline parallelism (--pp-size) is not supported": {"pp_size": 1},
-    "data-parallel attention": {
-        "enable_dp_attention": 0,
-        "enable_dp_lm_head": 0,
-        "enable_dense_mlp_attn_tp": 0,
-        "moe_dense_tp_size": 0,
-        "attn_dp_size": 1,
-    },
-    "sequence parallelism": {
-        "enable_layernorm_sp": 0,
-        "enable_attn_tp_input_scattered": 0,
-        "disable_attn_tp_gather": 0,
-    },
-    "context parallelism": {
-        "enable_prefill_cp": 0,
-        "enable_kv_cache_sharding": 0,
-        "attn_cp_size": 1,
-        "dcp_size": 1,
-    },
-    "expert parallelism": {
-        "elastic_ep_backend": 0,
-        "ep_size": 1,
-        "moe_dp_size": 1,
-        "dwdp_size": 1,
-    },
-    # A batch is cut by all ranks or by none; on one machine they share one installation.
-    "ranks on several machines": {"nnodes": 1},
-    "ranks that Ray places, on several machines it may be": {"use_ray": 0},
-    "deterministic inference": {"enable_deterministic_inference": 0},
-    "all-reduces that round prefill otherwise than decode": {"enable_quant_communications": 0},
-    "two-batch overlap": {"enable_two_batch_overlap": 0},
-    "single-batch overlap": {"enable_single_batch_overlap": 0},
-    "PD multiplexing": {"enable_pdmux": 0},
-    "forward hooks, which may read any row": {
-        "forward_hooks": 0,
-        "debug_tensor_dump_output_folder": 0,
-        "msprobe_dump_config": 0,
-    },
-    "weights that come to the device for their layer's own forward only": {
-        "cpu_offload_gb": 0,
-        "offload_group_size": 0,  # -1 is none
-    },
-    "pools of K and V that share and move their memory": {"enable_unified_memory": 0},
-    "K and V that lie page by page": {"enable_page_major_kv_layout": 0},
-    "a cache that may load K and V while layers run": {
-        "enable_lmcache": 0,
-        "enable_flexkv": 0,
-        "enable_unified_cache_external_linker": 0,
-        "radix_cache_backend": 0,
-    },
-    "a diffusion language model's forward modes": {"dllm_algorithm": 0},
-    "one kernel in the place of the model's layers": {
-        "enable_nvidia_megakernel": 0,
-        "enable_amd_monokernel": 0,
-    },
+    reason: {name: int(harmless or 0) for name, harmless in _SECTIONS.items(reason)}
+    for reason in _SECTIONS.sections()
 }
-
-# The arguments that need no refusal, one a line: scripts/dev/reviewed_arguments.py
-REVIEWED = Path(__file__).with_name("reviewed_arguments.txt")
+# The arguments that need no refusal, by reading SGLang's code; and what functions below judge.
+REVIEWED_ARGUMENTS = {*REFUSING_ARGUMENTS.pop(NO_REFUSAL)}
+_HIDDEN_STATE_ARGUMENTS = {*REFUSING_ARGUMENTS.pop("refuses beside speculative decoding")}
+_OTHER_ARGUMENTS = {*REFUSING_ARGUMENTS.pop("refuses by its value")}
 
 
 def judged_arguments() -> set[str]:
     """The server arguments that can refuse a server."""
-    return {*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS}.union(*REFUSING_ARGUMENTS.values())
-
-
-def reviewed_arguments() -> set[str]:
-    """The server arguments that were read in SGLang's code and need no refusal."""
-    return {line for line in REVIEWED.read_text().splitlines() if not line.startswith("#")}
+    return (_OTHER_ARGUMENTS | _HIDDEN_STATE_ARGUMENTS).union(*REFUSING_ARGUMENTS.values())
 
 
 def server_reason() -> str | None:
@@ -135,7 +73,7 @@ def _unknown_reason() -> str | None:
     gone = sorted(map(_flag, judged - is_set.keys()))
     if gone:  # what it would refuse must not pass as unset
         return f"this SGLang lacks {', '.join(gone)}, which may go by another name now"
-    known = judged | reviewed_arguments()
+    known = judged | REVIEWED_ARGUMENTS
     new = sorted(_flag(name) for name in is_set if is_set[name] and name not in known)
     return f"{new[0]} is set, an argument that this version has not judged" if new else None
 
