@@ -85,15 +85,19 @@ def _removals(table: str, value: ast.expr) -> Iterator[tuple[str, str]]:
 
 
 def _lines(file: str, source: str, first: dict[str, str]) -> Iterator[Mutation]:
-    """The arguments of each section whose tests ``first`` names, and of all other sections."""
+    """Each line of the sections taken out, and each value; but where ``first`` names no test."""
     for section in source.split("\n[")[1:]:
         title, _, lines = section.partition("]\n")
         if first.get(title) == "":  # of no consequence in a release that was tested
             continue
         for line in lines.split("\n\n")[0].splitlines():
             if not line.startswith("#"):
-                name = f"{file} without {line.split()[0]}"
-                yield Mutation(name, file, f"\n{line}\n", "\n", first.get(title, first["all"]))
+                name, _, value = line.partition(" = ")
+                tests = first.get(title, first["all"])
+                yield Mutation(f"{file} without {name}", file, f"\n{line}\n", "\n", tests)
+                if value:
+                    without = f"{file} without the {value} of {name}"
+                    yield Mutation(without, file, f"\n{line}\n", f"\n{name}\n", tests)
 
 
 def table_entries(listed: dict[str, Any]) -> list[Mutation]:
@@ -102,7 +106,7 @@ def table_entries(listed: dict[str, Any]) -> list[Mutation]:
     Args:
         listed: ``mutations.toml``.
     """
-    mutations = []
+    mutations: list[Mutation] = []
     for file, tables in listed["tables"].items():
         source = (REPO / PACKAGE / file).read_text()
         if file.endswith(".ini"):

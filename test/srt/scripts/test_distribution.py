@@ -70,6 +70,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert inside == modules | {
         "py.typed",
         "commands/prompts.txt",
+        "compat.ini",
         "loading/arguments.ini",
     }
     told = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
