@@ -5,7 +5,7 @@ Each that is added is printed: read what SGLang's code does with it before you c
 belongs there if it changes neither which rows of a prefill somebody reads, nor where K and V lie,
 nor how the layers are laid out, split or replayed; or if what it makes is judged in any case: the
 attention backend, the pools, the linear layers, each batch, the captured graphs. One that does not
-belongs into another section of ``loading/arguments.ini``, and is then left out here. None is ever
+belongs into another section of ``loading/limits.ini``, and is then left out here. None is ever
 taken out: an older release may have it.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from sglang.srt.server_args import ServerArgs
 
 from sglang_gemma4_yoco.loading import limits
+
 
 def installed() -> frozenset[str]:
     """The names of all server arguments of the installed SGLang."""
@@ -27,8 +28,8 @@ def main() -> None:
     for name in names:
         if name not in reviewed:
             print(f"review {name}")
-    others, section, _ = limits.ARGUMENTS.read_text().partition(f"[{limits.NO_REFUSAL}]\n")
-    limits.ARGUMENTS.write_text(others + section + "".join(f"{name}\n" for name in names))
+    others, section, _ = limits.LISTS.read_text().partition(f"[{limits.NO_REFUSAL}]\n")
+    limits.LISTS.write_text(others + section + "".join(f"{name}\n" for name in names))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, LORA, SPECULATIVE
+from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 
 # -- server arguments ------------------------------------------------------------------------------
 
@@ -27,20 +27,22 @@ WRONG_REPLAYS = (
     "unset it"
 )
 
-# Every argument of the supported releases, by the reason for which it refuses a server: a section.
-ARGUMENTS = Path(__file__).with_name("arguments.ini")
+#: The names that are judged here, and why.
+LISTS = Path(__file__).with_name("limits.ini")
 NO_REFUSAL = "no refusal"
 _SECTIONS = ConfigParser(allow_no_value=True, delimiters="=")
-_SECTIONS.read(ARGUMENTS)
+_SECTIONS.optionxform = str  # type: ignore[assignment,method-assign]  # of either case
+_SECTIONS.read(LISTS)
 #: The arguments that refuse if they are set, numbers if they are above the one here, by reason.
 REFUSING_ARGUMENTS = {
-    reason: {name: int(harmless or 0) for name, harmless in _SECTIONS.items(reason)}
-    for reason in _SECTIONS.sections()
+    section.removeprefix("refused: "): {name: int(above or 0) for name, above in names.items()}
+    for section, names in _SECTIONS.items()
+    if section.startswith("refused: ")
 }
 # The arguments that need no refusal, by reading SGLang's code; and what functions below judge.
-REVIEWED_ARGUMENTS = {*REFUSING_ARGUMENTS.pop(NO_REFUSAL)}
-_HIDDEN_STATE_ARGUMENTS = {*REFUSING_ARGUMENTS.pop("refuses beside speculative decoding")}
-_OTHER_ARGUMENTS = {*REFUSING_ARGUMENTS.pop("refuses by its value")}
+REVIEWED_ARGUMENTS = {*_SECTIONS[NO_REFUSAL]}
+_HIDDEN_STATE_ARGUMENTS = {*_SECTIONS["refused beside speculative decoding"]}
+_OTHER_ARGUMENTS = {*_SECTIONS["refused by value"]}
 
 
 def judged_arguments() -> set[str]:
@@ -180,38 +182,9 @@ def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
 
 # -- linear layers ---------------------------------------------------------------------------------
 
-# Kinds of linear layers whose rows are independent: the scale that rounds a row is the row's own,
-# its blocks', or the checkpoint's. A scale from the largest number of the batch would change when
-# other rows are missing. A kind is SGLang's class and, where that class has schemes, the scheme's.
-# They were read in SGLang 0.5.17 to 0.5.23. Refused are all others, among them GGUF, which rounds
-# few rows otherwise than many, and the classes of other packages and platforms.
-_INDEPENDENT_ROWS = {
-    "AWQLinearMethod.AWQIntelAMXLinearScheme",
-    "AWQLinearMethod.AWQLinearScheme",
-    "AWQLinearMethod.AWQMarlinLinearScheme",
-    "AWQLinearMethod.AWQXPULinearScheme",
-    "BlockInt8LinearMethod",
-    "CompressedTensorsLinearMethod.CompressedTensorsW4A16Fp4",
-    "CompressedTensorsLinearMethod.CompressedTensorsW4A4Fp4",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A16Fp8",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Fp8",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Int8",
-    "CompressedTensorsLinearMethod.CompressedTensorsWNA16",
-    "CompressedTensorsLinearMethod.XPUCompressedTensorsWNA16",
-    "Fp8LinearMethod",
-    "GPTQLinearMethod.GPTQIntelAMXLinearScheme",
-    "GPTQLinearMethod.GPTQLinearScheme",
-    "GPTQLinearMethod.GPTQXPULinearScheme",
-    "GPTQMarlinLinearMethod.GPTQMarlinLinearScheme",
-    "ModelOptFp4LinearMethod",
-    "ModelOptFp8LinearMethod",
-    "ModelOptNvFp4A16LinearMethod",
-    "PetitNvFp4LinearMethod",
-    "QuarkLinearMethod.QuarkW4A4MXFP4",
-    "QuarkLinearMethod.QuarkW8A8Fp8",
-    "W8A8Fp8LinearMethod",
-    "W8A8Int8LinearMethod",
-}
+# A kind is SGLang's class and, where that class has schemes, the scheme's. Refused are all others,
+# and the classes of other packages and platforms.
+_INDEPENDENT_ROWS = {*_SECTIONS["linear layers with independent rows"]}
 
 
 def linear_reason(model: Any, first: int) -> str | None:

@@ -90,7 +90,11 @@ def test_every_entry_of_the_tables_is_a_mutation() -> None:
         for name in counts
         if hasattr(module, name)
     }
-    tables["loading/arguments.ini"] = [*limits.judged_arguments(), *with_a_value(limits._SECTIONS)]
+    tables["loading/limits.ini"] = [
+        *limits._INDEPENDENT_ROWS,
+        *limits.judged_arguments(),
+        *with_a_value(limits._SECTIONS),
+    ]
     names = [name for section in compat._NAMES.sections() for name in compat._NAMES[section]]
     tables["compat.ini"] = [*names, *with_a_value(compat._NAMES)]
     for name in ("MAIN_BACKENDS", "TAIL_BACKENDS", "CAPTURABLE_BACKENDS"):  # tests enter theirs
