@@ -25,14 +25,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
-from environment import REPO
+from environment import REPO, SGLANG_VERSION
 from generated import inserted, kept_up_to_date, markdown
 from sglang_gemma4_yoco import settings
 
 RESULTS = REPO / "benchmark" / "results"
 MEASURED = {
-    "E2B": "prefill_e2b-mini_cpu_sglang-0.5.23.json",
-    "E4B": "prefill_e4b-mini_cpu_sglang-0.5.23.json",
+    "E2B": f"prefill_e2b-mini_cpu_sglang-{SGLANG_VERSION}.json",
+    "E4B": f"prefill_e4b-mini_cpu_sglang-{SGLANG_VERSION}.json",
 }
 LENGTHS = (128, 512, 2048)
 PREDICTED = (128, 512, 2048, 8192)  # lengths
@@ -96,10 +96,9 @@ def under_load() -> str:
     head = ("stock, s", "fast, s", "forwards with rows to skip that skipped some")
     head += ("answers that differ", "log-probabilities compared", "largest difference")
     return (
-        f"{between(requests, '{:,}')} random requests (short and long, with shared prefixes, "
-        "images, log-probabilities and aborts), 16 at a time, to a stock server and then to a fast "
-        "one, in fp32 on two CPU cores. The model is tiny, and SGLang's own checks of its pools "
-        "run after every step, so the times are no measure of a GPU. No slot is held afterwards, "
+        f"{between(requests, '{:,}')} random requests, 16 at a time, to a stock server and then to "
+        "a fast one, in fp32 on two CPU cores. The model is tiny, and SGLang checks its pools "
+        "after every step, so the times are no measure of a GPU. No slot is held afterwards, "
         f"and memory grows by at most {max(growth) / 1e6:.0f} MB in the second half.\n\n"
         f"{markdown(head, rows)}\n\n"
         "The inter-token latency of running requests has not been measured: part e of "
@@ -129,13 +128,12 @@ def _found_by_checks(name: str, where: str) -> str:
     broken = found["breakages"].values()
     least = min(one["smallest"] for one in broken if one["smallest"] != "infinite")
     return (
-        f"- **{found['models']} random models{where}**, unbroken plugin: {alarms} false alarms in "
-        f"{found['models']} checks at start, {found['audited']} audited prefills and "
-        f"{found['proved']} captured tails. The largest errors of these were {largest['check']:g}, "
-        f"{largest['audits']:g} and {largest['proofs']:g} times their bounds. Then the plugin was "
-        f"broken in {len(broken)} ways: the check at start found each of them on every model that "
-        f"it was tried on, by an error of at least {least:g} times its bound "
-        "([by breakage](results/checks.md))."
+        f"- **{found['models']} random models{where}:** {alarms} false alarms in {found['models']} "
+        f"checks at start, {found['audited']} audited prefills and {found['proved']} captured "
+        f"tails; the largest errors were {largest['check']:g}, {largest['audits']:g} and "
+        f"{largest['proofs']:g} times their bounds. The plugin was then broken in {len(broken)} "
+        "ways: the check at start found each, wherever it was tried, by at least "
+        f"{least:g} times its bound ([by breakage](results/checks.md))."
     )
 
 
