@@ -229,7 +229,14 @@ def newest_of(work_dir: Path, log: Path, wanted: str, *flags: str) -> str | None
     tools = work_dir / "tools"
     if not (tools / "pyvenv.cfg").exists():
         create_venv(tools, log)
-    command = [find_uv(tools, log), "pip", "compile", "--quiet", "--no-deps", "--no-header"]
+    command: list[str | Path] = [
+        find_uv(tools, log),
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-deps",
+        "--no-header",
+    ]
     command += ["--no-annotate", *flags, "-"]
     done = subprocess.run(command, input=wanted, capture_output=True, text=True, check=False)
     return None if done.returncode else done.stdout.strip().removeprefix("sglang==")
@@ -316,7 +323,7 @@ def serve_a_prompt(python: Path, model: Path, folder: Path) -> tuple[str | None,
     """What is wrong with the check at start, and with a prompt that is served; None for nothing."""
     env = {name: value for name, value in os.environ.items() if name != SWITCH}
     env["SGLANG_PLATFORM"] = "gemma4_cpu"
-    command = [python, "-c", _SERVED, model, folder]
+    command: list[str | Path] = [python, "-c", _SERVED, model, folder]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

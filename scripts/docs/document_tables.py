@@ -93,8 +93,8 @@ def under_load() -> str:
             rows.append((*times, share, answers, *logprobs))
             growth.append(one["memory_end"] - one["memory_half"])
             requests.add(compared["answered"] + compared["aborted"])
-    head = ("stock, s", "fast, s", "forwards with rows to skip that skipped some")
-    head += ("answers that differ", "log-probabilities compared", "largest difference")
+    head = ["stock, s", "fast, s", "forwards with rows to skip that skipped some"]
+    head += ["answers that differ", "log-probabilities compared", "largest difference"]
     return (
         f"{between(requests, '{:,}')} random requests, 16 at a time, to a stock server and then to "
         "a fast one, in fp32 on two CPU cores. The model is tiny, and SGLang checks its pools "
@@ -187,7 +187,8 @@ def predicted_ms_table() -> str:
 
 def predicted_graphs_table() -> str:
     """How many times as fast SGLang's captured prefills and the plugin are together."""
-    from bench_gpu import OFF_REPLAYED, ON_REPLAYED, PREDICTED_MS
+    from bench_gpu import PREDICTED_MS
+    from bench_prefill import OFF_REPLAYED, ON_REPLAYED
 
     alone = {"the plugin without prefill graphs": "on", "prefill graphs without it": OFF_REPLAYED}
     rows = (

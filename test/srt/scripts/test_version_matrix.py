@@ -53,7 +53,8 @@ def test_no_page_names_a_release_that_is_not_tested(page: Path) -> None:
 
 
 def test_the_line_of_the_newest_release() -> None:
-    steps = {"load": None, "check at start": None, "served prompt": None}
+    names = ("load", "check at start", "served prompt")
+    steps: dict[str, str | None] = dict.fromkeys(names)
     fine = "load ok, check at start ok, served prompt ok"
     assert version_matrix.what_works(steps) == fine
     steps["check at start"] = "layer 5 differs"
