@@ -15,9 +15,8 @@ MEAN_LOGPROB = 0.05  # where stock does not differ from itself: bfloat16 has 8 b
 
 
 class Position(NamedTuple):
-    """One token, its log-probability (NaN where none was given), and those of the likeliest.
-
-    A token is its id; or its text, where SGLang's API names no ids.
+    """A token (its id, or its text where SGLang's API names no ids), its log-probability (NaN where
+    none was given), and those of the likeliest tokens.
     """
 
     token: int | str

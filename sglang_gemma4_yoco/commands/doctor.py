@@ -90,12 +90,10 @@ def _discovery(findings: Findings) -> None:
     plugins = {"found": found, "restricted_to": allowed}
     findings.add("found by SGLang", ", ".join(found) or "none", plugins=plugins)
     if plugin.NAME not in found:
-        findings.refusals.append(
-            "the plugin is not registered in this environment: pip install . in a checkout of it"
-        )
+        missing = "the plugin is not registered in this environment"
+        findings.refusals.append(f"{missing}: pip install . in a checkout of it")
     if allowed is not None:
         findings.add(RESTRICTION, allowed)
         if plugin.NAME not in map(str.strip, allowed.split(",")):
-            findings.refusals.append(
-                f"{RESTRICTION}={allowed} leaves {plugin.NAME} out: add it, or unset it"
-            )
+            left_out = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
+            findings.refusals.append(f"{left_out}: add it, or unset it")

@@ -70,7 +70,7 @@ def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any
         remedy = "give a directory with a config.json, or a name that this machine can download"
         raise CommandError(f"the model {name} cannot be read ({why}): {remedy}") from failure
     text = config.get("text_config") or config
-    layers = text.get("num_hidden_layers")
+    layers: Any = text.get("num_hidden_layers")
     known = str(text.get("model_type", "")).startswith("gemma4") and layers is not None
     first = first_shared_layer(SimpleNamespace(**text)) if known else None
     methods = [

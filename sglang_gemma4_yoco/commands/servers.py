@@ -1,7 +1,4 @@
-"""Unchanged SGLang servers, stock and fast: start them, send them requests, read their state.
-
-Every server leads a process group of its own, which is ended as a whole on every way out.
-"""
+"""Unchanged SGLang servers, stock and fast; each leads a process group, which is ended whole."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ def session(url: str, key: str | None = None) -> requests.Session:
 
 
 class Server:
-    """One ``sglang.launch_server`` on this machine, with the switch on (``fast``) or off.
-
-    Its processes write into one log file, in the folder in which they run.
-    """
+    """One ``sglang.launch_server`` here, with the switch on (``fast``) or off, and its log file."""
 
     PATIENCE = 15.0  # seconds that its processes have to end by themselves
     TIMEOUT = 1800.0  # seconds that an answer may take
@@ -176,7 +170,7 @@ class Server:
 
 
 def check_switch(
-    server: Server, since: Mapping[str, int] | None = None, during: str = ""
+    server: Server, during: str = "", *, since: Mapping[str, int] | None = None
 ) -> Counter[str]:
     """The prefill forwards of a running server, without those of ``since``, by outcome.
 

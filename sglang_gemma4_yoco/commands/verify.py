@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from itertools import count
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def positive(text: str) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
     add = parser.add_argument
-    number = {"type": positive, "metavar": "N"}
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
     add("--model-path", required=True, metavar="M", help="a directory, or a name on Hugging Face")
     add("--label", metavar="TEXT", help="its name in the report (default: as --model-path)")
     lines = "your own, one per line (default: bundled questions)"
@@ -117,10 +117,9 @@ def fit_prompts(
     exact = (args.device, dtype) == ("cpu", "float32")
     document |= {"dtype": dtype, "rule": "exact" if exact else "noise floor", "left_out": left_out}
     prompts = kinds.make(tokenizer, args.texts, long=length, pictures=bool(seen))
-    numbers = count()
-    for length in dict.fromkeys(args.prompt_tokens):
-        for kind in (kinds.WARM_UP, *[kinds.TIMED] * args.repeats):
-            prompts.append(kinds.timed(tokenizer, length, next(numbers), kind))
+    of_each = (kinds.WARM_UP, *[kinds.TIMED] * args.repeats)
+    for number, (length, kind) in enumerate(product(dict.fromkeys(args.prompt_tokens), of_each)):
+        prompts.append(kinds.timed(tokenizer, length, number, kind))
     return prompts
 
 
@@ -154,7 +153,7 @@ def end_round(server: Server, found: Found, name: str) -> None:
     cached = sum(answer.cached_tokens for _, answer in found.answers[name])
     during = f"the round {name!r} ({cached} prompt tokens came from the prefix cache)"
     earlier = sum(found.forwards.values(), Counter[str]())
-    found.forwards[name] = servers.check_switch(server, earlier, during)
+    found.forwards[name] = servers.check_switch(server, during, since=earlier)
     server.forget_prefixes()
 
 
@@ -178,14 +177,11 @@ def ask(server: Server, prompts: Sequence[Prompt], bar: Any) -> Found:
 
 
 def examine(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[bool, Found]:
-    """Send all prompts to running servers, one after the other, and then the timed ones in turns.
-
-    Returns what stock did (False) and what fast did (True), of those that are running.
-    """
+    """Send all prompts to each running server, then the timed ones in turns; True is the fast."""
     from tqdm import tqdm  # comes with SGLang
 
     timed = [prompt for prompt in prompts if prompt.kind in (kinds.WARM_UP, kinds.TIMED)]
-    others = [prompt for prompt in prompts if prompt not in timed]
+    others = [prompt for prompt in prompts if prompt.kind in kinds.KINDS]
     total = sum(len(others) * (2 if server.fast else 3) + len(timed) for server in both)
     with tqdm(total=total, unit="request") as bar:
         found = {server.fast: ask(server, others, bar) for server in both}
@@ -254,10 +250,11 @@ def serve(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Fo
     """Start, examine and stop both servers; returns what stock and fast did."""
     tokenizer = kinds.tokenizer_of(args.model_path)
     flags = ["--model-path", args.model_path, *args.server_args]
-    stock, fast = servers.pair(flags, args.output, device=args.device, port=args.port)
-    run_prefills_eagerly(stock)
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
     say("Both servers at once." if together else "One server after the other.")
+    how = {"device": args.device, "together": together, "port": args.port}
+    stock, fast = servers.pair(flags, args.output, **how)
+    run_prefills_eagerly(stock)
     prompts: list[Prompt] = []
     found: dict[bool, Found] = {}
     # The fast one goes first: if it is not active there is nothing to measure.

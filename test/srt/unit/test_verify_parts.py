@@ -207,12 +207,13 @@ def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
 
 
 def test_the_largest_difference_of_stock_is_shared_by_all_prompts() -> None:
-    noise = [Comparison(8, 8, own := [0.0] * 7 + [0.8], own)]
+    own = [0.0] * 7 + [0.8]
+    noise = [Comparison(8, 8, own, own)]
     limit = 3 * 0.1 + 0.05
     for prompts_sent, more in ((1, 0.8), (4, 0.2)):
         for factor, found in ((0.99, 0), (1.01, 1)):
-            found_differences = [limit + factor * more] * 2 * prompts_sent
-            fast = Comparison(2 * prompts_sent, 0, found_differences, found_differences)
+            differences = [limit + factor * more] * 2 * prompts_sent
+            fast = Comparison(2 * prompts_sent, 0, differences, differences)
             assert len(beyond(fast, noise, exact=False)) == found
 
 
