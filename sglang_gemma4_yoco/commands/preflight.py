@@ -46,7 +46,7 @@ def examine(findings: Findings, model: str | None, flags: Sequence[str]) -> None
     parser.add_argument("--revision", nargs="?")
     given, _ = parser.parse_known_args(flags)
     served = model or given.model_path
-    if served is None:
+    if not served:
         raise CommandError("no model is named: give --model-path")
     if given.model_path not in (None, served):
         raise CommandError(f"two models: {served} and {given.model_path}: leave one")
