@@ -171,16 +171,11 @@ def tensor_parallel_group() -> Any | None:
     return get_parallel().tp_group
 
 
-def prefill_captures() -> Any | None:
-    """SGLang's record of what this server captures of prefills; None outside of a server."""
+def cuda_graph_backend(of: str) -> str | None:
+    """The CUDA graph backend with which this server replays "prefill" or "decode", or None."""
     argument = server_arguments()
     config = None if argument is None else argument("cuda_graph_config")
-    return getattr(config, "prefill", None)
-
-
-def prefill_graph() -> str | None:
-    """The CUDA graph backend with which this server replays prefills, or None."""
-    name: str = getattr(prefill_captures(), "backend", "disabled")
+    name: str = getattr(getattr(config, of, None), "backend", "disabled")
     return None if name == "disabled" else name
 
 

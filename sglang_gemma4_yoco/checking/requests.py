@@ -1,4 +1,4 @@
-"""Prefills of synthetic requests, in slots borrowed from a server that has no requests yet.
+"""Prefills of synthetic requests, in slots borrowed from a server that runs no request.
 
 With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and 1025 + 5 tokens
 (cached + new): a few rows each, so that a forward takes milliseconds, and rows around the window's
@@ -19,7 +19,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
@@ -132,6 +131,22 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
                 mapping[r.slots] = r.window_slots.to(mapping.dtype)
         _fill_caches(runner, state, requests, window)
         yield SyntheticRequests(runner, state, requests)
+
+
+@contextmanager
+def borrowed(places: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Whatever is written to these views in the span, what lay there is put back at its end."""
+    saved = [place.clone() for place in places]
+    try:
+        yield
+    finally:
+        for place, values in zip(places, saved, strict=True):
+            place.copy_(values)
+
+
+def random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Normally distributed, of this shape, in fp32."""
+    return torch.randn(like.shape, generator=generator, device=like.device)
 
 
 def prefills_eagerly(runner: Any) -> Any:

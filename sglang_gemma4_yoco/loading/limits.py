@@ -55,7 +55,7 @@ def server_reason() -> str | None:
     argument = compat.server_arguments()
     if argument is None:
         return None
-    if compat.prefill_graph() is not None and compat.copies_positions():
+    if compat.cuda_graph_backend("prefill") is not None and compat.copies_positions():
         return WRONG_REPLAYS
     return (
         (_unknown_reason() if compat.is_newer_than_tested() else None)
