@@ -19,9 +19,8 @@ _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less
 
 def captured_decode_steps(runner: Any) -> Any | None:
     """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
-    graphs = getattr(runner, "decode_cuda_graph_runner", None)
-    full = isinstance(graphs, DecodeCudaGraphRunner) and compat.cuda_graph_backend("decode") == "full"
-    return graphs if full else None
+    graphs, kind = runner.decode_cuda_graph_runner, compat.cuda_graph_backend("decode")
+    return graphs if isinstance(graphs, DecodeCudaGraphRunner) and kind == "full" else None
 
 
 def graph_backend(decode_steps: Any) -> Any:
