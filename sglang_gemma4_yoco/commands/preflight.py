@@ -38,7 +38,7 @@ _QUANTISING = (
 
 def examine(findings: Findings, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
-    findings.facts["plugins"]["installed"] = patch.is_installed()
+    findings.facts["plugins"]["installed"] = patch.installed
     if compat.is_newer_than_tested():
         findings.add("SGLang", f"newer than {compat.LAST_TESTED}, the last release tested")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -127,7 +127,7 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)
     why = sglang.capture_error(multimodal=multimodal)
-    cut = patch.is_installed() and limits.server_reason() is None
+    cut = patch.installed and limits.server_reason() is None
     repaired = cut and repair.needed(multimodal=multimodal) is not None
     if why is not None and not repaired:
         off = "" if settings.current.prefill_graphs else f" ({repair.OFF}: it is not repaired)"

@@ -124,7 +124,7 @@ def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]
     if len(normed) != 1:
         raise NotCuttableError(OTHER_NORM)
     if not inputs.projected or (
-        buffers is not None and inputs.has_embedded() != (buffers.embedded is not None)
+        buffers is not None and (inputs.embedded is None) != (buffers.embedded is None)
     ):
         raise NotCuttableError(OTHER_INPUTS)
 

@@ -183,7 +183,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plugin.load.cache_clear()
     monkeypatch.setattr(plugin, "left_alone", None)
     monkeypatch.setattr(settings, "current", settings.current)
-    monkeypatch.setattr(patch, "_installed", False)
+    monkeypatch.setattr(patch, "installed", False)
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))
     for name in compat.PUBLISHED_HELPERS:

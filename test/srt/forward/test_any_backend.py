@@ -18,13 +18,12 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.platforms.interface import SRTPlatform
 
 from batches import BATCHES, batch_of, kept_rows
 from decode_graphs import record_tail
-from layer_rows import FIRST_SHARED, LAYERS, cut
+from layer_rows import LAYERS, cut
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
@@ -144,29 +143,6 @@ def test_the_captured_tail(engine: Engine) -> None:
 
 
 # ---------------------------------------------------------------- at start
-
-
-def test_the_tails_kernels_are_compiled_at_start(engine: Engine) -> None:
-    """For both widths of heads, and for no request: the pools stay as they are."""
-    tail = engine.text_model.layers[FIRST_SHARED:]
-    kinds = {(layer.self_attn.head_dim, layer.self_attn.attn.sliding_window_size) for layer in tail}
-    before, widths = engine.kv(), []
-    stock = WindowedTorchNativeBackend.forward_decode
-
-    def decode(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **more: Any) -> Any:
-        assert (k, v) == (None, None)
-        assert batch.forward_mode is ForwardMode.DECODE
-        widths.append((q.shape[-1], layer.sliding_window_size))
-        return stock(self, q, k, v, layer, batch, **more)
-
-    with mock.patch.object(WindowedTorchNativeBackend, "forward_decode", decode):
-        engine.runner.init_attention_backends()
-    assert len(kinds) == len(widths) == 2
-    assert set(widths) == kinds
-    assert attention(engine).tail.forward_metadata is None
-    for (k, v), (keys, values) in zip(before, engine.kv(), strict=True):
-        assert torch.equal(k, keys)
-        assert torch.equal(v, values)
 
 
 def out_of_memory(_: Any) -> Any:

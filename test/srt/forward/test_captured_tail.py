@@ -630,7 +630,7 @@ def test_a_failing_replay_is_served_by_stock(
 def reason(engine: Engine) -> str:
     """Why the tail is eager after SGLang has captured its graphs."""
     state = start.of(engine.text_model)
-    start.capture_tail(engine.runner, state)
+    start.set_up(engine.runner, state)
     assert state.captured is None
     return why_eager(engine)
 

@@ -538,7 +538,7 @@ def test_reinitialised_backends_are_followed(engine: Engine) -> None:
 
 
 def test_a_second_copy_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch, "_installed", {})
+    monkeypatch.setattr(patch, "installed", {})
     with pytest.raises(compat.IncompatibleError, match="is it patched already"):
         patch.install()
 
