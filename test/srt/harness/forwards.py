@@ -40,6 +40,13 @@ from sglang_gemma4_yoco.core.state import ModelState, find
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
+# Those of a small engine whose kernels Triton's interpreter runs: program by program, of which
+# each part of a request's keys is one.
+INTERPRETED_ENGINE = ENGINE | {
+    "max_total_tokens": 512,
+    "max_running_requests": 8,
+    "triton_attention_num_kv_splits": 2,
+}
 TWO_PROMPTS = batch_of((0, 40), (0, 3))
 CHUNKS = batch_of((20, 60), (0, 30), to_come=(21, 22))
 
