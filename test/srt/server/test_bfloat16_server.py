@@ -114,13 +114,13 @@ def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -
 def test_verify_finds_nothing(servers: tuple[Server, Server], checkpoint: Path) -> None:
     fast, stock = servers
     tokenizer = prompts.tokenizer_of(str(checkpoint))
-    args = Namespace(prompt_tokens=[64], repeats=2)
     texts = prompts.read_file(prompts.BUNDLED)[:8]
-    plan = verify.make_plan(texts, tokenizer, args, stock, "cpu")
-    assert not plan.exact
-    assert not plan.left_out
-    found = verify.examine([stock, fast], plan)
+    args = Namespace(prompt_tokens=[64], repeats=2, texts=texts, device="cpu")
     document: dict[str, Any] = {}
-    _, noise = verify.conclude(document, plan, *found)
+    sent = verify.fit_prompts(document, args, tokenizer, stock)
+    assert document["rule"] == "noise floor"
+    assert not document["left_out"]
+    found = verify.examine([stock, fast], sent)
+    _, noise = verify.conclude(document, found[False], found[True])
     assert document["problems"] == []
     assert max(statistics.fmean(one.prefilled) for one in noise.values()) > 1e-3
