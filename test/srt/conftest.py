@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -202,6 +203,28 @@ def forgotten_reports() -> Iterator[None]:
     log.reset()
     yield
     log.reset()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """What the package logs from here on, at this level or above."""
+    caplog.set_level(logging.INFO, "sglang_gemma4_yoco")
+
+    def lines(level: int = logging.INFO) -> list[str]:
+        ours = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
+        return [record.getMessage() for record in ours if record.levelno >= level]
+
+    return lines
+
+
+@pytest.fixture
+def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
+    """Whatever turns the fast path off in a test, it is on again after it."""
+    from sglang_gemma4_yoco.loading import start
+
+    yield
+    state = start.of(engine.text_model)
+    state.failures_in_a_row, state.refused = 0, None
 
 
 @pytest.fixture

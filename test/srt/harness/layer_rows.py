@@ -29,6 +29,10 @@ INTERPRETED = dataclasses.replace(
 )
 
 
+#: For the same: sfs fsf, the last three KV-shared, with a window shorter than most prompts.
+TWO_POOLS = dataclasses.replace(INTERPRETED, layers=6, kv_shared_layers=3, sliding_window=5, seed=1)
+
+
 def whole(rows: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
     """Every layer computes all rows: the stock forward."""
     return [rows] * shape.layers

@@ -153,13 +153,13 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     hooks = []
 
     def on_entry(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        batch = batch_in(args, kwargs)
         seen.before = _fields(batch)
         seen.positions = (kwargs["positions"] if "positions" in kwargs else args[1]).clone()
         seen.planned_before = Metadata.of(engine.runner.attn_backend)
 
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        batch = batch_in(args, kwargs)
         seen.after = _fields(batch)
         seen.planned_after = Metadata.of(engine.runner.attn_backend)
         # With captured layers the model returns their states beside its own.
@@ -204,6 +204,11 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def batch_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward batch that the text model is called with."""
+    return kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
 
 
 def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None = None) -> Observed:
@@ -389,6 +394,17 @@ def assert_same_cache(stock: Observed, fast: Observed) -> None:
     for layer, ((k, v), (k2, v2)) in enumerate(zip(stock.kv, fast.kv, strict=True)):
         assert torch.equal(k, k2), f"K of layer {layer} differs"
         assert torch.equal(v, v2), f"V of layer {layer} differs"
+
+
+def both_ways(
+    engine: Engine, batch: Any, tolerance: float = TOLERANCE
+) -> tuple[Observed, Observed]:
+    """A scheduled batch off and on: answers and cache are the same, and its fields put back."""
+    stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, tolerance)
+    return stock, fast
 
 
 def assert_same_answers(stock: Observed, fast: Observed, tolerance: float) -> None:
