@@ -33,6 +33,18 @@ RECORDED_GRAPHS: Mapping[str, str | None] = {
 }
 RECORDED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, RECORDED_ROWS))
 
+
+def drafting_with(assistant: Path) -> tuple[str, ...]:
+    """Arguments of a server with an assistant that drafts three tokens ahead."""
+    return (
+        *("--speculative-algorithm", "NEXTN"),
+        *("--speculative-draft-model-path", str(assistant)),
+        *("--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "4"),
+    )
+
+
 _ARGUMENTS = (
     *("--device", "cpu"),
     *("--dtype", "float32"),

@@ -66,7 +66,7 @@ def in_one_batch(server: Server) -> list[torch.Tensor]:
     return list(truth.server_logprobs(server, BATCH))
 
 
-def behind_prefixes(server: Server) -> list[torch.Tensor]:
+def after_prefixes(server: Server) -> list[torch.Tensor]:
     """Of prompts one by one: first a prefix, then all, the prefix in the cache."""
     return [
         truth.server_logprobs(server, [part])[0]
@@ -85,7 +85,7 @@ def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -
     batch = compare(servers, in_one_batch)
     assert_all_fast(batch.prefills)
     assert any(len(prefill.extend_lens) > 1 for prefill in batch.prefills)
-    prefixed = compare(servers, behind_prefixes)
+    prefixed = compare(servers, after_prefixes)
     expected = [
         part
         for prompt, cached in PREFIXED

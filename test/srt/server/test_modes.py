@@ -13,9 +13,29 @@ from typing import Any
 
 import pytest
 
-from ask import TOLERANCE, Compared, assert_same_answers, compare, generate, outputs, tokens
+from ask import (
+    TOLERANCE,
+    Compared,
+    assert_alike,
+    compare,
+    drafted,
+    drafted_twice,
+    generate,
+    outputs,
+    prompts_of,
+    tokens,
+)
 from layer_rows import assert_all_fast, assert_all_stock, cut
-from server import CHUNK, RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, pair, running
+from server import (
+    CHUNK,
+    RECORDED_ARGUMENTS,
+    RECORDED_GRAPHS,
+    RECORDED_ROWS,
+    Server,
+    drafting_with,
+    pair,
+    running,
+)
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco.commands.servers import ENTRY
@@ -28,7 +48,7 @@ LABELS = [40, 300, 511]
 
 
 def score(server: Server, query: list[int], items: list[list[int]]) -> list[list[float]]:
-    """Log-probabilities of ``LABELS`` behind the query and each item."""
+    """Log-probabilities of ``LABELS`` after the query and each item."""
     body = {"query": query, "items": items, "label_token_ids": LABELS, "model": "default"}
     scores: list[list[float]] = server.post("/v1/score", body).json()["scores"]
     return scores
@@ -116,14 +136,7 @@ class Drafts:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        return (
-            *("--speculative-algorithm", "NEXTN"),
-            *("--speculative-draft-model-path", str(self.directory / "assistant")),
-            *("--speculative-num-steps", "3"),
-            *("--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", "4"),
-            *("--decode-log-interval", "1"),
-        )
+        return (*drafting_with(self.directory / "assistant"), "--decode-log-interval", "1")
 
 
 @pytest.fixture(scope="module")
@@ -167,20 +180,6 @@ def ranks_of(server: Server) -> int:
     return ranks
 
 
-def draft(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
-    """Greedy answers to several prompts at once: tokens, and how many drafts were right."""
-    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-    replies = server.generate(input_ids=prompts, sampling_params=sampling, **body)
-    return [
-        (
-            reply["output_ids"],
-            reply["meta_info"]["spec_correct_drafts_histogram"],
-            reply["meta_info"]["spec_num_proposed_drafts"],
-        )
-        for reply in replies
-    ]
-
-
 def compare_drafts(
     servers: tuple[Server, Server], ask: Callable[[Server], list[Any]]
 ) -> Compared[Any]:
@@ -209,14 +208,14 @@ def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
 
     And the same tokens as of a server that drafts nothing.
     """
-    prompts = [tokens(n, seed=n) for n in (50, 7, 300)]
-    both = compare_drafts(drafting, lambda server: draft(server, prompts))
+    prompts = prompts_of(50, 7, 300)
+    both = compare_drafts(drafting, lambda server: drafted(server, prompts))
     # Some drafts are right and some are wrong: both ways lead on from the prefill's K/V.
     histograms = [histogram for _, histogram, _ in both.on]
     assert any(sum(histogram[1:]) for histogram in histograms)
     assert any(histogram[0] for histogram in histograms)
-    for prompt, (drafted, _, _) in zip(prompts, both.on, strict=True):
-        assert outputs(off_server, prompt, max_new_tokens=24) == [drafted]
+    for prompt, (answer, _, _) in zip(prompts, both.on, strict=True):
+        assert outputs(off_server, prompt, max_new_tokens=24) == [answer]
     # Drafts are verified by the stock forward: of every one of them a row is read.
     for server in drafting:
         assert server.verifications()
@@ -233,21 +232,15 @@ def test_drafts_overlap_scheduling(drafting: tuple[Server, Server]) -> None:
 
 def test_drafts_behind_a_cached_prompt(drafting: tuple[Server, Server]) -> None:
     """A second turn starts from the first one's K/V, that of accepted drafts included."""
-
-    def ask(server: Server) -> list[tuple[Any, ...]]:
-        first = draft(server, [tokens(60, seed=4)])
-        turn = [*tokens(60, seed=4), *first[0][0], *tokens(9, seed=5)]
-        return [*first, *draft(server, [turn])]
-
-    both = compare_drafts(drafting, ask)
+    both = compare_drafts(drafting, drafted_twice)
     assert max(max(prefill.prefix_lens) for prefill in both.prefills) >= 60
 
 
 def test_drafts_beside_input_logprobs(drafting: tuple[Server, Server]) -> None:
     """A draft starts from the last row where the suffix of a prompt is kept too."""
-    both = compare(
-        drafting, lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
+    both = assert_alike(
+        drafting,
+        lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60),
+        rows=[cut(70, 10)] * ranks_of(drafting[0]),
     )
-    assert both.rows == [cut(70, 10)] * ranks_of(drafting[0])
-    assert_same_answers(both)
     assert len(both.on[0].input_logprobs) == 9

@@ -142,11 +142,3 @@ def test_sglangs_own_metrics_are_there(measured: Server) -> None:
     text = measured.get_text("/metrics")
     families = {family.name for family in text_string_to_metric_families(text)}
     assert {"sglang:prompt_tokens", "sglang:num_running_reqs"} <= families
-
-
-def test_server_info_needs_no_flag(servers: tuple[Server, Server]) -> None:
-    """A server that is switched off has no entry."""
-    on, off = servers
-    assert [state["active"] for state in states(on)] == [True]
-    [state] = off.get("/server_info")["internal_states"]
-    assert metrics.ENTRY not in state

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from sglang.srt.platforms.interface import SRTPlatform
 
+from ask import assert_same_traffic, traffic
 from layer_rows import assert_all_fast, fast_rows
 from server import RECORDED_ROWS, Server
 from sglang_gemma4_reference import tail_failures
@@ -25,12 +26,9 @@ from sglang_gemma4_reference.workload import (
     SKIPPED,
     STOCK,
     Answer,
-    Client,
     Output,
     Request,
-    ask_all,
     compare,
-    held_tokens,
     outcome,
     outcomes,
     random_requests,
@@ -50,12 +48,8 @@ def ask(
         minimum: the server's threshold; None where nobody set one.
         recorded: the row counts for which its tail is recorded.
     """
-    server.forget_prefixes()
     mark = server.mark()
-    client = Client(server.url)
-    answers = ask_all(client, REQUESTS, concurrency=16)
-    assert held_tokens(client) == 0
-    assert "leak detected" not in server.log().lower()
+    answers = traffic(server, REQUESTS, 16)
     prefills = server.prefills(since=mark)
     for prefill in prefills:
         if outcome(prefill) in (ACTIVE, SKIPPED):
@@ -68,16 +62,6 @@ def stock(off_server: Server) -> list[Answer]:
     answers, forwards = ask(off_server)
     assert forwards.keys() <= {STOCK, NOTHING_TO_SKIP}
     return answers
-
-
-def assert_same(off_server: Server, stock: list[Answer], answers: list[Answer]) -> None:
-    result = compare(REQUESTS, stock, answers, Client(off_server.url).likeliest)
-    assert result.differences == []
-    assert result.close_calls <= 1
-    # Nothing of this may have been compared with nothing.
-    assert result.answered >= len(REQUESTS) - sum(request.interrupted for request in REQUESTS)
-    assert result.compared_tokens > 200
-    assert result.compared_logprobs > 500
 
 
 @pytest.mark.parametrize(
@@ -115,7 +99,7 @@ def test_random_traffic(
         assert any(prefill.rows[-1] > max(recorded) for prefill in prefills)
     assert forwards[ACTIVE] >= 10
     assert forwards[SKIPPED] >= 1
-    assert_same(off_server, stock, answers)
+    assert_same_traffic(REQUESTS, stock, answers, off_server)
 
 
 @contextmanager
@@ -138,14 +122,14 @@ def test_random_traffic_while_the_tail_fails(
     assert injected >= 2, "no failures: is the installed test/reference up to date?"
     assert forwards[SERVED_BY_STOCK] == injected
     assert forwards[ACTIVE] > injected
-    assert_same(off_server, stock, answers)
+    assert_same_traffic(REQUESTS, stock, answers, off_server)
     lines = on_server.log_lines("serves the batch: InjectedError")
     assert lines
     assert len(lines) <= E2B_TINY.kv_shared_layers  # one for each kind
     answers, forwards = ask(on_server)
     assert forwards[SERVED_BY_STOCK] == 0
     assert forwards[ACTIVE] > 0
-    assert_same(off_server, stock, answers)
+    assert_same_traffic(REQUESTS, stock, answers, off_server)
 
 
 # The comparison sees what it is there to see.
