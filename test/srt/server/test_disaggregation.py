@@ -136,7 +136,7 @@ def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Se
     body = {"input_ids": tokens(30 * CHUNK, seed=5), "sampling_params": GREEDY}
     mark = prefill.mark()
     with ThreadPoolExecutor(2) as clients:
-        prefilled, decoded = both_roles.ask_both(clients, body)
+        prefilled, decoded = both_roles.send_to_both(clients, body)
         prefill.wait_for_prefills(1, since=mark)
         os.killpg(decode.process.pid, signal.SIGKILL)  # at once, while chunks are on their way
         assert isinstance(decoded.exception(timeout=120), requests.ConnectionError)

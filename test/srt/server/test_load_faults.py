@@ -58,6 +58,12 @@ def forked_output_of(code: str, directory: Path, **environment: str) -> str:
     return log.read_text()
 
 
+def output_beside(name: str, code: str, directory: Path, load: str = LOAD) -> str:
+    """What a process prints that loads the plugins, this one among them, before ours."""
+    path = python_path(plugin(directory / "path", name, code))
+    return forked_output_of(load, directory, PYTHONPATH=path)
+
+
 def ours(output: str) -> list[str]:
     """The lines that the package logged."""
     return [line for line in output.splitlines() if " sglang_gemma4_yoco " in line]
@@ -98,14 +104,13 @@ print("patched False")
     ("installed", "loads"), [("0.5.16", False), ("0.4.0", False), ("0.9.1", True)]
 )
 def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
-    """Too old is refused by its number; newer than the last tested one is told, and patched."""
+    """Too old is refused by its number; newer than the last tested one is named, and patched."""
     code = f"""
         import importlib.metadata as metadata
         real = metadata.version
         metadata.version = lambda name: {installed!r} if name == "sglang" else real(name)
     """
-    path = python_path(plugin(tmp_path, "a_version", code))
-    output = forked_output_of(LOAD, tmp_path, PYTHONPATH=path)
+    output = output_beside("a_version", code, tmp_path)
     if loads:
         assert "patched True" in output
         (line,) = ours(output)
@@ -131,8 +136,7 @@ def test_a_module_that_moved(tmp_path: Path) -> None:
             sys.modules[name] = package.forward_context = was_there
         ours.load = lambda: None
     """
-    path = python_path(plugin(tmp_path / "path", "a_move", code))
-    line = refusal(forked_output_of(LOAD, tmp_path, PYTHONPATH=path))
+    line = refusal(output_beside("a_move", code, tmp_path))
     assert "forward_context" in line
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in line
 
@@ -143,8 +147,7 @@ def test_renamed_seams(tmp_path: Path) -> None:
         ModelRunner.prepare_attention = ModelRunner.init_attention_backends
         del ModelRunner.init_attention_backends
     """
-    path = python_path(plugin(tmp_path, "a_rename", code))
-    line = refusal(forked_output_of(LOAD, tmp_path, PYTHONPATH=path))
+    line = refusal(output_beside("a_rename", code, tmp_path))
     assert "lacks ModelRunner.init_attention_backends" in line
 
 
@@ -157,13 +160,12 @@ def test_a_hidden_signature(tmp_path: Path) -> None:
         Gemma4TextModel.forward = lambda *args, **kwargs: stock(*args, **kwargs)
         theirs = Gemma4TextModel.forward, Scheduler.get_internal_state
     """
-    path = python_path(plugin(tmp_path, "a_veil", code))
     same = """
 import a_veil
 from sglang.srt.managers.scheduler import Scheduler
 print("same", (Gemma4TextModel.forward, Scheduler.get_internal_state) == a_veil.theirs)
 """
-    output = forked_output_of(LOAD + same, tmp_path, PYTHONPATH=path)
+    output = output_beside("a_veil", code, tmp_path, LOAD + same)
     assert "same True" in output
     line = refusal(output)
     assert "lacks Gemma4TextModel.forward(self, input_ids, positions, forward_batch" in line
@@ -252,7 +254,7 @@ sys.addaudithook(hook)
 @pytest.mark.release
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_child_processes(tmp_path: Path, method: str) -> None:
-    """A forked child has its parent's patch, a spawned one its own; each is said once."""
+    """A forked child has its parent's patch, a spawned one its own; each logs it once."""
     script = tmp_path / "parent.py"
     script.write_text(f"""
 import logging, multiprocessing, os
