@@ -231,6 +231,10 @@ class Server(servers.Server):
         return [json.loads(event) for event in events[:-1]]
 
 
+#: The fast path is on, and off.
+Pair = tuple[Server, Server]
+
+
 def _free_port() -> int:
     """A port that is free now, of those that no outgoing connection is given."""
     for _ in range(1000):
@@ -294,7 +298,7 @@ def pair(
     *arguments: str,
     env: Mapping[str, str | None] | None = None,
     recorded: bool = False,
-) -> Iterator[tuple[Server, Server]]:
+) -> Iterator[Pair]:
     """Two servers with the same arguments: the fast path on (by default), and switched off.
 
     Args:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import eval_quality
-from server import Server
+from server import Pair
 
 # lm-eval may live in an environment of its own.
 LM_EVAL = os.environ.get("LM_EVAL_PYTHON")
@@ -24,9 +24,7 @@ QUESTIONS = [
 ]
 
 
-def asked(
-    servers: tuple[Server, Server], capsys: pytest.CaptureFixture[str], *more: str
-) -> dict[str, object]:
+def asked(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, object]:
     on, off = servers
     mark = on.mark()
     arguments = ["--on", on.url, "--off", off.url, "--max-tokens", "6", *more]
@@ -47,7 +45,7 @@ def asked(
 @pytest.mark.release
 @pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["completions", "chat"])
 def test_gsm8k(
-    servers: tuple[Server, Server],
+    servers: Pair,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     chat: list[str],
@@ -64,7 +62,7 @@ def test_gsm8k(
 
 
 @pytest.mark.release
-def test_colours(servers: tuple[Server, Server], capsys: pytest.CaptureFixture[str]) -> None:
+def test_colours(servers: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(servers, capsys, "--sets", "colours")["colours"]
     assert isinstance(found, dict)
     assert found["questions"] == 30

@@ -23,7 +23,7 @@ import torch
 import truth
 from ask import compare, tokens
 from layer_rows import assert_all_fast, cut
-from server import Server, pair
+from server import Pair, Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco.commands import prompts, verify
 
@@ -54,9 +54,7 @@ def checkpoint(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with pair(checkpoint, tmp_path_factory.mktemp("servers"), "--dtype", "bfloat16") as both:
         yield both
 
@@ -80,7 +78,7 @@ def once_more(server: Server) -> list[torch.Tensor]:
     return [truth.server_logprobs(server, [prompt])[0] for prompt in BATCH for _ in "12"][1::2]
 
 
-def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -> None:
+def test_answers(servers: Pair, checkpoint: Path, model: str) -> None:
     """All prompts together: of a few alone the errors vary too much."""
     batch = compare(servers, in_one_batch)
     assert_all_fast(batch.prefills)
@@ -111,7 +109,7 @@ def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -
 
 
 @pytest.mark.release
-def test_verify_finds_nothing(servers: tuple[Server, Server], checkpoint: Path) -> None:
+def test_verify_finds_nothing(servers: Pair, checkpoint: Path) -> None:
     fast, stock = servers
     tokenizer = prompts.tokenizer_of(str(checkpoint))
     args = Namespace(prompt_tokens=[64], repeats=2)

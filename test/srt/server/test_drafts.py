@@ -9,7 +9,7 @@ import pytest
 
 from ask import GREEDY, assert_alike, compare, drafted, drafted_twice, tokens
 from layer_rows import cut
-from server import CHUNK, Server, pair, python_path
+from server import CHUNK, Pair, Server, pair, python_path
 
 pytestmark = pytest.mark.release
 
@@ -36,9 +36,7 @@ def reconstruct_indices_from_tree_mask(
 
 
 @pytest.fixture(scope="module")
-def drafting(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
+def drafting(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("drafts")
     kernels = directory / "kernels" / "sgl_kernel"
     kernels.mkdir(parents=True)
@@ -54,7 +52,7 @@ def drafting(
         yield servers
 
 
-def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
+def test_drafts(drafting: Pair, off_server: Server) -> None:
     """The prompt is cut, the same tokens are accepted, and the answers are those without drafts."""
     prompts = [tokens(50, seed=1), tokens(7, seed=2), [*tokens(20, seed=3)] * 5]
     both = assert_alike(
@@ -68,21 +66,21 @@ def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
     assert [answer for answer, *_ in both.on] == [reply["output_ids"] for reply in undrafted]
 
 
-def test_chunks(drafting: tuple[Server, Server]) -> None:
+def test_chunks(drafting: Pair) -> None:
     """A draft may start from the token of any chunk: its last row is computed."""
     prompt = tokens(2 * CHUNK + 20, seed=4)
     rows = [cut(CHUNK, 1), cut(CHUNK, 1), cut(20, 1)]
     assert_alike(drafting, lambda server: drafted(server, [prompt]), rows=rows)
 
 
-def test_a_second_turn(drafting: tuple[Server, Server]) -> None:
+def test_a_second_turn(drafting: Pair) -> None:
     """It starts from the first one's K and V, those of accepted drafts included."""
     both = compare(drafting, drafted_twice)
     assert both.on == both.off
     assert max(max(prefill.prefix_lens) for prefill in both.prefills) >= 60
 
 
-def test_eight_prompts_at_once(drafting: tuple[Server, Server]) -> None:
+def test_eight_prompts_at_once(drafting: Pair) -> None:
     prompts = [tokens(11 + 13 * n, seed=10 + n) for n in range(8)]
     both = compare(drafting, lambda server: drafted(server, prompts))
     assert both.on == both.off

@@ -32,6 +32,7 @@ from server import (
     RECORDED_ARGUMENTS,
     RECORDED_GRAPHS,
     RECORDED_ROWS,
+    Pair,
     Server,
     drafting_with,
     running,
@@ -70,7 +71,7 @@ def exits_server(
 
 
 @pytest.fixture
-def both_servers(exits_server: Server, off_server: Server) -> tuple[Server, Server]:
+def both_servers(exits_server: Server, off_server: Server) -> Pair:
     return exits_server, off_server
 
 
@@ -112,7 +113,7 @@ def forwards(server: Server) -> Counter[str]:
 
 
 def through_exits(
-    servers: tuple[Server, Server], ask: Callable[[Server], list[A]]
+    servers: Pair, ask: Callable[[Server], list[A]]
 ) -> tuple[Compared[A], Counter[str]]:
     """``compare``, and what became of the forwards; all of them went as they must."""
     before = forwards(servers[0])
@@ -142,7 +143,7 @@ def outcome(prefill: Prefill) -> str:
 # -- what it says ----------------------------------------------------------------------------
 
 
-def test_what_it_says(both_servers: tuple[Server, Server]) -> None:
+def test_what_it_says(both_servers: Pair) -> None:
     """SGLang's capture is repaired, and what it has captured is left at its exits."""
     server, stock = both_servers
     ranks = server.resolved("tp_size")
@@ -169,7 +170,7 @@ def test_what_it_says(both_servers: tuple[Server, Server]) -> None:
 # -- requests one by one ---------------------------------------------------------------------
 
 
-def test_prompts_of_all_lengths(both_servers: tuple[Server, Server]) -> None:
+def test_prompts_of_all_lengths(both_servers: Pair) -> None:
     """In a full bucket and in padded ones, at the window's edge, and where no bucket fits."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 7, 9, 16, 17, window - 1, window, window + 1, 63, 65, CHUNK - 1, CHUNK)
@@ -187,7 +188,7 @@ def bucket_of_text(length: int) -> bool:
 
 
 def assert_same_random_traffic(
-    servers: tuple[Server, Server], count: int, seed: int
+    servers: Pair, count: int, seed: int
 ) -> tuple[list[Prefill], Counter[str]]:
     """Random requests get the same answers from both servers, and leave nothing behind."""
     requests = workload.random_requests(
@@ -200,7 +201,7 @@ def assert_same_random_traffic(
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.release)])
-def test_random_traffic(both_servers: tuple[Server, Server], count: int) -> None:
+def test_random_traffic(both_servers: Pair, count: int) -> None:
     prefills, counted = assert_same_random_traffic(both_servers, count, seed=count)
     assert_as_due(prefills)
     assert any(prefill.multimodal for prefill in prefills)

@@ -36,7 +36,7 @@ from ask import (
     with_other_weights,
 )
 from layer_rows import UNREAD, cut
-from server import CHUNK, Server
+from server import CHUNK, Pair, Server
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
 
@@ -46,19 +46,19 @@ def texts(server: Server, prompt: list[int], **sampling: Any) -> list[str]:
     return [reply["text"]]
 
 
-def test_prompt_that_ends_with_a_chunk(servers: tuple[Server, Server]) -> None:
+def test_prompt_that_ends_with_a_chunk(servers: Pair) -> None:
     """Two full chunks: of the first no row is read, of the second the last one."""
     rows = [cut(CHUNK, UNREAD), cut(CHUNK, 1)]
     assert_alike(servers, one_by_one(tokens(2 * CHUNK, seed=20)), rows=rows)
 
 
-def test_parallel_sampling(servers: tuple[Server, Server]) -> None:
+def test_parallel_sampling(servers: Pair) -> None:
     """n = 3: three answers to one prompt."""
     both = assert_alike(servers, lambda server: outputs(server, tokens(90, seed=21), n=3))
     assert len(both.on) == 3
 
 
-def test_stop_string(servers: tuple[Server, Server]) -> None:
+def test_stop_string(servers: Pair) -> None:
     """An answer ends at a stop string in its middle."""
     prompt = tokens(64, seed=22)
     [whole_text] = texts(servers[1], prompt)
@@ -67,7 +67,7 @@ def test_stop_string(servers: tuple[Server, Server]) -> None:
     assert both.on == [whole_text[: whole_text.index(stop)]]
 
 
-def test_regex(servers: tuple[Server, Server]) -> None:
+def test_regex(servers: Pair) -> None:
     """Constrained output: the grammar's mask meets the right row's logits."""
     pattern = "(yes|no), [0-9]{4}"
     both = assert_alike(servers, lambda server: texts(server, tokens(64, seed=23), regex=pattern))
@@ -96,7 +96,7 @@ LONG = 60 * CHUNK
 
 
 @pytest.mark.parametrize("how", ["abort", "disconnect"])
-def test_abort_of_a_running_prefill(servers: tuple[Server, Server], how: str) -> None:
+def test_abort_of_a_running_prefill(servers: Pair, how: str) -> None:
     """A request that is given up between two chunks leaves the others' answers as they are."""
     body = {
         "input_ids": tokens(LONG, seed=24),
@@ -118,7 +118,7 @@ def test_abort_of_a_running_prefill(servers: tuple[Server, Server], how: str) ->
     assert computed < LONG, "the request ran to its end before it was given up"
 
 
-def test_abort_of_a_queued_request(servers: tuple[Server, Server]) -> None:
+def test_abort_of_a_queued_request(servers: Pair) -> None:
     """A request that never ran is gone; there are answers to those before and after it."""
 
     def ask(server: Server) -> list[Answer]:
@@ -138,7 +138,7 @@ def test_abort_of_a_queued_request(servers: tuple[Server, Server]) -> None:
     assert not any(50 in prefill.extend_lens for prefill in both.prefills), "it ran"
 
 
-def test_session(servers: tuple[Server, Server]) -> None:
+def test_session(servers: Pair) -> None:
     """Three turns in a session, each appended by the server to the ones before."""
 
     def ask(server: Server) -> list[list[int]]:
@@ -159,7 +159,7 @@ def test_session(servers: tuple[Server, Server]) -> None:
     assert both.prefills[-1].prefix_lens[0] > 80, "the turns before are not in the cache"
 
 
-def test_weight_update(servers: tuple[Server, Server], tmp_path: Path) -> None:
+def test_weight_update(servers: Pair, tmp_path: Path) -> None:
     """After an update the fast path computes with the new weights, of the donor layer as well."""
     both = assert_alike(
         servers,
@@ -171,7 +171,7 @@ def test_weight_update(servers: tuple[Server, Server], tmp_path: Path) -> None:
     assert first == pytest.approx(again, abs=TOLERANCE, rel=0)
 
 
-def test_image_over_a_chunk_boundary(servers: tuple[Server, Server]) -> None:
+def test_image_over_a_chunk_boundary(servers: Pair) -> None:
     """The first chunk computes a part of the image."""
     both = assert_alike(servers, lambda server: [chat(server, over_a_chunk_boundary())])
     assert sum(both.prefills[0].extend_lens) == CHUNK
@@ -191,7 +191,7 @@ def sound(frequency: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_audio(servers: tuple[Server, Server]) -> None:
+def test_audio(servers: Pair) -> None:
     """Audio takes the fast path too, and the answer depends on it."""
     both = assert_alike(servers, lambda server: [chat(server, sound(f)) for f in (220.0, 1760.0)])
     low, high = both.on

@@ -1,7 +1,8 @@
 """What goes wrong when SGLang loads the plugin: one clear line each, and SGLang goes on.
 
 Every case is a new process that does what each process of a server does first, and then builds the
-model's classes; a fault is put there by a plugin that SGLang finds before ours.
+model's classes; a fault is put there by a plugin that SGLang finds before ours. Without SGLang:
+``scripts/test_distribution``.
 """
 
 from __future__ import annotations
@@ -76,28 +77,6 @@ def refusal(output: str) -> str:
     assert line.startswith("ERROR")
     assert "NOT installed, the server runs unpatched" in line
     return line
-
-
-def test_without_sglang() -> None:
-    code = """
-import logging, sys
-logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-import importlib.metadata as metadata
-real = metadata.version
-def version(name):
-    if name == "sglang":
-        raise metadata.PackageNotFoundError(name)
-    return real(name)
-metadata.version = version
-sys.modules["sglang"] = None
-from sglang_gemma4_yoco import plugin
-plugin.load()
-print("patched False")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=_SECONDS
-    )
-    assert "no SGLang is installed" in refusal(done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from server import (
     RECORDED_ARGUMENTS,
     RECORDED_GRAPHS,
     RECORDED_ROWS,
+    Pair,
     Server,
     drafting_with,
     pair,
@@ -61,7 +62,7 @@ def assert_same_scores(both: Compared[list[float]]) -> None:
         assert len(set(on)) == len(LABELS)
 
 
-def test_score(servers: tuple[Server, Server]) -> None:
+def test_score(servers: Pair) -> None:
     """/v1/score reads the last row of each request, whose prompt may span several chunks."""
     query, items = tokens(30, seed=1), [tokens(n, seed=n) for n in (5, 12, 2 * CHUNK + 9)]
     both = compare(servers, lambda server: score(server, query, items))
@@ -71,7 +72,7 @@ def test_score(servers: tuple[Server, Server]) -> None:
     assert len({tuple(scores) for scores in both.on}) == len(items)
 
 
-def test_score_of_cached_prompt(servers: tuple[Server, Server]) -> None:
+def test_score_of_cached_prompt(servers: Pair) -> None:
     """What one score request has put into the cache serves the next."""
     query = tokens(90, seed=2)
 
@@ -84,7 +85,7 @@ def test_score_of_cached_prompt(servers: tuple[Server, Server]) -> None:
     assert_same_scores(both)
 
 
-def test_input_logprobs_without_generation(servers: tuple[Server, Server]) -> None:
+def test_input_logprobs_without_generation(servers: Pair) -> None:
     """A request for the log-probabilities of its prompt's last tokens alone keeps these rows."""
 
     def ask(server: Server) -> list[list[float]]:
@@ -161,7 +162,7 @@ def drafting_stock(drafts: Drafts) -> Iterator[Server]:
 )
 def drafting(
     request: pytest.FixtureRequest, drafts: Drafts, drafting_stock: Server
-) -> Iterator[tuple[Server, Server]]:
+) -> Iterator[Pair]:
     """Servers with the assistant: the fast one on so many tensor-parallel ranks, and stock.
 
     The fast one replays what verifies drafts, and the tails of its prefills.
@@ -180,9 +181,7 @@ def ranks_of(server: Server) -> int:
     return ranks
 
 
-def compare_drafts(
-    servers: tuple[Server, Server], ask: Callable[[Server], list[Any]]
-) -> Compared[Any]:
+def compare_drafts(servers: Pair, ask: Callable[[Server], list[Any]]) -> Compared[Any]:
     """Same tokens and same accepted lengths, from prompts that took the fast path on all ranks."""
     both = compare(servers, ask)
     assert_fast_on_all_ranks(servers[0], both.prefills)
@@ -203,7 +202,7 @@ def assert_fast_on_all_ranks(server: Server, prefills: list[Prefill]) -> None:
     assert all(other == first for other in others)
 
 
-def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
+def test_drafts(drafting: Pair, off_server: Server) -> None:
     """Same tokens and same accepted lengths; the assistant starts from the prompt's last row.
 
     And the same tokens as of a server that drafts nothing.
@@ -225,18 +224,18 @@ def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
         assert len(drafting[0].log_lines(line)) == ranks_of(drafting[0])
 
 
-def test_drafts_overlap_scheduling(drafting: tuple[Server, Server]) -> None:
+def test_drafts_overlap_scheduling(drafting: Pair) -> None:
     """Of all drafts SGLang overlaps on a CPU those of an assistant that has no K/V of its own."""
     assert [server.resolved("disable_overlap_schedule") for server in drafting] == [False] * 2
 
 
-def test_drafts_behind_a_cached_prompt(drafting: tuple[Server, Server]) -> None:
+def test_drafts_behind_a_cached_prompt(drafting: Pair) -> None:
     """A second turn starts from the first one's K/V, that of accepted drafts included."""
     both = compare_drafts(drafting, drafted_twice)
     assert max(max(prefill.prefix_lens) for prefill in both.prefills) >= 60
 
 
-def test_drafts_beside_input_logprobs(drafting: tuple[Server, Server]) -> None:
+def test_drafts_beside_input_logprobs(drafting: Pair) -> None:
     """A draft starts from the last row where the suffix of a prompt is kept too."""
     both = assert_alike(
         drafting,

@@ -27,7 +27,7 @@ from ask import (
     tokens,
 )
 from layer_rows import UNREAD, assert_all_fast, cut
-from server import CHUNK, Server, pair
+from server import CHUNK, Pair, Server, pair
 
 _SMALL_POOL = (
     *("--max-total-tokens", "4800"),
@@ -48,7 +48,7 @@ class Paged:
     """
 
     size: int
-    both: tuple[Server, Server]
+    both: Pair
 
 
 @pytest.fixture(scope="module", params=[pytest.param(16, marks=pytest.mark.release), 64])

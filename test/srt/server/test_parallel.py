@@ -29,7 +29,7 @@ from ask import (
     tokens,
 )
 from layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, whole
-from server import CHUNK, Server, running
+from server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 
@@ -76,18 +76,18 @@ def spread_server(
 
 
 @pytest.fixture
-def both_servers(spread_server: Server, off_server: Server) -> tuple[Server, Server]:
+def both_servers(spread_server: Server, off_server: Server) -> Pair:
     return spread_server, off_server
 
 
-def turn(mode: Mode, servers: tuple[Server, Server], server: Server, number: int) -> dict[str, Any]:
+def turn(mode: Mode, servers: Pair, server: Server, number: int) -> dict[str, Any]:
     """What a request says so that replicas take turns, whatever SGLang thinks of their load."""
     spread = mode.has_replicas and server is servers[0]
     return {"routed_dp_rank": number % 2} if spread else {}
 
 
 def in_turns(
-    mode: Mode, servers: tuple[Server, Server], prompts: Sequence[list[int]], **body: Any
+    mode: Mode, servers: Pair, prompts: Sequence[list[int]], **body: Any
 ) -> Compared[Answer]:
     """Answers of both servers to these prompts, one after the other."""
 
@@ -120,7 +120,7 @@ def assert_fast_on_all_processes(mode: Mode, prefills: list[Prefill]) -> None:
     assert_all_fast(second)
 
 
-def test_prompts_of_all_lengths(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_prompts_of_all_lengths(mode: Mode, both_servers: Pair) -> None:
     """Prompts at the window's edge, and over several chunks: unfinished ones skip the tail."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 50, window, window + 1, 2 * CHUNK + 44)
@@ -134,7 +134,7 @@ def test_scheduling_overlaps(spread_server: Server) -> None:
     assert spread_server.resolved("disable_overlap_schedule") is False
 
 
-def test_cached_prefix(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_cached_prefix(mode: Mode, both_servers: Pair) -> None:
     prefix = tokens(150, seed=2)
     # On both replicas, each of which has a cache of its own.
     asked = [(prompt, i) for i in range(2) for prompt in (prefix, prefix + tokens(40, seed=3))]
@@ -157,7 +157,7 @@ def test_cached_prefix(mode: Mode, both_servers: tuple[Server, Server]) -> None:
     assert both.on[1].cached_tokens == 150
 
 
-def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: Pair) -> None:
     """The kept rows are a suffix: an extend batch, not a decode step, on every process."""
     prompts = [tokens(70, seed=9 + i) for i in range(2)]
     both = in_turns(mode, both_servers, prompts, logprob_start_len=60)
@@ -167,7 +167,7 @@ def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, S
     assert [len(answer.input_logprobs) for answer in both.on] == [9, 9]
 
 
-def test_images(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_images(mode: Mode, both_servers: Pair) -> None:
     def ask(server: Server) -> list[Answer]:
         return [
             chat(server, picture(colour), **turn(mode, both_servers, server, i))
@@ -179,7 +179,7 @@ def test_images(mode: Mode, both_servers: tuple[Server, Server]) -> None:
     assert_same_answers(both)
 
 
-def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: Pair) -> None:
     """Refused on every process."""
     both = compare(
         both_servers, lambda server: generate(server, None, **IMAGE, logprob_start_len=4)
@@ -190,7 +190,7 @@ def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: tuple[Serve
     assert both.on[0].input_logprobs
 
 
-def test_concurrent_requests(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_concurrent_requests(mode: Mode, both_servers: Pair) -> None:
     """Eight clients at once: requests share forwards, and decode steps run between them."""
     lengths = (3, 45, 128, 129, 300, 17, 64, 90)
 

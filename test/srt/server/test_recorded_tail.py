@@ -22,7 +22,7 @@ from ask import (
     with_other_weights,
 )
 from layer_rows import FIRST_CUT
-from server import CHUNK, Server
+from server import CHUNK, Pair, Server
 from server import RECORDED_ROWS as ROWS
 from sglang_gemma4_yoco.loading import metrics
 
@@ -31,11 +31,11 @@ if not hasattr(SRTPlatform, "get_full_graph_backend_cls"):
 
 
 @pytest.fixture
-def both_servers(recorded_server: Server, off_server: Server) -> tuple[Server, Server]:
+def both_servers(recorded_server: Server, off_server: Server) -> Pair:
     return recorded_server, off_server
 
 
-def test_it_says_that_it_is_recorded(both_servers: tuple[Server, Server]) -> None:
+def test_it_says_that_it_is_recorded(both_servers: Pair) -> None:
     recorded, stock = both_servers
     generate(recorded, tokens(50, seed=1))
     [line] = recorded.log_lines("the tail is captured from")
@@ -47,20 +47,20 @@ def test_it_says_that_it_is_recorded(both_servers: tuple[Server, Server]) -> Non
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_prompts_together(both_servers: tuple[Server, Server], count: int) -> None:
+def test_prompts_together(both_servers: Pair, count: int) -> None:
     prompts = [tokens(20 + 3 * n, seed=60 + n) for n in range(count)]
     both = assert_alike(both_servers, lambda server: generate(server, prompts), captured=ROWS)
     assert any(prefill.replays for prefill in both.prefills) or count > ROWS[-1]
 
 
-def test_image_over_a_chunk_boundary(both_servers: tuple[Server, Server]) -> None:
+def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
     both = assert_alike(
         both_servers, lambda server: [chat(server, over_a_chunk_boundary())], captured=ROWS
     )
     assert sum(prefill.replays for prefill in both.prefills) == 1
 
 
-def test_prompt_beside_decoding(both_servers: tuple[Server, Server]) -> None:
+def test_prompt_beside_decoding(both_servers: Pair) -> None:
     """A decode row in the same forward is one row more of its tail."""
     short, long = tokens(20, seed=64), tokens(CHUNK + 40, seed=65)
     both = assert_alike(
@@ -69,7 +69,7 @@ def test_prompt_beside_decoding(both_servers: tuple[Server, Server]) -> None:
     assert any(len(p.extend_lens) == 2 and p.replays for p in both.prefills)
 
 
-def test_weight_update(both_servers: tuple[Server, Server], tmp_path: Path) -> None:
+def test_weight_update(both_servers: Pair, tmp_path: Path) -> None:
     """The captured tail computes with the new weights."""
     both = assert_alike(
         both_servers,

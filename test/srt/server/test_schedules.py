@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwareP
 
 from ask import Answer, Compared, assert_alike, generate, prompts_of, tokens
 from layer_rows import UNREAD, cut
-from server import CHUNK, Server, running
+from server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.tail_failures import slow_prefills
@@ -97,7 +97,7 @@ def scheduling(
 
 
 @pytest.fixture
-def both_servers(scheduling: Server, off_server: Server) -> tuple[Server, Server]:
+def both_servers(scheduling: Server, off_server: Server) -> Pair:
     return scheduling, off_server
 
 
@@ -147,7 +147,7 @@ def served(prefills: Sequence[Prefill], lengths: Sequence[int]) -> list[int]:
 
 
 def compare_waiting(
-    servers: tuple[Server, Server], posts: Sequence[Waiting], cached: Sequence[list[int]] = ()
+    servers: Pair, posts: Sequence[Waiting], cached: Sequence[list[int]] = ()
 ) -> Compared[Answer]:
     """The answers of both servers, on which the prompts ``cached`` were computed before."""
 
@@ -164,7 +164,7 @@ def fresh(*lengths: int) -> list[list[int]]:
 
 
 @only(PREFIXES)
-def test_longest_prefix_first(both_servers: tuple[Server, Server]) -> None:
+def test_longest_prefix_first(both_servers: Pair) -> None:
     long, short = tokens(100, seed=2), tokens(50, seed=3)
     a, b, c = fresh(20, 30, 40)
     both = compare_waiting(
@@ -175,7 +175,7 @@ def test_longest_prefix_first(both_servers: tuple[Server, Server]) -> None:
 
 
 @only(BRANCHES)
-def test_heaviest_branch_first(both_servers: tuple[Server, Server]) -> None:
+def test_heaviest_branch_first(both_servers: Pair) -> None:
     """Two requests go on from one prefix, and one from the other."""
     one, other = tokens(60, seed=3), tokens(60, seed=4)
     a, b, c = fresh(10, 20, 30)
@@ -185,14 +185,14 @@ def test_heaviest_branch_first(both_servers: tuple[Server, Server]) -> None:
 
 
 @only(PRIORITIES)
-def test_longest_output_first(both_servers: tuple[Server, Server]) -> None:
+def test_longest_output_first(both_servers: Pair) -> None:
     posts = [Waiting(fresh(10, 20, 30), {"new_tokens": [12, 14, 16]})]
     both = compare_waiting(both_servers, posts)
     assert served(both.prefills, (10, 20, 30)) == [30, 20, 10]
 
 
 @only(PRIORITIES)
-def test_highest_priority_first(both_servers: tuple[Server, Server]) -> None:
+def test_highest_priority_first(both_servers: Pair) -> None:
     """Before the length of the output."""
     first, second = fresh(10, 20)
     posts = [
@@ -204,9 +204,7 @@ def test_highest_priority_first(both_servers: tuple[Server, Server]) -> None:
 
 
 @only(RATIOS)
-def test_highest_response_ratio_first(
-    scheduling: Server, both_servers: tuple[Server, Server]
-) -> None:
+def test_highest_response_ratio_first(scheduling: Server, both_servers: Pair) -> None:
     """Of those that have waited for equally long, the shortest first; scheduling is not overlapped.
 
     Elsewhere it is: ``test_server``.
@@ -217,7 +215,7 @@ def test_highest_response_ratio_first(
 
 
 @only(SESSIONS)
-def test_routing_key_of_those_that_run_first(both_servers: tuple[Server, Server]) -> None:
+def test_routing_key_of_those_that_run_first(both_servers: Pair) -> None:
     first, second = fresh(10, 20)
     posts = [Waiting([first], {"routing_key": "b"}), Waiting([second], {"routing_key": "a"})]
 
@@ -234,7 +232,7 @@ def test_routing_key_of_those_that_run_first(both_servers: tuple[Server, Server]
 
 
 @only(RANDOM)
-def test_random_order(both_servers: tuple[Server, Server]) -> None:
+def test_random_order(both_servers: Pair) -> None:
     lengths = range(4, 20, 2)
     both = compare_waiting(both_servers, [Waiting(fresh(*lengths), {})])
     order = served(both.prefills, lengths)
@@ -243,9 +241,7 @@ def test_random_order(both_servers: tuple[Server, Server]) -> None:
 
 
 @only(SHORTEST)
-def test_short_prompt_beside_a_chunk_of_a_long_one(
-    scheduling: Server, both_servers: tuple[Server, Server]
-) -> None:
+def test_short_prompt_beside_a_chunk_of_a_long_one(scheduling: Server, both_servers: Pair) -> None:
     """A short prompt need not wait: the long one's chunk becomes whole pages shorter for it."""
     assert scheduling.resolved("page_size") == LARGE_PAGE
     short = 20
@@ -268,7 +264,7 @@ def test_short_prompt_beside_a_chunk_of_a_long_one(
 
 
 @only(PRIORITIES)
-def test_preemption(both_servers: tuple[Server, Server]) -> None:
+def test_preemption(both_servers: Pair) -> None:
     """Of two requests that decode, one is thrown out for an urgent one, and computed again."""
     low = fresh(40, 50)
 
@@ -314,7 +310,7 @@ def crowd_out(server: Server) -> None:
     ids=["one token", "a chunk", "two chunks", "input logprobs"],
 )
 def test_prefix_from_the_host(
-    both_servers: tuple[Server, Server],
+    both_servers: Pair,
     cached: int,
     new: int,
     body: dict[str, Any],
@@ -335,7 +331,7 @@ def test_prefix_from_the_host(
 
 
 @only(PREFIXES)
-def test_prefixes_of_several_requests(both_servers: tuple[Server, Server]) -> None:
+def test_prefixes_of_several_requests(both_servers: Pair) -> None:
     """Of the requests in one forward some have theirs on the host, some nowhere."""
     prefixes = [tokens(100, seed=12), tokens(70, seed=13)]
     posts = [Waiting([p + tokens(20 + i, seed=14 + i) for i, p in enumerate(prefixes)], {})]
@@ -358,7 +354,7 @@ def test_prefixes_of_several_requests(both_servers: tuple[Server, Server]) -> No
 
 
 @only(SESSIONS)
-def test_streaming_session(scheduling: Server, both_servers: tuple[Server, Server]) -> None:
+def test_streaming_session(scheduling: Server, both_servers: Pair) -> None:
     """Three turns of a session that owns its K and V, beside a stock server with whole prompts."""
     turns = [tokens(n, seed=20 + n) for n in (40, 2, CHUNK + 9)]
 
@@ -392,9 +388,7 @@ def whole_prompts(server: Server, turns: Sequence[list[int]]) -> list[Answer]:
 
 
 @only(SESSIONS)
-def test_session_that_keeps_its_prefix(
-    scheduling: Server, both_servers: tuple[Server, Server]
-) -> None:
+def test_session_that_keeps_its_prefix(scheduling: Server, both_servers: Pair) -> None:
     """What a session has computed stays cached while the pool runs full; all else goes."""
     owned, foreign = tokens(300, seed=30), tokens(310, seed=31)
 

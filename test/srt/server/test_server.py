@@ -2,23 +2,21 @@
 
 Of each scenario is proven (``ask.assert_alike``), in this order: the fast path was active on one
 server, by the rows that its layers computed, and on the other no row was skipped; the answers are
-the same, token by token, and their log-probabilities agree.
+the same, token by token, and their log-probabilities agree. Many requests at once are sent by
+``test_workload``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
 from ask import (
     TOLERANCE,
-    Answer,
     assert_alike,
     assert_same_answers,
     assert_same_tokens,
-    at_once,
     beside_decoding,
     chat,
     compare,
@@ -30,7 +28,7 @@ from ask import (
     tokens,
 )
 from layer_rows import UNREAD, assert_all_fast, cut, whole
-from server import CHUNK, Server
+from server import CHUNK, Pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_yoco import __version__
 
@@ -38,7 +36,7 @@ QUESTION = "How many rows does the last layer of this model have to compute, and
 
 
 @pytest.mark.parametrize("length", [1, 2, E2B_TINY.sliding_window, E2B_TINY.sliding_window + 1, 50])
-def test_single_prompt(servers: tuple[Server, Server], length: int) -> None:
+def test_single_prompt(servers: Pair, length: int) -> None:
     """The layers after the cut compute its last row; of one token nothing can be skipped."""
     both = compare(servers, lambda server: generate(server, tokens(length, seed=length)))
     assert both.rows == [cut(length, 1)]
@@ -46,7 +44,7 @@ def test_single_prompt(servers: tuple[Server, Server], length: int) -> None:
     assert_same_answers(both)
 
 
-def test_batch_of_different_lengths(servers: tuple[Server, Server]) -> None:
+def test_batch_of_different_lengths(servers: Pair) -> None:
     """One /generate with a list: requests share a forward, each keeps its own last row."""
     # While the first prompt is computed the others arrive, so that they share forwards.
     prompts = prompts_of(150, 20, 1, 33, 7, 61)
@@ -54,7 +52,7 @@ def test_batch_of_different_lengths(servers: tuple[Server, Server]) -> None:
     assert any(len(prefill.extend_lens) > 1 for prefill in both.prefills)
 
 
-def test_cached_prefix(servers: tuple[Server, Server]) -> None:
+def test_cached_prefix(servers: Pair) -> None:
     """A long prefix that is cached already: the tail's row attends to all of it."""
     prefix = tokens(300, seed=2)
     both = assert_alike(servers, one_by_one(prefix, prefix + tokens(40, seed=3)))
@@ -63,7 +61,7 @@ def test_cached_prefix(servers: tuple[Server, Server]) -> None:
     assert [answer.cached_tokens for answer in both.on] == [0, 300]
 
 
-def test_next_turn(servers: tuple[Server, Server]) -> None:
+def test_next_turn(servers: Pair) -> None:
     """A prompt that goes on from an earlier prompt and its answer, both cached."""
     prompt, more = tokens(60, seed=5), tokens(30, seed=6)
     both = assert_alike(servers, lambda server: next_turn(server, prompt, more))
@@ -71,19 +69,19 @@ def test_next_turn(servers: tuple[Server, Server]) -> None:
     assert both.on[1].cached_tokens > 60
 
 
-def test_chunked_prompt(servers: tuple[Server, Server]) -> None:
+def test_chunked_prompt(servers: Pair) -> None:
     """A prompt of 8 chunks: no row of the first 7 is read, of the last one the last row."""
     rows = [cut(CHUNK, UNREAD)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
     assert_alike(servers, one_by_one(tokens(1000, seed=7)), rows=rows)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_chat(servers: tuple[Server, Server], stream: bool) -> None:
+def test_chat(servers: Pair, stream: bool) -> None:
     """/v1/chat/completions, in one piece and streamed."""
     assert_alike(servers, lambda server: [chat(server, QUESTION, stream=stream)])
 
 
-def test_image(servers: tuple[Server, Server]) -> None:
+def test_image(servers: Pair) -> None:
     """Images take the fast path too, and the answer depends on them."""
     both = assert_alike(
         servers, lambda server: [chat(server, picture(colour)) for colour in ("red", "blue")]
@@ -93,16 +91,14 @@ def test_image(servers: tuple[Server, Server]) -> None:
 
 
 @pytest.mark.parametrize(("start", "rows"), [(0, whole(70)), (60, cut(70, 10))])
-def test_input_logprobs_from_a_token_on(
-    servers: tuple[Server, Server], start: int, rows: list[int]
-) -> None:
+def test_input_logprobs_from_a_token_on(servers: Pair, start: int, rows: list[int]) -> None:
     """A request that reads the rows from some token on keeps these rows."""
     ask = one_by_one(tokens(70, seed=8), logprob_start_len=start)
     both = assert_alike(servers, ask, rows=[rows])
     assert len(both.on[0].input_logprobs) == 70 - start - 1
 
 
-def test_input_logprobs_of_one_in_batch(servers: tuple[Server, Server]) -> None:
+def test_input_logprobs_of_one_in_batch(servers: Pair) -> None:
     """Of requests that share a forward, each keeps the rows that it reads and no more."""
     prompts = prompts_of(151, 40, 30)
     both = compare(
@@ -117,25 +113,7 @@ def test_input_logprobs_of_one_in_batch(servers: tuple[Server, Server]) -> None:
     assert [len(answer.input_logprobs) for answer in both.on] == [0, 24, 0]
 
 
-def test_concurrent_requests(servers: tuple[Server, Server]) -> None:
-    """Eight clients at once, with prompts of every kind: no request gets another one's rows."""
-    requests: list[Callable[[Server], Answer]] = [
-        *(
-            lambda server, n=n: generate(server, tokens(n, seed=n))[0]
-            for n in (3, 45, 128, 129, 300)
-        ),
-        lambda server: chat(server, QUESTION),
-        lambda server: chat(server, QUESTION[::-1], stream=True),
-        lambda server: chat(server, picture("green")),
-    ]
-    assert_alike(
-        servers,
-        lambda server: at_once(lambda request: request(server), requests),
-        close_calls=1,
-    )
-
-
-def test_prompt_beside_decoding(servers: tuple[Server, Server]) -> None:
+def test_prompt_beside_decoding(servers: Pair) -> None:
     """Chunks of a prompt share forwards with a request that decodes: both keep their last row."""
     prompts = [tokens(40, seed=12), tokens(1000, seed=13)]
     both = compare(servers, lambda server: beside_decoding(server, *prompts))
@@ -146,7 +124,7 @@ def test_prompt_beside_decoding(servers: tuple[Server, Server]) -> None:
     assert_same_tokens(both, prompts, servers[1], close_calls=1)
 
 
-def test_scheduling_overlaps(servers: tuple[Server, Server]) -> None:
+def test_scheduling_overlaps(servers: Pair) -> None:
     """What is shown on these servers is shown while SGLang overlaps scheduling and compute.
 
     It switches that off by itself elsewhere.
@@ -154,7 +132,7 @@ def test_scheduling_overlaps(servers: tuple[Server, Server]) -> None:
     assert [server.resolved("disable_overlap_schedule") for server in servers] == [False, False]
 
 
-def test_log_of_active_server(servers: tuple[Server, Server]) -> None:
+def test_log_of_active_server(servers: Pair) -> None:
     """The log says once that the fast path is active, in which model, and where the cut is."""
     on, _ = servers
     before = len(on.log_since_ready())  # of other tests, which make servers fail on purpose
@@ -168,7 +146,7 @@ def test_log_of_active_server(servers: tuple[Server, Server]) -> None:
     assert on.log().index(start) < on.log().index(line)
 
 
-def test_log_of_switched_off_server(servers: tuple[Server, Server]) -> None:
+def test_log_of_switched_off_server(servers: Pair) -> None:
     """One line, said where no process has set up its logging yet, and by one of them."""
     _, off = servers
     before = len(off.log_since_ready())
