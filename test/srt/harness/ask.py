@@ -69,8 +69,8 @@ class Answer(comparing.Answer):
 
 A = TypeVar("A")
 R = TypeVar("R")
-Asked = Server | Disaggregated
-S = TypeVar("S", bound=Asked)
+Either = Server | Disaggregated
+S = TypeVar("S", bound=Either)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [tokens(length, seed=seed + length) for length in lengths]
 
 
-def one_by_one(*prompts: list[int], **body: Any) -> Callable[[Asked], list[Answer]]:
+def one_by_one(*prompts: list[int], **body: Any) -> Callable[[Either], list[Answer]]:
     """Requests that wait for one another, for ``compare``."""
     return lambda server: [generate(server, prompt, **body)[0] for prompt in prompts]
 
@@ -184,7 +184,7 @@ def at_once(ask: Callable[[R], A], requests: Sequence[R]) -> list[A]:
 
 
 def generate(
-    server: Asked, input_ids: Any, *, new_tokens: int | Sequence[int] = NEW_TOKENS, **body: Any
+    server: Either, input_ids: Any, *, new_tokens: int | Sequence[int] = NEW_TOKENS, **body: Any
 ) -> list[Answer]:
     """Greedy answers of /generate to one prompt (a list of ids) or to a batch of them.
 
@@ -238,7 +238,7 @@ def drafted_twice(server: Server) -> list[tuple[Any, ...]]:
     return [first, *drafted(server, [[*tokens(60, seed=4), *first[0], *tokens(9, seed=5)]])]
 
 
-def next_turn(server: Asked, prompt: list[int], more: list[int]) -> list[Answer]:
+def next_turn(server: Either, prompt: list[int], more: list[int]) -> list[Answer]:
     """The answer to a prompt, and to that prompt with its answer and more tokens."""
     [first] = generate(server, prompt)
     return [first, *generate(server, [*prompt, *first.tokens, *more])]

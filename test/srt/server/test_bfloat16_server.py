@@ -90,12 +90,12 @@ def test_answers(servers: Pair, checkpoint: Path, model: str) -> None:
         for part in (([0], cut(cached, 1)), ([cached], cut(len(prompt) - cached, 1)))
     ]
     assert [(prefill.prefix_lens, prefill.rows) for prefill in prefixed.prefills] == expected
-    asked = [*BATCH, *(part for prompt, n in PREFIXED for part in (prompt[:n], prompt))]
+    sent = [*BATCH, *(part for prompt, n in PREFIXED for part in (prompt[:n], prompt))]
     oracle = truth.load(checkpoint)
     truth.assert_no_further(
         fast=torch.stack([*batch.on, *prefixed.on]),
         stock=torch.stack([*batch.off, *prefixed.off]),
-        truth=torch.stack([truth.logprobs(oracle, prompt) for prompt in asked]),
+        truth=torch.stack([truth.logprobs(oracle, prompt) for prompt in sent]),
         **FROM_FP32[model],
     )
     # The last row by itself: in stock all its layers are rounded otherwise then, in the fast path

@@ -21,7 +21,7 @@ from ask import (
     GREEDY,
     IMAGE,
     Answer,
-    Asked,
+    Either,
     assert_alike,
     at_once,
     generate,
@@ -57,7 +57,7 @@ def both_roles(
 
 
 @pytest.fixture
-def both(both_roles: Disaggregated, off_server: Server) -> Iterator[tuple[Asked, Asked]]:
+def both(both_roles: Disaggregated, off_server: Server) -> Iterator[tuple[Either, Either]]:
     """The two roles, and the stock server; of the former only one ever prefills."""
     decode = both_roles.decode
     mark = decode.mark()
@@ -65,7 +65,7 @@ def both(both_roles: Disaggregated, off_server: Server) -> Iterator[tuple[Asked,
     assert decode.prefills(since=mark) == []
 
 
-def test_prompts_of_all_lengths(both: tuple[Asked, Asked]) -> None:
+def test_prompts_of_all_lengths(both: tuple[Either, Either]) -> None:
     """Prompts at the window's edge, and over several chunks: unfinished ones skip the tail."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 50, window, window + 1, 2 * CHUNK, 5 * CHUNK + 44)
@@ -73,7 +73,7 @@ def test_prompts_of_all_lengths(both: tuple[Asked, Asked]) -> None:
     assert compared.rows[-6:] == [cut(CHUNK, UNREAD)] * 5 + [cut(44, 1)]
 
 
-def test_cached_prefix(both: tuple[Asked, Asked]) -> None:
+def test_cached_prefix(both: tuple[Either, Either]) -> None:
     """The prefill server has the prefix, the decode server is sent all of it again."""
     prefix = tokens(150, seed=2)
     compared = assert_alike(both, one_by_one(prefix, prefix + tokens(40, seed=3)))
@@ -81,7 +81,7 @@ def test_cached_prefix(both: tuple[Asked, Asked]) -> None:
     assert compared.on[1].cached_tokens == 150
 
 
-def test_input_logprobs(both: tuple[Asked, Asked]) -> None:
+def test_input_logprobs(both: tuple[Either, Either]) -> None:
     """The rows that they are of are kept, in a prompt's last chunk and in the one before."""
     prompts = ((tokens(70, seed=9), 60), (tokens(2 * CHUNK + 44, seed=10), 2 * CHUNK - 10))
     compared = assert_alike(
@@ -92,16 +92,16 @@ def test_input_logprobs(both: tuple[Asked, Asked]) -> None:
     assert [len(answer.input_logprobs) for answer in compared.on] == [9, 10 + 44 - 1]
 
 
-def test_image(both: tuple[Asked, Asked]) -> None:
+def test_image(both: tuple[Either, Either]) -> None:
     compared = assert_alike(both, lambda s: generate(s, None, **IMAGE))
     assert [prefill.multimodal for prefill in compared.prefills] == [True]
 
 
-def test_several_at_a_time(both: tuple[Asked, Asked]) -> None:
+def test_several_at_a_time(both: tuple[Either, Either]) -> None:
     """A batch, and clients of their own beside it."""
     requests = [prompts_of(150, 20, 7, seed=1), *prompts_of(3, 45, 128, 129, 300, 17)]
 
-    def ask(server: Asked) -> list[Answer]:
+    def ask(server: Either) -> list[Answer]:
         answers = at_once(lambda request: generate(server, request), requests)
         return list(chain.from_iterable(answers))
 

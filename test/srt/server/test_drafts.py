@@ -48,7 +48,7 @@ def drafting(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         *("--speculative-ngram-max-bfs-breadth", "1"),
     )
     env = {"PYTHONPATH": python_path(kernels.parent)}
-    with pair(tiny_checkpoint, directory, *arguments, env=env, recorded=True) as servers:
+    with pair(tiny_checkpoint, directory, *arguments, env=env, captured=True) as servers:
         yield servers
 
 

@@ -28,10 +28,10 @@ from ask import (
 )
 from layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
 from server import (
+    CAPTURED_ARGUMENTS,
+    CAPTURED_GRAPHS,
+    CAPTURED_ROWS,
     CHUNK,
-    RECORDED_ARGUMENTS,
-    RECORDED_GRAPHS,
-    RECORDED_ROWS,
     Pair,
     Server,
     drafting_with,
@@ -50,11 +50,11 @@ if not releases.records_prefills():
 
 BUCKETS = (16, 32, 64, CHUNK)
 ARGUMENTS = (
-    *RECORDED_ARGUMENTS,
+    *CAPTURED_ARGUMENTS,
     *("--cuda-graph-backend-prefill", "breakable"),
     *("--cuda-graph-bs-prefill", *map(str, BUCKETS)),
 )
-GRAPHS = {**RECORDED_GRAPHS, "GEMMA4_CPU_GRAPHS": "decode,prefill"}
+GRAPHS = {**CAPTURED_GRAPHS, "GEMMA4_CPU_GRAPHS": "decode,prefill"}
 
 A = TypeVar("A")
 
@@ -88,8 +88,8 @@ def bucket_of(prefill: Prefill) -> int | None:
 
 def due(prefill: Prefill) -> tuple[list[int], int]:
     """The rows that the layers must compute of a forward, and how many graphs must be replayed."""
-    rows = fast_rows(prefill, recorded=RECORDED_ROWS)
-    tail = is_replayed(prefill, 1, RECORDED_ROWS)
+    rows = fast_rows(prefill, captured=CAPTURED_ROWS)
+    tail = is_replayed(prefill, 1, CAPTURED_ROWS)
     bucket = bucket_of(prefill)
     if bucket is None:
         return rows, tail
@@ -130,7 +130,7 @@ def through_exits(
 def outcome(prefill: Prefill) -> str:
     """What must be counted of a forward."""
     rows, _ = due(prefill)
-    replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, RECORDED_ROWS)
+    replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, CAPTURED_ROWS)
     if rows[-1] == 0:
         return log.TAIL_SKIPPED if replayed is None else log.EXIT_SKIPPED
     if tail:

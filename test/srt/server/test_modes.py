@@ -27,10 +27,10 @@ from ask import (
 )
 from layer_rows import assert_all_fast, assert_all_stock, cut
 from server import (
+    CAPTURED_ARGUMENTS,
+    CAPTURED_GRAPHS,
+    CAPTURED_ROWS,
     CHUNK,
-    RECORDED_ARGUMENTS,
-    RECORDED_GRAPHS,
-    RECORDED_ROWS,
     Pair,
     Server,
     drafting_with,
@@ -109,7 +109,7 @@ def test_input_logprobs_without_generation(servers: Pair) -> None:
 
 @pytest.mark.release
 def test_returned_hidden_states(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A server that may be asked for every row computes every row, and says so."""
+    """A server that may return every row computes every row, and says so."""
 
     def ask(server: Server) -> list[Any]:
         body = {"input_ids": tokens(40, seed=7), "sampling_params": {"max_new_tokens": 1}}
@@ -168,10 +168,10 @@ def drafting(
     The fast one replays what verifies drafts, and the tails of its prefills.
     """
     ranks: int = request.param
-    arguments = (*drafts.arguments, "--tp-size", str(ranks), *RECORDED_ARGUMENTS)
+    arguments = (*drafts.arguments, "--tp-size", str(ranks), *CAPTURED_ARGUMENTS)
     directory = drafts.directory / f"on-{ranks}"
-    recorded: Any = {"arguments": arguments, "env": RECORDED_GRAPHS}
-    with running(drafts.checkpoint, directory, switch=None, **recorded) as server:
+    captured: Any = {"arguments": arguments, "env": CAPTURED_GRAPHS}
+    with running(drafts.checkpoint, directory, switch=None, **captured) as server:
         yield server, drafting_stock
 
 
@@ -191,7 +191,7 @@ def compare_drafts(servers: Pair, ask: Callable[[Server], list[Any]]) -> Compare
 
 def assert_fast_on_all_ranks(server: Server, prefills: list[Prefill]) -> None:
     """Every rank ran every batch, and cut it alike."""
-    assert_all_fast(prefills, recorded=RECORDED_ROWS)
+    assert_all_fast(prefills, captured=CAPTURED_ROWS)
     assert any(prefill.replays for prefill in prefills)
     processes = {prefill.process for prefill in prefills}
     assert len(processes) == ranks_of(server)
@@ -229,7 +229,7 @@ def test_drafts_overlap_scheduling(drafting: Pair) -> None:
     assert [server.resolved("disable_overlap_schedule") for server in drafting] == [False] * 2
 
 
-def test_drafts_behind_a_cached_prompt(drafting: Pair) -> None:
+def test_drafts_after_a_cached_prompt(drafting: Pair) -> None:
     """A second turn starts from the first one's K/V, that of accepted drafts included."""
     both = compare_drafts(drafting, drafted_twice)
     assert max(max(prefill.prefix_lens) for prefill in both.prefills) >= 60

@@ -137,13 +137,13 @@ def test_scheduling_overlaps(spread_server: Server) -> None:
 def test_cached_prefix(mode: Mode, both_servers: Pair) -> None:
     prefix = tokens(150, seed=2)
     # On both replicas, each of which has a cache of its own.
-    asked = [(prompt, i) for i in range(2) for prompt in (prefix, prefix + tokens(40, seed=3))]
+    sent = [(prompt, i) for i in range(2) for prompt in (prefix, prefix + tokens(40, seed=3))]
     if not mode.has_replicas:
-        del asked[2:]
+        del sent[2:]
 
     def ask(server: Server) -> list[Answer]:
         answers = []
-        for prompt, i in asked:
+        for prompt, i in sent:
             if prompt is prefix:
                 server.forget_prefixes()
             answers += generate(server, prompt, **turn(mode, both_servers, server, i))

@@ -1,6 +1,6 @@
 """A real server that replays its decode steps and the tails of its prefills, beside a stock one.
 
-The rows of a replayed layer are those that were recorded (``row_trace``): a batch of three prompts
+The rows of a replayed layer are those that were captured (``row_trace``): a batch of three prompts
 is padded to four. Random traffic, retraction and aborts: ``test_workload``, ``test_http_features``.
 """
 
@@ -22,8 +22,8 @@ from ask import (
     with_other_weights,
 )
 from layer_rows import FIRST_CUT
+from server import CAPTURED_ROWS as ROWS
 from server import CHUNK, Pair, Server
-from server import RECORDED_ROWS as ROWS
 from sglang_gemma4_yoco.loading import metrics
 
 if not hasattr(SRTPlatform, "get_full_graph_backend_cls"):
@@ -31,17 +31,17 @@ if not hasattr(SRTPlatform, "get_full_graph_backend_cls"):
 
 
 @pytest.fixture
-def both_servers(recorded_server: Server, off_server: Server) -> Pair:
-    return recorded_server, off_server
+def both_servers(captured_server: Server, off_server: Server) -> Pair:
+    return captured_server, off_server
 
 
-def test_it_says_that_it_is_recorded(both_servers: Pair) -> None:
-    recorded, stock = both_servers
-    generate(recorded, tokens(50, seed=1))
-    [line] = recorded.log_lines("the tail is captured from")
+def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
+    captured, stock = both_servers
+    generate(captured, tokens(50, seed=1))
+    [line] = captured.log_lines("the tail is captured from")
     rows = ", ".join(map(str, ROWS))
     assert f"from layer {FIRST_CUT} on for {rows} rows in " in line
-    [state] = [state[metrics.ENTRY] for state in recorded.states()]
+    [state] = [state[metrics.ENTRY] for state in captured.states()]
     assert state["tail"] == f"captured for up to {ROWS[-1]} rows"
     assert not stock.log_lines("the tail is captured from")
 
