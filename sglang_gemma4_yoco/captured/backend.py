@@ -19,12 +19,9 @@ _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less
 
 def captured_decode_steps(runner: Any) -> Any | None:
     """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
-    argument = compat.server_arguments()
-    config = None if argument is None else argument("cuda_graph_config")
     graphs = getattr(runner, "decode_cuda_graph_runner", None)
-    if not isinstance(graphs, DecodeCudaGraphRunner):
-        return None  # switched off
-    return graphs if getattr(getattr(config, "decode", None), "backend", None) == "full" else None
+    full = isinstance(graphs, DecodeCudaGraphRunner) and compat.cuda_graph_backend("decode") == "full"
+    return graphs if full else None
 
 
 def graph_backend(decode_steps: Any) -> Any:

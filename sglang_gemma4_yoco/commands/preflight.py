@@ -122,7 +122,7 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
 
 def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
     """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
-    graph = compat.prefill_graph()
+    graph = compat.cuda_graph_backend("prefill")
     if graph is None:
         return
     backend, disabled = f"backend {graph!r}", "--cuda-graph-backend-prefill=disabled"

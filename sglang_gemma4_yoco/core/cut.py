@@ -24,7 +24,6 @@ from sglang_gemma4_yoco.core.state import ModelState, TailRunner
 
 OTHER_INPUTS = "the model is called without per-layer embeddings"
 OTHER_NORM = "the model does something else between its layers and its norm"
-STREAM_PENDING = "the residual stream is not written before the tail"
 OTHER_ROWS = "the model's rows are not those of the batch"
 
 KeptInputs = Callable[[], "torch.Tensor | None"]

@@ -64,12 +64,13 @@ SWITCHED_OFF = "switched off for the span"
 
 def switched(value: str) -> AbstractContextManager[object]:
     """The fast path on (``1``) or off (``0``) for the span."""
-    from sglang_gemma4_yoco.core import state  # whichever copy of the package is under test
+    # Whichever copy of the package is under test.
+    from sglang_gemma4_yoco.core import replaced, state
 
     span = ExitStack()
     if value == "0":
         for known in list(state._attached):  # an earlier engine may still be in memory
-            span.enter_context(known.refusing(SWITCHED_OFF))
+            span.enter_context(replaced.replaced(known, refused=SWITCHED_OFF))
     return span
 
 

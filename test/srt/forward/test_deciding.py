@@ -258,7 +258,7 @@ def test_an_argument_of_the_server(
 def test_every_argument_that_refuses_has_a_row() -> None:
     assert {*REFUSING} == {name for names in limits.REFUSING_ARGUMENTS.values() for name in names}
     beside = {name for given, why in ARGUMENTS if why == HIDDEN_STATES_OF_DRAFTS for name in given}
-    assert beside - DRAFTS.keys() == set(limits._HIDDEN_STATE_ARGUMENTS)
+    assert beside - DRAFTS.keys() == limits._HIDDEN_STATE_ARGUMENTS
 
 
 AS_IN_A_NEWER_ONE = pytest.mark.skipif(
@@ -269,13 +269,13 @@ AS_IN_A_NEWER_ONE = pytest.mark.skipif(
 @contextmanager
 def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
     """A later release, in which nobody knows these arguments; a server that sets others."""
-    reviewed = limits.reviewed_arguments() - set(unknown)
+    reviewed = limits.REVIEWED_ARGUMENTS - set(unknown)
     # SGLang's override for tests leaves the record of what was typed alone.
     is_set = compat.arguments_set() | dict.fromkeys(arguments, True)
     with (
         mock.patch.object(compat, "arguments_set", return_value=is_set),
         mock.patch.object(compat, "LAST_TESTED", Version("0.5.16")),
-        mock.patch.object(limits, "reviewed_arguments", return_value=reviewed),
+        mock.patch.object(limits, "REVIEWED_ARGUMENTS", reviewed),
         releases.published(**arguments),
     ):
         yield

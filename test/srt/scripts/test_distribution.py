@@ -70,7 +70,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert inside == modules | {
         "py.typed",
         "commands/prompts.txt",
-        "loading/reviewed_arguments.txt",
+        "compat.ini",
+        "loading/limits.ini",
     }
     about = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
     assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= about

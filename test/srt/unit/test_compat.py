@@ -104,4 +104,4 @@ def test_the_tails_own_backend_decides_whether_the_tail_decodes(
 
 @pytest.mark.usefixtures("outside_of_a_server")
 def test_nothing_is_captured_outside_of_a_server() -> None:
-    assert compat.prefill_graph() is None
+    assert compat.cuda_graph_backend("prefill") is None
