@@ -27,9 +27,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     os.environ["SGLANG_GEMMA4_YOCO_SELF_CHECK"] = "0"
 
 from server import (
+    CAPTURED_ARGUMENTS,
+    CAPTURED_GRAPHS,
     DEFAULT_THRESHOLD,
-    RECORDED_ARGUMENTS,
-    RECORDED_GRAPHS,
     Server,
     pair,
     python_path,
@@ -59,7 +59,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 #: Of the files of servers, those that run last: they share servers that no other file asks, which
 #: would lie in memory, 2.7 GB each, while the other files start theirs.
-LAST = ("test_defaults.py", "test_recorded_tail.py", "test_workload.py")
+LAST = ("test_defaults.py", "test_captured_tail_server.py", "test_workload.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -127,12 +127,12 @@ def default_server(
 
 
 @pytest.fixture(scope="session")
-def recorded_server(
+def captured_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server whose decode steps are replayed, and the tails of its prefills."""
-    directory = tmp_path_factory.mktemp("recorded")
-    graphs: Any = {"arguments": RECORDED_ARGUMENTS, "env": RECORDED_GRAPHS}
+    directory = tmp_path_factory.mktemp("captured")
+    graphs: Any = {"arguments": CAPTURED_ARGUMENTS, "env": CAPTURED_GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
         yield server
 

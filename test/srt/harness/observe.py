@@ -1,6 +1,6 @@
 """What a forward really did: rows per layer, the batch before and after, outputs and K/V.
 
-Looked at from outside, by module hooks and copies of the pools; nothing here asks the product.
+Looked at from outside, by module hooks and copies of the pools; nothing here uses the package.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
 
 
 def is_unread(prompts: Sequence[Prompt]) -> bool:
-    """Whether nobody reads any row of a forward of ``prompts``, and it is told so."""
+    """Whether no row of a forward of ``prompts`` is read, and the batch says so."""
     return releases.tells_unread_chunks() and all(
         p.to_come and len(p.new) > 1 and not 0 <= p.logprob_start < len(p.cached) + len(p.new)
         for p in prompts
