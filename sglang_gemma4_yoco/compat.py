@@ -61,10 +61,17 @@ POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
+
+def listed_in(file: Path) -> ConfigParser:
+    """The names in one of the package's lists, by section; a few have values."""
+    names = ConfigParser(allow_no_value=True, delimiters="=")
+    names.optionxform = str  # type: ignore[assignment,method-assign]  # of either case
+    names.read(file)
+    return names
+
+
 # Names that are used, by their owner, and the first release that has one, if it is not in all.
-_NAMES = ConfigParser(allow_no_value=True, delimiters="=")
-_NAMES.optionxform = str  # type: ignore[assignment,method-assign]  # of either case
-_NAMES.read(Path(__file__).with_name("compat.ini"))
+_NAMES = listed_in(Path(__file__).with_name("compat.ini"))
 
 
 class IncompatibleError(RuntimeError):

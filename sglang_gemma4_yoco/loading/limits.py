@@ -7,7 +7,6 @@ a server runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ WRONG_REPLAYS = (
 #: The names that are judged here, and why.
 LISTS = Path(__file__).with_name("limits.ini")
 NO_REFUSAL = "no refusal"
-_SECTIONS = ConfigParser(allow_no_value=True, delimiters="=")
-_SECTIONS.optionxform = str  # type: ignore[assignment,method-assign]  # of either case
-_SECTIONS.read(LISTS)
+_SECTIONS = compat.listed_in(LISTS)
 #: The arguments that refuse if they are set, numbers if they are above the one here, by reason.
 REFUSING_ARGUMENTS = {
     section.removeprefix("refused: "): {name: int(above or 0) for name, above in names.items()}

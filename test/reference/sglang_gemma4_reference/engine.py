@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from sglang.benchmark.one_batch import TreeCacheNamespace
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.plugins import load_plugins
@@ -98,7 +99,13 @@ class Engine:
         self.text_model = next(
             module for module in self.runner.model.modules() if isinstance(module, Gemma4TextModel)
         )
-        self._tree_cache = releases.tree_cache(self.runner)
+        allocator = self.runner.token_to_kv_pool_allocator
+        # It caches nothing.
+        self._tree_cache = TreeCacheNamespace(
+            page_size=allocator.page_size,
+            device=self.runner.device,
+            token_to_kv_pool_allocator=allocator,
+        )
 
     def _must_be_last(self) -> None:
         if Engine._last is None or Engine._last() is not self:

@@ -74,8 +74,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
         "compat.ini",
         "loading/limits.ini",
     }
-    told = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
-    assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= told
+    about = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
+    assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= about
 
 
 def test_extras_are_those_of_users(built: tuple[Path, Path]) -> None:
@@ -111,4 +111,4 @@ def test_installed_where_nothing_else_is(
     run(*install, "packaging", "setuptools>=77")
     run(*install, "--offline", "--no-deps", "--no-build-isolation", built[which])
     said = run(python, "-I", "-c", LOADED, VERSION[1])
-    assert "is NOT installed, the server runs unpatched: no SGLang is installed" in said
+    assert "is NOT installed, the server runs unpatched: " in said

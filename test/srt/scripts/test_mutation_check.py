@@ -233,7 +233,7 @@ def test_tests_on_triton_are_interpreted(place: mutation_check.Workplace) -> Non
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_a_run_finds(place: mutation_check.Workplace, what: str) -> None:
-    """In real processes; none of them is left behind."""
+    """In real processes; none of them is left."""
     source, failed, died = BROKEN[what]
     (place.broken / mutation_check.TESTS / "unit" / "test_a.py").write_text(source)
     limit = 5.0 if "hangs" in what else 300.0

@@ -239,7 +239,7 @@ def test_prefill_graphs_that_are_repaired(
     switch: bool,
     lines: list[str],
 ) -> None:
-    """As at start: asked for by name, by a plugin that is there, and not switched off."""
+    """As at start: named by the operator, by a plugin that is there, and not switched off."""
     monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
     monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):

@@ -71,14 +71,14 @@ def document_of(done: Done) -> dict[str, Any]:
 # ---------------------------------------------------------------- the whole
 
 
-ASKED = ["--prompt-tokens", "256", "--repeats", "2", "--servers", "together"]
+HOW = ["--prompt-tokens", "256", "--repeats", "2", "--servers", "together"]
 LABEL = "E2B_TINY"
 
 
 def by_the_demo(_: Path, directory: Path) -> Done:
     """As a user runs it: all is spawned, and the checkpoint is its own."""
     command = [sys.executable, str(REPO / "scripts" / "demo.py"), "--no-venv", "--device", "cpu"]
-    command += ["--preset", LABEL, "--work-dir", str(directory), *ASKED]
+    command += ["--preset", LABEL, "--work-dir", str(directory), *HOW]
     return run([*command, f"--server-args={' '.join(CHUNKED)}"], directory)
 
 
@@ -91,7 +91,7 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
         return forked.Program(command[1:], **where)
 
     command = ["verify", "--model-path", str(checkpoint), "--label", LABEL, "--device", "cpu"]
-    command += [*ASKED, "--output", str(directory / "logs"), "--", *CHUNKED]
+    command += [*HOW, "--output", str(directory / "logs"), "--", *CHUNKED]
     found = {**vars(subprocess), "Popen": popen}
     out, err = io.StringIO(), io.StringIO()
     with (

@@ -43,9 +43,9 @@ def test_every_argument_of_this_release_is_judged_in_one_place() -> None:
         assert judged - installed() == set()
 
 
-def test_every_argument_that_is_asked_for_is_judged() -> None:
+def test_every_argument_that_is_read_is_judged() -> None:
     """By name, in a function: else a newer SGLang's name for it would not be missed."""
-    asked = {
+    read = {
         str(node.args[0].value)
         for node in ast.walk(ast.parse(inspect.getsource(limits)))
         if isinstance(node, ast.Call)
@@ -53,7 +53,7 @@ def test_every_argument_that_is_asked_for_is_judged() -> None:
         and node.func.id == "argument"
         and isinstance(node.args[0], ast.Constant)
     }
-    assert asked - limits._HIDDEN_STATE_ARGUMENTS == limits._OTHER_ARGUMENTS
+    assert read - limits._HIDDEN_STATE_ARGUMENTS == limits._OTHER_ARGUMENTS
 
 
 JUDGED = sorted(limits.judged_arguments())
