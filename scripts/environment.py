@@ -22,7 +22,6 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))  # what is imported next is standard library, and not installed yet
 
 from sglang_gemma4_yoco.commands.console import CommandError  # noqa: E402
-from sglang_gemma4_yoco.commands.console import heading as heading  # noqa: E402
 from sglang_gemma4_yoco.commands.console import say as say  # noqa: E402
 from sglang_gemma4_yoco.commands.console import tail as tail  # noqa: E402
 
@@ -285,6 +284,11 @@ class _Defaults(argparse.RawDescriptionHelpFormatter):
 def command_line(about: str | None) -> argparse.ArgumentParser:
     """A parser whose ``--help`` shows ``about`` as it is, and the defaults."""
     return argparse.ArgumentParser(description=about, formatter_class=_Defaults)
+
+
+def heading(text: str) -> None:
+    """Begin a new part of the output."""
+    say(f"\n== {text}")
 
 
 def failed(failure: Exception) -> int:

@@ -42,15 +42,10 @@ From the top down, each file knowing only those below it::
         layerwise.py       each step of the fast path given stock's numbers, and compared
         requests.py        synthetic requests in borrowed slots
         rounding.py        how far apart is rounding
-    core/              the mechanism; it knows nothing of the folders above
-        forward.py         one forward: cut, or served by stock
-        gate.py            eligibility and plan of a batch
-        cut.py             layers before the cut, K and V, tail, scatter
-        donor.py           K and V of the donor for all rows
+    core/              the mechanism, as above; it knows nothing of the folders before it
         per_layer.py       per-layer inputs split by layers and rows
         state.py           what is known of a served model
         attention.py       the tail's own attention backend
-        kept.py            kept rows, and the batch as the tail sees it
         ranks.py           tensor-parallel ranks agree
         replaced.py        attributes of one object replaced for a span
     log.py             log lines and counters

@@ -186,10 +186,10 @@ def cuda_graph_backend(of: str) -> str | None:
     return None if name == "disabled" else name
 
 
-def replays_prefills(runner: Any) -> bool:
-    """Whether ``runner`` has captured prefills. SGLang may leave out what the flags ask for."""
+def captured_prefills(runner: Any) -> Any | None:
+    """What replays captured prefills of ``runner``. SGLang may leave out what the flags ask for."""
     captured = getattr(runner, "prefill_cuda_graph_runner", None)
-    return captured is not None and not isinstance(captured, EagerRunner)
+    return None if isinstance(captured, EagerRunner) else captured
 
 
 def copies_positions() -> bool:
@@ -369,9 +369,6 @@ def cache_of(
     if is_in_window_pool(pool, layer):
         slots = pool.translate_loc_from_full_to_swa(slots)
     return pool.get_kv_buffer(layer), slots
-
-
-# -- the residual stream and the layers ------------------------------------------------------------
 
 
 def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:

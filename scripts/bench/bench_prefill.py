@@ -358,7 +358,7 @@ def served(engine: Any, way: str) -> Iterator[None]:
 
     with ExitStack() as span:
         span.enter_context(switched(way))
-        if way not in REPLAYED and compat.replays_prefills(engine.runner):
+        if way not in REPLAYED and compat.captured_prefills(engine.runner) is not None:
             recorded = engine.runner.prefill_cuda_graph_runner
             span.enter_context(mock.patch.object(recorded, "can_run_graph", return_value=False))
         yield

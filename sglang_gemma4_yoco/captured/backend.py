@@ -73,8 +73,8 @@ def lacks_memory(device: torch.device) -> str | None:
 def end_failed_capture(device: torch.device, backend: Any) -> None:
     """Undo what CUDA leaves of a capture that it has broken off, on a device with an index.
 
-    Up to torch 2.13 the default random generator stays in capture mode then, so that the first
-    sampled token would end the server, and the allocator goes on allocating in the graph's pool.
+    Up to torch 2.13 the random generator stays in capture mode, so that the first sampled token
+    would end the server, and the allocator goes on allocating in the graph's pool.
 
     Raises:
         RuntimeError: random numbers cannot be drawn all the same.

@@ -310,7 +310,7 @@ def drop(state: ModelState, reason: str) -> None:
     """Run the tail eagerly from now on, for this reason; let go of what was captured."""
     captured, state.captured = state.captured, None
     state.facts["tail"] = f"eager ({reason})"
-    if isinstance(captured, TailGraphs):
+    if captured is not None:
         captured.close()
     if reason != NOT_YET:
         log.once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
@@ -334,14 +334,12 @@ def capture(
     if reason is None:
         reason = _attempt(state, partial(_capture, runner, state, prove))
         # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
-        rows = state.captured.rows if isinstance(state.captured, TailGraphs) else ()
-        differ = ranks.reason_ranks_differ(f"replayed: {reason or rows}")
+        differ = ranks.reason_ranks_differ(f"replayed: {reason or state.captured.rows}")
         reason = reason or differ
     if reason is not None:
         drop(state, reason)
         return
-    tail = state.captured
-    assert isinstance(tail, TailGraphs)
+    tail: TailGraphs = state.captured
     state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
     log.once(
         f"Gemma 4 fast prefill: the tail is captured from layer {state.cut} on for "

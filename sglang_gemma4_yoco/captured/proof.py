@@ -22,7 +22,7 @@ from sglang_gemma4_yoco.checking.requests import Request
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
-_ROUNDINGS = 2.0
+TAIL, ROUNDINGS = "the captured tail", 2.0
 
 
 def prove(graphs: TailGraphs, runner: Any) -> None:
@@ -47,13 +47,8 @@ def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
         for rows in sorted({fewest, size}):
             fill = partial(_fill, request=synthetic.requests[-1], generator=generator)
             captured = graphs.replayed(size, rows, fill)
-            compared.append(comparison(graphs.eager(size, rows), captured))
+            compared.append(Comparison.of(TAIL, graphs.eager(size, rows), captured, ROUNDINGS))
     return rounding.findings(compared)
-
-
-def comparison(eager: torch.Tensor, captured: torch.Tensor) -> Comparison:
-    """What the two have given, each [rows, hidden]."""
-    return Comparison.of("the captured tail", eager, captured, _ROUNDINGS)
 
 
 def _fill(inputs: Inputs, request: Request, generator: torch.Generator) -> None:

@@ -1,12 +1,9 @@
 """While a server serves: every N-th prefill that was cut runs again as stock, and is compared.
 
 Stock is watched, and the cut is made once more of its rows, step by step (``layerwise``): eagerly,
-and by the captured tail where that served. All kept rows are compared, K and V of layer S-1, and
-what SGLang's logits processor makes of the rows. A prefill that left a captured one at an exit
-compares itself with the same graph run to its end.
-
-In the end the pool has stock's K and V. The client gets the fast path's answer, or stock's after a
-defect.
+and by the captured tail where that served. Compared are all kept rows, their logits, and K and V of
+layer S-1; a prefill that left a captured one at an exit, with the same graph run to its end.
+The client gets the fast path's answer, or stock's after a defect.
 """
 
 from __future__ import annotations

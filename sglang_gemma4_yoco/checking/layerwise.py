@@ -7,8 +7,7 @@ attention, the layer's output, and at the end the rows after the norm. Attention
 queries of zeros. They give the mean of all values that a row sees, in which one key more or less
 shows, however sharp the weights.
 
-A captured tail runs no Python between its steps. It is compared as a whole with its own layers, run
-eagerly on the same rows.
+A captured tail is compared as a whole with its own layers, run eagerly on the same rows.
 """
 
 from __future__ import annotations
@@ -176,9 +175,6 @@ def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator
         yield
 
 
-# -- the fast path ---------------------------------------------------------------------------------
-
-
 def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, list[Finding]]:
     """Cut a batch whose layers before the cut have given what stock's have.
 
@@ -296,10 +292,7 @@ def _captured(state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor) -
         embeds=None if embeds is None else embeds[stock.index],
         embedded=None if embedded is None else embedded[stock.index, state.cut :],
     )
-    return proof.comparison(eager, rows)
-
-
-# -- comparisons -----------------------------------------------------------------------------------
+    return Comparison.of(proof.TAIL, eager, rows, proof.ROUNDINGS)
 
 
 def donor_cache(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -148,13 +148,6 @@ def borrowed(places: Sequence[torch.Tensor]) -> Iterator[None]:
 def random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Normally distributed, of this shape, in fp32."""
     return torch.randn(like.shape, generator=generator, device=like.device)
-
-
-def prefills_eagerly(runner: Any) -> Any:
-    """In the span SGLang replays no captured prefill."""
-    if not compat.replays_prefills(runner):
-        return nullcontext()
-    return replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: False)
 
 
 def _lengths(window: int, page: int) -> list[tuple[int, int]]:

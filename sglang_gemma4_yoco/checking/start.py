@@ -5,22 +5,21 @@ rows, compared step by step (``layerwise``): of the last rows, of suffixes as fo
 an intermediate chunk, and by the captured tail. The logits that SGLang makes of the rows must be
 those of the right request.
 
-At last one whole forward runs as it will serve, but the layers before the cut are given stock's
-rows. Their K and V are compared, and its logits must be numbers. No slot of other requests may
-change in all of this.
+At last one whole forward runs as it will serve, but with stock's rows before the cut. Its K and V
+are compared, and its logits must be numbers. No slot of other requests may change in all of this.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.captured.backend import is_allocated_after_capture
 from sglang_gemma4_yoco.checking import layerwise, requests, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
@@ -100,9 +99,11 @@ def check(runner: Any, state: ModelState) -> Checked:
 @contextmanager
 def comparing(runner: Any, state: ModelState) -> Iterator[BothPaths]:
     """Stock has been watched on synthetic requests, unless a ``NotComparableError`` is raised."""
-    eagerly = requests.prefills_eagerly(runner)
-    with requests.synthetic_requests(runner, state) as synthetic, eagerly:
-        yield BothPaths(state, synthetic)
+    with ExitStack() as span:
+        graphs = compat.captured_prefills(runner)
+        if graphs is not None:  # eagerly
+            span.enter_context(replaced(graphs, can_run_graph=lambda _: False))
+        yield BothPaths(state, span.enter_context(requests.synthetic_requests(runner, state)))
 
 
 class BothPaths:

@@ -27,11 +27,6 @@ def say(text: str = "") -> None:
     print(text, flush=True)
 
 
-def heading(text: str) -> None:
-    """Begin a new part of the output."""
-    say(f"\n== {text}")
-
-
 def tail(log: Path, lines: int = 25) -> str:
     """The end of a log file, for an error message."""
     content = log.read_text(errors="replace").splitlines() if log.exists() else []

@@ -40,12 +40,13 @@ from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import prompts as kinds
 from sglang_gemma4_yoco.commands import servers
 from sglang_gemma4_yoco.commands.compare import Answer, Compared, Comparison, Times, beyond, finite
-from sglang_gemma4_yoco.commands.console import CommandError, heading, say
+from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.prompts import Prompt
 from sglang_gemma4_yoco.commands.servers import Server, WrongPathError
 
 ALONE, AGAIN, AT_ONCE, TIMED = "one at a time", "once more", "several at once", "timed"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
+_WRONG = "FAST PREFILL DID NOT DO WHAT THE SWITCH SAYS: NOTHING WAS MEASURED"
 _GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 Answers = list[tuple[Prompt, Answer]]
@@ -293,13 +294,11 @@ def run(args: argparse.Namespace) -> int:
     args.texts = kinds.read_file(args.prompts)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "verify.json").unlink(missing_ok=True)
-    heading("Servers")
-    say(f"SGLang {sglang} on {args.device}; {args.model_path}; logs in {args.output}")
+    say(f"\n== Servers\nSGLang {sglang} on {args.device}; {args.model_path}; logs in {args.output}")
     try:
         stock, fast = serve(args, document)
     except WrongPathError as wrong:
-        heading("FAST PREFILL DID NOT DO WHAT THE SWITCH SAYS: NOTHING WAS MEASURED")
-        say(str(wrong))
+        say(f"\n== {_WRONG}\n{wrong}")
         document["problems"] = str(wrong).splitlines()[:1]
     else:
         compared = conclude(document, stock, fast)

@@ -1,10 +1,8 @@
 """The tail's attention backend: a second one over the server's pools, planned after the first.
 
-Its metadata must not be built in the middle of the forward. Up to SGLang 0.5.21 Triton's planner
-reads device scalars on the host, which would stall the host until the GPU has finished the layers
-before the cut; and once the backend's own planning is done, the scheduler may rewrite the tables
-that planning reads. Nor may it be built on the runner's own backend: two metadata objects of one
-backend share buffers, so the second would overwrite the first.
+Its metadata is built before the forward: up to SGLang 0.5.21 Triton's planner reads from the device
+and would stall the host there, and the scheduler may rewrite the tables that planning reads. It is
+not built on the runner's own backend: two metadata objects of one backend share buffers.
 """
 
 from __future__ import annotations

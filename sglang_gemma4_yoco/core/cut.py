@@ -171,8 +171,11 @@ def run_layers(
     Returns:
         [B, hidden], normed.
     """
+    attention = state.tail_layers[0].self_attn
+    shares = {"is_kv_shared_layer": True, "kv_shared_layer_index": attention.attn.layer_id}
     try:
-        with donor.sharing(state.tail_layers[0].self_attn):
+        # SGLang's code for a KV-shared layer: the donor shares its own K and V, from the pool.
+        with replaced(attention, **shares):
             compat.start_residual(batch, rows)
             for number, layer in enumerate(state.tail_layers):
                 output = layer(

@@ -8,14 +8,12 @@ the pool, it runs by the code that SGLang has for shared layers.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.replaced import replaced
 
 #: The norm's kernel is compiled once for few rows and once for many.
 _FEW, _MANY = 2, 257
@@ -112,13 +110,3 @@ def compile_kernels(attention: Any) -> None:
         normed = weight.new_zeros(rows, attention.qkv_proj.input_size)
         positions = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         keys_and_values(attention, normed, positions)
-
-
-def sharing(attention: Any) -> AbstractContextManager[None]:
-    """Have the donor's attention read K and V from the pool, for the span of the ``with``.
-
-    SGLang's code does so for a KV-shared layer; here the donor shares its own K and V.
-    """
-    return replaced(
-        attention, is_kv_shared_layer=True, kv_shared_layer_index=attention.attn.layer_id
-    )

@@ -242,20 +242,15 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     beside drafts, because a draft may continue from the token that is sampled from a chunk.
     """
     capture = getattr(forward_batch, "capture_hidden_mode", None)
+    lens = forward_batch.extend_seq_lens_cpu
+    starts = forward_batch.extend_logprob_start_lens_cpu if forward_batch.return_logprob else lens
     return (
         not getattr(forward_batch, "contains_last_prefill_chunk", True)
-        and min(forward_batch.extend_seq_lens_cpu) > 1
+        and min(lens) > 1
         and capture in (None, compat.CaptureHiddenMode.NULL)
         and _drafts(forward_batch) is None
-        and not _wants_input_logprobs(forward_batch)
+        and all(start >= n for start, n in zip(starts, lens, strict=True))
     )
-
-
-def _wants_input_logprobs(forward_batch: Any) -> bool:
-    if not forward_batch.return_logprob:
-        return False
-    starts, lens = forward_batch.extend_logprob_start_lens_cpu, forward_batch.extend_seq_lens_cpu
-    return any(start < n for start, n in zip(starts, lens, strict=True))
 
 
 def _rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | None:

@@ -1,9 +1,8 @@
 """Per-layer inputs (PLE), with those of the tail's layers computed for kept rows only.
 
-SGLang's ``project_per_layer_inputs`` computes [T, L, width] for all L layers at once: a GEMM, a
-norm and four elementwise passes. Here it is called twice: for the layers before the cut on all
-rows, and for the tail's layers on the kept rows. Rows are independent of each other, and so are
-layers, so the numbers are the same.
+SGLang's ``project_per_layer_inputs`` computes [T, L, width] for all L layers at once. Here it is
+called twice: for the layers before the cut on all rows, and for the tail's layers on the kept rows.
+Rows are independent of each other, and so are layers, so the numbers are the same.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
 from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
 
 #: Where a model has its ``ModelState``, and a batch its plan.
@@ -41,16 +40,6 @@ class TailRunner(Protocol):
         """The kept rows [B, hidden], normed, from all rows [T, hidden] at the cut."""
 
 
-class CapturedTail(Protocol):
-    """The tail, captured for several numbers of rows, the buckets."""
-
-    def bucket_for(self, kept: KeptRows) -> int | None:
-        """The smallest bucket with room for these rows; None if there is none."""
-
-    def plan(self, forward_batch: Any, tail: TailBatch, bucket: int) -> TailRunner:
-        """Plan this batch's tail; returns what runs it."""
-
-
 class ModelState:
     """What is known of one model.
 
@@ -61,7 +50,7 @@ class ModelState:
         model: a ``Gemma4TextModel``.
         refused: the reason why none of its batches is cut, or None. Checks replace it for a span.
         attention: the tail's own attention backend; None if ``refused``.
-        captured: the captured tail, if there is one.
+        captured: the captured tail (``captured.graphs.TailGraphs``), if there is one.
         planner: called with this object and each batch, except decode steps, whose attention
             SGLang has just planned.
         is_capturing: whether the current forward is being captured in a CUDA graph.
@@ -77,7 +66,7 @@ class ModelState:
         self.model = model
         self.refused = refused
         self.attention = attention
-        self.captured: CapturedTail | None = None
+        self.captured: Any = None
         self.planner: Callable[[ModelState, Any], None] = lambda *_: None
         self.is_capturing: Callable[[], bool] = compat.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None

@@ -41,10 +41,9 @@ _COUNTERS = {
 def state() -> dict[str, Any]:
     """This process's entry in /server_info.
 
-    ``active``: batches may be cut; ``reason``: why not; ``cut``, ``tail``: where, and how the tail
-    runs; ``exits``: whether prefills that SGLang has captured may be cut; ``check``,
-    ``exits_check``: the results of the checks at start; ``forwards`` by outcome; ``rows`` of
-    prefills by whether the last layer computed them; ``audits``: None where nothing is audited.
+    ``reason``: why not active; ``cut``, ``tail``: where, and how the tail runs; ``exits``: whether
+    prefills that SGLang has captured may be cut; ``check``, ``exits_check``: results of the checks
+    at start; ``rows`` by whether the last layer computed them; ``audits``: None without any.
     """
     served = attached()
     reason = NO_MODEL if served is None else served.refused
@@ -102,11 +101,7 @@ def add_to(output: Any) -> None:
 
 
 def collect(labels: Mapping[str, Any]) -> None:
-    """Count in SGLang's metrics from now on, and what was counted so far. Never raises.
-
-    Args:
-        labels: those of this process's scheduler.
-    """
+    """Count in SGLang's metrics from now on, with the scheduler's labels. Never raises."""
     argument = compat.server_arguments()
     every_rank = argument is not None and argument("enable_metrics_for_all_schedulers")
     if labels.get("tp_rank", 0) != 0 and not every_rank:

@@ -1,11 +1,6 @@
-"""Wrap SGLang's methods, on their classes.
+"""Wrap SGLang's methods, ``WRAPPED``, and add the two helpers of ``published``.
 
-- ``Gemma4TextModel.forward``: ``core.forward`` cuts it;
-- what builds attention backends and captures graphs in ``ModelRunner``: ``start`` follows;
-- what describes a scheduler, and makes its metrics: ``metrics`` adds to both.
-
-Two helpers are added to ``Gemma4TextModel`` (``published``). No class is replaced, so models that
-imported it by name are patched too.
+No class is replaced, so models that imported one by name are patched too.
 """
 
 from __future__ import annotations

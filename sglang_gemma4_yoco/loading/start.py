@@ -95,10 +95,7 @@ def _tail_backend(runner: Any) -> TailBackend | None:
 
 
 def _compile_kernels(state: ModelState) -> None:
-    """Compile what stock never runs. Never raises: the first forward would compile it.
-
-    The rest of the path is compiled by the check.
-    """
+    """Compile what neither stock nor the check runs. Never raises: the first forward would do."""
     try:
         donor.compile_kernels(state.tail_layers[0].self_attn)
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import requests, rounding, start
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.checking.start import Checked
@@ -39,16 +38,18 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
     with ExitStack() as span:
         if state.refused is None:
             why = repair.needed(multimodal=multimodal)
-            if sglang.has_breaks():
+            if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
                 span.enter_context(noting(state.tail_layers[0]))
         if why is not None:
             span.enter_context(repair.repaired(state.model, why))
         else:
             repair.warn_that_capture_fails(multimodal=multimodal)
         yield
-    prefills = sglang.captured_prefills(runner)
+    prefills = compat.captured_prefills(runner)
     if why is not None and prefills is not None:
-        repair.keep_media_out(prefills)
+        # With images, video or audio it would be answered as text: it was captured from ids alone.
+        fits = prefills.can_run_graph
+        prefills.can_run_graph = lambda batch: not batch.contains_mm_inputs() and fits(batch)
         # Without this package they would serve media as well: then prefills run eagerly.
         state.on_close(lambda: setattr(runner, "prefill_cuda_graph_runner", None))
 
@@ -59,11 +60,11 @@ def attach(runner: Any, state: ModelState) -> None:
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    prefills, exits, level = sglang.captured_prefills(runner), None, logging.WARNING
+    prefills, exits, level = compat.captured_prefills(runner), None, logging.WARNING
     if prefills is None:
         return
     reason = repair.exits_refused()
-    if sglang.has_breaks():
+    if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
         try:
             exits = PrefillGraphExits(state, prefills)
             state.on_close(lambda: _detach(runner))
@@ -118,7 +119,7 @@ def _check(runner: Any, state: ModelState, longest: int) -> Checked:
         with requests.synthetic_requests(runner, state) as chunks, always, comparing:
             if sum(chunks.lens) > longest:
                 return Checked(rounding.defect(f"{NOT_TAKEN}: they have up to {longest} tokens"))
-            if isinstance(tail, TailGraphs):
+            if tail is not None:
                 few = chunks.requests[: tail.rows[-1]]
                 requests.SyntheticRequests(runner, state, few).run()
             chunks.run(finishes=False)
@@ -137,6 +138,6 @@ def _check(runner: Any, state: ModelState, longest: int) -> Checked:
 
 
 def _detach(runner: Any) -> None:
-    exits = getattr(sglang.captured_prefills(runner), ENTRY, None)
+    exits = getattr(compat.captured_prefills(runner), ENTRY, None)
     if exits is not None:
         exits.hooks.close()

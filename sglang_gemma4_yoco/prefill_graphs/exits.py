@@ -41,9 +41,8 @@ CLOSED = "SGLang runs its captured prefill to the end"
 TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
 MEDIA = "its prefill is captured, and it is multimodal"
 
-# Rows that a batch must be able to skip on a GPU, where an exit saves the device's work alone. For
-# up to 90 rows a layer takes as long as reading its weights (3.3e12 bytes per second); and planning
-# the tail takes 0.3 ms, as the device does for 45 rows of E2B's tail. A model, no measurement.
+# Rows to skip on a GPU, where an exit saves the device's work alone: for up to 90 a layer takes as
+# long as reading its weights, and planning the tail as the device for 45 of E2B's. A model.
 _FEWEST_ON_GPU = 128
 
 
@@ -126,14 +125,11 @@ class PrefillGraphExits:
         return f"after segment {after} ({len(self.segments)} buckets of up to {longest} tokens)"
 
     def _execute(self, stock: Callable[..., Any], forward_batch: Any, **kwargs: Any) -> Any:
-        self._batch = forward_batch
-        try:
-            planner = partial(gate.plan_batch, make=self._make_plan)
-            # SGLang replays now what it has captured; nothing is captured anew.
-            with replaced(self._state, planner=planner, is_capturing=lambda: False):
-                return stock(forward_batch, **kwargs)
-        finally:
-            self._batch = None
+        planner = partial(gate.plan_batch, make=self._make_plan)
+        # SGLang replays now what it has captured; nothing is captured anew.
+        planned = replaced(self._state, planner=planner, is_capturing=lambda: False)
+        with planned, replaced(self, _batch=forward_batch):
+            return stock(forward_batch, **kwargs)
 
     def _replay(self, stock: Callable[..., Any], bucket: Any, batch: Any, **kwargs: Any) -> Any:
         to_its_end = partial(stock, bucket, batch, **kwargs)
@@ -198,10 +194,9 @@ class ExitForward:
     def findings(self, plan: Plan, output: torch.Tensor) -> list[Finding]:
         """What differs from the same graph run to its end, which it has when this returns.
 
-        Nothing has run since the forward left at the exit and gave ``output`` [bucket, hidden],
-        which is overwritten. Up to there both are the same kernels on the same rows. So what is
-        compared is K and V of layer S-1 with those made anew of the rows there; the tail with its
-        layers run eagerly; K and V in the pool with those that the graph writes.
+        Nothing has run since the forward gave ``output`` [bucket, hidden], which is overwritten.
+        Compared are K and V of layer S-1 with those made anew of the rows at the exit; the tail
+        with its layers run eagerly; K and V in the pool with those that the graph writes.
         """
         state, compared = self.state, self._at_the_exit(plan)
         if plan.runner is not None:
@@ -209,7 +204,8 @@ class ExitForward:
             index = plan.tail.index
             embeds, embedded = _embeddings(state, plan.batch.input_ids.index_select(0, index))
             eager = plan.runner.eager(embeds=embeds, embedded=embedded)
-            compared.append(proof.comparison(eager, output.index_select(0, index)))
+            rows = output.index_select(0, index)
+            compared.append(Comparison.of(proof.TAIL, eager, rows, proof.ROUNDINGS))
         caches, slots = layerwise.donor_cache(state, plan)
         written = [cache[slots] for cache in caches]
         for cache in caches:

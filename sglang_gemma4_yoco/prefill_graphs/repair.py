@@ -27,7 +27,7 @@ def needed(*, multimodal: bool) -> str | None:
     """What keeps SGLang from capturing prefills and is to be repaired, or None."""
     # The flag itself: SGLang may choose breakable graphs unasked.
     named = getattr(compat._published(), "cuda_graph_backend_prefill", None)
-    wanted = named == "breakable" and exits_refused() is None
+    wanted = named == sglang.BREAKABLE and exits_refused() is None
     return sglang.capture_error(multimodal=multimodal) if wanted else None
 
 
@@ -35,7 +35,7 @@ def exits_refused() -> str | None:
     """Why no prefill may leave SGLang's graphs, whatever is captured; None if some may."""
     if not settings.current.prefill_graphs:
         return OFF
-    return None if sglang.has_breaks() else NO_BREAKS
+    return None if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE else NO_BREAKS
 
 
 @contextmanager
@@ -60,9 +60,3 @@ def warn_that_capture_fails(*, multimodal: bool) -> None:
             f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",
             logging.WARNING,
         )
-
-
-def keep_media_out(prefills: Any) -> None:
-    """Have no batch with images, video or audio replayed: it was captured from ids alone."""
-    stock = type(prefills).can_run_graph
-    prefills.can_run_graph = lambda batch: not batch.contains_mm_inputs() and stock(prefills, batch)

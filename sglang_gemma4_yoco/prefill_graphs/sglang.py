@@ -23,15 +23,12 @@ from sglang.srt.model_executor.runner_utils import pool
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.replaced import replaced
 
+#: Its CUDA graph backend that captures prefills in segments, with attentions between them.
+BREAKABLE = "breakable"
 # Why capturing prefills ends a server; docs/upstream has both.
 SHARED_LAYER_IDS = "it takes layers that share K and V for an error"
 IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
 _INDEX = "index_attention_layers_by_global_id"  # since 0.5.19
-
-
-def has_breaks() -> bool:
-    """Whether this server's prefills are captured in segments, with attentions between them."""
-    return compat.cuda_graph_backend("prefill") == "breakable"
 
 
 def capture_error(*, multimodal: bool) -> str | None:
@@ -42,8 +39,7 @@ def capture_error(*, multimodal: bool) -> str | None:
     if not _indexes_shared_layers():
         return SHARED_LAYER_IDS
     # Up to 0.5.21. It captures the multimodal model, which makes embeddings of the ids.
-    outside = backend == "tc_piecewise"
-    return IDS_AND_EMBEDDINGS if multimodal and not outside else None
+    return IDS_AND_EMBEDDINGS if multimodal and backend != "tc_piecewise" else None
 
 
 def _indexes_shared_layers() -> bool:
@@ -98,11 +94,6 @@ def at_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
     The graph alone keeps their memory.
     """
     return len(graph._break_fns) + 1, *map(_weak_ref_if_tensor, tensors)
-
-
-def captured_prefills(runner: Any) -> Any | None:
-    """What runs the captured prefills of this ``ModelRunner``; None where it has captured none."""
-    return runner.prefill_cuda_graph_runner if compat.replays_prefills(runner) else None
 
 
 def graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
