@@ -289,7 +289,7 @@ class TailGraphs:
         model, projected = self.state.model, None
         if inputs.embeds is not None:
             projected = per_layer.project(
-                model, inputs.embeds, inputs.embedded, self.state.cut, len(model.layers)
+                model, inputs.embeds, inputs.embedded, self.state.cut_layer, len(model.layers)
             )
         # Layers add into their input in place, and padding would grow from replay to replay.
         rows = inputs.rows.clone()
@@ -342,7 +342,7 @@ def capture(
     tail: TailGraphs = state.captured
     state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
     log.once(
-        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut} on for "
+        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
         f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
     )
 

@@ -112,7 +112,7 @@ def _steps(state: ModelState, visit: _Visit) -> Iterator[None]:
     """In the span ``visit`` is called with the result of each step of the tail."""
 
     def before_layer(number: int, call: dict[str, Any]) -> None:
-        if number == state.cut:
+        if number == state.cut_layer:
             visit(_OUTPUT, number - 1, call["hidden_states"])
         if call["per_layer_input"] is not None:
             visit(_INPUT, number, call["per_layer_input"])
@@ -128,7 +128,7 @@ def _steps(state: ModelState, visit: _Visit) -> Iterator[None]:
     def after_layer(number: int, _: Any, __: Any, output: Any) -> None:
         visit(_OUTPUT, number, compat.layer_rows(output))
 
-    layers = dict(enumerate(state.tail_layers, start=state.cut))
+    layers = dict(enumerate(state.tail_layers, start=state.cut_layer))
     with before(layers, before_layer), ExitStack() as span:
         for number, layer in layers.items():
             span.callback(layer.register_forward_hook(partial(after_layer, number)).remove)
@@ -153,7 +153,7 @@ def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator
         # Copied now: on a GPU layer 0 adds into the embeddings.
         stock.embeds, stock.embedded = embeds.clone(), embedded
         projected = project(embeds, embedded)
-        for layer in range(0 if projected is None else state.cut):
+        for layer in range(0 if projected is None else state.cut_layer):
             keep(_INPUT, layer, projected[:, layer, :])
         return projected
 
@@ -164,7 +164,7 @@ def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator
     def keep_final(_: Any, __: Any, output: Any) -> None:
         keep(_FINAL, 0, compat.layer_rows(output))
 
-    numbers = range(0 if front else state.cut, state.cut + 1)
+    numbers = range(0 if front else state.cut_layer, state.cut_layer + 1)
     with (
         replaced(model, project_per_layer_inputs=projecting),
         before({number: model.layers[number] for number in numbers}, keep_all),
@@ -219,9 +219,9 @@ class _Forced:
         state, stock = self._state, self._stock
         if stock.embeds is not None:
             inputs = state.model.project_per_layer_inputs(stock.embeds.clone(), stock.embedded)
-            for layer in range(0 if inputs is None else state.cut):
+            for layer in range(0 if inputs is None else state.cut_layer):
                 self.visit(_INPUT, layer, inputs[:, layer, :].index_select(0, stock.index))
-        rows = stock.front[state.cut].clone()
+        rows = stock.front[state.cut_layer].clone()
         compat.start_residual(self._batch, rows)
         output: torch.Tensor = state.model.norm(rows)
         return output
@@ -229,13 +229,13 @@ class _Forced:
     def keys_and_values(self) -> None:
         """Those in the pool, where layer S-1 and those that share with it read them."""
         found = [cache[self._slots] for cache in self._caches]
-        self.compared += compare_keys_and_values(self._state.cut, self._stock.keys, found)
+        self.compared += compare_keys_and_values(self._state.cut_layer, self._stock.keys, found)
         for cache, values in zip(self._caches, self._stock.keys, strict=True):
             cache[self._slots] = values
 
     def visit(self, step: str, layer: int, found: torch.Tensor) -> None:
         """A step has given ``found``, and the model goes on with stock's."""
-        if (step, layer) == (_OUTPUT, self._state.cut - 1):  # the tail begins
+        if (step, layer) == (_OUTPUT, self._state.cut_layer - 1):  # the tail begins
             self.keys_and_values()
         expected = self._stock.kept[step, layer].reshape(found.shape)
         self.compared.append(self._comparison(step, layer, expected, found))
@@ -254,7 +254,7 @@ class _Forced:
             besides = self._of_scores(layer, attention) if step == _ATTENTION else None
         elif step == _FINAL:
             what = step
-        elif step == _OUTPUT and layer < self._state.cut:
+        elif step == _OUTPUT and layer < self._state.cut_layer:
             what = "rows at the cut"
         elif step == _OUTPUT:
             # A layer scales what it returns: its input is as large as that, scaled alike.
@@ -285,12 +285,12 @@ def _captured(state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor) -
     assert stock.positions is not None
     embeds, embedded = stock.embeds, stock.embedded
     eager = plan.runner.eager(
-        rows=stock.kept[_OUTPUT, state.cut - 1],
+        rows=stock.kept[_OUTPUT, state.cut_layer - 1],
         positions=stock.positions[stock.index],
         requests=plan.batch.req_pool_indices,
         lengths=plan.batch.seq_lens,
         embeds=None if embeds is None else embeds[stock.index],
-        embedded=None if embedded is None else embedded[stock.index, state.cut :],
+        embedded=None if embedded is None else embedded[stock.index, state.cut_layer :],
     )
     return Comparison.of(proof.TAIL, eager, rows, proof.ROUNDINGS)
 

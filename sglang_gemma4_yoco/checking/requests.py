@@ -188,7 +188,7 @@ def _caches(
 ) -> Iterator[tuple[int, _Pair, list[torch.Tensor]]]:
     """Of layers 0 to S-1 the number, K and V, and the slots of each request in them."""
     pool = runner.token_to_kv_pool
-    for layer in state.model.layers[: state.cut + 1]:
+    for layer in state.model.layers[: state.cut_layer + 1]:
         number = layer.self_attn.attn.layer_id
         window = compat.is_in_window_pool(pool, number)
         slots = [r.window_slots if window else r.slots for r in requests]

@@ -160,7 +160,7 @@ class BothPaths:
         """The cut, made of stock's rows."""
         state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Finding]()
         assert stock.positions is not None
-        forward = EagerForward(state, stock.positions, None, stock.front[state.cut].clone)
+        forward = EagerForward(state, stock.positions, None, stock.front[state.cut_layer].clone)
 
         def fast(plan: Plan) -> torch.Tensor:
             rows, compared = layerwise.prefill(state, plan, stock)
@@ -177,14 +177,14 @@ class BothPaths:
             raise NotComparableError(NOT_REPLAYED)
         found += before
         if finishes and outcome is None:  # a captured tail is not given stock's steps
-            rows = stock.front[state.cut]
+            rows = stock.front[state.cut_layer]
             logits = layerwise.compare_logits(self._logits, seen.logits, rows=rows)
             found += rounding.findings([logits])
         return found
 
     def _as_served(self) -> list[Finding]:
         """A whole forward."""
-        layers = dict(enumerate(self._state.model.layers[: self._state.cut]))
+        layers = dict(enumerate(self._state.model.layers[: self._state.cut_layer]))
 
         def force(number: int, call: dict[str, Any]) -> None:
             call["hidden_states"].copy_(self._stock.front[number])

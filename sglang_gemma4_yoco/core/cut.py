@@ -105,7 +105,7 @@ def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]
     """
     model, buffers = state.model, None if plan.runner is None else plan.runner.buffers
     inputs = PerLayerInputs(
-        model, state.cut, plan.tail.index, buffers, split=state.splits_per_layer_inputs
+        model, state.cut_layer, plan.tail.index, buffers, split=state.splits_per_layer_inputs
     )
 
     def unchanged(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
@@ -117,7 +117,7 @@ def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]
 
     normed: list[bool] = []
     with (
-        replaced(model, end_layer=state.cut, project_per_layer_inputs=inputs.project),
+        replaced(model, end_layer=state.cut_layer, project_per_layer_inputs=inputs.project),
         replaced(model.norm, forward=unchanged),
     ):
         yield inputs.kept

@@ -184,7 +184,7 @@ def _fields(state: ModelState, forward_batch: Any) -> str | None:
         if value is not None and value is not False:  # a tensor is equal to neither, nor unequal
             return reason
     # Index i captures the input of layer i, which has all rows only up to the cut.
-    if max(state.model.layers_to_capture or (0,)) >= state.cut:
+    if max(state.model.layers_to_capture or (0,)) >= state.cut_layer:
         return CAPTURE_IN_TAIL
     drafts = _drafts(forward_batch)
     if drafts not in (None, *LAST_ROW_DRAFTS):

@@ -76,7 +76,7 @@ class ModelState:
         self._patches = ExitStack()
 
     @cached_property
-    def cut(self) -> int:
+    def cut_layer(self) -> int:
         """S-1, the donor: the first layer that runs on kept rows."""
         first = first_shared_layer(self.model.config)
         assert first is not None, "models without a KV-shared tail are refused"
@@ -85,7 +85,7 @@ class ModelState:
     @cached_property
     def tail_layers(self) -> list[Any]:
         """Layers S-1 to L-1; the first is the donor."""
-        return list(self.model.layers)[self.cut :]
+        return list(self.model.layers)[self.cut_layer :]
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -99,7 +99,7 @@ class ModelState:
         main, tail = type(self.attention.main).__name__, type(self.attention.tail).__name__
         other = "" if main == tail else f", the tail's by {tail}"
         return (
-            f"cut inside layer {self.cut}, after its K and V "
+            f"cut inside layer {self.cut_layer}, after its K and V "
             f"(of {self.model.config.num_hidden_layers} layers), attention by {main}{other}"
         )
 

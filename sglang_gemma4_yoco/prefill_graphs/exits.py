@@ -212,7 +212,7 @@ class ExitForward:
             cache[slots] = 0  # else a graph that wrote none would be compared with the exit's
         self.stock()
         stock = [cache[slots] for cache in caches]
-        compared += layerwise.compare_keys_and_values(state.cut, stock, written)
+        compared += layerwise.compare_keys_and_values(state.cut_layer, stock, written)
         return rounding.findings(compared)
 
     def _at_the_exit(self, plan: Plan) -> list[Comparison]:
@@ -221,10 +221,10 @@ class ExitForward:
         normed = layer.input_layernorm(point.rows[:rows])
         made = donor.keys_and_values(layer.self_attn, normed, self.batch.positions[:rows])
         found = point.keys[:rows], point.values[:rows]
-        return layerwise.compare_keys_and_values(self.state.cut, made, found, "at the exit")
+        return layerwise.compare_keys_and_values(self.state.cut_layer, made, found, "at the exit")
 
 
 def _embeddings(state: ModelState, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Input embeddings of these rows, and the per-layer ones of the tail's layers, if any."""
-    embedded = state.model.get_per_layer_inputs(ids)
-    return state.model.embed_tokens(ids), None if embedded is None else embedded[:, state.cut :]
+    embeds, embedded = state.model.embed_tokens(ids), state.model.get_per_layer_inputs(ids)
+    return embeds, None if embedded is None else embedded[:, state.cut_layer :]

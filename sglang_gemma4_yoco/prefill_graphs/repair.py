@@ -43,8 +43,7 @@ def repaired(model: Any, why: str) -> Iterator[None]:
     """SGLang can capture prefills of this ``Gemma4TextModel`` in the span."""
     log.once(
         "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is repaired for this "
-        f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it as "
-        "it is"
+        f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it"
     )
     of_ids = sglang.without_embeddings_beside_ids(model.forward)
     with sglang.indexing_shared_layers(), replaced(model, forward=of_ids):

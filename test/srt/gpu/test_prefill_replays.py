@@ -208,6 +208,6 @@ def test_segments_after_the_exit_are_left_out(engine: Engine) -> None:
         with served(engine, way):
             counts[way] = host_work.count(engine, partial(engine.forward, batch))
         print(way, counts[way])
-    assert counts[ON_REPLAYED].replays == state.cut + 1 + 1, "and the tail"
+    assert counts[ON_REPLAYED].replays == state.cut_layer + 1 + 1, "and the tail"
     operations = {way: count.operations.total() for way, count in counts.items()}
     assert operations[ON_REPLAYED] < operations[OFF_REPLAYED] < operations["on"]

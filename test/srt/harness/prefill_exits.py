@@ -117,10 +117,10 @@ def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[st
         return 0, EAGERLY
     logprobs = [p for p in prompts if 0 <= p.logprob_start < len(p.cached) + len(p.new)]
     if is_intermediate(prompts) and not logprobs:
-        return state.cut + 1, frozenset({log.EXIT_SKIPPED})
+        return state.cut_layer + 1, frozenset({log.EXIT_SKIPPED})
     one_each = all(p.logprob_start == len(p.cached) + len(p.new) - 1 for p in logprobs)
     if one_each and state.captured is not None and len(prompts) <= ROWS:
-        return state.cut + 1, frozenset({log.EXIT_CAPTURED})
+        return state.cut_layer + 1, frozenset({log.EXIT_CAPTURED})
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 
