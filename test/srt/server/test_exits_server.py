@@ -48,13 +48,18 @@ GRAPHS = {**RECORDED_GRAPHS, "GEMMA4_CPU_GRAPHS": "decode,prefill"}
 A = TypeVar("A")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.release)],
+    ids=["one rank", "two ranks"],
+)
 def exits_server(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server that replays its prefills."""
+    """A server that replays its prefills, on one tensor-parallel rank or two."""
     directory = tmp_path_factory.mktemp("exits")
-    graphs: Any = {"arguments": ARGUMENTS, "env": GRAPHS}
+    arguments = (*ARGUMENTS, "--tp-size", str(request.param))
+    graphs: Any = {"arguments": arguments, "env": GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
         yield server
 
