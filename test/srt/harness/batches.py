@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglang_gemma4_reference.engine import Prompt
@@ -24,6 +25,13 @@ def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
             wanted = max(len(prompt.new) - first, 1)
         kept.append(wanted)
     return kept
+
+
+def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """What is left of the prompts that are unfinished."""
+    return [
+        replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()) for p in prompts if p.to_come
+    ]
 
 
 def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:

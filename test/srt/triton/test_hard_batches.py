@@ -23,7 +23,7 @@ from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.platforms.interface import SRTPlatform
 
-from batches import tokens
+from batches import rest_of, tokens
 from decode_graphs import record_tail
 from observe import (
     TOLERANCE,
@@ -261,13 +261,6 @@ def set_up(engine: Engine, tail: str) -> None:
         graphs.drop(state, graphs.OFF)
     elif state.captured is None:
         record_tail(engine, MOST_CAPTURED)
-
-
-def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """What is left of the prompts that are unfinished."""
-    return [
-        replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()) for p in prompts if p.to_come
-    ]
 
 
 def play(
