@@ -27,7 +27,7 @@ from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import prefill_exits
-from batches import batch_of
+from batches import BATCHES, batch_of
 from decode_graphs import record_tail
 from forwards import ENGINE, InjectedError
 from layer_rows import FIRST_CUT, LAYERS
@@ -151,6 +151,11 @@ def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     assert assert_served_alike(engine, [*fits, *decoding]) == log.EXIT_CAPTURED
     more = [*fits, *batch_of((0, 33), (7, 1))]
     assert assert_served_alike(engine, more) == exits.TAIL_NOT_CAPTURED
+
+
+def test_one_row_beside_many(engine: Engine) -> None:
+    """They are no decode step, few as the prompts are."""
+    assert assert_served_alike(engine, BATCHES["input logprobs"]) == exits.TAIL_NOT_CAPTURED
 
 
 def test_media_run_eagerly(engine: Engine) -> None:

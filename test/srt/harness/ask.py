@@ -158,6 +158,17 @@ def generate(
     return [_answer(reply, n) for reply, n in zip(listed, asked, strict=True)]
 
 
+def again_and_again(server: Asked) -> list[Answer]:
+    """Answers to one prompt, four times in a row, and after each to one that goes on from it."""
+    prompt, answers = tokens(200, seed=40), list[Answer]()
+    for seed in range(41, 45):
+        answers += generate(server, prompt)
+        answers += generate(server, prompt + tokens(20, seed=seed))
+    assert len({answer.tokens for answer in answers[::2]}) == 1
+    assert {answer.cached_tokens for answer in answers[1::2]} == {200}
+    return answers
+
+
 def outputs(server: Server, prompt: list[int], **sampling: Any) -> list[list[int]]:
     """Token ids of every answer to one prompt.
 

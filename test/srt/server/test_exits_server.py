@@ -18,9 +18,12 @@ from ask import (
     GREEDY,
     Answer,
     Compared,
+    again_and_again,
     assert_same_answers,
+    chat,
     compare,
     generate,
+    picture,
     tokens,
 )
 from layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
@@ -182,6 +185,21 @@ def bucket_of_text(length: int) -> bool:
     return bucket_of(Prefill("EXTEND", [length], [0], [])) is not None
 
 
+def test_one_prompt_again_and_again(both_servers: tuple[Server, Server]) -> None:
+    both, told = through_exits(both_servers, again_and_again)
+    assert (told[log.EXIT_SKIPPED], told[log.EXIT_CAPTURED]) == (1, 5)
+    assert_same_answers(both)
+
+
+def test_image_over_a_chunk_boundary(both_servers: tuple[Server, Server]) -> None:
+    """Its prompt has media in every chunk, for SGLang, though the last one is of text alone."""
+    before, after = ({"type": "text", "text": "x" * n} for n in (CHUNK - 20, 2 * CHUNK))
+    content = [before, *picture("purple", size=480), after]
+    both, told = through_exits(both_servers, lambda server: [chat(server, content)])
+    assert told == {log.TAIL_SKIPPED: 3, log.TAIL_CAPTURED: 1}
+    assert_same_answers(both)
+
+
 # -- random requests -------------------------------------------------------------------------
 
 
@@ -266,6 +284,16 @@ def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
         histograms = [histogram for _, histogram in both.on]
         assert any(sum(histogram[1:]) for histogram in histograms)
         assert any(histogram[0] for histogram in histograms)
+        prompts = [tokens(n, seed=n) for n in (150, 20, 3, 33, 7, 61, 12, 26)]
+        at_once, told = through_exits(
+            (on, off),
+            lambda server: server.generate(
+                input_ids=prompts, sampling_params=GREEDY | {"max_new_tokens": 24}
+            ),
+        )
+        assert told[log.EXIT_CAPTURED]
+        for fast, slow in zip(at_once.on, at_once.off, strict=True):
+            assert fast["output_ids"] == slow["output_ids"]
         answers, _ = through_exits(
             (on, off), lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
         )

@@ -16,6 +16,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 from ask import (
     TOLERANCE,
     Answer,
+    again_and_again,
     assert_same_answers,
     beside_decoding,
     chat,
@@ -60,6 +61,12 @@ def test_prompts_together(both_servers: tuple[Server, Server], count: int) -> No
     both = compare(both_servers, lambda server: generate(server, prompts))
     assert_all_fast(both.prefills, recorded=RECORDED_ROWS)
     assert any(prefill.replays for prefill in both.prefills) or count > RECORDED_ROWS[-1]
+    assert_same_answers(both)
+
+
+def test_one_prompt_again_and_again(both_servers: tuple[Server, Server]) -> None:
+    both = compare(both_servers, again_and_again)
+    assert_replayed(both.prefills, replays=5)
     assert_same_answers(both)
 
 

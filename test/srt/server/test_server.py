@@ -16,6 +16,7 @@ import pytest
 from ask import (
     TOLERANCE,
     Answer,
+    again_and_again,
     assert_same_answers,
     assert_same_tokens,
     beside_decoding,
@@ -69,6 +70,17 @@ def test_cached_prefix(servers: tuple[Server, Server]) -> None:
     assert (last.prefix_lens, last.rows) == ([300], cut(40, 1))
     assert_same_answers(both)
     assert [answer.cached_tokens for answer in both.on] == [0, 300]
+
+
+def test_one_prompt_again_and_again(servers: tuple[Server, Server]) -> None:
+    both = compare(servers, again_and_again)
+    assert both.rows == [
+        cut(CHUNK, UNREAD),
+        cut(200 - CHUNK, 1),
+        cut(20, 1),
+        *[[1] * 8, cut(20, 1)] * 3,
+    ]
+    assert_same_answers(both)
 
 
 def test_next_turn(servers: tuple[Server, Server]) -> None:
