@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import observe
 from audited import functions_entered
-from batches import BATCHES, batch_of
+from batches import BATCHES, ONE_BESIDE_TWO, batch_of
 from decode_graphs import record_tail, recorded_decode_steps, static_tensors
 from forwards import (
     ENGINE,
@@ -179,7 +179,7 @@ def test_one_row_of_each_request(
     "prompts",
     [
         pytest.param(TOO_MANY, id="more rows than the largest graph"),
-        pytest.param(BATCHES["input logprobs"], id="suffixes"),
+        pytest.param(ONE_BESIDE_TWO, id="suffixes"),
     ],
 )
 def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:

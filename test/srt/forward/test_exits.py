@@ -27,7 +27,7 @@ from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import prefill_exits
-from batches import BATCHES, batch_of
+from batches import ONE_BESIDE_TWO, batch_of
 from decode_graphs import record_tail
 from forwards import ENGINE, InjectedError
 from layer_rows import FIRST_CUT, LAYERS
@@ -153,9 +153,8 @@ def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     assert assert_served_alike(engine, more) == exits.TAIL_NOT_CAPTURED
 
 
-def test_one_row_beside_many(engine: Engine) -> None:
-    """They are no decode step, few as the prompts are."""
-    assert assert_served_alike(engine, BATCHES["input logprobs"]) == exits.TAIL_NOT_CAPTURED
+def test_one_row_beside_two(engine: Engine) -> None:
+    assert assert_served_alike(engine, ONE_BESIDE_TWO) == exits.TAIL_NOT_CAPTURED
 
 
 def test_media_run_eagerly(engine: Engine) -> None:
