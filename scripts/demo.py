@@ -159,8 +159,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     own, flags = split(argv)
     args, of_verify = parser.parse_known_args(own)
     known = argparse.ArgumentParser()  # refuses before anything is installed
-    verify.add_to(known.add_subparsers())
-    known.parse_args(["verify", "--model-path", "any", *of_verify])
+    verify.add_options(known)
+    known.parse_args(["--model-path", "any", *of_verify])
     args.of_verify = of_verify
     args.flags = flags[1:]
     args.venv = args.venv.expanduser().absolute()

@@ -10,9 +10,11 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -59,60 +61,17 @@ POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
-# Names that are used: of which part of SGLang, and which.
-_REQUIRED_NAMES = {
-    # What the tail rewrites, or the gate must be able to see.
-    "ForwardBatch": {
-        "forward_mode",
-        "batch_size",
-        "input_ids",
-        "req_pool_indices",
-        "seq_lens",
-        "seq_lens_sum",
-        "out_cache_loc",
-        "positions",
-        "extend_num_tokens",
-        "extend_seq_lens",
-        "extend_prefix_lens",
-        "extend_start_loc",
-        "extend_seq_lens_cpu",
-        "extend_prefix_lens_cpu",
-        "extend_logprob_start_lens_cpu",
-        "return_logprob",
-        "capture_hidden_mode",
-        "spec_algorithm",
-        "lora_ids",
-        "mm_input_embeds",
-        "mm_inputs",
-        "spec_info",
-        "return_hidden_states_before_norm",
-        "multi_item_delimiter_indices",
-        "token_indices_to_pool",
-        "input_embeds",
-        "replace_embeds",
-        "full_prefill_cuda_graph_capture",
-        "kv_loc_cols",
-        "residual_stream",
-    },
-    "ForwardMode": {"EXTEND", "DECODE", "MIXED"},
-    "ModelRunner": {
-        "init_attention_backends",
-        "init_cuda_graphs",
-        "init_decode_cuda_graph",
-        "init_prefill_cuda_graph",
-    },
-    "forward_context": {"forward_context", "get_forward_context", "has_forward_context"},
-    "residual_batch": {"set_written", "start"},
-}
-# The first release that has a name. One that is not listed here has been in all of them.
-_SINCE = {
-    "token_indices_to_pool": Version("0.5.21"),
-    "full_prefill_cuda_graph_capture": Version("0.5.22"),
-    "kv_loc_cols": Version("0.5.22"),
-    "residual_stream": Version("0.5.22"),
-    "set_written": Version("0.5.22"),
-    "start": Version("0.5.22"),
-}
+
+def listed_in(file: Path) -> ConfigParser:
+    """The names in one of the package's lists, by section; a few have values."""
+    names = ConfigParser(allow_no_value=True, delimiters="=")
+    names.optionxform = str  # type: ignore[assignment,method-assign]  # of either case
+    names.read(file)
+    return names
+
+
+# Names that are used, by their owner, and the first release that has one, if it is not in all.
+_NAMES = listed_in(Path(__file__).with_name("compat.ini"))
 
 
 class IncompatibleError(RuntimeError):
@@ -143,11 +102,11 @@ def _missing() -> Iterator[str]:
     if "end_layer" not in inspect.unwrap(model.forward).__code__.co_names:
         yield "Gemma4TextModel.forward's loop up to self.end_layer"
     installed = Version(version("sglang"))
-    for part, names in _REQUIRED_NAMES.items():
+    for part in _NAMES.sections():
         owner = globals()[part]
         present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
-        for name in sorted(names - present):
-            if installed >= _SINCE.get(name, installed):
+        for name, since in _NAMES.items(part):
+            if name not in present and installed >= Version(since or "0"):
                 yield f"{part}.{name}"
 
 
@@ -219,16 +178,11 @@ def tensor_parallel_group() -> Any | None:
     return get_parallel().tp_group
 
 
-def prefill_captures() -> Any | None:
-    """SGLang's record of what this server captures of prefills; None outside of a server."""
+def cuda_graph_backend(of: str) -> str | None:
+    """The CUDA graph backend with which this server replays "prefill" or "decode", or None."""
     argument = server_arguments()
     config = None if argument is None else argument("cuda_graph_config")
-    return getattr(config, "prefill", None)
-
-
-def prefill_graph() -> str | None:
-    """The CUDA graph backend with which this server replays prefills, or None."""
-    name: str = getattr(prefill_captures(), "backend", "disabled")
+    name: str = getattr(getattr(config, of, None), "backend", "disabled")
     return None if name == "disabled" else name
 
 

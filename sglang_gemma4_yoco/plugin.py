@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires, version
 from multiprocessing import parent_process
 
 from packaging.requirements import Requirement
@@ -27,10 +27,7 @@ left_alone: str | None = None
 
 def check_version() -> None:
     """Raise a ``RuntimeError`` unless an SGLang in this package's range is installed."""
-    try:
-        installed = version("sglang")
-    except PackageNotFoundError:
-        raise RuntimeError("no SGLang is installed in this environment") from None
+    installed = version("sglang")
     for requirement in map(Requirement, requires(DISTRIBUTION) or ()):
         in_range = requirement.specifier.contains(installed, prereleases=True)
         if requirement.name == "sglang" and not in_range:

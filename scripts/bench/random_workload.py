@@ -159,7 +159,7 @@ def run_pass(
     failures, recorded = failures_of(server), RECORDED_ROWS if args.recorded else ()
     result, client, memory = Pass(name), Client(server.url), Memory(server.process.pid)
     trace = trace_of(server)
-    mark, injected = len(row_trace.read(trace)), len(tail_failures.told(failures))
+    mark, injected = len(row_trace.read(trace)), len(tail_failures.so_far(failures))
     client.post("/flush_cache", {}).raise_for_status()
     every = max(len(workload) // 100, 1)
     with tqdm(total=len(workload), desc=name, unit="request") as progress:
@@ -187,7 +187,7 @@ def run_pass(
     forwards = outcomes(prefills)
     result.forwards = dict(forwards.most_common())
     result.reasons = [line.split(FALLBACK)[1] for line in server.log_lines(FALLBACK)]
-    result.injected = len(tail_failures.told(failures)) - injected
+    result.injected = len(tail_failures.so_far(failures)) - injected
     shortened = forwards[ACTIVE] + forwards[SKIPPED] + forwards[SERVED_BY_STOCK]
     result.eligible_share = shortened / max(forwards.total() - forwards[NOTHING_TO_SKIP], 1)
     if server.fast and not forwards[ACTIVE]:

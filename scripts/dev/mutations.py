@@ -84,15 +84,34 @@ def _removals(table: str, value: ast.expr) -> Iterator[tuple[str, str]]:
             )
 
 
+def _lines(file: str, source: str, first: dict[str, str]) -> Iterator[Mutation]:
+    """Each line of the sections taken out, and each value; but where ``first`` names no test."""
+    for section in source.split("\n[")[1:]:
+        title, _, lines = section.partition("]\n")
+        if first.get(title) == "":  # of no consequence in a release that was tested
+            continue
+        for line in lines.split("\n\n")[0].splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.partition(" = ")
+                tests = first.get(title, first["all"])
+                yield Mutation(f"{file} without {name}", file, f"\n{line}\n", "\n", tests)
+                if value:
+                    without = f"{file} without the {value} of {name}"
+                    yield Mutation(without, file, f"\n{line}\n", f"\n{name}\n", tests)
+
+
 def table_entries(listed: dict[str, Any]) -> list[Mutation]:
     """One mutation for every entry of the tables: without it.
 
     Args:
         listed: ``mutations.toml``.
     """
-    mutations = []
+    mutations: list[Mutation] = []
     for file, tables in listed["tables"].items():
         source = (REPO / PACKAGE / file).read_text()
+        if file.endswith(".ini"):
+            mutations += _lines(file, source, tables)
+            continue
         assigned = {
             ast.unparse(statement.targets[0]): statement
             for statement in ast.parse(source).body

@@ -5,8 +5,8 @@ Each that is added is printed: read what SGLang's code does with it before you c
 belongs there if it changes neither which rows of a prefill somebody reads, nor where K and V lie,
 nor how the layers are laid out, split or replayed; or if what it makes is judged in any case: the
 attention backend, the pools, the linear layers, each batch, the captured graphs. One that does not
-belongs into a table of ``loading/limits.py``, and is then left out here. None is ever taken out: an
-older release may have it.
+belongs into another section of ``loading/limits.ini``, and is then left out here. None is ever
+taken out: an older release may have it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ from __future__ import annotations
 from sglang.srt.server_args import ServerArgs
 
 from sglang_gemma4_yoco.loading import limits
-
-HEAD = """\
-# Server arguments of SGLang 0.5.17 to 0.5.23 that need no refusal, each read in SGLang's code.
-# Written by scripts/dev/reviewed_arguments.py, which says what makes an argument one of these.
-"""
 
 
 def installed() -> frozenset[str]:
@@ -28,12 +23,13 @@ def installed() -> frozenset[str]:
 
 
 def main() -> None:
-    reviewed, judged = limits.reviewed_arguments(), limits.judged_arguments()
+    reviewed, judged = limits.REVIEWED_ARGUMENTS, limits.judged_arguments()
     names = sorted((reviewed | installed()) - judged)
     for name in names:
         if name not in reviewed:
             print(f"review {name}")
-    limits.REVIEWED.write_text(HEAD + "".join(f"{name}\n" for name in names))
+    others, section, _ = limits.LISTS.read_text().partition(f"[{limits.NO_REFUSAL}]\n")
+    limits.LISTS.write_text(others + section + "".join(f"{name}\n" for name in names))
 
 
 if __name__ == "__main__":

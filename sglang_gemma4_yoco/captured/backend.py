@@ -19,12 +19,8 @@ _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less
 
 def captured_decode_steps(runner: Any) -> Any | None:
     """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
-    argument = compat.server_arguments()
-    config = None if argument is None else argument("cuda_graph_config")
-    graphs = getattr(runner, "decode_cuda_graph_runner", None)
-    if not isinstance(graphs, DecodeCudaGraphRunner):
-        return None  # switched off
-    return graphs if getattr(getattr(config, "decode", None), "backend", None) == "full" else None
+    graphs, kind = runner.decode_cuda_graph_runner, compat.cuda_graph_backend("decode")
+    return graphs if isinstance(graphs, DecodeCudaGraphRunner) and kind == "full" else None
 
 
 def graph_backend(decode_steps: Any) -> Any:

@@ -1,8 +1,7 @@
 """A captured tail must give what the same layers give eagerly, or it is not used.
 
-Each graph is replayed on random inputs, over a request of random K and V that is longer than the
-window: full, and with as much padding as a batch can have. What was in those slots is put back: a
-server that captures anew may have cached prefixes.
+Each graph is replayed on random inputs, over the longest of the synthetic requests: full, and with
+as much padding as a batch can have.
 
 The eager layers get the same numbers, padding and all, in other memory. So both run the same
 kernels on the same shapes. Both plan over the same widened window: that it is right is shown by the
@@ -11,8 +10,6 @@ comparisons with stock (``checking.start``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,13 +17,12 @@ import torch
 
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured.graphs import Inputs, TailGraphs
-from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
+from sglang_gemma4_yoco.checking import requests, rounding
+from sglang_gemma4_yoco.checking.requests import Request
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
 _ROUNDINGS = 2.0
-_BEYOND = 9  # tokens, of the request, before the window of its last one
 
 
 def prove(graphs: TailGraphs, runner: Any) -> None:
@@ -46,11 +42,10 @@ def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
     """What the graph for ``size`` rows gives, compared: with most padding, and with none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
-    attentions = [layer.self_attn.attn for layer in graphs.state.tail_layers]
     compared = []
-    with _a_request(runner, attentions, generator) as tokens:
+    with requests.synthetic_requests(runner, graphs.state) as synthetic:
         for rows in sorted({fewest, size}):
-            fill = partial(_fill, tokens=tokens, generator=generator)
+            fill = partial(_fill, request=synthetic.requests[-1], generator=generator)
             captured = graphs.replayed(size, rows, fill)
             compared.append(comparison(graphs.eager(size, rows), captured))
     return rounding.findings(compared)
@@ -61,37 +56,13 @@ def comparison(eager: torch.Tensor, captured: torch.Tensor) -> Comparison:
     return Comparison.of("the captured tail", eager, captured, _ROUNDINGS)
 
 
-def _fill(inputs: Inputs, tokens: int, generator: torch.Generator) -> None:
+def _fill(inputs: Inputs, request: Request, generator: torch.Generator) -> None:
     """Random rows of one request: with n of them, at 1/n, 2/n, ... of its length."""
-    rows = inputs.rows.shape[0]
+    rows, tokens = inputs.rows.shape[0], len(request.slots)
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
         if tensor is not None:
-            tensor.copy_(random_like(tensor, generator))
+            tensor.copy_(requests.random_like(tensor, generator))
     lengths = [max(1, tokens * (row + 1) // rows) for row in range(rows)]
     inputs.lengths.copy_(torch.tensor(lengths))
     inputs.positions.copy_(inputs.lengths - 1)
-    inputs.requests.zero_()
-
-
-@contextmanager
-def _a_request(runner: Any, attentions: list[Any], generator: torch.Generator) -> Iterator[int]:
-    """Give the reserved row of SGLang's table tokens with random K and V; yields how many.
-
-    Their slots are in random order, and of other numbers in the window's pool than in the full one.
-    """
-    pool = runner.token_to_kv_pool
-    tables = [runner.req_to_token_pool.req_to_token[0]]
-    mapping = getattr(pool, "full_to_swa_index_mapping", None)
-    if mapping is not None:
-        tables.append(mapping)
-    layers = {attention.layer_id for attention in attentions}
-    caches = [buffer for layer in layers for buffer in pool.get_kv_buffer(layer)]
-    window = max(attention.sliding_window_size or 0 for attention in attentions)
-    tokens = min(window + _BEYOND, *(tensor.shape[0] for tensor in (*tables, *caches)))
-    with borrowed([tensor[:tokens] for tensor in (*tables, *caches)]):
-        for table in tables:
-            shuffled = torch.randperm(tokens, generator=generator, device=generator.device)
-            table[:tokens].copy_(shuffled)
-        for cache in caches:
-            cache[:tokens].copy_(random_like(cache[:tokens], generator))
-        yield tokens
+    inputs.requests.fill_(request.row)

@@ -1,4 +1,4 @@
-"""Prefills of synthetic requests, in slots borrowed from a server that has no requests yet.
+"""Prefills of synthetic requests, in slots borrowed from a server that runs no request.
 
 With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and 1025 + 5 tokens
 (cached + new): a few rows each, so that a forward takes milliseconds, and rows around the window's
@@ -19,7 +19,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.checking.borrowed import borrowed, random_like
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
@@ -134,6 +133,22 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
         yield SyntheticRequests(runner, state, requests)
 
 
+@contextmanager
+def borrowed(places: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Whatever is written to these views in the span, what lay there is put back at its end."""
+    saved = [place.clone() for place in places]
+    try:
+        yield
+    finally:
+        for place, values in zip(places, saved, strict=True):
+            place.copy_(values)
+
+
+def random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Normally distributed, of this shape, in fp32."""
+    return torch.randn(like.shape, generator=generator, device=like.device)
+
+
 def prefills_eagerly(runner: Any) -> Any:
     """In the span SGLang replays no captured prefill."""
     if not compat.replays_prefills(runner):
@@ -179,7 +194,7 @@ def _caches(
 ) -> Iterator[tuple[int, _Pair, list[torch.Tensor]]]:
     """Of layers 0 to S-1 the number, K and V, and the slots of each request in them."""
     pool = runner.token_to_kv_pool
-    for layer in state.model.layers[: state.first_shared]:
+    for layer in state.model.layers[: state.cut + 1]:
         number = layer.self_attn.attn.layer_id
         window = compat.is_in_window_pool(pool, number)
         slots = [r.window_slots if window else r.slots for r in requests]

@@ -115,7 +115,8 @@ class BothPaths:
         # One request with several rows, one with its last alone, one with all.
         self._starts = [2, *lens[1:-1], 0] if len(lens) > 1 else [2]
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
-        with layerwise.watched(state, stock, front=True), state.refusing(_BEING_CHECKED):
+        as_stock = replaced(state, refused=_BEING_CHECKED)
+        with layerwise.watched(state, stock, front=True), as_stock:
             run = synthetic.run(self._starts)
         if not stock.front:
             raise NotComparableError(NOT_SEEN)

@@ -15,9 +15,8 @@ MEAN_LOGPROB = 0.05  # where stock does not differ from itself: bfloat16 has 8 b
 
 
 class Position(NamedTuple):
-    """One token, its log-probability (NaN where none was given), and those of the likeliest.
-
-    A token is its id; or its text, where SGLang's API names no ids.
+    """A token (its id, or its text where SGLang's API names no ids), its log-probability (NaN where
+    none was given), and those of the likeliest tokens.
     """
 
     token: int | str
@@ -65,15 +64,15 @@ class Comparison:
 
     Attributes:
         answers, equal_answers: how many pairs, and how many of them have the same tokens.
-        prefilled: differences of log-probabilities that prefills computed: of first tokens, and of
-            prompts where the request asked for them.
-        decoded: differences of the further ones, up to the place where two answers part.
+        logprobs: differences of log-probabilities: of tokens up to the place where two answers
+            part, and of prompts where the request asked for them.
+        prefilled: those that prefills computed: of first tokens, and of prompts.
     """
 
     answers: int = 0
     equal_answers: int = 0
+    logprobs: list[float] = field(default_factory=list)
     prefilled: list[float] = field(default_factory=list)
-    decoded: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Answer, Answer]]) -> Comparison:
@@ -82,21 +81,17 @@ class Comparison:
         for one, other in pairs:
             result.answers += 1
             result.equal_answers += one.tokens == other.tokens
+            read = [*map(_difference, one.read, other.read)]
             if len(one.read) != len(other.read):
-                result.prefilled.append(math.inf)
-            result.prefilled += map(_difference, one.read, other.read)
-            part = result.prefilled
+                read.append(math.inf)
+            generated = []
             for mine, yours in zip(one.generated, other.generated, strict=False):
-                part.append(_difference(mine, yours))
+                generated.append(_difference(mine, yours))
                 if mine.token != yours.token:
                     break
-                part = result.decoded
+            result.logprobs += read + generated
+            result.prefilled += read + generated[:1]
         return result
-
-    @property
-    def logprobs(self) -> list[float]:
-        """All differences."""
-        return self.prefilled + self.decoded
 
     @property
     def max_logprob(self) -> float:
@@ -106,9 +101,12 @@ class Comparison:
     def figures(self) -> dict[str, float | None]:
         """All figures, as JSON knows them; without answers there is no difference."""
         values = self.logprobs or [math.nan]
-        mean, largest = finite(statistics.fmean(values)), finite(max(values))
-        different = {"mean_logprob_diff": mean, "max_logprob_diff": largest}
-        return {"answers": self.answers, "equal_answers": self.equal_answers, **different}
+        return {
+            "answers": self.answers,
+            "equal_answers": self.equal_answers,
+            "mean_logprob_diff": finite(statistics.fmean(values)),
+            "max_logprob_diff": finite(max(values)),
+        }
 
 
 Compared = Mapping[str, Comparison]  # by kind of prompt
@@ -151,7 +149,7 @@ def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> I
         return
     # Most tokens come from decode steps, the same in both servers, and hide the first ones.
     for what, part in (("all", "logprobs"), ("those of prefills alone", "prefilled")):
-        if part == "logprobs" and not fast.decoded:
+        if part == "logprobs" and fast.logprobs == fast.prefilled:
             continue
         own = [getattr(one, part) for one in noise]
         usual, most = max(map(statistics.fmean, own)), max(map(max, own))

@@ -1,4 +1,4 @@
-"""``doctor``: would the fast path be active on a server with these flags?
+"""Would the fast path be active on a server with these flags?
 
 It starts no server, opens no port and takes no memory of a GPU. SGLang is imported in this process,
 loads its plugins and resolves the flags as it would in a server. Exit status: 0 if the path would
@@ -14,7 +14,6 @@ import platform
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
-from typing import Any
 
 from sglang_gemma4_yoco import __version__, plugin, settings
 from sglang_gemma4_yoco.commands.console import CommandError
@@ -24,14 +23,11 @@ from sglang_gemma4_yoco.commands.findings import Findings
 RESTRICTION = "SGLANG_PLUGINS"
 
 
-def add_to(commands: Any) -> None:
-    """Add the parser of ``doctor``."""
-    about = {"help": "would it be active, before a server is started", "description": __doc__}
-    parser = commands.add_parser("doctor", **about)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``doctor``."""
     parser.add_argument("--model-path", metavar="MODEL", help="directory, or name on Hugging Face")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
     parser.add_argument("flags", nargs="*", metavar="SERVER_FLAG", help="the server's, after --")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +38,14 @@ def run(args: argparse.Namespace) -> int:
         _settings(findings)
         _discovery(findings)
         with redirect_stdout(unseen), redirect_stderr(unseen):  # what SGLang prints
-            _with_sglang(findings, args)
+            from sglang.srt.plugins import load_plugins
+
+            load_plugins()  # first, as in a server
+            if plugin.left_alone is not None and plugin.left_alone not in findings.refusals:
+                findings.refusals.append(plugin.left_alone)
+            from sglang_gemma4_yoco.commands import preflight
+
+            preflight.examine(findings, args.model_path, args.flags)
     except (CommandError, ImportError) as failure:  # ImportError: of a part of SGLang
         findings.unknowns.append(str(failure))
     findings.show(args.json)
@@ -53,11 +56,10 @@ def _versions(findings: Findings) -> None:
     findings.begin("Versions")
     if find_spec("sglang") is None:
         raise CommandError("no SGLang is installed here; run this where the server runs")
-    found = {"version": __version__, "sglang": version("sglang"), "torch": version("torch")}
-    found["python"] = platform.python_version()
-    findings.facts |= found
+    releases = {name: version(name) for name in ("sglang", "torch")}
+    found = {"version": __version__, **releases, "python": platform.python_version()}
     for name, release in found.items():
-        findings.add(name, release)
+        findings.add(name, release, **{name: release})
 
 
 def _settings(findings: Findings) -> None:
@@ -65,18 +67,19 @@ def _settings(findings: Findings) -> None:
     values = {name: os.environ.get(name) for name in settings.VARIABLES}
     findings.facts["settings"] = values
     for name, value in values.items():
-        unset = f"unset: {settings.unset(settings.VARIABLES[name])}"
-        findings.add(name, unset if value is None else value)
+        if value is None:
+            findings.add(name, f"unset: {settings.unset(settings.VARIABLES[name])}")
+            continue
+        findings.add(name, value)
         try:
             # Other settings may be 0 as well, and the path is on all the same.
-            off = value is not None and settings.parse(name, value) is False
-            if off and name == settings.SWITCH:
+            if settings.parse(name, value) is False and name == settings.SWITCH:
                 findings.refusals.append(f"{name}={value}")
         except ValueError as invalid:
             findings.refusals.append(str(invalid))
-    named_alike = {name for name in os.environ if name.startswith(settings.SWITCH)}
-    for name in sorted(named_alike - settings.VARIABLES.keys()):
-        findings.add(name, "is no setting of this version, and is ignored: misspelt?")
+    for name in sorted(os.environ.keys() - settings.VARIABLES.keys()):
+        if name.startswith(settings.SWITCH):
+            findings.add(name, "is no setting of this version, and is ignored: misspelt?")
 
 
 def _discovery(findings: Findings) -> None:
@@ -84,27 +87,13 @@ def _discovery(findings: Findings) -> None:
     findings.begin("Plugins")
     found = sorted(entry.name for entry in entry_points(group=plugin.GROUP))
     allowed = os.environ.get(RESTRICTION) or None
-    findings.facts["plugins"] = {"found": found, "restricted_to": allowed}
-    findings.add("found by SGLang", ", ".join(found) or "none")
+    plugins = {"found": found, "restricted_to": allowed}
+    findings.add("found by SGLang", ", ".join(found) or "none", plugins=plugins)
     if plugin.NAME not in found:
-        findings.refusals.append(
-            "the plugin is not registered in this environment: pip install . in a checkout of it"
-        )
+        missing = "the plugin is not registered in this environment"
+        findings.refusals.append(f"{missing}: pip install . in a checkout of it")
     if allowed is not None:
         findings.add(RESTRICTION, allowed)
         if plugin.NAME not in map(str.strip, allowed.split(",")):
-            findings.refusals.append(
-                f"{RESTRICTION}={allowed} leaves {plugin.NAME} out: add it, or unset it"
-            )
-
-
-def _with_sglang(findings: Findings, args: argparse.Namespace) -> None:
-    """All that needs SGLang, which loads its plugins first, as in a server."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    if plugin.left_alone is not None and plugin.left_alone not in findings.refusals:
-        findings.refusals.append(plugin.left_alone)
-    from sglang_gemma4_yoco.commands import preflight
-
-    preflight.examine(findings, args.model_path, args.flags)
+            left_out = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
+            findings.refusals.append(f"{left_out}: add it, or unset it")

@@ -28,9 +28,10 @@ class Findings:
         """Begin a part of the report."""
         self.lines.append(f"\n== {part}")
 
-    def add(self, label: str, text: str) -> None:
-        """Add a line to the report."""
+    def add(self, label: str, text: str, **facts: Any) -> None:
+        """Add a line to the report, and facts."""
         self.lines.append(f"  {label:<20}  {text}".rstrip())
+        self.facts |= facts
 
     @property
     def exit_status(self) -> int:

@@ -1,4 +1,4 @@
-"""``sglang-gemma4-yoco``: one command, each in a module that adds its parser by ``add_to``."""
+"""``sglang-gemma4-yoco``: one command, each in a module: its help, its options, and ``run``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (doctor, verify, status):
-        command.add_to(commands)
+    for name, command in {"doctor": doctor, "verify": verify, "status": status}.items():
+        summary = (command.__doc__ or "").partition("\n")[0]
+        one = commands.add_parser(name, help=summary, description=command.__doc__)
+        one.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_options(one)
+        one.set_defaults(run=command.run)
     args = parser.parse_args(argv)
     # They end the command on the way that stops whatever it has started.
     for number in (signal.SIGTERM, signal.SIGHUP):

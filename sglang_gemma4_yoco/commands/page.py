@@ -35,9 +35,8 @@ def show(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
             row += ["-" if way[key] is None else f"{way[key]:.1e}" for way in (fast, stock)]
         table.add_row(*row)
     console.print(table)
-    times = ("prompt tokens", "stock", "fast", "stock / fast")
     title = "Time to first token in seconds: median (20th to 80th percentile)"
-    table = Table(*map(number, times), title=title)
+    table = Table(*map(number, ("prompt tokens", "stock", "fast", "stock / fast")), title=title)
     for point in document["times"]:
         off, on = (str(Times(**point[way])) for way in ("off", "on"))
         table.add_row(str(point["tokens"]), off, on, f"{point['ratio']:.2f}")
@@ -72,8 +71,8 @@ def render(document: Mapping[str, Any], fast: Compared, noise: Compared) -> str:
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
     _, tag, svg = drawn.getvalue().partition("<svg")  # before it: a DTD on another server
-    page = console.export_html(inline_styles=True)
-    page = page.replace("<head>", f"<head><title>{title}</title>")
+    head = f"<head><title>{title}</title>"
+    page = console.export_html(inline_styles=True).replace("<head>", head)
     return page.replace("</body>", f"{tag}{svg}</body>")
 
 

@@ -1,7 +1,6 @@
-"""The part of ``doctor`` that needs SGLang: its names, the model, and the server's flags.
+"""The part of ``doctor`` that needs SGLang: the model, and the server's flags.
 
-Flags are judged by the code that judges them in a server. What a server only determines when it
-starts is not guessed at here.
+Flags are judged by the code that judges them in a server.
 """
 
 from __future__ import annotations
@@ -39,40 +38,39 @@ _QUANTISING = (
 
 def examine(findings: Findings, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
-    findings.facts["plugins"]["installed"] = patch.is_installed()
+    findings.facts["plugins"]["installed"] = patch.installed
     if compat.is_newer_than_tested():
         findings.add("SGLang", f"newer than {compat.LAST_TESTED}, the last release tested")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
     given, _ = parser.parse_known_args(flags)
-    names = set(filter(None, (model, given.model_path)))
-    if len(names) > 1:
-        raise CommandError(f"two models: {' and '.join(sorted(names))}: leave one")
-    if not names:
+    served = model or given.model_path
+    if not served:
         raise CommandError("no model is named: give --model-path")
-    [served] = names
+    if given.model_path not in (None, served):
+        raise CommandError(f"two models: {served} and {given.model_path}: leave one")
     config = _model(findings, served, given.revision)
-    if config is not None:
+    if findings.facts["first_shared"] is None:
+        findings.refusals.append(metrics.NO_MODEL)
+    else:
         _server(findings, config, ["--model-path", served, *flags])
 
 
-def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any] | None:
-    """The model's config; None where the path would not be active, or it cannot be loaded."""
+def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any]:
+    """The model's config; CommandError where it cannot be loaded."""
     findings.begin("Model")
-    findings.facts["model"] = name
-    findings.add("path", name)
+    findings.add("path", name, model=name)
     try:
         config: dict[str, Any] = PretrainedConfig.get_config_dict(name, revision=revision)[0]
         if not config:
             raise FileNotFoundError("it has no config.json")
-    except Exception as failure:  # noqa: BLE001 - of a file, a network, a hub, or JSON
+    except Exception as failure:  # of a file, a network, a hub, or JSON
         why = next(iter(str(failure).splitlines()), "") or repr(failure)
         remedy = "give a directory with a config.json, or a name that this machine can download"
-        findings.unknowns.append(f"the model {name} cannot be read ({why}): {remedy}")
-        return None
+        raise CommandError(f"the model {name} cannot be read ({why}): {remedy}") from failure
     text = config.get("text_config") or config
-    layers = text.get("num_hidden_layers")
+    layers: Any = text.get("num_hidden_layers")
     known = str(text.get("model_type", "")).startswith("gemma4") and layers is not None
     first = first_shared_layer(SimpleNamespace(**text)) if known else None
     methods = [
@@ -82,14 +80,11 @@ def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any
         if part.get(name)
     ]
     quantised = next(iter(methods), None)
-    findings.facts |= {"layers": layers, "first_shared": first, "quantisation": quantised}
+    shared = "none" if first is None else f"{first}: layers {first} to {layers - 1} have no K/V"
     findings.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
-    findings.add("layers", str(layers))
-    findings.add("quantisation", quantised or "none, by its config")
-    if first is None or layers is None:
-        findings.refusals.append(metrics.NO_MODEL)
-        return None
-    findings.add("first shared layer", f"{first}: layers {first} to {layers - 1} have no K/V")
+    findings.add("layers", str(layers), layers=layers)
+    findings.add("quantisation", quantised or "none, by its config", quantisation=quantised)
+    findings.add("first shared layer", shared, first_shared=first)
     return config
 
 
@@ -110,10 +105,10 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
         error = printed.getvalue().partition(": error: ")[2].partition("\n")[0]
         why = error or "with --help or --version they start no server"
         raise CommandError(f"the server's flags: {why}") from refused
-    except Exception as failure:  # noqa: BLE001 - SGLang's own, of whatever kind
+    except Exception as failure:  # SGLang's own, of whatever kind
         why = " ".join(f"{type(failure).__name__}: {failure}".split())
-        findings.unknowns.append(f"SGLang does not resolve these flags on this machine ({why})")
-        return
+        unknown = f"SGLang does not resolve these flags on this machine ({why})"
+        raise CommandError(unknown) from failure
     argument = compat.server_arguments()
     assert argument is not None, "they have been published"
     _prefill_graphs(findings, config, argument)
@@ -122,7 +117,7 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
 
 def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
     """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
-    graph = compat.prefill_graph()
+    graph = compat.cuda_graph_backend("prefill")
     if graph is None:
         return
     backend, disabled = f"backend {graph!r}", "--cuda-graph-backend-prefill=disabled"
@@ -132,7 +127,7 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)
     why = sglang.capture_error(multimodal=multimodal)
-    cut = patch.is_installed() and limits.server_reason() is None
+    cut = patch.installed and limits.server_reason() is None
     repaired = cut and repair.needed(multimodal=multimodal) is not None
     if why is not None and not repaired:
         off = "" if settings.current.prefill_graphs else f" ({repair.OFF}: it is not repaired)"
@@ -164,8 +159,8 @@ def _judge(findings: Findings, argument: Any) -> None:
         )
     common = argument("attention_backend")
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
-    findings.facts["attention"] = attention = sorted(map(str, names))
-    findings.add("attention backend", ", ".join(attention))
+    attention = sorted(map(str, names))
+    findings.add("attention backend", ", ".join(attention), attention=attention)
     if others := [name for name in attention if name != compat.TAIL_BACKEND]:
         findings.unknowns.append(
             f"attention by {', '.join(others)}: settled when a server has built it. Admitted are "

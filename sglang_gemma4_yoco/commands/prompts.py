@@ -19,7 +19,7 @@ QUESTIONS, PREFIX, CHUNKS, LOGPROBS, PICTURES = KINDS = (
     "log-probabilities of the prompt",
     "pictures",
 )
-TIMED = "first tokens of timed prompts"
+TIMED, WARM_UP = "first tokens of timed prompts", "warm-up"
 BUNDLED = Path(__file__).with_name("prompts.txt")
 PREFIX_TOKENS = 320
 COLOURS = ("red", "green", "blue", "yellow", "black", "white")
@@ -42,9 +42,8 @@ class Prompt(NamedTuple):
 
 def read_file(path: Path) -> list[str]:
     """Prompts, one per line of a text; CommandError if there is none."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        prompts = list(filter(None, map(str.strip, lines)))
-    if not prompts:
+    lines = path.read_text("utf-8", errors="replace").split("\n")
+    if not (prompts := [line.strip() for line in lines if line.strip()]):
         raise CommandError(f"--prompts {path} has no prompt: write one per line.")
     return prompts
 
@@ -102,9 +101,9 @@ def _words(tokenizer: Any, count: int, seed: int) -> list[int]:
     return [middle[seed % len(middle)], *random.Random(seed).choices(middle, k=count - 1)]
 
 
-def timed(tokenizer: Any, length: int, number: int) -> Prompt:
+def timed(tokenizer: Any, length: int, number: int, kind: str = TIMED) -> Prompt:
     """A prompt for one token, which shares no prefix with that of another number."""
-    return Prompt(TIMED, {"input_ids": _words(tokenizer, length, number)}, 1)
+    return Prompt(kind, {"input_ids": _words(tokenizer, length, number)}, 1)
 
 
 def picture(left: str, right: str) -> str:

@@ -1,7 +1,4 @@
-"""Unchanged SGLang servers, stock and fast: start them, send them requests, read their state.
-
-Every server leads a process group of its own, which is ended as a whole on every way out.
-"""
+"""Unchanged SGLang servers, stock and fast; each leads a process group, which is ended whole."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ def session(url: str, key: str | None = None) -> requests.Session:
 
 
 class Server:
-    """One ``sglang.launch_server`` on this machine, with the switch on (``fast``) or off.
-
-    Its processes write into one log file, in the folder in which they run.
-    """
+    """One ``sglang.launch_server`` here, with the switch on (``fast``) or off, and its log file."""
 
     PATIENCE = 15.0  # seconds that its processes have to end by themselves
     TIMEOUT = 1800.0  # seconds that an answer may take
@@ -121,12 +115,9 @@ class Server:
         deadline = time.monotonic() + timeout
         while not self.is_healthy():
             if self.process.poll() is not None:
-                raise CommandError(
-                    f"{self.name} ended with status {self.process.returncode}. Its log has the "
-                    "reason. Out of memory: try --servers in-turn. A gated model: try `hf auth "
-                    "login`.",
-                    self.log_file,
-                )
+                ended = f"{self.name} ended with status {self.process.returncode}, see its log"
+                tries = "Out of memory: try --servers in-turn. A gated model: try `hf auth login`."
+                raise CommandError(f"{ended}. {tries}", self.log_file)
             if time.monotonic() > deadline:
                 late = f"{self.name} was not ready after {timeout:.0f} s: raise --start-timeout."
                 raise CommandError(late, self.log_file)
@@ -134,6 +125,7 @@ class Server:
         self._at_start = self.forwards()  # SGLang sends a request of its own when it starts
 
     def _ask(self, method: str, path: str, body: Any = None) -> requests.Response:
+        """The reply to a request; CommandError if the server refuses it, or is gone."""
         try:
             reply = self._http.request(method, self.url + path, json=body, timeout=self.TIMEOUT)
         except OSError as failure:
@@ -144,11 +136,11 @@ class Server:
         return reply
 
     def get(self, path: str) -> Any:
-        """GET a JSON document; raises as ``post``."""
+        """GET a JSON document."""
         return self._ask("GET", path).json()
 
     def post(self, path: str, body: Mapping[str, Any]) -> requests.Response:
-        """POST ``body`` as JSON; CommandError if the server refuses it, or is gone."""
+        """POST ``body`` as JSON."""
         return self._ask("POST", path, body)
 
     def generate(self, **body: Any) -> Any:
@@ -167,20 +159,18 @@ class Server:
         """The log's lines that contain ``text``."""
         return [line for line in self.log().splitlines() if text in line]
 
-    def states(self) -> list[dict[str, Any]]:
-        """The internal state of each scheduler, its resolved arguments included."""
-        states: list[dict[str, Any]] = self.get("/server_info")["internal_states"]
-        return states
+    def states(self) -> Any:
+        """The internal state of each scheduler, its resolved arguments included, as a list."""
+        return self.get("/server_info")["internal_states"]
 
     def forwards(self) -> Counter[str]:
         """Prefill forwards of all schedulers since the server was ready, by outcome."""
-        entries = [state.get(ENTRY) or {} for state in self.states()]
-        counted = (Counter[str](entry.get("forwards")) for entry in entries)
-        return sum(counted, Counter[str]()) - self._at_start
+        counted = (state.get(ENTRY, {}).get("forwards") for state in self.states())
+        return sum(map(Counter, counted), Counter[str]()) - self._at_start
 
 
 def check_switch(
-    server: Server, since: Mapping[str, int] | None = None, during: str = ""
+    server: Server, during: str = "", *, since: Mapping[str, int] | None = None
 ) -> Counter[str]:
     """The prefill forwards of a running server, without those of ``since``, by outcome.
 
@@ -204,16 +194,11 @@ def check_switch(
 
 
 def pair(
-    arguments: Sequence[str],
-    folder: Path,
-    *,
-    device: str,
-    port: int | None = None,
-    together: bool = True,
+    arguments: Sequence[str], folder: Path, *, device: str, together: bool = True, port: int = 0
 ) -> tuple[Server, Server]:
     """The stock server and the fast one, not started; ``arguments`` override what is set here.
 
-    Their ports are ``port`` and the next, or any. ``together`` they share the memory of one GPU.
+    ``together`` they share the memory of one GPU. Their ports are ``port`` and the next, or any.
     """
     # An idle scheduler spins, and would take a core from the server that is measured.
     own = [["--device", "cpu", "--sleep-on-idle"]] * 2
@@ -246,8 +231,8 @@ def running(servers: Sequence[Server], timeout: float, one_by_one: bool = False)
         yield
 
 
-def free_ports(count: int, first: int | None = None) -> list[int]:
-    """So many free ports; with ``first`` those from it on, or CommandError."""
+def free_ports(count: int, first: int = 0) -> list[int]:
+    """So many free ports: any, or those from ``first`` on; CommandError if one is taken."""
     with ExitStack() as stack:
         try:
             ports = [first + i if first else 0 for i in range(count)]

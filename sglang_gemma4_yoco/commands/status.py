@@ -1,4 +1,4 @@
-"""``status``: is it active on all schedulers? Exit status: 0 yes, 1 no, 2 no server answers."""
+"""Is it active on all schedulers of a server? Exit status: 0 yes, 1 no, 2 no server answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY, session
 
 
-def add_to(commands: Any) -> None:
-    """Add the parser of ``status``."""
-    parser = commands.add_parser("status", help="is a running server active", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``status``."""
     parser.add_argument("url", metavar="URL", help="for example http://localhost:30000")
     of_key = f"the server's API key (default: the variable {API_KEY}, which `ps` does not show)"
     parser.add_argument("--api-key", metavar="KEY", help=of_key)
     parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,17 +9,13 @@ backend share buffers, so the second would overwrite the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-
-import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.kept import rewritten
 from sglang_gemma4_yoco.core.replaced import replaced
-
-_ROWS = 2  # of the step that compiles: Triton compiles another kernel for arguments that are 1
 
 
 class TailBackend:
@@ -67,24 +63,3 @@ class TailBackend:
                 yield
         finally:
             self.tail.forward_metadata = None
-
-    @torch.no_grad()
-    def compile_kernels(self, attentions: Iterable[Any]) -> None:
-        """Run a decode step of a synthetic request, once for each kind of layer.
-
-        Otherwise the first prefill of a user would wait for the compiler if another backend serves
-        the decode steps. It reads the reserved slot and writes nothing.
-
-        Args:
-            attentions: each a ``Gemma4Attention`` of the tail.
-        """
-        kinds = {(part.head_dim, part.attn.sliding_window_size): part for part in attentions}
-        weight = next(iter(kinds.values())).q_norm.weight
-        zeros = torch.zeros(_ROWS, dtype=torch.int64, device=weight.device)
-        step = compat.decode_batch(
-            input_ids=zeros, req_pool_indices=zeros, seq_lens=zeros + 1, positions=zeros
-        )
-        with self.running(step, {}, self.plan(step, {})):
-            for part in kinds.values():
-                rows = weight.new_zeros(_ROWS, part.num_heads, part.head_dim)
-                part.attn(rows, None, None, forward_batch=step, save_kv_cache=False)

@@ -24,7 +24,6 @@ from sglang_gemma4_yoco.core.state import ModelState, TailRunner
 
 OTHER_INPUTS = "the model is called without per-layer embeddings"
 OTHER_NORM = "the model does something else between its layers and its norm"
-STREAM_PENDING = "the residual stream is not written before the tail"
 OTHER_ROWS = "the model's rows are not those of the batch"
 
 KeptInputs = Callable[[], "torch.Tensor | None"]
@@ -125,7 +124,7 @@ def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]
     if len(normed) != 1:
         raise NotCuttableError(OTHER_NORM)
     if not inputs.projected or (
-        buffers is not None and inputs.has_embedded() != (buffers.embedded is not None)
+        buffers is not None and (inputs.embedded is None) != (buffers.embedded is None)
     ):
         raise NotCuttableError(OTHER_INPUTS)
 

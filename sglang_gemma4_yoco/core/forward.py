@@ -7,8 +7,8 @@ restored; K and V go to the same slots with the same values; and the input embed
 0's fused add-norm overwrites, are restored here. If stock fails too, its exception goes to the
 scheduler, as without this package. After ``LIMIT`` failures in a row the fast path is off.
 
-With several ranks nothing is run again. The others may have had no failure, and would wait in
-collectives that this rank's second run answers with other rows.
+With several ranks nothing is run again: the others would wait in collectives that this rank's
+second run answers with other rows.
 """
 
 from __future__ import annotations

@@ -290,12 +290,10 @@ def is_worth_cutting(
     """Whether skipping ``total - read`` rows saves more than the cut costs.
 
     - Captured or skipped tail: the host saves 21 layers of 35 (E2B), so one skipped row is enough.
-    - Eager tail on a CPU: a layer reads its weights for one row as for three. At least 3 skipped
-      rows and a sixteenth of all, from ``benchmark/results/threshold_e2b-mini_cpu_sglang-*.json``.
-    - Eager tail on a GPU: only the device saves time, which counts if it is slower than the host.
-      With h seconds of the host per layer, w weights of a layer and F operations per second that is
-      from h * F / (2 * w) rows on: 1050 for h = 0.35 ms, w = 5e7 (E2B), F = 3e14 (H100). This is a
-      model; no GPU has been measured.
+    - Eager tail on a CPU: measured, ``benchmark/results/threshold_e2b-mini_cpu_sglang-*.json``.
+    - Eager tail on a GPU: where the device is slower than the host. With h seconds of the host per
+      layer, w weights of a layer and F operations per second, from h * F / (2 * w) rows on: 1050
+      for h = 0.35 ms, w = 5e7 (E2B), F = 3e14 (H100). A model; no GPU has been measured.
 
     Args:
         total: rows of the batch, T.

@@ -95,7 +95,8 @@ class PerLayerInputs:
         self._stock = model.project_per_layer_inputs
         self._front: torch.Tensor | None = None
         self._embeds: torch.Tensor | None = None
-        self._embedded: torch.Tensor | None = None
+        #: [B, L - cut, width], the kept rows' per-layer embeddings, if the model was given any.
+        self.embedded: torch.Tensor | None = None
         #: The model has asked for them.
         self.projected = False
 
@@ -117,23 +118,19 @@ class PerLayerInputs:
         # overwrites.
         self._embeds = torch.index_select(embeds, 0, self._index, out=into[0])
         if embedded is not None:
-            self._embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
+            self.embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
         return self
 
     def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor:
         assert self._front is not None
         return self._front[key]
 
-    def has_embedded(self) -> bool:
-        """Whether the model was called with per-layer embeddings."""
-        return self._embedded is not None
-
     def kept(self) -> torch.Tensor | None:
         """Those of the tail's layers, [B, L - cut, width]; None of a model without any."""
         if self._split:
             assert self._embeds is not None
             stop = self._model.config.num_hidden_layers
-            return project(self._model, self._embeds, self._embedded, self._cut, stop)
+            return project(self._model, self._embeds, self.embedded, self._cut, stop)
         if self._front is None:
             return None
         return self._front[:, self._cut :].index_select(0, self._index)

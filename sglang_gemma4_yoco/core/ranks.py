@@ -6,10 +6,8 @@ depends on host fields that the scheduler gives to all ranks alike; and what can
 ranks (is there memory for a second attention backend?) is compared when the server starts.
 
 All ranks of a group call these functions in the same order. A rank that raises instead ends the
-server: its scheduler process sends SIGQUIT to the server's parent (``run_scheduler_process``), and
-its closed connections make gloo raise in the others at once. A rank that hangs is waited for as
-long as in SGLang's own collectives of that group: two hours (``GroupCoordinator``'s
-``gloo_timeout``). All ranks are on one machine with one installation, so none lacks the package.
+server, as in SGLang's own collectives: its closed connections make gloo raise in the others. All
+ranks are on one machine with one installation, so none lacks the package.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class ModelState:
 
     Attributes:
         model: a ``Gemma4TextModel``.
-        refused: the reason why none of its batches is cut, or None. Constant but for ``refuse``.
+        refused: the reason why none of its batches is cut, or None. Checks replace it for a span.
         attention: the tail's own attention backend; None if ``refused``.
         captured: the captured tail, if there is one.
         planner: called with this object and each batch, except decode steps, whose attention
@@ -87,16 +87,11 @@ class ModelState:
         self._patches = ExitStack()
 
     @cached_property
-    def first_shared(self) -> int:
-        """S, the first layer that reads an earlier layer's K and V."""
-        first = first_shared_layer(self.model.config)
-        assert first is not None, "models without a KV-shared tail are refused"
-        return first
-
-    @cached_property
     def cut(self) -> int:
         """S-1, the donor: the first layer that runs on kept rows."""
-        return self.first_shared - 1
+        first = first_shared_layer(self.model.config)
+        assert first is not None, "models without a KV-shared tail are refused"
+        return first - 1
 
     @cached_property
     def tail_layers(self) -> list[Any]:
@@ -141,15 +136,6 @@ class ModelState:
         """Cut no further batch."""
         self.refused = reason
         self.after_cut = None
-
-    @contextmanager
-    def refusing(self, reason: str) -> Iterator[None]:
-        """Cut no batch for the span of the ``with``."""
-        before, self.refused = self.refused, reason
-        try:
-            yield
-        finally:
-            self.refused = before
 
 
 def first_shared_layer(config: Any) -> int | None:

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, LORA, SPECULATIVE
+from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 
 # -- server arguments ------------------------------------------------------------------------------
 
@@ -26,88 +26,25 @@ WRONG_REPLAYS = (
     "unset it"
 )
 
-# With one of these set, a request may have every row captured.
-_HIDDEN_STATE_ARGUMENTS = (
-    "enable_return_hidden_states",
-    "enable_return_aux_hidden_states",
-    "return_hidden_states_mode",
-)
-# Arguments that functions below read by name.
-_OTHER_ARGUMENTS = ("speculative_algorithm", "disaggregation_mode")
-
-# A reason -> the server arguments that refuse for it if they are set, numbers if they are above
-# the one given here.
+#: The names that are judged here, and why.
+LISTS = Path(__file__).with_name("limits.ini")
+NO_REFUSAL = "no refusal"
+_SECTIONS = compat.listed_in(LISTS)
+#: The arguments that refuse if they are set, numbers if they are above the one here, by reason.
 REFUSING_ARGUMENTS = {
-    LORA: {"enable_lora": 0},
-    "pipeline parallelism (--pp-size) is not supported": {"pp_size": 1},
-    "data-parallel attention": {
-        "enable_dp_attention": 0,
-        "enable_dp_lm_head": 0,
-        "enable_dense_mlp_attn_tp": 0,
-        "moe_dense_tp_size": 0,
-        "attn_dp_size": 1,
-    },
-    "sequence parallelism": {
-        "enable_layernorm_sp": 0,
-        "enable_attn_tp_input_scattered": 0,
-        "disable_attn_tp_gather": 0,
-    },
-    "context parallelism": {
-        "enable_prefill_cp": 0,
-        "enable_kv_cache_sharding": 0,
-        "attn_cp_size": 1,
-        "dcp_size": 1,
-    },
-    "expert parallelism": {
-        "elastic_ep_backend": 0,
-        "ep_size": 1,
-        "moe_dp_size": 1,
-        "dwdp_size": 1,
-    },
-    # A batch is cut by all ranks or by none; on one machine they share one installation.
-    "ranks on several machines": {"nnodes": 1},
-    "ranks that Ray places, on several machines it may be": {"use_ray": 0},
-    "deterministic inference": {"enable_deterministic_inference": 0},
-    "all-reduces that round prefill otherwise than decode": {"enable_quant_communications": 0},
-    "two-batch overlap": {"enable_two_batch_overlap": 0},
-    "single-batch overlap": {"enable_single_batch_overlap": 0},
-    "PD multiplexing": {"enable_pdmux": 0},
-    "forward hooks, which may read any row": {
-        "forward_hooks": 0,
-        "debug_tensor_dump_output_folder": 0,
-        "msprobe_dump_config": 0,
-    },
-    "weights that come to the device for their layer's own forward only": {
-        "cpu_offload_gb": 0,
-        "offload_group_size": 0,  # -1 is none
-    },
-    "pools of K and V that share and move their memory": {"enable_unified_memory": 0},
-    "K and V that lie page by page": {"enable_page_major_kv_layout": 0},
-    "a cache that may load K and V while layers run": {
-        "enable_lmcache": 0,
-        "enable_flexkv": 0,
-        "enable_unified_cache_external_linker": 0,
-        "radix_cache_backend": 0,
-    },
-    "a diffusion language model's forward modes": {"dllm_algorithm": 0},
-    "one kernel in the place of the model's layers": {
-        "enable_nvidia_megakernel": 0,
-        "enable_amd_monokernel": 0,
-    },
+    section.removeprefix("refused: "): {name: int(above or 0) for name, above in names.items()}
+    for section, names in _SECTIONS.items()
+    if section.startswith("refused: ")
 }
-
-# The arguments that need no refusal, one a line: scripts/dev/reviewed_arguments.py
-REVIEWED = Path(__file__).with_name("reviewed_arguments.txt")
+# The arguments that need no refusal, by reading SGLang's code; and what functions below judge.
+REVIEWED_ARGUMENTS = {*_SECTIONS[NO_REFUSAL]}
+_HIDDEN_STATE_ARGUMENTS = {*_SECTIONS["refused beside speculative decoding"]}
+_OTHER_ARGUMENTS = {*_SECTIONS["refused by value"]}
 
 
 def judged_arguments() -> set[str]:
     """The server arguments that can refuse a server."""
-    return {*_OTHER_ARGUMENTS, *_HIDDEN_STATE_ARGUMENTS}.union(*REFUSING_ARGUMENTS.values())
-
-
-def reviewed_arguments() -> set[str]:
-    """The server arguments that were read in SGLang's code and need no refusal."""
-    return {line for line in REVIEWED.read_text().splitlines() if not line.startswith("#")}
+    return (_OTHER_ARGUMENTS | _HIDDEN_STATE_ARGUMENTS).union(*REFUSING_ARGUMENTS.values())
 
 
 def server_reason() -> str | None:
@@ -115,7 +52,7 @@ def server_reason() -> str | None:
     argument = compat.server_arguments()
     if argument is None:
         return None
-    if compat.prefill_graph() is not None and compat.copies_positions():
+    if compat.cuda_graph_backend("prefill") is not None and compat.copies_positions():
         return WRONG_REPLAYS
     return (
         (_unknown_reason() if compat.is_newer_than_tested() else None)
@@ -135,7 +72,7 @@ def _unknown_reason() -> str | None:
     gone = sorted(map(_flag, judged - is_set.keys()))
     if gone:  # what it would refuse must not pass as unset
         return f"this SGLang lacks {', '.join(gone)}, which may go by another name now"
-    known = judged | reviewed_arguments()
+    known = judged | REVIEWED_ARGUMENTS
     new = sorted(_flag(name) for name in is_set if is_set[name] and name not in known)
     return f"{new[0]} is set, an argument that this version has not judged" if new else None
 
@@ -242,38 +179,9 @@ def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
 
 # -- linear layers ---------------------------------------------------------------------------------
 
-# Kinds of linear layers whose rows are independent: the scale that rounds a row is the row's own,
-# its blocks', or the checkpoint's. A scale from the largest number of the batch would change when
-# other rows are missing. A kind is SGLang's class and, where that class has schemes, the scheme's.
-# They were read in SGLang 0.5.17 to 0.5.23. Refused are all others, among them GGUF, which rounds
-# few rows otherwise than many, and the classes of other packages and platforms.
-_INDEPENDENT_ROWS = {
-    "AWQLinearMethod.AWQIntelAMXLinearScheme",
-    "AWQLinearMethod.AWQLinearScheme",
-    "AWQLinearMethod.AWQMarlinLinearScheme",
-    "AWQLinearMethod.AWQXPULinearScheme",
-    "BlockInt8LinearMethod",
-    "CompressedTensorsLinearMethod.CompressedTensorsW4A16Fp4",
-    "CompressedTensorsLinearMethod.CompressedTensorsW4A4Fp4",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A16Fp8",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Fp8",
-    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Int8",
-    "CompressedTensorsLinearMethod.CompressedTensorsWNA16",
-    "CompressedTensorsLinearMethod.XPUCompressedTensorsWNA16",
-    "Fp8LinearMethod",
-    "GPTQLinearMethod.GPTQIntelAMXLinearScheme",
-    "GPTQLinearMethod.GPTQLinearScheme",
-    "GPTQLinearMethod.GPTQXPULinearScheme",
-    "GPTQMarlinLinearMethod.GPTQMarlinLinearScheme",
-    "ModelOptFp4LinearMethod",
-    "ModelOptFp8LinearMethod",
-    "ModelOptNvFp4A16LinearMethod",
-    "PetitNvFp4LinearMethod",
-    "QuarkLinearMethod.QuarkW4A4MXFP4",
-    "QuarkLinearMethod.QuarkW8A8Fp8",
-    "W8A8Fp8LinearMethod",
-    "W8A8Int8LinearMethod",
-}
+# A kind is SGLang's class and, where that class has schemes, the scheme's. Refused are all others,
+# and the classes of other packages and platforms.
+_INDEPENDENT_ROWS = {*_SECTIONS["linear layers with independent rows"]}
 
 
 def linear_reason(model: Any, first: int) -> str | None:

@@ -22,7 +22,8 @@ from sglang_gemma4_yoco.loading import metrics, published, start
 
 _Model, _Runner = compat.gemma4_causal.Gemma4TextModel, compat.ModelRunner
 
-_installed = False
+#: Whether this process's SGLang is patched by this package.
+installed = False
 
 
 def _followed_by(call: Callable[[Any, Any], object]) -> Callable[..., Callable[..., Any]]:
@@ -83,11 +84,6 @@ WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any
 }
 
 
-def is_installed() -> bool:
-    """Whether this process's SGLang is patched by this package."""
-    return _installed
-
-
 def install() -> None:
     """Patch SGLang's classes in this process.
 
@@ -95,10 +91,10 @@ def install() -> None:
         compat.IncompatibleError: the installed SGLang is not supported, or is patched already;
             nothing is changed.
     """
-    global _installed
+    global installed
     compat.check()
     for (patched, name), wrap in WRAPPED.items():
         setattr(patched, name, wrap(getattr(patched, name)))
     for name in compat.PUBLISHED_HELPERS:
         setattr(_Model, name, getattr(published, name))
-    _installed = True
+    installed = True

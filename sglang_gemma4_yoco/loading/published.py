@@ -15,8 +15,7 @@ import torch
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.cut import EagerTail, Plan
+from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.kept import TailBatch, rewritten
 from sglang_gemma4_yoco.core.state import ENTRY
 from sglang_gemma4_yoco.loading import limits, start
@@ -84,12 +83,8 @@ def _planned(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Ite
     masks that a model has written into the metadata.
     """
     if isinstance(plan, Plan):
-        attention: TailBackend = plan.attention
-        if isinstance(plan.runner, EagerTail):
-            metadata = plan.runner.metadata
-        else:
-            metadata = attention.plan(forward_batch, fields)
-        with attention.running(forward_batch, fields, metadata):
+        tail = plan.attention
+        with tail.running(forward_batch, fields, tail.plan(forward_batch, fields)):
             yield
         return
     main: Any = compat.current_attn_backend()

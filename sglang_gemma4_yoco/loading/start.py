@@ -95,11 +95,12 @@ def _tail_backend(runner: Any) -> TailBackend | None:
 
 
 def _compile_kernels(state: ModelState) -> None:
-    """Compile what no stock layer compiles. Never raises: the first forward would compile it."""
+    """Compile what stock never runs. Never raises: the first forward would compile it.
+
+    The rest of the path is compiled by the check.
+    """
     try:
         donor.compile_kernels(state.tail_layers[0].self_attn)
-        assert state.attention is not None
-        state.attention.compile_kernels([layer.self_attn for layer in state.tail_layers])
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
         log.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
@@ -121,7 +122,9 @@ def capturing(runner: Any, model: Any) -> Iterator[None]:
 
 def set_up(runner: Any, state: ModelState) -> None:
     """Capture the tail; and, the first time, compare the model with stock."""
-    capture_tail(runner, state)
+    assert state.attention is not None
+    able = limits.backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
+    graphs.capture(runner, state, proof.prove, can_be_captured=able)
     first = "check" not in state.facts
     checked = _check(runner, state) if first else None
     if prefill_graphs is None:
@@ -133,13 +136,6 @@ def set_up(runner: Any, state: ModelState) -> None:
         log.once(
             f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked.describe()}"
         )
-
-
-def capture_tail(runner: Any, state: ModelState) -> None:
-    """``captured.graphs.capture``."""
-    assert state.attention is not None
-    able = limits.backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
-    graphs.capture(runner, state, proof.prove, can_be_captured=able)
 
 
 def _check(runner: Any, state: ModelState) -> Checked:

@@ -31,12 +31,12 @@ _INDEX = "index_attention_layers_by_global_id"  # since 0.5.19
 
 def has_breaks() -> bool:
     """Whether this server's prefills are captured in segments, with attentions between them."""
-    return compat.prefill_graph() == "breakable"
+    return compat.cuda_graph_backend("prefill") == "breakable"
 
 
 def capture_error(*, multimodal: bool) -> str | None:
     """Why this server stops where it captures prefills of a model with shared layers, or None."""
-    backend = compat.prefill_graph()
+    backend = compat.cuda_graph_backend("prefill")
     if backend is None or compat.is_newer_than_tested():  # which may have been repaired
         return None
     if not _indexes_shared_layers():

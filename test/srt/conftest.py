@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,9 +27,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     os.environ["SGLANG_GEMMA4_YOCO_SELF_CHECK"] = "0"
 
 from server import (
+    CAPTURED_ARGUMENTS,
+    CAPTURED_GRAPHS,
     DEFAULT_THRESHOLD,
-    RECORDED_ARGUMENTS,
-    RECORDED_GRAPHS,
     Server,
     pair,
     python_path,
@@ -58,7 +59,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 #: Of the files of servers, those that run last: they share servers that no other file asks, which
 #: would lie in memory, 2.7 GB each, while the other files start theirs.
-LAST = ("test_defaults.py", "test_recorded_tail.py", "test_workload.py")
+LAST = ("test_defaults.py", "test_captured_tail_server.py", "test_workload.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -126,12 +127,12 @@ def default_server(
 
 
 @pytest.fixture(scope="session")
-def recorded_server(
+def captured_server(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server whose decode steps are replayed, and the tails of its prefills."""
-    directory = tmp_path_factory.mktemp("recorded")
-    graphs: Any = {"arguments": RECORDED_ARGUMENTS, "env": RECORDED_GRAPHS}
+    directory = tmp_path_factory.mktemp("captured")
+    graphs: Any = {"arguments": CAPTURED_ARGUMENTS, "env": CAPTURED_GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
         yield server
 
@@ -183,7 +184,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plugin.load.cache_clear()
     monkeypatch.setattr(plugin, "left_alone", None)
     monkeypatch.setattr(settings, "current", settings.current)
-    monkeypatch.setattr(patch, "_installed", False)
+    monkeypatch.setattr(patch, "installed", False)
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))
     for name in compat.PUBLISHED_HELPERS:
@@ -202,6 +203,28 @@ def forgotten_reports() -> Iterator[None]:
     log.reset()
     yield
     log.reset()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """What the package logs from here on, at this level or above."""
+    caplog.set_level(logging.INFO, "sglang_gemma4_yoco")
+
+    def lines(level: int = logging.INFO) -> list[str]:
+        ours = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
+        return [record.getMessage() for record in ours if record.levelno >= level]
+
+    return lines
+
+
+@pytest.fixture
+def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
+    """Whatever turns the fast path off in a test, it is on again after it."""
+    from sglang_gemma4_yoco.loading import start
+
+    yield
+    state = start.of(engine.text_model)
+    state.failures_in_a_row, state.refused = 0, None
 
 
 @pytest.fixture

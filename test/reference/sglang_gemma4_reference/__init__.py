@@ -9,7 +9,7 @@ import os
 def activate() -> str | None:
     """Name the platform class; SGLang imports it only in the processes that need it.
 
-    None unless it was asked for by name: SGLang activates every installed platform otherwise, and
+    None unless it is named: SGLang activates every installed platform otherwise, and
     this one would then take over a machine with a GPU.
     """
     if os.environ.get("SGLANG_PLATFORM") != "gemma4_cpu":

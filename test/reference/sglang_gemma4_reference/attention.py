@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,7 +57,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     ``q`` are the *last* rows of each request, so a call may bring K/V for more rows than it
     brings queries, or no K/V at all.
 
-    A decode step can be recorded, and one that verifies drafts, its attention as one node of each
+    A decode step can be captured, and one that verifies drafts, its attention as one node of each
     layer.
     """
 
@@ -66,10 +65,10 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         """Nothing to prepare."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing to allocate: a recorded step reads the batch's own static tensors."""
+        """Nothing to allocate: a captured step reads the batch's own static tensors."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of a request that pads a recorded batch."""
+        """The length of a request that pads a captured batch."""
         return 1
 
     def forward_extend(
@@ -94,15 +93,11 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
             [sum(extend_seq_lens), heads * head_dim].
         """
         cache = self._written(k, v, layer, forward_batch, save_kv_cache)
-        if forward_batch.forward_mode.is_target_verify():
-            drafts = forward_batch.spec_info.draft_token_num
-            return _attend_alike(q, cache, layer, forward_batch, rows=drafts, ahead=drafts)
-        kv_lens = _listed(forward_batch.seq_lens)
-        query_lens = _listed(forward_batch.extend_seq_lens)
-        requests = _listed(forward_batch.req_pool_indices)
-        return _attend(
-            _heads(q, layer), cache, requests, query_lens, kv_lens, layer.scaling, _window(layer)
-        )
+        where = cache, layer, forward_batch.req_pool_indices, forward_batch.seq_lens
+        if not forward_batch.forward_mode.is_target_verify():
+            return _attend(q, *where, rows=forward_batch.extend_seq_lens)
+        drafts = forward_batch.spec_info.draft_token_num
+        return _as_one_node(q, *where, rows=drafts, ahead=drafts)
 
     def forward_decode(
         self,
@@ -116,7 +111,8 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         """Write K and V, then attend as the last row of each request; see ``forward_extend``."""
         cache = self._written(k, v, layer, forward_batch, save_kv_cache)
-        return _attend_alike(q, cache, layer, forward_batch, rows=1, ahead=0)
+        where = cache, layer, forward_batch.req_pool_indices, forward_batch.seq_lens
+        return _as_one_node(q, *where, rows=1)
 
     def _written(
         self,
@@ -130,7 +126,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
             raise NotImplementedError(f"layer {layer.layer_id}: only causal self-attention")
         pool = self.token_to_kv_pool
-        # Asked of the pool at hand: a draft model's backend is lent the target's pool.
+        # Of the pool at hand: a draft model's backend is lent the target's pool.
         mapping = getattr(pool, "layers_mapping", None)
         in_window_pool = mapping is not None and mapping[layer.layer_id][1]
         if save_kv_cache and k is not None:
@@ -160,118 +156,62 @@ def register_as_proven() -> None:
     limits.CAPTURABLE_BACKENDS.add(windowed)
 
 
-def _heads(q: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
-    return q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-
-
-def _window(layer: RadixAttention) -> int | None:
-    size: int = layer.sliding_window_size
-    return size if size > 0 else None
-
-
-def _attend_alike(
-    q: torch.Tensor,
-    cache: LayerCache,
-    layer: RadixAttention,
-    forward_batch: ForwardBatch,
-    *,
-    rows: int,
-    ahead: int,
-) -> torch.Tensor:
-    """Attention of the same number of rows of each request, which can be recorded as one node.
-
-    Args:
-        q: [requests * rows, heads * head_dim].
-        rows: of each request, its last ones.
-        ahead: how many keys each request has beyond its ``seq_lens``.
-    """
-    attended: torch.Tensor = recorder.as_one_node(
-        _attend_when_it_runs,
-        _heads(q, layer),
-        cache,
-        forward_batch.req_pool_indices,
-        forward_batch.seq_lens,
-        rows=rows,
-        ahead=ahead,
-        scale=layer.scaling,
-        window=_window(layer),
-    )
+def _as_one_node(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``_attend``; where it is captured, the host reads the lengths when it runs."""
+    attended: torch.Tensor = recorder.as_one_node(_attend, q, *args, **kwargs)
     return attended
-
-
-def _attend_when_it_runs(
-    q: torch.Tensor,
-    cache: LayerCache,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    rows: int,
-    ahead: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """As a kernel of its own: the host's reads of its lengths are of the time when it runs."""
-    kv_lens = [length + ahead for length in _listed(lengths)]
-    return _attend(q, cache, _listed(requests), [rows] * len(kv_lens), kv_lens, scale, window)
 
 
 def _attend(
     q: torch.Tensor,
     cache: LayerCache,
-    requests: Iterable[int],
-    query_lens: Iterable[int],
-    kv_lens: Iterable[int],
-    scale: float,
-    window: int | None,
+    layer: RadixAttention,
+    requests: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    rows: torch.Tensor | int,
+    ahead: int = 0,
 ) -> torch.Tensor:
     """Attend to the cache.
 
     Args:
-        q: [sum(query_lens), heads, head_dim].
-        cache: the layer's.
-        requests: row of each request in ``cache.slots``.
-        query_lens: rows of ``q`` per request.
-        kv_lens: keys per request, the last of which belong to the rows of ``q``.
-        scale: of the products.
-        window: how many keys before its own a row sees, or None for all of them.
+        q: [rows of all requests, heads * head_dim].
+        requests: the row of each request in ``cache.slots``.
+        lengths: keys of each request.
+        rows: of each request, its last ones.
+        ahead: how many keys each request has beyond ``lengths``.
 
     Returns:
-        [sum(query_lens), heads * head_dim].
+        [rows of all requests, heads * head_dim].
     """
+    q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+    # How many keys before its own a row sees.
+    window = layer.sliding_window_size if layer.sliding_window_size > 0 else None
+    kv_lens = [length + ahead for length in _listed(lengths)]
+    query_lens = [rows] * len(kv_lens) if isinstance(rows, int) else _listed(rows)
     out = q.new_empty(*q.shape[:-1], cache.values.shape[-1])
     start = 0
-    for request, kv_len, query_len in zip(requests, kv_lens, query_lens, strict=True):
+    for request, kv_len, query_len in zip(_listed(requests), kv_lens, query_lens, strict=True):
         end = start + query_len
         # Slots further back belong to no row of the window, and may have been given away.
         first = 0 if window is None else max(0, kv_len - query_len - window)
         slots = cache.slots[request, first:kv_len].long()
         if cache.window_slots is not None:
             slots = cache.window_slots[slots]
-        out[start:end] = causal_attention(
-            q[start:end],
-            cache.keys[slots].to(q.dtype),
-            cache.values[slots].to(q.dtype),
-            scale=scale,
-            window=window,
-        )
+        keys, values = (cached[slots].to(q.dtype) for cached in (cache.keys, cache.values))
+        out[start:end] = _causal(q[start:end], keys, values, layer.scaling, window)
         start = end
     return out.flatten(1)
 
 
-def causal_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
     """Causal attention of the last rows of one request to all of its keys.
 
     Args:
         q: [rows, heads, head_dim], the last rows.
         k, v: [keys, kv_heads, head_dim], the last ``keys`` rows; at least ``rows``.
-        window: how many keys before its own a row sees, or None for all of them.
 
     Returns:
         [rows, heads, head_dim of v].

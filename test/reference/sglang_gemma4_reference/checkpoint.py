@@ -310,12 +310,10 @@ def config_dict(shape: Gemma4Shape) -> dict[str, Any]:
         "audio_config": audio,
         "tie_word_embeddings": True,
         "eos_token_id": [_TOKEN_ID["eos_token"], _TOKEN_ID["eot_token"]],
-        "image_token_id": _TOKEN_ID["image_token"],
-        "boi_token_id": _TOKEN_ID["boi_token"],
-        "eoi_token_id": _TOKEN_ID["eoi_token"],
-        "video_token_id": _TOKEN_ID["video_token"],
-        "audio_token_id": _TOKEN_ID["audio_token"],
-        "boa_token_id": _TOKEN_ID["boa_token"],
+        **{
+            f"{kind}_token_id": _TOKEN_ID[f"{kind}_token"]
+            for kind in ("image", "boi", "eoi", "video", "audio", "boa")
+        },
         "eoa_token_index": _TOKEN_ID["eoa_token"],
     }
 
@@ -379,7 +377,7 @@ def _outlier_channels(shape: Gemma4Shape) -> torch.Tensor:
 
 
 def _give_shared_layers_projections(model: Any) -> None:
-    """Add weights for K and V to the layers that share them, for which nobody has a use.
+    """Add weights for K and V to the layers that share them, which no forward uses.
 
     Published checkpoints have them too. SGLang makes room for them beside the queries' weights, and
     where it quantises those together, what lies in that room counts.
@@ -415,7 +413,7 @@ def randomise(name: str, weight: nn.Parameter) -> None:
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer: special tokens, 256 bytes, then words nobody types."""
+    """Return a byte-level tokenizer: special tokens, 256 bytes, then made-up words."""
     tokens = [*_SPECIAL_TOKENS.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     if vocab_size < len(tokens):
         raise ValueError(f"vocab_size {vocab_size} is below the minimum of {len(tokens)}")
@@ -516,7 +514,7 @@ def write_assistant(path: str | Path, target: Gemma4Shape) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the checkpoint that the command line asks for."""
+    """Write the checkpoint that the command line names."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("path", type=Path)

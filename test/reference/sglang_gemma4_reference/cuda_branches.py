@@ -5,8 +5,8 @@
 - Every fused operation dispatches to its ``forward_cuda``.
 - Four modules believe that they were imported on CUDA: norms, activations, rotary embeddings and
   K/V pools. Statements that their import skipped for that reason are run now, as they stand there.
-- Inside the text model and the logits processor a tensor answers ``is_cuda`` with True, to whoever
-  asks: SGLang's layers, its wrappers of kernels, plugins.
+- Inside the text model and the logits processor a tensor answers ``is_cuda`` with True: to
+  SGLang's layers, its wrappers of kernels, plugins.
 - Triton's kernels run in its interpreter: the fused q/k/v norm, the softcap, the index builders,
   attention, which splits and blocks as on an H200.
 - Compiled kernels have stand-ins that write what they write and demand what they demand
@@ -51,10 +51,10 @@ _inside = 0
 
 
 def is_wanted() -> bool:
-    """Whether this process was asked for the mode.
+    """Whether this process is to run in the mode.
 
     Raises:
-        ValueError: it was asked for one that there is not.
+        ValueError: the variable names another one.
     """
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "cuda"):
@@ -125,7 +125,7 @@ def _choose_as_on_cuda() -> None:
     from sglang.srt.platforms.interface import SRTPlatform
 
     memory_pool._is_cuda = True
-    activation._jit_act_max_vec_bytes = 16  # asked of the device where it is None
+    activation._jit_act_max_vec_bytes = 16  # read from the device where it is None
     # An out-of-tree platform is never given the kernel for heads of other widths than a GPU's.
     rotary.current_platform = SRTPlatform()
     extend_attention._is_cuda, extend_attention.CUDA_CAPABILITY = True, _CAPABILITY
@@ -158,7 +158,7 @@ def _answer_is_cuda() -> None:
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
-    honest: Any = torch.Tensor.is_cuda  # a descriptor, asked of the class
+    honest: Any = torch.Tensor.is_cuda  # a descriptor, of the class
     answer: Any = property(lambda tensor: _inside > 0 or honest.__get__(tensor))
     torch.Tensor.is_cuda = answer
     for model in (Gemma4TextModel, LogitsProcessor):

@@ -46,7 +46,7 @@ def _require(holds: bool, kernel: str, what: str) -> None:
 class _Matcher:
     """``TensorMatcher`` of ``include/sgl_kernel/tensor.h``, for one call of one kernel.
 
-    A size with a name must be the same number wherever the name stands.
+    A size with a name must be the same number wherever the name is.
     """
 
     def __init__(self, kernel: str) -> None:

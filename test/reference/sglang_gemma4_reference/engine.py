@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from sglang.benchmark.one_batch import TreeCacheNamespace
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.plugins import load_plugins
@@ -63,12 +64,13 @@ SWITCHED_OFF = "switched off for the span"
 
 def switched(value: str) -> AbstractContextManager[object]:
     """The fast path on (``1``) or off (``0``) for the span."""
-    from sglang_gemma4_yoco.core import state  # whichever copy of the package is under test
+    # Whichever copy of the package is under test.
+    from sglang_gemma4_yoco.core import replaced, state
 
     span = ExitStack()
     if value == "0":
         for known in list(state._attached):  # an earlier engine may still be in memory
-            span.enter_context(known.refusing(SWITCHED_OFF))
+            span.enter_context(replaced.replaced(known, refused=SWITCHED_OFF))
     return span
 
 
@@ -97,7 +99,13 @@ class Engine:
         self.text_model = next(
             module for module in self.runner.model.modules() if isinstance(module, Gemma4TextModel)
         )
-        self._tree_cache = releases.tree_cache(self.runner)
+        allocator = self.runner.token_to_kv_pool_allocator
+        # It caches nothing.
+        self._tree_cache = TreeCacheNamespace(
+            page_size=allocator.page_size,
+            device=self.runner.device,
+            token_to_kv_pool_allocator=allocator,
+        )
 
     def _must_be_last(self) -> None:
         if Engine._last is None or Engine._last() is not self:

@@ -2,8 +2,7 @@
 
 ``--hicache-io-backend direct --hicache-mem-layout layer_first`` needs one kernel, which is one line
 of PyTorch here. What SGLang copies back into the pool while layers run is as late as it can be: a
-layer's K and V are copied when somebody waits for them, and for somebody who does not wait they are
-not there.
+layer's K and V are copied when they are waited for, and until then they are not there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 
 class LateStream(torch.cpu.Stream):
-    """A stream whose work is done, in its order, when an event behind it is waited for."""
+    """A stream whose work is done, in its order, when an event after it is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class Event(torch.cpu.Event):
         self._length = 0
 
     def record(self, stream: torch.cpu.Stream | None = None) -> None:
-        """Behind the work that the stream has so far."""
+        """After the work that the stream has so far."""
         stream = torch.cpu.current_stream() if stream is None else stream
         self._stream = stream if isinstance(stream, LateStream) else None
         self._length = 0 if self._stream is None else self._stream.length
@@ -59,7 +58,7 @@ class Event(torch.cpu.Event):
     def query(self) -> bool:
         """It is over by now: SGLang asks between two forwards.
 
-        Nobody waits for the layers that have slots of their own and read another layer's.
+        No code waits for the layers that have slots of their own and read another layer's.
         """
         self.synchronize()
         return True
@@ -71,7 +70,7 @@ class Event(torch.cpu.Event):
 
 
 class WaitingStream(torch.cpu.Stream):
-    """The stream of whoever computes: where it waits for an event, that is over."""
+    """The stream that computes: where it waits for an event, that is over."""
 
     def wait_event(self, event: Event) -> None:
         """Have it over."""

@@ -118,6 +118,6 @@ class _Functions(TorchFunctionMode):
 
 
 def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What ``Tensor.to`` is told to move to, or None."""
+    """Where ``Tensor.to`` moves it, or None."""
     given = [kwargs.get("device"), *args[1:2]]
     return next((d for d in given if isinstance(d, (str, torch.device))), None)

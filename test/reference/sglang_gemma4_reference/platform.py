@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-RECORDED = "GEMMA4_CPU_GRAPHS"
+CAPTURED = "GEMMA4_CPU_GRAPHS"
 
 # Names that Gemma 4 accepts (the second from 0.5.22 on). With the first SGLang asks for pages of 64
 # or 128 tokens.
@@ -30,26 +31,17 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _recorded() -> set[str]:
-    value = os.environ.get(RECORDED, "")
-    found = set(filter(None, value.split(",")))
-    if not found <= {"decode", "prefill"}:
-        raise ValueError(f"{RECORDED}={value!r}: only 'decode' and 'prefill' are known")
-    return found
-
-
-def decode_steps_are_recorded() -> bool:
-    """Whether SGLang records its decode steps, as it does on a GPU, and replays them.
+def captures(kind: str) -> bool:
+    """Whether SGLang captures ``decode`` steps, as on a GPU, or can capture a ``prefill``.
 
     Raises:
-        ValueError: something else was asked for.
+        ValueError: the variable names something else.
     """
-    return "decode" in _recorded()
-
-
-def prefills_are_recorded() -> bool:
-    """Whether SGLang can record prefills, where a server is told to. Raises as the other one."""
-    return "prefill" in _recorded()
+    value = os.environ.get(CAPTURED, "")
+    found = set(filter(None, value.split(",")))
+    if not found <= {"decode", "prefill"}:
+        raise ValueError(f"{CAPTURED}={value!r}: only 'decode' and 'prefill' are known")
+    return kind in found
 
 
 class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -60,7 +52,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     ``GEMMA4_CPU_BRANCHES=cuda`` as well the text model takes a GPU's paths (``cuda_branches``).
     Under the names ``FRONT_NAMES`` there is ``FrontBackend``, always.
 
-    Graphs are recorded and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
+    Graphs are captured and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
     does so with its own decode steps. With ``decode,prefill`` it can do so with prefills too, where
     ``--cuda-graph-backend-prefill=breakable`` asks for it: ``prefill_graphs``.
     """
@@ -72,7 +64,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def capabilities(self) -> Any:
         """Read when SGLang asks: a process may be forked with another environment."""
         return releases.capabilities(
-            supports_triton=triton_is_interpreted(), graph_capture=decode_steps_are_recorded()
+            supports_triton=triton_is_interpreted(), graph_capture=captures("decode")
         )
 
     def get_default_attention_backend(self) -> str:
@@ -82,7 +74,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cuda" if cuda_branches.is_wanted() else "native"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Choose what a CPU needs and what a reference wants, where nobody chose otherwise."""
+        """Choose what a CPU needs and what a reference wants, where the operator has not."""
         # SGLang has put its own default for a CPU here by now, which Gemma 4 does not accept.
         if server_args.attention_backend not in FRONT_NAMES:
             server_args.attention_backend = "triton"
@@ -117,7 +109,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return speculation.draft_slots
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:  # noqa: ARG002 - SGLang's
-        """Keep SGLang's own worker; asked before it is built, so what it needs is put in here."""
+        """Keep SGLang's own worker; called before it is built, so what it needs is put in here."""
         from sglang_gemma4_reference import speculation
 
         speculation.install()
@@ -133,7 +125,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.model_executor import model_runner
 
         releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
-        releases.take_graphs(decode_steps_are_recorded, prefills_are_recorded)
+        releases.take_graphs(captures)
         # On a CPU heads that tensor parallelism cannot deal out evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
@@ -147,9 +139,9 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
             logits_processor.fused_softcap = softcap_inplace_logits
         # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
         if not triton_is_interpreted():
-            ATTENTION_BACKENDS["triton"] = create_attention_backend
+            ATTENTION_BACKENDS["triton"] = partial(_backend, "WindowedTorchNativeBackend")
         for name in FRONT_NAMES:
-            ATTENTION_BACKENDS[name] = create_front_backend
+            ATTENTION_BACKENDS[name] = partial(_backend, "FrontBackend")
 
 
 def _deal_out_cores(processes: int) -> None:
@@ -163,20 +155,13 @@ def _deal_out_cores(processes: int) -> None:
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", listed)
 
 
-def create_attention_backend(runner: ModelRunner) -> AttentionBackend:
-    """Build the backend that serves under the name ``triton``."""
-    from sglang_gemma4_reference.attention import WindowedTorchNativeBackend, register_as_proven
+def _backend(kind: str, runner: ModelRunner) -> AttentionBackend:
+    """Build the backend of this class."""
+    from sglang_gemma4_reference import attention
 
-    register_as_proven()
-    return WindowedTorchNativeBackend(runner)
-
-
-def create_front_backend(runner: ModelRunner) -> AttentionBackend:
-    """Build the backend that serves under the names ``FRONT_NAMES``."""
-    from sglang_gemma4_reference.attention import FrontBackend, register_as_proven
-
-    register_as_proven()
-    return FrontBackend(runner)
+    attention.register_as_proven()
+    backend: AttentionBackend = getattr(attention, kind)(runner)
+    return backend
 
 
 def softcap_inplace_logits(logits: torch.Tensor, cap: float) -> torch.Tensor:

@@ -58,7 +58,7 @@ class Segment:
         self._notes: Counter[Hashable] = Counter()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:  # noqa: ARG002 - CUDA's
-        """Record what follows, behind the segments that this capture has by now."""
+        """Capture what follows, after the segments that this capture has by now."""
         capture = breakable._current_capture_var.get()
         if capture is None:
             raise RuntimeError("a segment is recorded outside of SGLang's breakable graphs")

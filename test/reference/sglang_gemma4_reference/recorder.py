@@ -147,7 +147,7 @@ class _Foreign:
     held: int
 
     def is_let_go(self) -> bool:
-        """Whether nobody but graphs holds it any more."""
+        """Whether only graphs hold it any more."""
         memory = _memory(self.tensor)
         held = sum(graph.held(memory) for graph in _graphs)
         return _owners(memory) - _UNSEEN <= held
@@ -269,7 +269,7 @@ class RecordedGraph:
             if memory not in self._constants and foreign.is_let_go():
                 raise FreedMemoryError(
                     f"{foreign.call} was recorded with a tensor of shape "
-                    f"{tuple(foreign.tensor.shape)} that nobody holds any more"
+                    f"{tuple(foreign.tensor.shape)} that is no longer held"
                 )
 
     # -- while recording ---------------------------------------------------------------------

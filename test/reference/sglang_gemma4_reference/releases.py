@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -75,48 +75,46 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def take_graphs(of_decode_steps: Callable[[], bool], of_prefills: Callable[[], bool]) -> None:
+def take_graphs(captures: Callable[[str], bool]) -> None:
     """Have SGLang's machinery of CUDA graphs run on a CPU, where it asks a platform (0.5.23).
 
     Args:
-        of_decode_steps: tells, when a server starts, whether SGLang records its own decode steps.
-        of_prefills: the same of prefills.
+        captures: says, when a server starts, whether SGLang captures its own steps of this kind:
+            ``decode`` or ``prefill``.
     """
+    import torch
     from sglang.srt.platforms import interface
 
     if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
-        if of_decode_steps() or of_prefills():
-            raise RuntimeError("graphs are recorded by SGLang 0.5.23 and later")
+        if captures("decode") or captures("prefill"):
+            raise RuntimeError("graphs are captured by SGLang 0.5.23 and later")
         return
     from sglang_gemma4_reference import graph_backend
 
     graph_backend.give_graphs_to_torch_cpu()
     # With a PyTorch for CUDA it asks CUDA for the stream of the current device.
-    _replace_everywhere(
-        "sglang.srt.utils.common", "get_current_device_stream_fast", _current_stream
-    )
-    setup = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
-    stock = import_module(setup).capture_decode_graph
+    stream, replacement = "get_current_device_stream_fast", lambda: torch.cpu.current_stream()
+    _replace_everywhere("sglang.srt.utils.common", stream, replacement)
+    setup: Any = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
+    stock, stock_prefill = setup.capture_decode_graph, setup.capture_prefill_graph
     compiled = as_if_compiled(stock)
 
     def capture_decode_graph(*, model_runner: Any) -> Any:
-        return (compiled if of_decode_steps() else stock)(model_runner=model_runner)
-
-    _replace_everywhere(setup, "capture_decode_graph", capture_decode_graph)
-    stock_prefills = import_module(setup).capture_prefill_graph
+        return (compiled if captures("decode") else stock)(model_runner=model_runner)
 
     def capture_prefill_graph(**how: Any) -> Any:
-        if of_prefills():
+        if captures("prefill"):
             from sglang_gemma4_reference import prefill_graphs
 
             prefill_graphs.install()
-        return stock_prefills(**how)
+        return stock_prefill(**how)
 
-    _replace_everywhere(setup, "capture_prefill_graph", capture_prefill_graph)
+    for function in (capture_decode_graph, capture_prefill_graph):
+        _replace_everywhere(setup.__name__, function.__name__, function)
 
 
 def records_prefills() -> bool:
-    """Whether ``prefill_graphs`` knows how prefills are recorded: tried with 0.5.23."""
+    """Whether ``prefill_graphs`` knows how prefills are captured: tried with 0.5.23."""
     return _is_at_least("0.5.23")
 
 
@@ -137,14 +135,8 @@ def take_host_cache() -> None:
         host_cache.install()
 
 
-def _current_stream() -> Any:
-    import torch
-
-    return torch.cpu.current_stream()
-
-
 def as_if_compiled(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a CPU's decode steps recorded, which SGLang does only where it compiles them."""
+    """Have a CPU's decode steps captured, which SGLang does only where it compiles them."""
     from sglang.srt.runtime_context import get_flags
 
     def capture_decode_graph(*, model_runner: Any) -> Any:
@@ -159,22 +151,21 @@ def as_if_compiled(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_no_decode_steps() -> None:
-    """Have decode steps recorded as they are (0.5.23 and later)."""
+    """Have decode steps captured as they are (0.5.23 and later)."""
     from sglang.srt.runtime_context import get_flags
 
     get_flags().capture.enable_torch_compile = False
 
 
 def record_decode_steps(runner: ModelRunner) -> None:
-    """Have SGLang record the runner's decode steps, as a server does when it starts."""
+    """Have SGLang capture the runner's decode steps, as a server does when it starts."""
     import torch
     from sglang.srt.model_executor import model_runner
 
-    with torch.no_grad(), ExitStack() as span:
-        if runner.device == "cpu":
-            capture = as_if_compiled(model_runner.capture_decode_graph)
-            patched = mock.patch.object(model_runner, "capture_decode_graph", capture)
-            span.enter_context(patched)
+    capture = model_runner.capture_decode_graph
+    if runner.device == "cpu":
+        capture = as_if_compiled(capture)
+    with torch.no_grad(), mock.patch.object(model_runner, "capture_decode_graph", capture):
         runner.init_decode_cuda_graph()
 
 
@@ -256,17 +247,6 @@ def _groups_set_aside(args: ServerArgs) -> Iterator[None]:
         parallel._stamp = built
 
 
-def tree_cache(runner: ModelRunner) -> Any:
-    """A stand-in for the prefix cache that caches nothing."""
-    from sglang.benchmark import one_batch
-
-    return one_batch.TreeCacheNamespace(
-        page_size=runner.token_to_kv_pool_allocator.page_size,
-        device=runner.device,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-    )
-
-
 def extend(req: Req, runner: ModelRunner, start: int, end: int) -> None:
     """Let the next prefill of ``req`` run its tokens [start, end); the ones before are cached."""
     if hasattr(req, "extend_end"):  # 0.5.22
@@ -332,9 +312,7 @@ def unpublished() -> Iterator[None]:
 
 def allocates_pages_without_triton() -> bool:
     """Whether slots can be given out in pages where no Triton kernel runs (0.5.22)."""
-    from sglang.srt.platforms import interface
-
-    return hasattr(interface, "PlatformCapabilities")
+    return _is_at_least("0.5.22")
 
 
 def tells_unread_chunks() -> bool:

@@ -2,7 +2,7 @@
 
 Tried with SGLang 0.5.23. K and V are sent over TCP by a package (``ENGINE``) that loads system
 libraries (``LIBRARIES``, as Debian calls them). A prefill role without it still serves the requests
-that name ``NOBODY`` as their peer, as those of SGLang's own warm-up do.
+that name ``NO_PEER`` as their peer, as those of SGLang's own warm-up do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SGLANG = "0.5.23"
 ENGINE = "mooncake-transfer-engine-non-cuda"
 LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
 #: SGLang's ``FAKE_BOOTSTRAP_HOST``.
-NOBODY = "2.2.2.2"
+NO_PEER = "2.2.2.2"
 
 _EARLY = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
@@ -25,7 +25,7 @@ def choose(server_args: Any) -> None:
     """Have a server with a role send and keep K and V by way of ordinary memory."""
     if server_args.disaggregation_mode == "null":
         return
-    # Cached pages would go ahead of the forward that adds to them, behind an event of CUDA's. The
+    # Cached pages would go ahead of the forward that adds to them, after an event of CUDA's. The
     # server's other processes inherit this.
     os.environ[_EARLY] = "0"
     # Else retracted requests wait in memory that CUDA has pinned.

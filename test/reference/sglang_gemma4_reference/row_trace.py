@@ -7,7 +7,7 @@ With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward 
      "first_layer": 0, "process": 4711, "ends_prompt": true, "logprob_starts": null,
      "captures": "NULL", "multimodal": false, "replays": 0}
 
-It takes nobody's word: ``rows`` are the leading dimensions of the tensors that the layers' MLPs
+``rows`` are the leading dimensions of the tensors that the layers' MLPs
 were called with, or had been called with while a graph was recorded (``recorder``) that was
 replayed in this forward; 0 for a layer that was not called. All else is what SGLang's scheduler
 put into the batch, read before any layer runs. PyTorch's module hooks do it, so nothing of SGLang
@@ -49,7 +49,7 @@ class Prefill:
         first_layer: the layer that ``rows`` begin with.
         process: id of the process that ran it.
         ends_prompt: whether some request's prompt ends here; running requests that decode along
-            are not counted. Always true where SGLang does not tell (up to 0.5.22).
+            are not counted. Always true where SGLang does not say (up to 0.5.22).
         logprob_starts: of every request the first new token whose log-probability is wanted;
             None where no request of the batch wants any.
         captures: name of the mode in which hidden states are captured.
@@ -75,7 +75,9 @@ def _integers(lens: Iterable[Any] | None) -> list[int]:
 
 
 def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle]:
-    """Call ``tell`` after each forward of ``model``, a ``Gemma4TextModel``, for somebody's prefill.
+    """Call ``tell`` after each prefill of ``model``, a ``Gemma4TextModel``.
+
+    Synthetic requests are left out.
 
     Returns:
         Handles whose ``remove()`` ends the observation.
@@ -85,12 +87,12 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal current
-        # Whoever wraps the forward may hide its signature.
+        # A wrapper of the forward may hide its signature.
         batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
         batch = replayed.get() or batch
         current = None
         recorder.replays.clear()
-        if batch.rids is None:  # nobody's: made to warm up, or to compare
+        if batch.rids is None:  # a synthetic request: made to warm up, or to compare
             return
         where: Any = {
             "rows": [0] * len(layers),

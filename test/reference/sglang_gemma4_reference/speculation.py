@@ -129,11 +129,11 @@ def verify_chain(
     """Accept drafts as long as each is what the target predicts from the ones before it.
 
     Args:
-        predicts: [requests * D] int32, gets the target's token behind each accepted one.
-        accept_index: [requests, D] int32, gets the rows of the accepted ones, -1 behind them.
+        predicts: [requests * D] int32, gets the target's token after each accepted one.
+        accept_index: [requests, D] int32, gets the rows of the accepted ones, -1 after them.
         accept_token_num: [requests] int32, gets the number of accepted drafts.
         candidates: [requests, D], bonus token and drafts.
-        target_predict: [requests, D], the target's next token behind each candidate.
+        target_predict: [requests, D], the target's next token after each candidate.
     """
     agrees = (candidates[:, 1:] == target_predict[:, :-1]).int()
     accept_token_num.copy_(agrees.cumprod(dim=1).sum(dim=1))

@@ -29,7 +29,7 @@ class InjectedError(Exception):
     """Raised on purpose, to see what becomes of the forward."""
 
 
-def told(file: Path) -> list[dict[str, int]]:
+def so_far(file: Path) -> list[dict[str, int]]:
     """The failures so far, by the number of the forward and the layer that raised."""
     record = file.with_name(f"{file.name}.jsonl")
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []

@@ -61,7 +61,7 @@ class Request:
     Attributes:
         body: its JSON.
         leaves_after: seconds after which the client hangs up; None: it waits.
-        aborted_after: seconds after which another client aborts the request; None: nobody does.
+        aborted_after: seconds after which another client aborts the request; None: none does.
     """
 
     body: dict[str, Any]
@@ -85,7 +85,7 @@ class Output:
 
     Attributes:
         tokens: the generated ones.
-        logprobs: of ``tokens``, or empty if the request did not ask for them.
+        logprobs: of ``tokens``, or empty if the request did not want them.
         likeliest: log-probabilities of the two likeliest tokens at each position, or empty.
         finish: why it ended: ``length``, ``stop`` or ``abort``; None if the client saw no end.
     """
@@ -101,9 +101,9 @@ class Answer:
     """What one request got back.
 
     Attributes:
-        outputs: as many as asked for; none if there was an error, or the request was interrupted
+        outputs: as many as were wanted; none if there was an error, or the request was interrupted
             before the first token.
-        input_logprobs: of the prompt's tokens from the asked one on, or empty.
+        input_logprobs: of the prompt's tokens from the wanted one on, or empty.
         error: what the server or the connection said instead of an answer.
     """
 
@@ -194,7 +194,7 @@ def _random_request(
     return Request(body)
 
 
-# -- asking --------------------------------------------------------------------------------------
+# -- sending --------------------------------------------------------------------------------------
 
 
 class Client:
@@ -202,15 +202,9 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._of_thread = threading.local()
-
-    @property
-    def _http(self) -> requests.Session:
-        if not hasattr(self._of_thread, "session"):
-            self._of_thread.session = requests.Session()
-            self._of_thread.session.trust_env = False  # no proxy stands on the way to this machine
-        session: requests.Session = self._of_thread.session
-        return session
+        self._http = requests.Session()
+        self._http.trust_env = False  # there is no proxy on the way to this machine
+        self._http.headers["Connection"] = "close"  # threads share it
 
     def post(self, path: str, body: dict[str, Any]) -> requests.Response:
         """POST ``body`` as JSON, and wait for the whole answer."""
@@ -223,7 +217,7 @@ class Client:
         return response.json()
 
     def ask(self, request: Request) -> Answer:
-        """Put one request; errors are part of the answer."""
+        """Send one request; errors are part of the answer."""
         abort = None
         if request.aborted_after is not None:
             rid = {"rid": request.body["rid"]}
@@ -351,7 +345,7 @@ def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
 
 
 def read_rows(prefill: Prefill) -> int:
-    """How many rows of a forward somebody reads, by what the scheduler put into its batch.
+    """How many rows of a forward are read, by what the scheduler put into its batch.
 
     Of a forward in which no prompt ends that is none, unless a running request decodes along (a
     row of one), or hidden states or log-probabilities of the prompt are wanted.
@@ -400,7 +394,7 @@ def held_tokens(client: Client, *, patience: float = 60.0) -> int:
 
 @dataclass
 class Comparison:
-    """What two servers' answers to the same requests have to say.
+    """How two servers' answers to the same requests agree.
 
     Attributes:
         answered: requests that got whole answers from the server under test.
@@ -431,7 +425,7 @@ def compare(
 
     Args:
         likeliest: the log-probabilities of the two likeliest tokens after a prompt, by the stock
-            server; asked where greedy answers part.
+            server; called where greedy answers part.
     """
     result = Comparison()
     for number, (request, one, other) in enumerate(zip(workload, stock, tested, strict=True)):

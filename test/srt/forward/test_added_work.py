@@ -9,15 +9,15 @@ from __future__ import annotations
 import ast
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from audited import audited, functions_entered
+from audited import Operations, audited, functions_entered
 from batches import BATCHES, batch_of
 from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from observe import run
@@ -60,7 +60,7 @@ def test_a_fast_forward_opens_no_file(engine: Engine, name: str) -> None:
 
 
 class Counting(dict[str, str]):
-    """An environment that counts who is asked for."""
+    """An environment that counts what is read."""
 
     def __init__(self) -> None:
         super().__init__(os.environ)
@@ -95,43 +95,16 @@ def test_no_variable_is_read_in_a_forward(engine: Engine, environment: Counting)
 # ---------------------------------------------------------------- the gate
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The batches that the gate is asked about."""
-    batches: list[Any] = []
-    stock = gate.check_eligibility
-
-    def counting(state: Any, forward_batch: Any) -> Any:
-        batches.append(forward_batch)
-        return stock(state, forward_batch)
-
-    monkeypatch.setattr(gate, "check_eligibility", counting)
-    return batches
-
-
 @pytest.mark.parametrize("name", [*BATCHES, "nothing to skip"])
-def test_the_gate_is_asked_once(engine: Engine, asked: list[Any], name: str) -> None:
+def test_the_gate_runs_once(engine: Engine, name: str) -> None:
     scheduled = engine.schedule(BATCHES.get(name, NOTHING_TO_SKIP))
-    asked.clear()
-    assert (run(engine, scheduled, "1").rows[-1] < sum(scheduled.extend_lens)) == (name in BATCHES)
-    assert len(asked) == 1
+    with mock.patch.object(gate, "check_eligibility", wraps=gate.check_eligibility) as ran:
+        rows = run(engine, scheduled, "1").rows
+    assert (rows[-1] < sum(scheduled.extend_lens)) == (name in BATCHES)
+    assert ran.call_count == 1
 
 
 # ---------------------------------------------------------------- what travels to the device
-
-
-class Operations(TorchDispatchMode):
-    """Names of the operations that run while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -153,65 +126,46 @@ def test_all_that_the_host_knows_travels_at_once(
         tail = tail_of(forward_batch)
         assert tail.fields
     assert copied == [(torch.device("cpu"), {"non_blocking": True}), (torch.int32, {})]
-    assert {"cumsum", "sub", "arange", "ones_like"}.isdisjoint(ran.names)
-    assert ran.names.count("_to_copy") == 1
+    names = [name for name, _ in ran.calls]
+    assert {"cumsum", "sub", "arange", "ones_like"}.isdisjoint(names)
+    assert names.count("_to_copy") == 1
     # Else Triton compiles a kernel anew in the middle of a forward.
     for name in ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc"):
         column = tail.fields[name]
         assert isinstance(column, torch.Tensor)
         assert column.data_ptr() % 16 == 0
     # Input ids, and the slots of suffixes: those are on the device only.
-    assert ran.names.count("index_select") == (1 if tail.decodes else 2)
+    assert names.count("index_select") == (1 if tail.decodes else 2)
 
 
 # ---------------------------------------------------------------- what is built at start
 
 
 def test_no_backend_is_built_where_the_gate_will_refuse(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, said: Callable[..., list[str]]
 ) -> None:
     kind = type(engine.runner.attn_backend).__name__
     reason = f"the attention backend {kind} is not proven"
     built: list[Any] = []
-    with monkeypatch.context() as unproven, caplog.at_level("INFO", "sglang_gemma4_yoco"):
+    with monkeypatch.context() as unproven:
         unproven.setattr(limits, "MAIN_BACKENDS", set())
         unproven.setattr(compat, "build_attn_backend", built.append)
         engine.runner.init_attention_backends()
         assert built == []
         assert start.of(engine.text_model).attention is None
-        said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
-        assert said == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
+        assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
         assert_stock(engine, reason)
     engine.runner.init_attention_backends()
     assert_fast(engine)
 
 
-@pytest.fixture
-def projected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """(what, rows) of each time that the donor's K and V are computed apart."""
-    seen: list[tuple[str, int]] = []
-
-    def noting(name: str) -> None:
-        stock = getattr(donor, name)
-
-        def noted(attention: Any, normed: torch.Tensor, positions: torch.Tensor) -> Any:
-            seen.append((name, normed.shape[0]))
-            return stock(attention, normed, positions)
-
-        monkeypatch.setattr(donor, name, noted)
-
-    noting("keys_and_values")
-    return seen
-
-
-def test_the_donors_kernels_are_compiled_at_start(
-    engine: Engine, projected: list[tuple[str, int]]
-) -> None:
+def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
     """For few rows and for many: SGLang takes another kernel from 257 rows on."""
-    engine.runner.init_attention_backends()
+    with mock.patch.object(donor, "keys_and_values", wraps=donor.keys_and_values) as projected:
+        engine.runner.init_attention_backends()
     few, many = donor._FEW, donor._MANY
     assert 1 < few <= 256 < many
-    assert projected == [("keys_and_values", rows) for rows in (few, many)]
+    assert [len(call.args[1]) for call in projected.call_args_list] == [few, many]
     assert_fast(engine)
 
 

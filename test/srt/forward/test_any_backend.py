@@ -5,7 +5,6 @@ Here both compute in PyTorch; ``triton/test_any_backend_triton`` has SGLang's Tr
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,20 +17,17 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.platforms.interface import SRTPlatform
 
-from batches import BATCHES, batch_of, kept_rows
+from batches import BATCHES, batch_of
 from decode_graphs import record_tail
-from layer_rows import FIRST_SHARED, LAYERS, cut
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from forwards import ENGINE, NEEDS_GRAPHS, assert_fast, attention_of, state_of
+from layer_rows import LAYERS, cut
+from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.state import ModelState, find
 from sglang_gemma4_yoco.loading import limits
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -41,9 +37,7 @@ SPLIT = {"prefill_attention_backend": "intel_xpu", "decode_attention_backend": "
 
 
 def started(checkpoint: Path, **arguments: Any) -> Engine:
-    return Engine(
-        checkpoint, device="cpu", dtype="float32", max_total_tokens=4096, **ALONE | arguments
-    )
+    return Engine(checkpoint, **ENGINE | ALONE | arguments)
 
 
 @pytest.fixture(scope="module", params=["alone", "hybrid"])
@@ -55,18 +49,6 @@ def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
     if engine.runner.page_size > 1 and not releases.allocates_pages_without_triton():
         pytest.skip("this SGLang allocates pages with Triton")
     return engine
-
-
-def state_of(engine: Engine) -> ModelState:
-    state = find(engine.text_model)
-    assert state is not None
-    return state
-
-
-def attention(engine: Engine) -> TailBackend:
-    state = state_of(engine)
-    assert state.attention is not None, state.refused
-    return state.attention
 
 
 @contextmanager
@@ -92,81 +74,38 @@ def test_the_backends_are_two_kinds(engine: Engine) -> None:
         assert type(main.prefill_backend) is FrontBackend
     else:
         assert (type(main), pages) == (FrontBackend, 64)
-    assert attention(engine).main is main
-    assert type(attention(engine).tail) is WindowedTorchNativeBackend
+    assert attention_of(engine).main is main
+    assert type(attention_of(engine).tail) is WindowedTorchNativeBackend
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_forwards(engine: Engine, name: str) -> None:
-    prompts = BATCHES[name]
-    batch = engine.schedule(prompts)
-    stock = run(engine, batch, "0")
     with no_tail_on_main():
-        fast = run(engine, batch, "1")
-    total, kept = sum(len(p.new) for p in prompts), kept_rows(prompts)
-    suffixes = len(kept) != sum(kept)
-    assert fast.rows == cut(total, sum(kept))
-    assert stock.rows == [total] * LAYERS
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, TOLERANCE)
-    assert suffixes == (name == "input logprobs")
+        assert_fast(engine, BATCHES[name])
 
 
-def test_the_log_names_both(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, log.logger.name):
-        run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+def test_the_log_names_both(engine: Engine, said: Callable[..., list[str]]) -> None:
+    run(engine, engine.schedule(BATCHES["one prompt"]), "1")
     main = type(engine.runner.attn_backend).__name__
-    [said] = [r.getMessage() for r in caplog.records if " is active" in r.getMessage()]
-    assert f"attention by {main}, the tail's by WindowedTorchNativeBackend" in said
+    [line] = [line for line in said() if " is active" in line]
+    assert f"attention by {main}, the tail's by WindowedTorchNativeBackend" in line
 
 
-@pytest.mark.skipif(
-    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
-    reason="this SGLang asks no platform for its graphs",
-)
+@NEEDS_GRAPHS
 def test_the_captured_tail(engine: Engine) -> None:
     if type(engine.runner.attn_backend) is not FrontBackend:
         pytest.skip("one server's decode steps are captured here, the hybrid's on servers")
     record_tail(engine, 2)
     try:
         for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
-            batch = engine.schedule(prompts)
-            stock = run(engine, batch, "0")
             with no_tail_on_main():
-                fast = run(engine, batch, "1")
-            total = sum(len(p.new) for p in prompts)
-            assert fast.rows == [rows for rows in cut(total, 0) if rows]
-            assert_same_cache(stock, fast)
-            assert_same_answers(stock, fast, TOLERANCE)
+                assert_fast(engine, prompts, replays=True)
         assert log.forwards[log.TAIL_CAPTURED] == 2
     finally:
         engine.runner.init_attention_backends()
 
 
 # ---------------------------------------------------------------- at start
-
-
-def test_the_tails_kernels_are_compiled_at_start(engine: Engine) -> None:
-    """For both widths of heads, and for no request: the pools stay as they are."""
-    tail = engine.text_model.layers[FIRST_SHARED:]
-    kinds = {(layer.self_attn.head_dim, layer.self_attn.attn.sliding_window_size) for layer in tail}
-    before, widths = engine.kv(), []
-    stock = WindowedTorchNativeBackend.forward_decode
-
-    def decode(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **more: Any) -> Any:
-        assert (k, v) == (None, None)
-        assert batch.forward_mode is ForwardMode.DECODE
-        widths.append((q.shape[-1], layer.sliding_window_size))
-        return stock(self, q, k, v, layer, batch, **more)
-
-    with mock.patch.object(WindowedTorchNativeBackend, "forward_decode", decode):
-        engine.runner.init_attention_backends()
-    assert len(kinds) == len(widths) == 2
-    assert set(widths) == kinds
-    assert attention(engine).tail.forward_metadata is None
-    for (k, v), (keys, values) in zip(before, engine.kv(), strict=True):
-        assert torch.equal(k, keys)
-        assert torch.equal(v, values)
 
 
 def out_of_memory(_: Any) -> Any:
@@ -217,9 +156,8 @@ SGLANGS: dict[str, str | None] = {
 def test_sglangs_own_backends(engine: Engine, name: str) -> None:
     """By the names of their classes; what they would compute, the reference does here."""
     reason = SGLANGS[name]
-    module = {"__module__": "sglang.srt.layers.attention.a"}
     with begun_anew(engine) as others:
-        others.setitem(ATTENTION_BACKENDS, "intel_xpu", type(name, (FrontBackend,), module))
+        others.setitem(ATTENTION_BACKENDS, "intel_xpu", named(name))
         engine.runner.init_attention_backends()
         assert state_of(engine).refused == reason
         seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
@@ -230,32 +168,31 @@ def test_sglangs_own_backends(engine: Engine, name: str) -> None:
             assert state_of(engine).refused == limits.NO_TAIL
 
 
+def named(name: str, module: str = "sglang.srt.layers.attention.a") -> type:
+    """A backend of this name, which computes what the reference does."""
+    return type(name, (FrontBackend,), {"__module__": module})
+
+
 def test_another_packages_backend(engine: Engine) -> None:
     """Also one by the name of one of SGLang's."""
-    kind = type("XPUAttentionBackend", (FrontBackend,), {"__module__": "another"})
     with begun_anew(engine) as others:
+        kind = named("XPUAttentionBackend", "another")
         others.setitem(ATTENTION_BACKENDS, "intel_xpu", kind)
         engine.runner.init_attention_backends()
         reason = state_of(engine).refused
         assert reason == "the attention backend XPUAttentionBackend is not proven"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        FrontBackend,
-        *(
-            type(name, (FrontBackend,), {"__module__": "sglang.srt.layers.attention.a"})
-            for name in ("TRTLLMHAAttnBackend", "FlashAttentionBackend", "XPUAttentionBackend")
-        ),
-    ],
-)
-def test_the_published_helper_asks_for_the_current_backend(engine: Engine, kind: type) -> None:
+TAILLESS = ("TRTLLMHAAttnBackend", "FlashAttentionBackend", "XPUAttentionBackend")
+
+
+@pytest.mark.parametrize("kind", [FrontBackend, *map(named, TAILLESS)])
+def test_the_published_helper_looks_at_the_current_backend(engine: Engine, kind: type) -> None:
     """What it cuts is planned on that one, where the package has planned nothing ahead."""
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     for backend, eligible in (
-        (attention(engine).main, True),
-        (attention(engine).tail, True),
+        (attention_of(engine).main, True),
+        (attention_of(engine).tail, True),
         (object.__new__(kind), False),
     ):
         with forward_context(ForwardContext(attn_backend=backend)):
@@ -266,40 +203,26 @@ class PoolOfAnotherKind(MHATokenToKVPool):
     pass
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (
-            {"__class__": PoolOfAnotherKind},
-            "K and V lie in a PoolOfAnotherKind, whose layout is not known",
-        ),
-        (
-            {"quant_method": SimpleNamespace(name="nvfp4")},
-            "K and V are quantised (nvfp4)",
-        ),
-        (
-            {"k_buffer": [torch.zeros(1, 2, 3, 4)]},
-            "K and V do not lie slot by slot, but in 4 dimensions",
-        ),
-        (
-            {"v_buffer": [torch.zeros(1, 2, 3, 4)]},
-            "K and V do not lie slot by slot, but in 4 dimensions",
-        ),
-    ],
-    ids=["another class", "quantised", "K by pages", "V by pages"],
-)
+BY_PAGES = "K and V do not lie slot by slot, but in 4 dimensions"
+POOLS = {
+    "__class__": (
+        PoolOfAnotherKind,
+        "K and V lie in a PoolOfAnotherKind, whose layout is not known",
+    ),
+    "quant_method": (SimpleNamespace(name="nvfp4"), "K and V are quantised (nvfp4)"),
+    "k_buffer": ([torch.zeros(1, 2, 3, 4)], BY_PAGES),
+    "v_buffer": ([torch.zeros(1, 2, 3, 4)], BY_PAGES),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("part", ["full_kv_pool", "swa_kv_pool"])
-def test_pools_that_are_not_plain(
-    engine: Engine,
-    part: str,
-    changes: dict[str, Any],
-    reason: str,
-) -> None:
+def test_pools_that_are_not_plain(engine: Engine, part: str, name: str) -> None:
     """The one or the other is enough."""
+    value, reason = POOLS[name]
     with begun_anew(engine) as changed:
-        for name, value in changes.items():
-            pool = getattr(engine.runner.token_to_kv_pool, part)
-            changed.setattr(pool, name, value, raising=False)
+        pool = getattr(engine.runner.token_to_kv_pool, part)
+        changed.setattr(pool, name, value, raising=False)
         engine.runner.init_attention_backends()
         assert state_of(engine).refused == reason
 
@@ -322,10 +245,10 @@ def test_pools_that_are_laid_out_by_heads(
 ) -> None:
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
     reason = refused(tiny_checkpoint, page_size=64)
-    assert reason == "K and V do not lie slot by slot, but in 4 dimensions"
+    assert reason == BY_PAGES
 
 
 def test_another_name_for_the_same_backend_is_no_other_kind(tiny_checkpoint: Path) -> None:
     engine = started(tiny_checkpoint, attention_backend="triton")
     assert state_of(engine).describe().endswith("attention by WindowedTorchNativeBackend")
-    assert limits.backend_key(attention(engine).main) in limits.TAIL_BACKENDS
+    assert limits.backend_key(attention_of(engine).main) in limits.TAIL_BACKENDS

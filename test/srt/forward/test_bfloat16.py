@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,19 +23,17 @@ import torch
 
 import truth
 from batches import BATCHES, batch_of
-from layer_rows import FIRST_CUT, cut, whole
-from observe import Observed, assert_same_cache, assert_same_objects, run
+from forwards import CHUNKS, NEEDS_UNREAD, assert_fast, attention_of
+from observe import Observed, run
 from rounding import (
     allowed_of_a_layer,
     assert_layers_agree,
     layer_errors,
     rounded_otherwise,
 )
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core.state import find
 
 WINDOW = E2B_TINY.sliding_window
 ALL = {
@@ -45,7 +44,6 @@ ALL = {
     ),
     "long ones": batch_of((20, 10), (10, 20), (5, 100), (0, 200)),
 }
-LOGPROBS = 16  # rows kept of "input logprobs"
 
 
 MODELS = {"tame": dataclasses.replace(E2B_TINY, dtype="bfloat16"), "sharp": E2B_TINY_SHARP}
@@ -75,7 +73,7 @@ def engine(checkpoint: Path) -> Engine:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stepped_aside() -> Iterator[None]:
+def _nothing_else_fell_back() -> Iterator[None]:
     log.reset()
     yield
     assert {*log.forwards} <= {log.TAIL_EAGER, log.TAIL_SKIPPED, SWITCHED_OFF}
@@ -91,16 +89,8 @@ def answers(seen: Observed) -> torch.Tensor:
 
 def both_ways(engine: Engine, name: str) -> tuple[Observed, Observed]:
     """The stock forward and the fast one, whose rows are as they must be."""
-    prompts = ALL[name]
-    total = sum(len(prompt.new) for prompt in prompts)
-    scheduled = engine.schedule(prompts)
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert stock.rows == stock.attention_rows == whole(total)
-    kept = LOGPROBS if name == "input logprobs" else len(prompts)
-    assert fast.rows == fast.attention_rows == cut(total, kept)
+    stock, fast = assert_fast(engine, ALL[name], tolerance=math.inf)
     assert {k.dtype for k, _ in fast.kv} == {torch.bfloat16}
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
     return stock, fast
 
 
@@ -144,10 +134,8 @@ def test_a_window_one_key_short_shows(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, rounded: list[torch.Tensor]
 ) -> None:
     """In what a layer adds, and in the answers."""
-    stock, state = all_answers(engine, "0"), find(engine.text_model)
-    assert state is not None
-    assert state.attention is not None
-    decode = state.attention.tail.forward_decode
+    stock, tail = all_answers(engine, "0"), attention_of(engine).tail
+    decode = tail.forward_decode
 
     def one_key_short(q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         if layer.sliding_window_size > 0:
@@ -155,7 +143,7 @@ def test_a_window_one_key_short_shows(
             layer.sliding_window_size -= 1
         return decode(q, k, v, layer, *args, **kwargs)
 
-    monkeypatch.setattr(state.attention.tail, "forward_decode", one_key_short)
+    monkeypatch.setattr(tail, "forward_decode", one_key_short)
     batches = [ALL[name] for name in ("at the window's edge", "eight", "long ones")]
     errors = [layer_errors(engine, engine.schedule(prompts), prompts) for prompts in batches]
     assert max(max(by_layer.values()) for by_layer in errors) > 2 * allowed_of_a_layer(engine)
@@ -182,15 +170,9 @@ def test_input_logprobs(engine: Engine, oracle: Any) -> None:
     assert apart.rms <= 2**0.5 * of_stock.rms, (apart, of_stock)
 
 
-@pytest.mark.skipif(
-    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
-)
-def test_an_intermediate_chunk(engine: Engine) -> None:
-    prompts: list[Prompt] = batch_of((20, 60), (0, 30), to_come=(21, 22))
-    scheduled = engine.schedule(prompts)
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert fast.rows == [90] * FIRST_CUT
-    assert_same_cache(stock, fast)
+@NEEDS_UNREAD
+def test_intermediate_chunks(engine: Engine) -> None:
+    assert_fast(engine, CHUNKS)
 
 
 def test_decoding_after_it(engine: Engine) -> None:

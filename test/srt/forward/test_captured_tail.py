@@ -24,17 +24,19 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import observe
-from audited import functions_entered
+from audited import Operations, functions_entered
 from batches import BATCHES, ONE_BESIDE_TWO, batch_of
+from checking import tensors_unchanged
 from decode_graphs import record_tail, recorded_decode_steps, static_tensors
 from forwards import (
+    CHUNKS,
     ENGINE,
     TWO_PROMPTS,
     InjectedError,
-    assert_untouched,
+    assert_fast,
+    attention_of,
     norms_that_add_in_place,
 )
 from layer_rows import FIRST_CUT, LAYERS
@@ -42,12 +44,10 @@ from media import MediaPrompt, assert_same_inputs, media_batch
 from observe import (
     TOLERANCE,
     Observed,
-    assert_as_expected,
     assert_same_answers,
     assert_same_cache,
-    assert_same_objects,
-    expected,
-    replayed,
+    batch_in,
+    both_ways,
     run,
     step,
 )
@@ -79,13 +79,13 @@ TOO_MANY = batch_of((0, 9), (3, 5), (40, 2), (0, 33), (7, 1))
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    """The engine of other tests, whose graphs may be recorded."""
+    """The engine of other tests, whose graphs may be captured."""
     return Engine(tiny_checkpoint, **ENGINE, cuda_graph_bs_decode=[MOST])
 
 
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
-    """The engine's recorded tail, from layer K-1 on; whoever lets it go has it recorded anew."""
+    """The engine's captured tail; after a test that lets it go it is captured anew."""
     captured = start.of(engine.text_model).captured
     return captured if isinstance(captured, TailGraphs) else record_tail(engine, MOST)
 
@@ -99,31 +99,19 @@ def known(engine: Engine) -> Iterator[ModelState]:
     graphs.drop(state, graphs.NOT_YET)
 
 
-def assert_replayed(
-    engine: Engine, prompts: Sequence[Prompt], *, eager: bool = False
-) -> tuple[Observed, Observed]:
-    """``prompts`` are served as by stock, and the tail's Python runs, or not."""
-    wanted = expected(engine, prompts)
-    assert wanted is not None
-    if not eager:
-        wanted = replayed(wanted)
-    scheduled = engine.schedule(prompts)
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    observe.assert_stock(engine, prompts, stock)
-    assert_as_expected(fast, wanted)
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
-    if not observe.is_unread(prompts):
-        assert_same_answers(stock, fast, TOLERANCE)
-    assert_untouched(engine)
-    return stock, fast
+assert_replayed = partial(assert_fast, replays=True)
+
+
+def assert_served_by_stock(engine: Engine, prompts: Sequence[Prompt]) -> None:
+    """With the fast path on every layer computes every row."""
+    observe.assert_stock(engine, prompts, run(engine, engine.schedule(prompts), "1"))
 
 
 def why_eager(engine: Engine) -> str:
-    """Why its tail is not captured, as /server_info says."""
-    said: str = start.of(engine.text_model).facts["tail"]
-    assert said.startswith("eager (")
-    return said[len("eager (") : -1]
+    """Why its tail is not captured, as /server_info has it."""
+    reported: str = start.of(engine.text_model).facts["tail"]
+    assert reported.startswith("eager (")
+    return reported[len("eager (") : -1]
 
 
 def outcomes() -> dict[str, int]:
@@ -160,12 +148,12 @@ def test_one_row_of_each_request(
 ) -> None:
     """By the smallest graph with room; with windows of 32, some see all of their keys.
 
-    Three are padded to four: that row is nobody's, whatever an earlier batch has left there.
+    Three are padded to four: whatever an earlier batch has left in that row is not read.
     """
     prompts = batch_of((0, 40), (5, 3), (90, 1), (33, 20))[:requests]
     assert_replayed(engine, prompts)
     for stale in vars(tail._inputs).values():
-        stale.fill_(7)
+        stale.fill_(torch.nan if stale.is_floating_point() else 7)
     with watched_replays(tail) as replays:
         assert_replayed(engine, prompts)
     [read] = replays
@@ -183,21 +171,19 @@ def test_one_row_of_each_request(
     ],
 )
 def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:
-    assert_replayed(engine, prompts, eager=True)
+    assert_fast(engine, prompts)
     assert log.TAIL_CAPTURED not in log.forwards
     assert_replayed(engine, TWO_PROMPTS)
 
 
 def test_no_tail_is_planned_for_an_unread_chunk(engine: Engine, tail: TailGraphs) -> None:
     """Neither for a graph, which there is for its rows, nor to run eagerly."""
-    known = start.of(engine.text_model)
-    assert known.attention is not None
-    chunks = batch_of((0, 9), (3, 5), to_come=(7, 8))
+    attention = attention_of(engine)
     with (
-        mock.patch.object(known.attention, "plan", wraps=known.attention.plan) as eager,
+        mock.patch.object(attention, "plan", wraps=attention.plan) as eager,
         mock.patch.object(tail, "plan", wraps=tail.plan) as replayed,
     ):
-        assert_replayed(engine, chunks, eager=True)
+        assert_fast(engine, CHUNKS)
         assert (eager.call_count, replayed.call_count) == (0, 0)
         assert_replayed(engine, TWO_PROMPTS)
         assert (eager.call_count, replayed.call_count) == (0, 1)
@@ -215,11 +201,9 @@ def test_media(engine: Engine, tail: TailGraphs, kind: str, cached: int) -> None
     text = f"what do you see here? <|{kind}|> and there?"
     scheduled = media_batch(engine, MediaPrompt(text, cached=cached, size=(336, 480)))
     (total,) = scheduled.extend_lens
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    stock, fast = both_ways(engine, scheduled)
     assert_same_inputs(stock, fast)
     assert fast.rows == [total] * FIRST_CUT
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, TOLERANCE)
 
 
 def test_chunks_and_the_steps_after_them(engine: Engine, tail: TailGraphs) -> None:
@@ -240,27 +224,6 @@ def test_chunks_and_the_steps_after_them(engine: Engine, tail: TailGraphs) -> No
         assert_same_answers(stock, fast, TOLERANCE)
 
 
-def test_what_pads_a_batch_is_read_by_nobody(engine: Engine, tail: TailGraphs) -> None:
-    """Its static rows are poisoned, and K and V of the slot that it attends to."""
-    prompts = batch_of((0, 40), (5, 3), (90, 1))
-    inputs = tail._inputs
-    floats = [t for t in vars(inputs).values() if t is not None and t.is_floating_point()]
-    assert len(floats) == 3
-    for tensor in floats:
-        tensor.fill_(float("nan"))
-    places = [cache[0] for layer in engine.kv_buffers() for cache in layer]
-    saved = [place.clone() for place in places]
-    try:
-        for place in places:
-            place.fill_(float("nan"))
-        assert_replayed(engine, prompts)
-    finally:
-        for place, values in zip(places, saved, strict=True):
-            place.copy_(values)
-        for tensor in floats:
-            tensor.zero_()
-
-
 def test_full_capture_of_frozen_kv_drafts(
     engine: Engine, tail: TailGraphs, batches_with: Callable[..., None]
 ) -> None:
@@ -279,41 +242,24 @@ def test_full_capture_of_frozen_kv_drafts(
 # ---------------------------------------------------------------- host work and memory
 
 
-class Gathered(TorchDispatchMode):
-    """How often rows are gathered by one of these indices."""
-
-    def __init__(self, indices: list[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
-        self.times = 0
-        self._indices = indices
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.overloadpacket.__name__ == "index_select":
-            self.times += any(index.data_ptr() == args[2].data_ptr() for index in self._indices)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: TailGraphs) -> None:
     """They are gathered once each."""
     indices = []
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
-        plan = getattr(batch, states.ENTRY)
+        plan = getattr(batch_in(args, kwargs), states.ENTRY)
         assert isinstance(plan, Plan)
         indices.append(plan.tail.index)
         assert "fields" not in vars(plan.tail)  # the batch as an eager tail sees it is not made
 
+    scheduled = engine.schedule(TWO_PROMPTS)
     hook = engine.text_model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        with Gathered(indices) as gathered:
-            run(engine, engine.schedule(TWO_PROMPTS), "1")
-    finally:
-        hook.remove()
+    with hook, Operations() as ran:
+        run(engine, scheduled, "1")
     assert outcomes() == {log.TAIL_CAPTURED: 1}
-    assert gathered.times == len(("rows", "positions", "embeds", "embedded"))
+    [index] = indices
+    gathered = [args for name, args in ran.calls if name == "index_select" and args[2] is index]
+    assert len(gathered) == len(("rows", "positions", "embeds", "embedded"))
 
 
 def test_a_replay_enters_few_functions_of_the_package(engine: Engine, tail: TailGraphs) -> None:
@@ -337,13 +283,12 @@ def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine, known: Model
 
 
 @pytest.fixture
-def buffers(known: ModelState) -> Iterator[Callable[[], list[str]]]:
+def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str]]]:
     """The names of what the tail's backend has allocated for graphs and planned, if anything.
 
     As backends do that plan; the CPU's own does neither.
     """
-    assert known.attention is not None
-    planner = known.attention.tail
+    planner = attention_of(engine).tail
     stock = planner.init_forward_metadata_out_graph
 
     def allocating(most: int, tokens: int) -> None:
@@ -385,23 +330,29 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     assert buffers() == []
 
 
-@pytest.mark.parametrize("fails", ["capture", "every proof", "another rank"])
+@pytest.mark.parametrize(
+    ("fails", "why", "errors"),
+    [
+        ("capture", "capturing failed: InjectedError", 1),
+        ("every proof", graphs.NONE_GOOD, 3),
+        ("another rank", ranks.NOT_ALIKE, 0),
+    ],
+)
 def test_nothing_is_held_of_a_tail_that_is_not_used(
     engine: Engine,
     buffers: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    said: Callable[..., list[str]],
     fails: str,
+    why: str,
+    errors: int,
 ) -> None:
-    def impossible(*_: Any) -> None:
-        raise InjectedError(fails)
-
     def disagreement(findings: str) -> str | None:
         return ranks.NOT_ALIKE if findings.startswith("replayed: (") else None
 
     with monkeypatch.context() as broken:
         if fails == "capture":
-            broken.setattr(TailGraphs, "_tail", impossible)
+            broken.setattr(TailGraphs, "_tail", mock.Mock(side_effect=InjectedError))
         elif fails == "every proof":
             broken.setattr(proof, "findings", lambda *_: [rounding.defect("the captured tail")])
         else:
@@ -409,16 +360,10 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
     known = start.of(engine.text_model)
-    because = {
-        "capture": "capturing failed: InjectedError",
-        "every proof": graphs.NONE_GOOD,
-        "another rank": ranks.NOT_ALIKE,
-    }
-    assert (known.captured, why_eager(engine)) == (None, because[fails])
-    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
-    assert len(errors) == {"capture": 1, "every proof": 3, "another rank": 0}[fails]
+    assert (known.captured, why_eager(engine)) == (None, why)
+    assert len(said(logging.ERROR)) == errors
     assert buffers() == []
-    assert_replayed(engine, TWO_PROMPTS, eager=True)
+    assert_fast(engine, TWO_PROMPTS)
 
 
 def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
@@ -432,7 +377,7 @@ def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
             assert_replayed(engine, prompts)
 
 
-def test_recorded_in_inference_mode(engine: Engine, known: ModelState) -> None:
+def test_captured_in_inference_mode(engine: Engine, known: ModelState) -> None:
     """As SGLang does for new weights; its forwards need not be in that mode."""
     with torch.inference_mode():
         record_tail(engine, MOST)
@@ -473,32 +418,30 @@ def test_by_default_one_skipped_row_is_enough(
     two_tokens = batch_of((0, 2))
     assert_replayed(engine, two_tokens)
     graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
-    observe.assert_stock(engine, two_tokens, run(engine, engine.schedule(two_tokens), "1"))
+    assert_served_by_stock(engine, two_tokens)
     assert outcomes() == {log.TAIL_CAPTURED: 1, gate.TOO_LITTLE: 1}
 
 
 def test_suffixes_must_skip_as_many_as_ever(
     engine: Engine, tail: TailGraphs, setting: Callable[..., None]
 ) -> None:
-    """They are launched, whatever is recorded."""
+    """They run eagerly, whatever is captured."""
     setting(min_skipped_rows=None)
     assert tail.rows
-    suffix = batch_of((0, 12), logprob_start=2)
-    observe.assert_stock(engine, suffix, run(engine, engine.schedule(suffix), "1"))
+    assert_served_by_stock(engine, batch_of((0, 12), logprob_start=2))
     assert outcomes() == {gate.TOO_LITTLE: 1}
 
 
-def test_on_a_gpu_a_launched_tail_must_skip_many(
+def test_on_a_gpu_an_eager_tail_must_skip_many(
     engine: Engine, known: ModelState, monkeypatch: pytest.MonkeyPatch, setting: Callable[..., None]
 ) -> None:
-    """As if the backend's device were one; of an unread chunk nothing is launched."""
+    """As if the backend's device were one; an intermediate chunk has no tail."""
     setting(min_skipped_rows=None)
     monkeypatch.setitem(known.__dict__, "on_gpu", True)
-    short, long, unread = batch_of((0, 1024)), batch_of((0, 1025)), batch_of((0, 9), to_come=(7,))
-    observe.assert_stock(engine, short, run(engine, engine.schedule(short), "1"))
-    assert_replayed(engine, long, eager=True)
+    assert_served_by_stock(engine, batch_of((0, 1024)))
+    assert_fast(engine, batch_of((0, 1025)))
     if releases.tells_unread_chunks():
-        assert_replayed(engine, unread, eager=True)
+        assert_fast(engine, batch_of((0, 9), to_come=(7,)))
     assert outcomes()[gate.TOO_LITTLE] == 1
 
 
@@ -506,17 +449,16 @@ def test_on_a_gpu_a_launched_tail_must_skip_many(
 
 
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
-    backend = start.of(engine.text_model).attention
-    assert backend is not None
+    planned = list(vars(attention_of(engine).tail).values())
     declared = [*static_tensors(engine), *tensors_in([vars(tail._inputs)])]
     without_rows = [t for t in declared if t.data_ptr() != tail._inputs.rows.data_ptr()]
     for rows, graph in recorded(tail).items():
         assert len(graph) > 20 * (LAYERS - FIRST_CUT)
-        assert graph.undeclared(declared, list(vars(backend.tail).values())) == [], rows
-        assert len(graph.undeclared(without_rows, list(vars(backend.tail).values()))) == 1
+        assert graph.undeclared(declared, planned) == [], rows
+        assert len(graph.undeclared(without_rows, planned)) == 1
 
 
-def test_new_weights_are_recorded_anew(engine: Engine, tail: TailGraphs) -> None:
+def test_new_weights_are_captured_anew(engine: Engine, tail: TailGraphs) -> None:
     """As SGLang does after an update of weights: ``init_decode_cuda_graph`` once more."""
     weight = engine.text_model.layers[-1].mlp.down_proj.weight
     old = weight.data
@@ -535,51 +477,34 @@ def test_new_weights_are_recorded_anew(engine: Engine, tail: TailGraphs) -> None
 
 
 def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: TailGraphs) -> None:
-    table = engine.runner.req_to_token_pool.req_to_token
-    mapping = engine.runner.token_to_kv_pool.full_to_swa_index_mapping
-    caches = [cache for layer in engine.kv_buffers() for cache in layer]
-    tensors = (table, mapping, *caches)
-    saved = [tensor.clone() for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.fill_(1)  # a proof writes the same each time
+    engine.schedule(TWO_PROMPTS)  # overwrites what proofs write, which is the same each time
+    with tensors_unchanged(engine):
         proof.prove(tail, engine.runner)
-        assert tail.rows == (1, 2, 4)
-        assert [tensor.eq(1).all().item() for tensor in tensors] == [True] * len(tensors)
-    finally:
-        for tensor, before in zip(tensors, saved, strict=True):
-            tensor.copy_(before)
+    assert tail.rows == (1, 2, 4)
 
 
 def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> None:
     """So that a key more or less in a window shows."""
-    attentions = [layer.self_attn.attn for layer in tail.state.tail_layers]
-    caches = [buffer for attention in attentions for buffer in _caches(engine, attention)]
-    with proof._a_request(engine.runner, attentions, torch.Generator().manual_seed(0)) as tokens:
-        assert tokens > E2B_TINY.sliding_window
-        row = engine.runner.req_to_token_pool.req_to_token[0, :tokens]
-        assert len(row.unique()) == tokens
-        for cache in caches:
-            assert len(cache[:tokens].flatten(1).unique(dim=0)) == tokens
+    reached, stock = [], tail.eager
 
+    def eager(size: int, rows: int) -> torch.Tensor:
+        reached.append(int(tail._inputs.lengths[:rows].max()))
+        return stock(size, rows)
 
-def _caches(engine: Engine, attention: Any) -> Sequence[torch.Tensor]:
-    buffers: Sequence[torch.Tensor] = engine.runner.token_to_kv_pool.get_kv_buffer(
-        attention.layer_id
-    )
-    return buffers
+    with replaced(tail, eager=eager):
+        proof.prove(tail, engine.runner)
+    assert min(reached) > E2B_TINY.sliding_window
 
 
 def test_a_graph_that_differs_is_not_used(
-    engine: Engine, tail: TailGraphs, caplog: pytest.LogCaptureFixture
+    engine: Engine, tail: TailGraphs, said: Callable[..., list[str]]
 ) -> None:
     """As if its last node but one were lost."""
     del recorded(tail)[2]._calls[-2]
     try:
-        with caplog.at_level("ERROR", "sglang_gemma4_yoco"):
-            proof.prove(tail, engine.runner)
-        [record] = [r for r in caplog.records if r.name == log.logger.name]
-        assert "the tail captured for 2 rows differs" in record.getMessage()
+        proof.prove(tail, engine.runner)
+        [line] = said(logging.ERROR)
+        assert "the tail captured for 2 rows differs" in line
         assert tail.rows == (1, 4)
         assert_replayed(engine, TWO_PROMPTS)  # by the next larger one
     finally:
@@ -589,61 +514,51 @@ def test_a_graph_that_differs_is_not_used(
 # ---------------------------------------------------------------- failures
 
 
-def test_a_recording_that_fails_beside_other_ranks_ends_the_server(
-    engine: Engine, known: ModelState, monkeypatch: pytest.MonkeyPatch
+def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
+    engine: Engine, known: ModelState
 ) -> None:
-    """They have recorded theirs, and wait in its collectives for this one."""
-
-    def impossible(*_: Any) -> None:
-        raise InjectedError("on one rank")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(TailGraphs, "_tail", impossible)
-        broken.setattr(compat, "is_single_rank", lambda: False)
-        with pytest.raises(InjectedError, match="on one rank"):
-            record_tail(engine, MOST)
+    """They have captured theirs, and wait in its collectives for this one."""
+    with (
+        mock.patch.object(TailGraphs, "_tail", side_effect=InjectedError),
+        mock.patch.object(compat, "is_single_rank", return_value=False),
+        pytest.raises(InjectedError),
+    ):
+        record_tail(engine, MOST)
     assert known.captured is None
-    assert_replayed(engine, TWO_PROMPTS, eager=True)
+    assert_fast(engine, TWO_PROMPTS)
 
 
 def test_a_failing_replay_is_served_by_stock(
-    engine: Engine, tail: TailGraphs, caplog: pytest.LogCaptureFixture
+    engine: Engine, tail: TailGraphs, said: Callable[..., list[str]]
 ) -> None:
-    """And from then on the tail is launched."""
-    caplog.set_level("INFO", "sglang_gemma4_yoco")
+    """And from then on the tail runs eagerly."""
     scheduled = engine.schedule(TWO_PROMPTS)
-    stock = run(engine, scheduled, "0")
-
     with mock.patch.object(tail._captured, "replay", side_effect=InjectedError):
-        fast = run(engine, scheduled, "1")
+        _, fast = both_ways(engine, scheduled, 0.0)
     total = sum(scheduled.extend_lens)
     assert fast.rows == [total] * FIRST_CUT + [total] * LAYERS
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, 0.0)
     assert outcomes() == {log.FAILED: 1}
     assert tail.rows == ()
-    assert_replayed(engine, TWO_PROMPTS, eager=True)
+    assert_fast(engine, TWO_PROMPTS)
     assert outcomes() == {log.FAILED: 1, log.TAIL_EAGER: 1}
-    said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-    assert any(line.endswith("runs eagerly: a replay failed: InjectedError") for line in said)
+    assert any(line.endswith("runs eagerly: a replay failed: InjectedError") for line in said())
     assert why_eager(engine) == "a replay failed: InjectedError"
 
 
-# ---------------------------------------------------------------- when, and what is said
+# ---------------------------------------------------------------- when, and what is logged
 
 
 def reason(engine: Engine) -> str:
     """Why the tail is eager after SGLang has captured its graphs."""
     state = start.of(engine.text_model)
-    start.capture_tail(engine.runner, state)
+    start.set_up(engine.runner, state)
     assert state.captured is None
     return why_eager(engine)
 
 
 @pytest.fixture
-def recordable(known: ModelState) -> Iterator[None]:
-    """SGLang has recorded decode steps, and but for the test's reason the tail could be."""
+def can_be_captured(known: ModelState) -> Iterator[None]:
+    """SGLang has captured decode steps, and but for the test's reason the tail could be."""
     with mock.patch.object(backend, "captured_decode_steps", return_value=mock.Mock()):
         yield
 
@@ -666,27 +581,30 @@ REFUSED_ARGUMENTS = (
 def test_decode_steps_in_graphs_of_another_kind(
     engine: Engine, tail: TailGraphs, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """What is recorded in pieces runs Python between them."""
-    stock = compat.server_arguments()
-    assert stock is not None
+    """What is captured in pieces runs Python between them."""
     config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
-    with monkeypatch.context() as other:
-        other.setattr(
-            compat,
-            "server_arguments",
-            lambda: lambda asked: config if asked == "cuda_graph_config" else stock(asked),
-        )
-        steps = object.__new__(DecodeCudaGraphRunner)
+    steps = object.__new__(DecodeCudaGraphRunner)
+    with monkeypatch.context() as other, arguments_are(cuda_graph_config=config):
         other.setattr(engine.runner, "decode_cuda_graph_runner", steps)
         assert reason(engine) == graphs.NO_GRAPHS
 
 
-@pytest.mark.usefixtures("recordable")
+@contextmanager
+def arguments_are(**given: Any) -> Iterator[None]:
+    """The server has these arguments, and else its own."""
+    stock = compat.server_arguments()
+    assert stock is not None
+    argument = lambda name: given.get(name) or stock(name)  # noqa: E731
+    with mock.patch.object(compat, "server_arguments", return_value=argument):
+        yield
+
+
+@pytest.mark.usefixtures("can_be_captured")
 class TestReasons:
     def test_switched_off(self, engine: Engine, setting: Callable[..., None]) -> None:
         setting(graph_rows=0)
         assert reason(engine) == graphs.OFF
-        assert_replayed(engine, TWO_PROMPTS, eager=True)
+        assert_fast(engine, TWO_PROMPTS)
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(limits, "CAPTURABLE_BACKENDS", set())
@@ -695,15 +613,10 @@ class TestReasons:
         )
 
     @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
-    def test_arguments(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        stock = compat.server_arguments()
-        assert stock is not None
-        with monkeypatch.context() as other:
-            other.setattr(
-                compat, "server_arguments", lambda: lambda asked: asked == name or stock(asked)
-            )
+    def test_arguments(self, engine: Engine, name: str) -> None:
+        with arguments_are(**{name: True}):
             assert reason(engine).startswith(f"--{name.replace('_', '-')}: ")
-        assert_replayed(engine, TWO_PROMPTS, eager=True)
+        assert_fast(engine, TWO_PROMPTS)
 
     def test_lent_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SGLANG_ENABLE_GRAPH_POOL_BORROW", "1")
@@ -722,7 +635,7 @@ class TestReasons:
     def test_pools_that_get_their_memory_later(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """SGLang 0.5.23 can size them when its graphs are recorded."""
+        """SGLang 0.5.23 can size them when its graphs are captured."""
         pool = engine.runner.token_to_kv_pool
         monkeypatch.setattr(pool.full_kv_pool, "post_capture_active", True, raising=False)
         monkeypatch.setattr(type(pool), "post_capture_active", True, raising=False)
@@ -753,26 +666,24 @@ def test_the_refused_arguments_are_these() -> None:
     assert releases.unknown_arguments(graphs._REFUSED) == []
 
 
-def test_it_is_said_once(
-    engine: Engine, known: ModelState, caplog: pytest.LogCaptureFixture
+def test_it_is_logged_once(
+    engine: Engine, known: ModelState, said: Callable[..., list[str]]
 ) -> None:
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        record_tail(engine, MOST)
-        for _ in range(2):
-            assert_replayed(engine, TWO_PROMPTS)
-    said = [r.getMessage() for r in caplog.records if r.name == log.logger.name]
-    [captured] = [line for line in said if "the tail is captured" in line]
-    [_] = [line for line in said if "is active" in line]
+    record_tail(engine, MOST)
+    for _ in range(2):
+        assert_replayed(engine, TWO_PROMPTS)
+    [captured] = [line for line in said() if "the tail is captured" in line]
+    [_] = [line for line in said() if "is active" in line]
     assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
     assert known.facts["tail"] == f"captured for up to {MOST} rows"
 
 
 def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
-    """New backends, new buffers: what was recorded on the old ones is let go."""
+    """New backends, new buffers: what was captured on the old ones is let go."""
     engine.runner.init_attention_backends()
     assert tail.rows == ()
     assert start.of(engine.text_model).captured is None
-    assert_replayed(engine, TWO_PROMPTS, eager=True)
+    assert_fast(engine, TWO_PROMPTS)
 
 
 @pytest.mark.parametrize("lacking", ["per-layer embeddings", "their projection"])
@@ -789,8 +700,7 @@ def test_without_per_layer_embeddings_stock_serves(
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
     log.reset()
     with without:
-        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+        stock, fast = both_ways(engine, scheduled, 0.0)
     assert fast.rows[-LAYERS:] == stock.rows
-    assert_same_answers(stock, fast, 0.0)
     assert outcomes() == {cut.OTHER_INPUTS: 1}
     engine.runner.init_attention_backends()

@@ -26,12 +26,13 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from batches import batch_of
-from forwards import TWO_PROMPTS, assert_fast, assert_stock
+from forwards import CHUNKS, NEEDS_UNREAD, TWO_PROMPTS, assert_fast, assert_stock
 from layer_rows import FIRST_CUT, LAYERS
 from layer_rows import cut as cut_rows
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from observe import TOLERANCE, batch_in, both_ways, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import compat, log
@@ -69,7 +70,7 @@ def while_deciding(
                 stock(batch)
 
         def called(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            decide(kwargs["forward_batch"] if "forward_batch" in kwargs else args[2])
+            decide(batch_in(args, kwargs))
 
         def decided(*_: Any) -> None:
             deciding.close()
@@ -77,8 +78,8 @@ def while_deciding(
         if when == PLANNED:
             hooks.enter_context(replaced(backend, init_forward_metadata=planning))
         else:
-            hooks.callback(model.register_forward_pre_hook(called, with_kwargs=True).remove)
-            hooks.callback(model.layers[0].register_forward_pre_hook(decided).remove)
+            hooks.enter_context(model.register_forward_pre_hook(called, with_kwargs=True))
+            hooks.enter_context(model.layers[0].register_forward_pre_hook(decided))
         yield
     start.of(model).refused = start.model_reason(model)
 
@@ -103,6 +104,29 @@ class NotGiven(torch.Tensor):
 
     def bfloat16(self) -> None:  # type: ignore[override]
         """What SGLang gives it."""
+
+
+FULL = {"capture_hidden_mode": CaptureHiddenMode.FULL}
+# What refuses a batch that has it, and the reason.
+BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "hidden states": (FULL, gate.HIDDEN_STATES),
+    **{
+        f"hidden states beside {kind.name}": (FULL | {"spec_algorithm": kind}, reason)
+        for kind, reason in (
+            (SpeculativeAlgorithm.EAGLE, gate.SPECULATIVE),
+            (SpeculativeAlgorithm.DFLASH, gate.SPECULATIVE),
+            (SpeculativeAlgorithm.NGRAM, gate.HIDDEN_STATES),
+        )
+    },
+    "a LoRA row": ({"lora_ids": [None, "adapter"]}, gate.LORA),
+}
+
+
+@pytest.mark.parametrize("what", BATCHES)
+def test_refused_batches(engine: Engine, batches_with: Callable[..., None], what: str) -> None:
+    fields, reason = BATCHES[what]
+    batches_with(**fields)
+    assert_stock(engine, reason)
 
 
 # What refuses a batch where it is set: a value, and the reason.
@@ -161,14 +185,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", LENGTHS)
 def test_lengths_that_the_host_does_not_know(engine: Engine, what: str) -> None:
-    @contextmanager
-    def said(batch: Any) -> Iterator[None]:
-        before = {name: getattr(batch, name) for name in LENGTHS[what]}
-        vars(batch).update(LENGTHS[what])
-        yield
-        vars(batch).update(before)
-
-    assert_decided(engine, gate.UNKNOWN_LENGTHS, said)
+    assert_decided(engine, gate.UNKNOWN_LENGTHS, lambda batch: replaced(batch, **LENGTHS[what]))
 
 
 @pytest.mark.parametrize("when", [PLANNED, CALLED])
@@ -258,7 +275,7 @@ def test_an_argument_of_the_server(
 def test_every_argument_that_refuses_has_a_row() -> None:
     assert {*REFUSING} == {name for names in limits.REFUSING_ARGUMENTS.values() for name in names}
     beside = {name for given, why in ARGUMENTS if why == HIDDEN_STATES_OF_DRAFTS for name in given}
-    assert beside - DRAFTS.keys() == set(limits._HIDDEN_STATE_ARGUMENTS)
+    assert beside - DRAFTS.keys() == limits._HIDDEN_STATE_ARGUMENTS
 
 
 AS_IN_A_NEWER_ONE = pytest.mark.skipif(
@@ -268,21 +285,21 @@ AS_IN_A_NEWER_ONE = pytest.mark.skipif(
 
 @contextmanager
 def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
-    """A later release, in which nobody knows these arguments; a server that sets others."""
-    reviewed = limits.reviewed_arguments() - set(unknown)
-    # SGLang's override for tests leaves the record of what was typed alone.
+    """A later release, in which these arguments are not known; a server that sets others."""
+    reviewed = limits.REVIEWED_ARGUMENTS - set(unknown)
+    # SGLang's override for tests does not change what was typed.
     is_set = compat.arguments_set() | dict.fromkeys(arguments, True)
     with (
         mock.patch.object(compat, "arguments_set", return_value=is_set),
         mock.patch.object(compat, "LAST_TESTED", Version("0.5.16")),
-        mock.patch.object(limits, "reviewed_arguments", return_value=reviewed),
+        mock.patch.object(limits, "REVIEWED_ARGUMENTS", reviewed),
         releases.published(**arguments),
     ):
         yield
 
 
 @AS_IN_A_NEWER_ONE
-def test_an_argument_that_nobody_has_judged(engine: Engine) -> None:
+def test_an_argument_that_is_not_judged(engine: Engine) -> None:
     """As a server of a later release might set what is new there."""
     reason = "--max-total-tokens is set, an argument that this version has not judged"
     assert_decided(engine, reason, lambda _: newer("max_total_tokens", max_total_tokens=9))
@@ -426,11 +443,9 @@ def test_a_chunk_whose_last_rows_are_captured_is_read(
     engine: Engine, batches_with: Callable[..., None]
 ) -> None:
     """Though it finishes no prompt."""
-    chunk = batch_of((20, 60), (0, 30), to_come=(21, 22))
     batches_with(capture_hidden_mode=CaptureHiddenMode.LAST)
-    stock, fast = (run(engine, engine.schedule(chunk), switch) for switch in ("0", "1"))
-    assert stock.rows[-1] == 90
-    assert fast.rows[-1] == len(chunk)
+    stock, fast = both_ways(engine, engine.schedule(CHUNKS))
+    assert (stock.rows[-1], fast.rows[-1]) == (90, len(CHUNKS))
     captured = [seen.output.hidden_states for seen in (stock, fast)]
     torch.testing.assert_close(captured[1], captured[0], atol=TOLERANCE, rtol=1e-4)
 
@@ -441,26 +456,60 @@ def test_a_mixed_batch_that_stays_one(engine: Engine, monkeypatch: pytest.Monkey
     scheduled = engine.schedule([*batch_of((20, 30)), decoding])
     assert scheduled.forward_mode is ForwardMode.MIXED
     monkeypatch.setattr(ForwardMode, "is_mixed", lambda _: False)
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    _, fast = both_ways(engine, scheduled)
     assert fast.before["forward_mode"] is ForwardMode.MIXED
     assert fast.rows == cut_rows(31, 2)
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, TOLERANCE)
 
 
-@pytest.mark.skipif(
-    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
-)
-def test_three_rows_that_nobody_reads_pay(engine: Engine, setting: Callable[..., None]) -> None:
+@NEEDS_UNREAD
+def test_three_rows_of_an_intermediate_chunk_pay(
+    engine: Engine, setting: Callable[..., None]
+) -> None:
     """All three are skipped; of a prompt of three tokens two would be, which is too few."""
     setting(min_skipped_rows=None)
-    unfinished, whole = batch_of((20, 3), to_come=(21,)), batch_of((20, 3))
-    stock, fast = (run(engine, engine.schedule(unfinished), switch) for switch in ("0", "1"))
-    assert fast.rows == [3] * FIRST_CUT
-    assert_same_cache(stock, fast)
+    assert_fast(engine, batch_of((20, 3), to_come=(21,)))
     assert log.forwards[log.TAIL_SKIPPED] == 1
-    assert run(engine, engine.schedule(whole), "1").rows == [3] * LAYERS
-    assert log.forwards[gate.TOO_LITTLE] == 1
+    assert_stock(engine, gate.TOO_LITTLE, batch_of((20, 3)))
+
+
+# ---------------------------------------------------------------- the measured rule: 3 rows, 1/16
+
+
+@pytest.mark.parametrize(
+    ("total", "kept", "pays"),
+    [
+        (3, 1, False),  # two rows are too few, whatever their share
+        (4, 1, True),
+        (48, 45, True),
+        (49, 46, False),
+        (64, 60, True),
+        (65, 61, False),
+        (68, 64, False),
+    ],
+)
+def test_rows_that_are_worth_skipping(
+    engine: Engine, setting: Callable[..., None], total: int, kept: int, pays: bool
+) -> None:
+    setting(min_skipped_rows=None)
+    prompts = batch_of((0, total), logprob_start=total - kept)
+    if pays:
+        assert_fast(engine, prompts)
+        assert log.forwards[gate.TOO_LITTLE] == 0
+    else:
+        assert_stock(engine, gate.TOO_LITTLE, prompts)
+
+
+@pytest.mark.parametrize(("kept", "pays"), [(1, True), (2, False)])
+def test_an_operators_own_number(
+    engine: Engine, setting: Callable[..., None], kept: int, pays: bool
+) -> None:
+    """In the place of the rule, which leaves three rows alone."""
+    setting(min_skipped_rows=2)
+    prompts = batch_of((0, 3), logprob_start=3 - kept)
+    if pays:
+        assert_fast(engine, prompts)
+    else:
+        assert_stock(engine, gate.TOO_LITTLE, prompts)
 
 
 def test_what_a_layer_had_of_its_own_is_used_and_put_back(

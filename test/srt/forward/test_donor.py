@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,25 +22,18 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
-from batches import BATCHES, batch_of
+from batches import BATCHES
 from breakages import as_returned
-from forwards import assert_fast, assert_served_by_stock, assert_stock, assert_untouched
+from forwards import CHUNKS, assert_fast, assert_served_by_stock, assert_stock, assert_untouched
 from layer_rows import FIRST_CUT, LAYERS
 from observe import run
-from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.loading import start
 from stand_ins import Doubled, Packed, halved_weights
 
-
-@pytest.fixture(autouse=True)
-def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    log.reset()
-    yield
-    state = start.of(engine.text_model)
-    state.failures_in_a_row, state.refused = 0, None
+pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
 
 def donor_layer(engine: Engine) -> Any:
@@ -57,11 +51,7 @@ def doubled() -> Iterator[Callable[[Any], None]]:
 
 
 def _give(**values: Any) -> Callable[[Any], None]:
-    def change(projection: Any) -> None:
-        for name, value in values.items():
-            setattr(projection, name, value)
-
-    return change
+    return lambda projection: vars(projection).update(values)
 
 
 def _store(store: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
@@ -72,15 +62,11 @@ def _store(store: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Non
     return change
 
 
-def _lose(name: str) -> Callable[[Any], None]:
-    return lambda projection: projection._parameters.pop(name)
-
-
 # Each leaves all but one of the conditions as they are.
 NOT_PLAIN: dict[str, Callable[[Any], None]] = {
     "a method derived from the plain one": _give(quant_method=Doubled()),
     "no method": _give(quant_method=None),
-    "weights by another name": _lose("weight"),
+    "weights by another name": lambda linear: linear._parameters.pop("weight"),
     "one dimension": _store(torch.flatten),
     "int16": _store(lambda weight: weight.to(torch.int16)),
     "a class of tensors": _store(lambda weight: weight.as_subclass(Packed)),
@@ -123,24 +109,13 @@ def test_sglangs_quantised_layers_cannot_be_sliced(config: Any) -> None:
     assert not compat.is_plain_linear(projection)
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])
 def test_a_donor_whose_weights_are_not_plain(
-    engine: Engine, doubled: Callable[[Any], None], name: str
+    engine: Engine, doubled: Callable[[Any], None], prompts: list[Prompt]
 ) -> None:
     """All of its projection is computed, and what is not needed dropped."""
     doubled(donor_layer(engine).self_attn.qkv_proj)
-    assert_fast(engine, BATCHES[name])
-
-
-@pytest.mark.skipif(
-    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
-)
-def test_an_unread_chunk_in_a_donor_whose_weights_are_not_plain(
-    engine: Engine, doubled: Callable[[Any], None]
-) -> None:
-    doubled(donor_layer(engine).self_attn.qkv_proj)
-    assert_fast(engine, batch_of((20, 60), (0, 30), to_come=(21, 22)))
-    assert log.forwards[log.TAIL_SKIPPED] > 0
+    assert_fast(engine, prompts)
 
 
 def test_slicing_them_all_the_same_would_show(
@@ -165,7 +140,7 @@ def test_per_layer_inputs_whose_weights_are_not_plain(
     assert_fast(engine, prompts, projected=[(total, LAYERS)])
 
 
-# ---------------------------------------------------------------- what layer K-1 is
+# ---------------------------------------------------------------- what layer S-1 is
 
 
 class AnotherLayer(Gemma4DecoderLayer):
@@ -176,29 +151,18 @@ class AnotherAttention(Gemma4Attention):
     """As a model of another kind would derive it."""
 
 
-@pytest.mark.parametrize(
-    ("of", "kind", "reason"),
-    [
-        (lambda layer: layer, AnotherLayer, "layer 3 is a AnotherLayer"),
-        (
-            lambda layer: layer.self_attn,
-            AnotherAttention,
-            "the attention of layer 3 is a AnotherAttention",
-        ),
-    ],
-    ids=["layer", "attention"],
-)
 def test_a_donor_of_another_kind_refuses_the_server(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    of: Callable[[Any], Any],
-    kind: type,
-    reason: str,
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as other:
-        other.setattr(of(donor_layer(engine)), "__class__", kind)
-        engine.runner.init_attention_backends()
-        assert_stock(engine, reason)
+    layer = donor_layer(engine)
+    for part, kind, reason in (
+        (layer, AnotherLayer, "layer 3 is a AnotherLayer"),
+        (layer.self_attn, AnotherAttention, "the attention of layer 3 is a AnotherAttention"),
+    ):
+        with monkeypatch.context() as other:
+            other.setattr(part, "__class__", kind)
+            engine.runner.init_attention_backends()
+            assert_stock(engine, reason)
     engine.runner.init_attention_backends()
     assert_fast(engine)
 
@@ -235,45 +199,42 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     assert start.of(engine.text_model).refused == reason
 
 
-def test_an_update_that_the_norm_would_add(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a model whose norm is given the residual beside what is to be added to it."""
-    model = engine.text_model
-    call = type(model.norm).__call__
+@contextmanager
+def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]:
+    """The model's last norm is called by ``otherwise(call, rows, *others)``."""
+    last, kind = engine.text_model.norm, type(engine.text_model.norm)
+    call = kind.__call__
 
-    def adding(norm: Any, rows: torch.Tensor, *others: Any) -> Any:
-        if norm is not model.norm:
-            return call(norm, rows, *others)
-        normed, _ = call(norm, rows, torch.zeros_like(rows))
-        return normed
+    def called(norm: Any, *args: Any) -> Any:
+        stock = functools.partial(call, norm)
+        return otherwise(stock, *args) if norm is last else stock(*args)
 
-    monkeypatch.setattr(type(model.norm), "__call__", adding)
-    assert_refused_late(engine, cut.OTHER_NORM)
-
-
-def test_a_norm_that_is_called_twice(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows are the answer by then, of which no tail begins."""
-    model = engine.text_model
-    call = type(model.norm).__call__
-
-    def twice(norm: Any, rows: torch.Tensor, *others: Any) -> Any:
-        if norm is model.norm and not others:
-            call(norm, rows)
-        return call(norm, rows, *others)
-
-    monkeypatch.setattr(type(model.norm), "__call__", twice)
-    assert_refused_late(engine, cut.OTHER_NORM)
+    with mock.patch.object(kind, "__call__", called):
+        yield
 
 
-def test_something_else_before_the_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def adding(call: Any, rows: torch.Tensor, *_: Any) -> Any:
+    """The norm is given the residual beside what is to be added to it."""
+    return call(rows, torch.zeros_like(rows))[0]
+
+
+def twice(call: Any, rows: torch.Tensor, *others: Any) -> Any:
+    """The second time its rows are the answer already, of which no tail begins."""
+    if not others:
+        call(rows)
+    return call(rows, *others)
+
+
+@pytest.mark.parametrize("otherwise", [adding, twice])
+def test_a_norm_that_is_called_otherwise(engine: Engine, otherwise: Callable[..., Any]) -> None:
+    with norm_called(engine, otherwise):
+        assert_refused_late(engine, cut.OTHER_NORM)
+
+
+def test_something_else_before_the_norm(engine: Engine) -> None:
     """Rows that the norm gets in another tensor are the rows that the tail begins with."""
-    model = engine.text_model
-    call = type(model.norm).__call__
-
-    def of_a_copy(norm: Any, rows: torch.Tensor, *others: Any) -> Any:
-        return call(norm, rows.clone() if norm is model.norm else rows, *others)
-
-    monkeypatch.setattr(type(model.norm), "__call__", of_a_copy)
-    assert_fast(engine)
+    with norm_called(engine, lambda call, rows, *others: call(rows.clone(), *others)):
+        assert_fast(engine)
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -283,7 +244,7 @@ def test_inputs_that_were_not_projected(
     monkeypatch: pytest.MonkeyPatch,
     plain: bool,
 ) -> None:
-    """The model has made them in a way of its own, and nobody knows those of the tail."""
+    """The model has made them in a way of its own: those of the tail are not known."""
     model = engine.text_model
     if not plain:
         doubled(model.per_layer_model_projection)
@@ -294,37 +255,28 @@ def test_inputs_that_were_not_projected(
 
 
 @pytest.mark.parametrize("rows", [-1, 1])
-def test_rows_that_are_not_the_batchs(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, rows: int
-) -> None:
+def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     """As padding for a kernel would bring: once, so that stock can serve the batch."""
-    last = FIRST_CUT - 1
     padded: list[torch.Tensor] = []
 
-    def padding(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            output = stock(layer, *args, **kwargs)
-            is_fast = model.end_layer == FIRST_CUT
-            if padded or not is_fast or layer is not model.layers[last]:
-                return output
-            hidden = compat.layer_rows(output)
-            padded.append(hidden)
-            more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
-            compat.write_residual(kwargs["forward_batch"], more)
-            return as_returned(more)
-
-        return call
+    def pad(_: Any, __: Any, call: dict[str, Any], output: Any) -> Any:
+        if padded or model.end_layer != FIRST_CUT:  # once, and not stock's
+            return output
+        hidden = compat.layer_rows(output)
+        padded.append(hidden)
+        more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
+        compat.write_residual(call["forward_batch"], more)
+        return as_returned(more)
 
     model = engine.text_model
-    kind = type(model.layers[last])
-    monkeypatch.setattr(kind, "forward", padding(kind.forward))
-    assert_refused_late(engine, cut.OTHER_ROWS)
+    with model.layers[FIRST_CUT - 1].register_forward_hook(pad, with_kwargs=True):
+        assert_refused_late(engine, cut.OTHER_ROWS)
     assert len(padded) == 1
 
 
 @pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 class TestResidualIsWritten:
-    """The question itself, on SGLang's streams."""
+    """On SGLang's streams."""
 
     def batch(self, stream: Any) -> SimpleNamespace:
         return SimpleNamespace(residual_stream=stream)

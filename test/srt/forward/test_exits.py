@@ -533,7 +533,7 @@ def test_a_server_that_is_not_cut_is_left_alone(
     """Its error is SGLang's, and a line before it names the remedy."""
     state, layer = start.of(engine.text_model), engine.text_model.layers[FIRST_CUT]
     index = cuda_graph_setup.index_attention_layers_by_global_id
-    refused = state.refusing("data-parallel attention")
+    refused = replaced(state, refused="data-parallel attention")
     with refused, prefill_graphs.capturing(engine.runner, state):
         assert "forward" not in vars(layer)
         assert cuda_graph_setup.index_attention_layers_by_global_id is index

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +19,15 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from batches import BATCHES, batch_of
 from forwards import (
+    CHUNKS,
+    NEEDS_UNREAD,
     PLACES,
     InjectedError,
     assert_fast,
     assert_served_by_stock,
     assert_stock,
     assert_untouched,
+    attention_of,
     failing,
     norms_that_add_in_place,
 )
@@ -32,8 +37,8 @@ from observe import (
     TOLERANCE,
     Observed,
     assert_same_answers,
-    assert_same_cache,
-    assert_same_objects,
+    batch_in,
+    both_ways,
     run,
     step,
     watching,
@@ -50,12 +55,7 @@ from sglang_gemma4_yoco.loading import limits, patch, start
 EVERY_CALL = range(10**9)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_decisions(engine: Engine) -> Iterator[None]:
-    log.reset()
-    yield
-    state = start.of(engine.text_model)
-    state.failures_in_a_row, state.refused = 0, None
+pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
 
 def planned_for(batch: Any) -> Any:
@@ -77,29 +77,21 @@ def test_backend_whose_decode_is_not_proven(
     assert_fast(engine, BATCHES[name], tail_mode="EXTEND")
 
 
-@pytest.mark.skipif(
-    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
-)
+@NEEDS_UNREAD
 def test_an_unread_chunk_waits_for_the_loads_that_stock_waits_for(engine: Engine) -> None:
-    """A cache that loads prefixes layer by layer has whoever asks for a layer's K and V wait."""
-    asked: dict[str, set[int]] = {"0": set(), "1": set()}
-    pool = engine.runner.token_to_kv_pool
-    scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
-    for switch, layers in asked.items():
-
-        def noting(stock: Callable[[int], Any], layers: set[int] = layers) -> Callable[[int], Any]:
-            def get(layer: int) -> Any:
-                layers.add(layer)
-                return stock(layer)
-
-            return get
-
-        names = ("get_key_buffer", "get_kv_buffer")
-        noted = {name: noting(getattr(pool, name)) for name in names}
-        with replaced(pool, **noted), switched(switch):
+    """A cache that loads prefixes layer by layer has each reader of a layer's K and V wait."""
+    pool, read = engine.runner.token_to_kv_pool, dict[str, set[int]]()
+    scheduled = engine.schedule(CHUNKS)
+    for switch in ("0", "1"):
+        with (
+            mock.patch.object(pool, "get_key_buffer", wraps=pool.get_key_buffer) as keys,
+            mock.patch.object(pool, "get_kv_buffer", wraps=pool.get_kv_buffer) as both,
+            switched(switch),
+        ):
             engine.forward(scheduled, unread=True)
-    assert FIRST_CUT in asked["0"]
-    assert asked["1"] == asked["0"]
+        read[switch] = {call.args[0] for call in keys.call_args_list + both.call_args_list}
+    assert FIRST_CUT in read["0"]
+    assert read["1"] == read["0"]
 
 
 def test_a_refused_batch_is_the_stock_forward_bit_for_bit(engine: Engine) -> None:
@@ -111,26 +103,21 @@ def test_a_refused_batch_is_the_stock_forward_bit_for_bit(engine: Engine) -> Non
 def test_with_other_ranks_a_failure_propagates_and_leaves_all_ready(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, place: str, name: str
 ) -> None:
-    scheduled = engine.schedule(BATCHES[name])
-    seen = Observed()
-    model, inside = engine.text_model, []
+    scheduled, seen, inside = engine.schedule(BATCHES[name]), Observed(), list[Any]()
 
     def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inside.append(kwargs.get("forward_batch") or args[2])
+        inside.append(batch_in(args, kwargs))
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        with (
-            monkeypatch.context() as ranks,
-            switched("1"),
-            watching(engine, seen),
-            failing(engine, place) as calls,
-        ):
-            ranks.setattr(torch.distributed, "get_world_size", lambda: 2)
-            with pytest.raises(InjectedError, match=place):
-                engine.forward(scheduled)
-    finally:
-        hook.remove()
+    with (
+        monkeypatch.context() as ranks,
+        switched("1"),
+        watching(engine, seen),
+        engine.text_model.register_forward_pre_hook(note, with_kwargs=True),
+        failing(engine, place) as calls,
+    ):
+        ranks.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(InjectedError, match=place):
+            engine.forward(scheduled)
     assert calls == [0]
     (batch,) = inside
     after = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
@@ -144,7 +131,6 @@ def test_with_other_ranks_a_failure_propagates_and_leaves_all_ready(
 @pytest.fixture(params=["as on a CPU", "as on a GPU"])
 def norms(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
     """How the norm before each FFN adds: into new tensors, or, as its CUDA kernel, in place."""
-
     in_place = request.param == "as on a GPU"
     with norms_that_add_in_place(engine) if in_place else nullcontext():
         yield request.param
@@ -159,13 +145,9 @@ def scheduled_batch(engine: Engine, name: str) -> Any:
 @pytest.mark.parametrize("name", [*BATCHES, "image"])
 def test_norms_that_add_in_place(engine: Engine, norms: str, name: str) -> None:
     """The fast path reads nothing of the embeddings after layer 0 has overwritten them."""
-    scheduled = scheduled_batch(engine, name)
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    stock, fast = both_ways(engine, scheduled_batch(engine, name))
     assert fast.rows[-1] < stock.rows[-1]
     assert (fast.before["mm_input_embeds"] is not None) == (name == "image")
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, TOLERANCE)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -197,12 +179,10 @@ def test_a_failure_is_served_by_stock(
     assert_same_answers(stock, fast, TOLERANCE)
 
 
-@pytest.mark.skipif(
-    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
-)
+@NEEDS_UNREAD
 @pytest.mark.parametrize("place", ["first layer", "donor's attention", "donor's ffn"])
 def test_a_failing_intermediate_chunk_is_served_by_stock(engine: Engine, place: str) -> None:
-    scheduled = engine.schedule(batch_of((20, 60), (0, 30), to_come=(21, 22)))
+    scheduled = engine.schedule(CHUNKS)
     stock = run(engine, scheduled, "0")
     log.reset()
     with failing(engine, place) as calls:
@@ -215,7 +195,7 @@ def test_a_failing_intermediate_chunk_is_served_by_stock(engine: Engine, place: 
     assert log.forwards == {log.FAILED: 1}
 
 
-def test_each_kind_of_failure_is_told_once(
+def test_each_kind_of_failure_is_logged_once(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
@@ -229,10 +209,8 @@ def test_each_kind_of_failure_is_told_once(
         for error in (VaryingError, VaryingError, InjectedError, VaryingError):
             with failing(engine, "first tail layer", error=error):
                 run(engine, scheduled, "1")
-    assert [type(r.exc_info[1]) for r in caplog.records if r.exc_info] == [
-        VaryingError,
-        InjectedError,
-    ]
+    kinds = [type(r.exc_info[1]) for r in caplog.records if r.exc_info]
+    assert kinds == [VaryingError, InjectedError]
     assert len(caplog.records) == 2
     assert log.forwards == {log.FAILED: 4}
 
@@ -279,10 +257,8 @@ def test_a_forward_that_never_comes_to_its_norm(
 
     No later forward is tried: the path is off, and says why.
     """
-    state = start.of(engine.text_model)
-    attention, audits = state.attention, []
-    assert attention is not None
-    monkeypatch.setattr(state, "after_cut", lambda *_: audits.append(1))
+    state, main = start.of(engine.text_model), attention_of(engine).main
+    monkeypatch.setattr(state, "after_cut", mock.Mock(side_effect=AssertionError("an audit")))
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     model, ends = engine.text_model, []
 
@@ -290,31 +266,30 @@ def test_a_forward_that_never_comes_to_its_norm(
         ends.append(model.end_layer)
         return torch.full((70, 1), float(len(ends)))
 
-    with switched("1"), forward_context(ForwardContext(attn_backend=attention.main)):
-        attention.main.init_forward_metadata(batch)
+    with switched("1"), forward_context(ForwardContext(attn_backend=main)):
+        main.init_forward_metadata(batch)
         assert isinstance(planned_for(batch), Plan)
         run_by_hand = forward.EagerForward(state, batch.positions, None, answer)
         assert forward.serve(state, batch, run_by_hand)[0] == 2
     assert ends == [FIRST_CUT, LAYERS]
     assert planned_for(batch) is None
-    assert (log.forwards, audits) == ({cut.OTHER_NORM: 1}, [])
+    assert log.forwards == {cut.OTHER_NORM: 1}
     assert state.refused == cut.OTHER_NORM
     assert_untouched(engine)
 
 
-def test_a_cut_that_cannot_begin(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_cannot_begin(engine: Engine) -> None:
     """Some of its attributes are replaced by then."""
 
-    def failing(*_: Any, **attributes: Any) -> Any:
+    def broken(*owner: Any, **attributes: Any) -> Any:
         if "forward" in attributes:
             raise InjectedError
-        return replaced(*_, **attributes)
+        return replaced(*owner, **attributes)
 
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
     log.reset()
-    with monkeypatch.context() as broken:
-        broken.setattr(cut, "replaced", failing)
+    with mock.patch.object(cut, "replaced", broken):
         seen = run(engine, scheduled, "1")
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
@@ -333,7 +308,7 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
 
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
-    """Nor is it told of as the served one, and the runner's backend is as it was."""
+    """Nor is it taken for the served one, and the runner's backend is as it was."""
     state = start.of(engine.text_model)
     others = {one for one in states._attached if one is not state}
     state.close()
@@ -376,25 +351,21 @@ def test_what_is_no_failure_propagates_at_once(engine: Engine, error: type[BaseE
 
 
 def test_a_failing_gate_is_served_by_stock(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, said: Callable[..., list[str]]
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
     log.reset()
-
-    def surprised(*_: Any) -> str | None:
-        raise AttributeError("a batch without lengths")
-
     with monkeypatch.context() as broken:
-        broken.setattr(gate, "check_eligibility", surprised)
+        broken.setattr(gate, "check_eligibility", mock.Mock(side_effect=InjectedError))
         seen = run(engine, scheduled, "1")
         assert seen.rows == stock.rows
         assert_served_by_stock(stock, seen)
         broken.setattr(compat, "is_single_rank", lambda: False)
-        with pytest.raises(AttributeError, match="without lengths"):
+        with pytest.raises(InjectedError):
             run(engine, scheduled, "1")
     assert log.forwards == {gate.NOT_PLANNED: 1}
-    assert [r.levelname for r in caplog.records if r.name == "sglang_gemma4_yoco"] == ["ERROR"]
+    [_] = said(logging.WARNING)
     assert_fast(engine, BATCHES["one prompt"])
 
 
@@ -410,19 +381,14 @@ def test_the_first_try_frees_its_memory_before_the_second(engine: Engine) -> Non
             held.append(weakref.ref(big))
             raise InjectedError(big.shape)
 
-    handle = engine.text_model.layers[-1].mlp.register_forward_pre_hook(hook)
-    try:
+    with engine.text_model.layers[-1].mlp.register_forward_pre_hook(hook):
         run(engine, scheduled, "1")
-    finally:
-        handle.remove()
     assert alive == [False]
 
 
 def test_metadata_is_given_back(engine: Engine) -> None:
     """The tail's backend has what was planned for a batch while its tail runs, and no longer."""
-    attention = start.of(engine.text_model).attention
-    assert attention is not None
-    tail, seen = attention.tail, list[Any]()
+    tail, seen = attention_of(engine).tail, list[Any]()
     planned, stock = object(), tail.init_forward_metadata
     scheduled = engine.schedule(BATCHES["input logprobs"])  # runs the forwards of its prefixes
 
@@ -433,56 +399,38 @@ def test_metadata_is_given_back(engine: Engine) -> None:
     def look(*_: Any) -> None:
         seen.append(tail.forward_metadata)
 
-    layers = [engine.text_model.layers[number].mlp for number in (0, FIRST_CUT, LAYERS - 1)]
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
-    try:
-        with replaced(tail, init_forward_metadata=planning), switched("1"):
-            engine.forward(scheduled)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, replaced(tail, init_forward_metadata=planning), switched("1"):
+        for number in (0, FIRST_CUT, LAYERS - 1):
+            layer = engine.text_model.layers[number].mlp
+            hooks.enter_context(layer.register_forward_pre_hook(look))
+        engine.forward(scheduled)
     assert seen == [None, planned, planned]
     assert tail.forward_metadata is None
 
 
 def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attention = start.of(engine.text_model).attention
-    assert attention is not None
-    scheduled = engine.schedule(BATCHES["one prompt"])
-    stock = run(engine, scheduled, "0")
-
-    def out_of_memory(_: Any) -> None:
-        raise MemoryError("planning")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(attention.tail, "init_forward_metadata", out_of_memory)
-        fast = run(engine, scheduled, "1")
+    scheduled, tail = engine.schedule(BATCHES["one prompt"]), attention_of(engine).tail
+    with mock.patch.object(tail, "init_forward_metadata", side_effect=InjectedError):
+        stock, fast = both_ways(engine, scheduled, 0.0)
     assert fast.rows == stock.rows
-    assert_same_objects(fast)
-    assert_same_answers(stock, fast, 0.0)
     assert log.forwards[gate.NOT_PLANNED] == 1
     (record,) = [r for r in caplog.records if "planning the tail" in r.getMessage()]
     assert record.exc_info
     assert_fast(engine, BATCHES["one prompt"])
 
 
-def test_a_batch_that_was_not_planned_runs_as_stock(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_was_not_planned_runs_as_stock(engine: Engine) -> None:
     """Its attention was planned without the package, after another batch that never ran."""
-    attention = start.of(engine.text_model).attention
-    assert attention is not None
+    main = attention_of(engine).main
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
     never_run = releases.forward_batch(scheduled, engine.runner)
-    attention.main.init_forward_metadata(never_run)
+    main.init_forward_metadata(never_run)
     assert isinstance(planned_for(never_run), Plan)
-    unpatched = functools.partial(type(attention.main).init_forward_metadata, attention.main)
-    with monkeypatch.context() as bypassed:
-        bypassed.setattr(attention.main, "init_forward_metadata", unpatched)
-        log.reset()
+    log.reset()
+    with replaced(main, init_forward_metadata=partial(type(main).init_forward_metadata, main)):
         fast = run(engine, scheduled, "1")
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
@@ -491,25 +439,23 @@ def test_a_batch_that_was_not_planned_runs_as_stock(
 
 
 def test_decode_goes_straight_through(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, caplog: pytest.LogCaptureFixture, said: Callable[..., list[str]]
 ) -> None:
-    """The gate is not asked, no tail is planned, nothing is counted or said."""
-    attention = start.of(engine.text_model).attention
-    assert attention is not None
-    steps = []
+    """The gate does not run, no tail is planned, nothing is counted or logged."""
+    attention, steps = attention_of(engine), []
     for switch in ("0", "1"):
         scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
         run(engine, scheduled, switch)
         log.reset()
         caplog.clear()
-        asked: list[Any] = []
-        with monkeypatch.context() as counted, caplog.at_level("DEBUG", "sglang_gemma4_yoco"):
-            counted.setattr(gate, "check_eligibility", lambda *a, asked=asked: asked.append(a))
-            counted.setattr(attention.tail, "init_forward_metadata", asked.append)
+        with (
+            mock.patch.object(gate, "check_eligibility", side_effect=AssertionError),
+            mock.patch.object(attention.tail, "init_forward_metadata", side_effect=AssertionError),
+            caplog.at_level("DEBUG", "sglang_gemma4_yoco"),
+        ):
             steps.append(step(engine, scheduled, [30, 31], switch))
-        assert asked == []
         assert not log.forwards
-        assert [r for r in caplog.records if r.name == "sglang_gemma4_yoco"] == []
+        assert said(logging.DEBUG) == []
     stock, fast = steps
     assert fast.rows == stock.rows == [2] * LAYERS
     assert {id(call.backend) for call in fast.attended} == {id(attention.main)}
@@ -526,11 +472,9 @@ def test_without_a_backend_of_the_tails_own_stock_serves(
 
 
 def test_reinitialised_backends_are_followed(engine: Engine) -> None:
-    before = start.of(engine.text_model).attention
+    before = attention_of(engine)
     engine.runner.init_attention_backends()
-    after = start.of(engine.text_model).attention
-    assert after is not None
-    assert before is not None
+    after = attention_of(engine)
     assert after is not before
     assert after.main is engine.runner.attn_backend
     assert "init_forward_metadata" not in before.main.__dict__
@@ -538,17 +482,15 @@ def test_reinitialised_backends_are_followed(engine: Engine) -> None:
 
 
 def test_a_second_copy_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patch, "_installed", {})
+    monkeypatch.setattr(patch, "installed", {})
     with pytest.raises(compat.IncompatibleError, match="is it patched already"):
         patch.install()
 
 
-def test_each_reason_is_said_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_reason_is_logged_once(engine: Engine, said: Callable[..., list[str]]) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"), switched("0"):
+    with switched("0"):
         for _ in range(3):
             engine.forward(scheduled)
-    assert [m for m in caplog.messages if SWITCHED_OFF in m] == [
-        f"Gemma 4 fast prefill falls back to stock: {SWITCHED_OFF}"
-    ]
+    assert said() == [f"Gemma 4 fast prefill falls back to stock: {SWITCHED_OFF}"]
     assert log.forwards[SWITCHED_OFF] == 3

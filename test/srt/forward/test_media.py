@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import pytest
 
-from layer_rows import FIRST_CUT
+from layer_rows import cut
 from media import MediaPrompt, assert_same_inputs, media_batch
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
-from sglang_gemma4_reference.checkpoint import E2B_TINY
+from observe import both_ways
 from sglang_gemma4_reference.engine import Engine
 
 
@@ -23,9 +22,6 @@ def test_prompt_with_media(engine: Engine, kind: str, cached: int) -> None:
     # 70 tokens, as many as an image may have here: more than the window of 32.
     scheduled = media_batch(engine, MediaPrompt(text, cached=cached, size=(336, 480)))
     (total,) = scheduled.extend_lens
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    stock, fast = both_ways(engine, scheduled)
     assert_same_inputs(stock, fast)
-    assert fast.rows == [total] * FIRST_CUT + [1] * (E2B_TINY.layers - FIRST_CUT)
-    assert_same_objects(fast)
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, TOLERANCE)
+    assert fast.rows == cut(total, 1)

@@ -14,16 +14,17 @@ from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.platforms import interface
 from torch.multiprocessing.spawn import start_processes
 
+import batches
 from forked import preloaded
+from forwards import ENGINE, NEEDS_GRAPHS, assert_fast
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, assert_same_objects, run
+from observe import both_ways, is_unread, run
 from prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.commands.servers import free_ports
 from sglang_gemma4_yoco.core import ranks, state
@@ -33,37 +34,14 @@ from sglang_gemma4_yoco.prefill_graphs import exits
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
 
-TOKENS = tuple(torch.randint(20, 500, (200,), generator=torch.Generator().manual_seed(0)).tolist())
-# Prompts, and how many rows of them are read.
-BATCHES = {
-    "one prompt": ([Prompt((), TOKENS[:70])], 1),
-    "three, two of them cached": (
-        [
-            Prompt(TOKENS[:30], TOKENS[30:70]),
-            Prompt((), TOKENS[90:97]),
-            Prompt(TOKENS[5:95], TOKENS[95:96]),
-        ],
-        3,
-    ),
-    "input logprobs": (
-        [Prompt(TOKENS[:10], TOKENS[10:50], logprob_start=35), Prompt((), TOKENS[60:69])],
-        16,
-    ),
-    "an intermediate chunk": ([Prompt((), TOKENS[:60], to_come=(21, 22))], 0),
+BATCHES = batches.BATCHES | {
+    "an intermediate chunk": batches.batch_of((0, 60), to_come=(21, 22)),
 }
+ONE_PROMPT = BATCHES["one prompt"]
 
 
 def start(rank: int, path: Path, port: int, **arguments: Any) -> Engine:
-    return Engine(
-        path,
-        rank=rank,
-        tp_size=RANKS,
-        nccl_port=port,
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=4096,
-        **arguments,
-    )
+    return Engine(path, rank=rank, tp_size=RANKS, nccl_port=port, **ENGINE, **arguments)
 
 
 def assert_every_batch_is_cut(engine: Engine, *, captured: int = 0) -> None:
@@ -71,25 +49,14 @@ def assert_every_batch_is_cut(engine: Engine, *, captured: int = 0) -> None:
     attention = engine.text_model.layers[FIRST_CUT].self_attn
     assert attention.num_heads == E2B_TINY.heads // RANKS
     assert attention.num_kv_heads == 1
-    for name, (prompts, kept) in BATCHES.items():
-        scheduled = engine.schedule(prompts)
-        total = sum(len(prompt.new) for prompt in prompts)
-        stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-        assert stock.rows == whole(total)
-        replayed = kept == len(prompts) <= captured
-        assert fast.rows == [rows for rows in cut(total, 0 if replayed else kept) if rows], name
-        assert_same_objects(fast)
-        assert_same_cache(stock, fast)
-        if kept:
-            assert_same_answers(stock, fast, TOLERANCE)
+    for prompts in BATCHES.values():
+        replays = not is_unread(prompts) and sum(batches.kept_rows(prompts)) <= captured
+        assert_fast(engine, prompts, replays=replays)
 
 
 def assert_stock(engine: Engine, reason: str | None) -> None:
-    prompts, _ = BATCHES["one prompt"]
-    scheduled = engine.schedule(prompts)
-    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    stock, fast = both_ways(engine, engine.schedule(ONE_PROMPT), 0.0)
     assert fast.rows == stock.rows == whole(70)
-    assert_same_answers(stock, fast, 0.0)
     known = state.find(engine.text_model)
     assert (known and known.refused) == reason
     if reason == ranks.NOT_ALIKE:
@@ -119,7 +86,7 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED)
         record_tail(engine, ROWS)
-        outcomes = [assert_served_alike(engine, prompts) for prompts, _ in BATCHES.values()]
+        outcomes = [assert_served_alike(engine, prompts) for prompts in BATCHES.values()]
     assert outcomes == [
         log.EXIT_CAPTURED,
         log.EXIT_CAPTURED,
@@ -166,11 +133,8 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
 
 
 def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
-    def out_of_memory(_: Any) -> None:
-        raise MemoryError("no room for a second attention backend")
-
-    build = out_of_memory if rank == 1 else compat.build_attn_backend
-    with mock.patch.object(compat, "build_attn_backend", build):
+    build = {"side_effect": MemoryError} if rank == 1 else {"wraps": compat.build_attn_backend}
+    with mock.patch.object(compat, "build_attn_backend", **build):
         engine.runner.init_attention_backends()
         assert_stock(engine, ranks.NOT_ALIKE)
 
@@ -215,7 +179,7 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     from sglang_gemma4_yoco.core import cut as core_cut
 
     engine.runner.init_attention_backends()
-    model, batch = engine.text_model, engine.schedule(BATCHES["one prompt"][0])
+    model, batch = engine.text_model, engine.schedule(ONE_PROMPT)
     call = type(model.norm).__call__
 
     def other(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,10 +205,8 @@ def with_audits(rank: int, engine: Engine) -> None:
         state = starting.of(engine.text_model)
         starting.set_up(engine.runner, state)
         assert state.refused is None
-        prompts, kept = BATCHES["one prompt"]
-        scheduled = engine.schedule(prompts)
-        again = cut(70, kept)[FIRST_CUT:]
-        assert run(engine, scheduled, "1").rows == [*cut(70, kept), *whole(70), *again]
+        scheduled, fast = engine.schedule(ONE_PROMPT), cut(70, 1)
+        assert run(engine, scheduled, "1").rows == [*fast, *whole(70), *fast[FIRST_CUT:]]
         assert (log.audits.agree, log.audits.differ) == (1, 0)
         stock = donor.keys_and_values
 
@@ -284,12 +246,12 @@ def test_tensor_parallel_ranks_cut_alike_or_not_at_all(tmp_path: Path) -> None:
     on_all_ranks(set_up_together, write_checkpoint(tmp_path, head_each))
 
 
-def test_a_rank_alone_asks_nobody() -> None:
+def test_a_rank_alone_compares_nothing() -> None:
     assert ranks.reason_ranks_differ("anything") is None
     assert ranks.largest(0.5) == 0.5
 
 
-def test_ranks_on_other_machines_are_not_asked(engine: Engine) -> None:
+def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
     """They may not have this package."""
     with (
         releases.published(nnodes=2),
@@ -300,7 +262,6 @@ def test_ranks_on_other_machines_are_not_asked(engine: Engine) -> None:
 
 
 @pytest.mark.release  # by default ``with_exits`` has a captured tail
+@NEEDS_GRAPHS
 def test_the_tail_is_captured_on_all_ranks(tiny_checkpoint: Path) -> None:
-    if not hasattr(interface.SRTPlatform, "get_full_graph_backend_cls"):
-        pytest.skip("this SGLang asks no platform for its graphs")
     on_all_ranks(with_the_captured_tail, tiny_checkpoint)

@@ -143,7 +143,7 @@ def test_captured_forward_is_stocks(engine: Engine, name: str) -> None:
 def test_prefill_graph_of_the_published_arguments(backend: str | None, known: str | None) -> None:
     config = None if backend is None else CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     with get_context().override_server_args(cuda_graph_config=config):
-        assert compat.prefill_graph() == known
+        assert compat.cuda_graph_backend("prefill") == known
 
 
 def replaying(backend: str) -> CudaGraphConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from breakages import BREAKAGES
-from checking import NEW, REQUESTS, checked, counted
+from checking import NEW, REQUESTS, checked, counted, tensors_unchanged
 from forwards import (
     ENGINE,
     TWO_PROMPTS,
@@ -26,10 +27,7 @@ from forwards import (
 from layer_rows import FIRST_SHARED, LAYERS
 from observe import run
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.checkpoint import (
-    E2B_TINY_SHARP,
-    write_checkpoint,
-)
+from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import layerwise, requests
@@ -43,24 +41,12 @@ from sglang_gemma4_yoco.loading import start
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
-def everything(engine: Engine) -> list[torch.Tensor]:
-    """Copies of tables, pools, and what is free in them."""
-    runner = engine.runner
-    allocator = runner.token_to_kv_pool_allocator
-    parts = [getattr(allocator, f"{n}_attn_allocator", None) for n in ("full", "swa")]
-    free = [part.free_pages for part in parts if part is not None]
-    mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
-    tables = [runner.req_to_token_pool.req_to_token, *([] if mapping is None else [mapping])]
-    pools = [buffer for buffers in engine.kv_buffers() for buffer in buffers]
-    return [tensor.clone() for tensor in (*tables, *free, *pools)]
-
-
 @contextmanager
 def nothing_left(engine: Engine) -> Iterator[None]:
     """The span leaves tables, pools, counters and the model as they were."""
-    before, counted = everything(engine), dict(log.forwards)
-    yield
-    assert all(map(torch.equal, before, everything(engine)))
+    counted = dict(log.forwards)
+    with tensors_unchanged(engine):
+        yield
     assert dict(log.forwards) == counted
     assert_untouched(engine)
     modules = list(engine.text_model.modules())
@@ -109,10 +95,9 @@ def test_nothing_is_left(engine: Engine) -> None:
         assert checked(engine).agrees
 
 
-def test_nothing_is_counted_or_said(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        checked(engine)
-    assert [r.getMessage() for r in caplog.records if "fast prefill" in r.getMessage()] == []
+def test_nothing_is_counted_or_logged(engine: Engine, said: Callable[..., list[str]]) -> None:
+    checked(engine)
+    assert said() == []
     assert not log.forwards
     assert not log.rows
 
@@ -149,11 +134,8 @@ def test_logits_that_are_no_numbers(engine: Engine) -> None:
         calls.append(1)
         return output * math.nan if len(calls) == LAST else None
 
-    hook = engine.text_model.register_forward_hook(poison)
-    try:
+    with engine.text_model.register_forward_hook(poison):
         assert worst(engine) == check.NO_NUMBERS
-    finally:
-        hook.remove()
 
 
 @pytest.mark.parametrize("forward", [2, 3])
@@ -195,42 +177,39 @@ def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) 
 
 @pytest.fixture
 def started(engine: Engine) -> Iterator[ModelState]:
-    """What is known of the engine's model before its graphs are recorded."""
+    """What is known of the engine's model before its graphs are captured."""
     engine.runner.init_attention_backends()
     yield start.of(engine.text_model)
     engine.runner.init_attention_backends()
     start.set_up(engine.runner, start.of(engine.text_model))
 
 
-def lines_of_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> tuple[list[str], list[str]]:
-    """What is logged when the engine's graphs are recorded: that the path is on, and errors."""
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        start.set_up(engine.runner, start.of(engine.text_model))
-    lines = [record.getMessage() for record in caplog.records]
-    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    return [line for line in lines if " is on: " in line], errors
+def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list[str], list[str]]:
+    """What is logged when the engine's graphs are captured: that the path is on, and errors."""
+    start.set_up(engine.runner, start.of(engine.text_model))
+    return [line for line in said() if " is on: " in line], said(logging.ERROR)
 
 
 def test_the_start_line_has_the_worst_comparison(
-    started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
+    started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
     assert "check" not in started.facts
-    [line], _ = lines_of_start(engine, caplog)
+    [line], _ = lines_of_start(engine, said)
     assert f", checked layer by layer: at most {started.facts['check']['compared']} off by " in line
 
 
 def test_a_server_that_fails_is_served_by_stock(
-    started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
+    started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
     with settings.changed(self_check=True), BREAKAGES["rows of the next request"](started):
-        on, [error] = lines_of_start(engine, caplog)
+        on, [error] = lines_of_start(engine, said)
     assert on == []
     assert f"is off for this server: {check.FAILED}; checked layer by layer: " in error
     assert_stock(engine, check.FAILED)
 
 
 def test_it_is_made_once(started: ModelState, engine: Engine) -> None:
-    """Weights that are replaced have their graphs recorded anew, while prefixes are cached."""
+    """After an update of weights graphs are captured anew, while prefixes are cached."""
     start.set_up(engine.runner, start.of(engine.text_model))
     first = started.facts["check"]
     with counted(engine) as forwards:
@@ -270,10 +249,13 @@ def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_check_that_cannot_be_run_costs_nothing(
-    started: ModelState, engine: Engine, caplog: pytest.LogCaptureFixture
+    started: ModelState,
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+    said: Callable[..., list[str]],
 ) -> None:
     with failing(engine, "first layer"):
-        _, [error] = lines_of_start(engine, caplog)
+        _, [error] = lines_of_start(engine, said)
     assert "could not be run" in error
     assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] != [None]
     assert started.facts["check"]["unchecked"] == "it could not be run: InjectedError"
@@ -300,11 +282,11 @@ def other_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.mark.usefixtures("other_norm")
 def test_a_server_whose_forwards_cannot_be_cut(
-    engine: Engine, caplog: pytest.LogCaptureFixture
+    engine: Engine, said: Callable[..., list[str]]
 ) -> None:
     """It runs as stock from its start on: no forward runs the layers before the cut twice."""
     engine.runner.init_attention_backends()
-    on, [error] = lines_of_start(engine, caplog)
+    on, [error] = lines_of_start(engine, said)
     assert on == []
     assert f"falls back to stock for this server: {cut.OTHER_NORM}" in error
     state = start.of(engine.text_model)
@@ -316,18 +298,17 @@ def test_a_server_whose_forwards_cannot_be_cut(
 
 @pytest.mark.usefixtures("other_norm")
 def test_forwards_that_cannot_be_cut_any_more(
-    engine: Engine, caplog: pytest.LogCaptureFixture
+    engine: Engine, said: Callable[..., list[str]]
 ) -> None:
     """The first of them turns the path off."""
     state, total = start.of(engine.text_model), sum(len(p.new) for p in TWO_PROMPTS)
     assert state.refused is None
     batch = engine.schedule(TWO_PROMPTS)
-    with caplog.at_level("ERROR", "sglang_gemma4_yoco"):
-        rows = [run(engine, batch, "1").rows for _ in range(3)]
+    rows = [run(engine, batch, "1").rows for _ in range(3)]
     assert rows[0] == [total] * (FIRST_SHARED - 1 + LAYERS)
     assert rows[1:] == [[total] * LAYERS] * 2
     assert state.refused == cut.OTHER_NORM
-    [line] = [r.getMessage() for r in caplog.records]
+    [line] = said(logging.WARNING)
     assert f"falls back to stock for this server: {cut.OTHER_NORM}" in line
 
 

@@ -20,15 +20,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from batches import BATCHES, batch_of, kept_rows
+from forwards import NEEDS_UNREAD, attention_of
 from layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import find
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -38,13 +37,6 @@ def kept_index(prompts: Sequence[Prompt]) -> list[int]:
     ends = itertools.accumulate(len(p.new) for p in prompts)
     lens = kept_rows(prompts)
     return [row for m, end in zip(lens, ends, strict=True) for row in range(end - m, end)]
-
-
-def attention_of(engine: Engine) -> TailBackend:
-    state = find(engine.text_model)
-    assert state is not None
-    assert state.attention is not None
-    return state.attention
 
 
 class TailsView:
@@ -187,9 +179,7 @@ class TestPublishedHelpers:
         assert index.tolist() == kept_index(BATCHES["one prompt"])
         assert torch.equal(rows, hidden[index])
 
-    @pytest.mark.skipif(
-        not releases.tells_unread_chunks(), reason="this SGLang does not tell which are unread"
-    )
+    @NEEDS_UNREAD
     @pytest.mark.usefixtures("planned")
     def test_truncation_of_an_intermediate_chunk(self, engine: Engine) -> None:
         """The package runs no tail of it; who asks for one gets its attention planned."""
@@ -233,13 +223,12 @@ def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str
     def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))
 
-    handle = engine.text_model.register_forward_pre_hook(hook, with_kwargs=True)
     gc.disable()  # its memory is given back at once
     try:
-        engine.forward(engine.schedule(prompts))
+        with engine.text_model.register_forward_pre_hook(hook, with_kwargs=True):
+            engine.forward(engine.schedule(prompts))
         [batch] = held
         assert batch() is None
     finally:
         gc.enable()
-        handle.remove()
     assert log.forwards == {outcome: 1}

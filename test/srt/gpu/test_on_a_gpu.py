@@ -82,7 +82,7 @@ def tail(engine: Engine) -> TailGraphs:
 
 @pytest.fixture
 def eager(engine: Engine) -> None:
-    """The tail is launched kernel by kernel."""
+    """The tail runs eagerly."""
     graphs.drop(state_of(engine), graphs.NOT_YET)
 
 

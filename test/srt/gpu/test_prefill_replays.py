@@ -2,7 +2,7 @@
 
 SGLang cannot capture these models without the package's repair; that repair is all that the first
 tests have of the package. SGLang itself says of multimodal models that their prefills may fault
-where they are replayed, so what these tests find decides what everything behind them is worth.
+where they are replayed, so what these tests find decides what everything after them is worth.
 
 ``python3 scripts/run_tests.py --gpu``. With ``YOCO_TEST_GPU=cpu`` the same tests run on a CPU, on
 the smallest model and the reference's recordings.
@@ -51,7 +51,7 @@ BATCHES = {
     **FULL,
     "one row of padding": batch_of((0, LARGEST - 1)),
     "half of it padding": batch_of((0, LARGEST // 2 + 1)),
-    "behind a prefix": batch_of((LARGEST // 2, 40)),
+    "after a prefix": batch_of((LARGEST // 2, 40)),
     "three prompts": batch_of((0, 3), (0, 50), (9, 1)),
     "beside decode rows": [*batch_of((0, 50)), *batch_of((30, 1), decodes=True)],
 }
@@ -107,22 +107,22 @@ def test_every_segment_is_replayed(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_stock_replayed_is_stock_launched(engine: Engine, name: str) -> None:
-    launched, replayed = answers(engine, BATCHES[name], "off", OFF_REPLAYED)
-    assert_right(replayed, launched)
+def test_stock_replayed_is_stock_eager(engine: Engine, name: str) -> None:
+    eager, replayed = answers(engine, BATCHES[name], "off", OFF_REPLAYED)
+    assert_right(replayed, eager)
 
 
 @pytest.mark.parametrize("name", FULL)
 def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
     """Without padding the same kernels run on the same numbers."""
-    launched, replayed = answers(engine, FULL[name], "off", OFF_REPLAYED)
-    found = replayed.beside(launched)
+    eager, replayed = answers(engine, FULL[name], "off", OFF_REPLAYED)
+    found = replayed.beside(eager)
     assert found["same_cache"], found
     assert found["same_logits"], found
 
 
 def test_replays_leave_nothing_behind(engine: Engine) -> None:
-    """All buckets share one pool and one output: each gives the same again behind any other."""
+    """All buckets share one pool and one output: each gives the same again after any other."""
     first = {name: answers(engine, prompts, OFF_REPLAYED)[0] for name, prompts in FULL.items()}
     for name in [*reversed(FULL), *list(FULL)[::2]]:
         [again] = answers(engine, FULL[name], OFF_REPLAYED)
@@ -149,10 +149,10 @@ def exits(engine: Engine, setting: Callable[..., None]) -> None:
 def test_it_leaves_at_the_exit(engine: Engine, name: str) -> None:
     """As the eager cut; and up to the exit it is the very graph that stock replays."""
     # The exit first: the tail's inputs are still another batch's then.
-    replayed, launched, stock = answers(engine, BATCHES[name], ON_REPLAYED, "on", OFF_REPLAYED)
-    assert launched.path == log.TAIL_CAPTURED
+    replayed, eager, stock = answers(engine, BATCHES[name], ON_REPLAYED, "on", OFF_REPLAYED)
+    assert eager.path == log.TAIL_CAPTURED
     assert replayed.path == log.EXIT_CAPTURED
-    assert_right(replayed, launched)
+    assert_right(replayed, eager)
     assert_right(replayed, stock)
     assert replayed.beside(stock)["same_cache"]
 

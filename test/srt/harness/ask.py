@@ -1,21 +1,24 @@
-"""The same requests put to a server with the fast path and to a stock one, and their answers."""
+"""The same requests to a server with the fast path and to a stock one, and their answers."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from PIL import Image
 
 from disaggregated import Disaggregated
-from layer_rows import assert_all_stock
-from server import Server
-from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
+from layer_rows import assert_all_fast, assert_all_stock
+from server import CHUNK, Server
+from sglang_gemma4_reference import workload
+from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer, write_checkpoint
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.workload import (
     FIRST_TEXT_TOKEN,
@@ -46,12 +49,12 @@ class Answer(comparing.Answer):
     Attributes:
         loaded_tokens: of the cached ones, those that came back from the host.
         retractions: how often the request lost its place, and was computed again.
-        asked: how many tokens were asked for.
+        wanted: how many tokens it must have.
     """
 
     loaded_tokens: int = 0
     retractions: int = 0
-    asked: int = NEW_TOKENS
+    wanted: int = NEW_TOKENS
 
     @property
     def logprobs(self) -> list[float]:
@@ -60,15 +63,14 @@ class Answer(comparing.Answer):
 
     @property
     def input_logprobs(self) -> list[float]:
-        """Of the prompt's tokens, where the request asked for them."""
+        """Of the prompt's tokens, where the request wants them."""
         return [position.logprob for position in self.read]
 
 
 A = TypeVar("A")
-
-
-Asked = Server | Disaggregated
-S = TypeVar("S", bound=Asked)
+R = TypeVar("R")
+Either = Server | Disaggregated
+S = TypeVar("S", bound=Either)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Compared(Generic[A]):
 
 
 def compare(servers: tuple[S, S], ask: Callable[[S], list[A]]) -> Compared[A]:
-    """Put the same requests to both servers, their prefix caches empty at first."""
+    """Send the same requests to both servers, their prefix caches empty at first."""
     answers, prefills = [], []
     for server in servers:
         server.forget_prefixes()
@@ -98,7 +100,36 @@ def compare(servers: tuple[S, S], ask: Callable[[S], list[A]]) -> Compared[A]:
     return Compared(on=answers[0], off=answers[1], prefills=prefills[0])
 
 
-def assert_same_answers(both: Compared[Answer], *, close_calls: int = 0) -> None:
+def assert_alike(
+    servers: tuple[S, S],
+    ask: Callable[[S], list[A]],
+    *,
+    rows: Sequence[list[int]] | None = None,
+    minimum: int | None = 1,
+    captured: Sequence[int] = (),
+    close_calls: int = 0,
+) -> Compared[A]:
+    """One server takes the fast path for these requests, and gives stock's answers.
+
+    Args:
+        ask: sends the requests to one server. Answers that are no ``Answer`` must be equal.
+        rows: what each layer must compute, forward by forward; None: what ``assert_all_fast`` says
+            of ``minimum`` and ``captured``.
+        close_calls: as for ``assert_same_answers``.
+    """
+    both = compare(servers, ask)
+    if rows is None:
+        assert_all_fast(both.prefills, minimum, captured)
+    else:
+        assert both.rows == rows
+    if all(isinstance(answer, Answer) for answer in both.on):
+        assert_same_answers(both, close_calls=close_calls)
+    else:
+        assert both.on == both.off
+    return both
+
+
+def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
     """Same tokens, and log-probabilities within the tolerance.
 
     Args:
@@ -108,7 +139,7 @@ def assert_same_answers(both: Compared[Answer], *, close_calls: int = 0) -> None
     """
     assert len(both.on) == len(both.off) > 0
     for on, off in zip(both.on, both.off, strict=True):
-        assert len(on.tokens) == len(off.tokens) == off.asked
+        assert len(on.tokens) == len(off.tokens) == off.wanted
         assert Comparison.of([(on, off)]).max_logprob <= TOLERANCE, f"{on} and {off}"
         assert on.cached_tokens == off.cached_tokens
     parted = sum(on.tokens != off.tokens for on, off in zip(both.on, both.off, strict=True))
@@ -118,7 +149,7 @@ def assert_same_answers(both: Compared[Answer], *, close_calls: int = 0) -> None
 def assert_same_tokens(
     both: Compared[list[int]], prompts: Sequence[list[int]], stock: Server, *, close_calls: int
 ) -> None:
-    """As ``assert_same_answers``, for answers without log-probabilities: stock is asked anew."""
+    """As ``assert_same_answers``, for answers without log-probabilities: stock gives them anew."""
     parted = 0
     for prompt, on, off in zip(prompts, both.on, both.off, strict=True):
         assert len(on) == len(off) > 0
@@ -136,34 +167,49 @@ def tokens(count: int, seed: int) -> list[int]:
     return [draw.randrange(FIRST_TEXT_TOKEN, E2B_TINY.vocab_size) for _ in range(count)]
 
 
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of so many tokens; those of one length differ by the seed."""
+    return [tokens(length, seed=seed + length) for length in lengths]
+
+
+def one_by_one(*prompts: list[int], **body: Any) -> Callable[[Either], list[Answer]]:
+    """Requests that wait for one another, for ``compare``."""
+    return lambda server: [generate(server, prompt, **body)[0] for prompt in prompts]
+
+
+def at_once(ask: Callable[[R], A], requests: Sequence[R]) -> list[A]:
+    """What ``ask`` gives for each of these requests, by as many clients at the same time."""
+    with ThreadPoolExecutor(len(requests)) as clients:
+        return list(clients.map(ask, requests))
+
+
 def generate(
-    server: Asked, input_ids: Any, *, new_tokens: int | Sequence[int] = NEW_TOKENS, **body: Any
+    server: Either, input_ids: Any, *, new_tokens: int | Sequence[int] = NEW_TOKENS, **body: Any
 ) -> list[Answer]:
     """Greedy answers of /generate to one prompt (a list of ids) or to a batch of them.
 
     Args:
         new_tokens: the length of the answers, or of each one.
     """
-    asked = [new_tokens] if isinstance(new_tokens, int) else list(new_tokens)
-    sampling = [GREEDY | {"max_new_tokens": n} for n in asked]
+    wanted = [new_tokens] if isinstance(new_tokens, int) else list(new_tokens)
+    sampling = [GREEDY | {"max_new_tokens": n} for n in wanted]
     replies = server.generate(
         input_ids=input_ids,
-        sampling_params=sampling if len(asked) > 1 else sampling[0],
+        sampling_params=sampling if len(wanted) > 1 else sampling[0],
         return_logprob=True,
         top_logprobs_num=2,
         **body,
     )
-    listed = replies if isinstance(replies, list) else [replies]
-    asked = asked if len(asked) > 1 else asked * len(listed)
-    return [_answer(reply, n) for reply, n in zip(listed, asked, strict=True)]
+    replies = replies if isinstance(replies, list) else [replies]
+    wanted = wanted if len(wanted) > 1 else wanted * len(replies)
+    return [_answer(reply, n) for reply, n in zip(replies, wanted, strict=True)]
 
 
-def again_and_again(server: Asked) -> list[Answer]:
+def again_and_again(server: Either) -> list[Answer]:
     """Answers to one prompt, four times in a row, and after each to one that goes on from it."""
-    prompt, answers = tokens(200, seed=40), list[Answer]()
-    for seed in range(41, 45):
-        answers += generate(server, prompt)
-        answers += generate(server, prompt + tokens(20, seed=seed))
+    prompt = tokens(200, seed=40)
+    turns = [turn for seed in range(4) for turn in (prompt, prompt + tokens(20, seed=seed))]
+    answers = one_by_one(*turns)(server)
     assert len({answer.tokens for answer in answers[::2]}) == 1
     assert {answer.cached_tokens for answer in answers[1::2]} == {200}
     return answers
@@ -178,8 +224,81 @@ def outputs(server: Server, prompt: list[int], **sampling: Any) -> list[list[int
     return [r["output_ids"] for r in (replies if isinstance(replies, list) else [replies])]
 
 
+def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
+    """Greedy answers to prompts that are sent together: tokens, and how many drafts were right.
+
+    The latter as a histogram: in how many steps 0, 1, 2, ... drafts were right. The third value is
+    how many an assistant has proposed; None without one.
+    """
+    sampling = GREEDY | {"max_new_tokens": 24}
+    replies = server.generate(input_ids=prompts, sampling_params=sampling, **body)
+    return [
+        (
+            reply["output_ids"],
+            reply["meta_info"]["spec_correct_drafts_histogram"],
+            reply["meta_info"].get("spec_num_proposed_drafts"),
+        )
+        for reply in replies
+    ]
+
+
+def drafted_twice(server: Server) -> list[tuple[Any, ...]]:
+    """A turn of 60 tokens, and one that goes on from its answer: K and V of accepted drafts."""
+    [first] = drafted(server, [tokens(60, seed=4)])
+    return [first, *drafted(server, [[*tokens(60, seed=4), *first[0], *tokens(9, seed=5)]])]
+
+
+def next_turn(server: Either, prompt: list[int], more: list[int]) -> list[Answer]:
+    """The answer to a prompt, and to that prompt with its answer and more tokens."""
+    [first] = generate(server, prompt)
+    return [first, *generate(server, [*prompt, *first.tokens, *more])]
+
+
+def with_other_weights(server: Server, prompt: list[int], directory: Path) -> list[Answer]:
+    """Answers with the server's own weights, with others, and with its own again."""
+    own = server.checkpoint
+    other = write_checkpoint(directory, dataclasses.replace(E2B_TINY, seed=7))
+
+    def load(weights: Path) -> list[Answer]:
+        body = {"model_path": str(weights), "flush_cache": True}
+        assert server.post("/update_weights_from_disk", body).json()["success"]
+        return generate(server, prompt)
+
+    try:
+        answers = [*load(own), *load(other)]
+    finally:
+        again = load(own)  # other tests use this server too
+    return answers + again
+
+
+def traffic(server: Server, requests: Sequence[workload.Request], clients: int) -> list[Any]:
+    """The answers to random requests; no slot may leak."""
+    server.forget_prefixes()
+    client = Client(server.url)
+    answers = workload.ask_all(client, requests, concurrency=clients)
+    assert workload.held_tokens(client) == 0
+    assert "leak detected" not in server.log().lower()
+    return answers
+
+
+def assert_same_traffic(
+    requests: Sequence[workload.Request], stock: list[Any], tested: list[Any], server: Server
+) -> None:
+    """Both servers' answers to random requests are the same, and were compared with something.
+
+    Args:
+        server: the stock one.
+    """
+    result = workload.compare(requests, stock, tested, Client(server.url).likeliest)
+    assert result.differences == []
+    assert result.close_calls <= 1 + len(requests) // 200
+    assert result.answered >= len(requests) - sum(request.interrupted for request in requests)
+    assert result.compared_tokens > 2 * len(requests)
+    assert result.compared_logprobs > 5 * len(requests)
+
+
 def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[list[int]]:
-    """Answers to two prompts, the long one asked while the other's answer is generated.
+    """Answers to two prompts, the long one sent while the other's answer is generated.
 
     That one is of 200 tokens, so that it is not at its end too soon on a busy machine.
     """
@@ -192,13 +311,13 @@ def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[l
     return [decoded, answer]
 
 
-def _answer(reply: dict[str, Any], asked: int) -> Answer:
+def _answer(reply: dict[str, Any], wanted: int) -> Answer:
     meta = reply["meta_info"]
     return Answer(
         **vars(comparing.Answer.of(reply)),
         loaded_tokens=(meta.get("cached_tokens_details") or {}).get("host", 0),
         retractions=meta.get("num_retractions", 0),
-        asked=asked,
+        wanted=wanted,
     )
 
 
@@ -233,6 +352,11 @@ def chat(server: Server, content: Any, *, stream: bool = False, **body: Any) -> 
     )
 
 
+def over_a_chunk_boundary() -> list[dict[str, Any]]:
+    """The content of a user message: an image whose tokens fall into two chunks."""
+    return [{"type": "text", "text": "x" * (CHUNK - 20)}, *picture("purple", size=480)]
+
+
 def picture(colour: str, size: int = 96) -> list[dict[str, Any]]:
     """The content of a user message: a square image of one colour, and a question."""
     file = io.BytesIO()
@@ -242,3 +366,10 @@ def picture(colour: str, size: int = 96) -> list[dict[str, Any]]:
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": "What is this?"},
     ]
+
+
+#: A prompt with an image, for ``generate``.
+IMAGE = {
+    "text": "<|image|>What is this?",
+    "image_data": picture("red")[0]["image_url"]["url"],
+}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from observe import run
 from sglang_gemma4_reference import releases
@@ -39,6 +40,20 @@ def audited() -> Iterator[Counter[tuple[str, str]]]:
         yield seen
     finally:
         _recorded.remove(seen)
+
+
+class Operations(TorchDispatchMode):
+    """The operations that run while it is entered: their names and arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch gives it no annotations
+        self.calls: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls.append((func.overloadpacket.__name__, args))
+        return func(*args, **(kwargs or {}))
 
 
 def functions_entered(engine: Engine, prompts: Sequence[Prompt]) -> set[tuple[str, str, int]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from layer_rows import LAYERS
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log, settings
@@ -57,6 +59,25 @@ def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator
     finally:
         state.after_cut = None
         state.refused = reason
+
+
+@contextmanager
+def tensors_unchanged(engine: Engine) -> Iterator[None]:
+    """The span leaves tables and pools, and what is free in them, as they were."""
+    runner = engine.runner
+    allocator = runner.token_to_kv_pool_allocator
+    parts = [getattr(allocator, f"{n}_attn_allocator", None) for n in ("full", "swa")]
+    pool_map = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
+
+    def everything() -> list[torch.Tensor]:
+        free = [part.free_pages for part in parts if part is not None]
+        tables = [runner.req_to_token_pool.req_to_token, *([] if pool_map is None else [pool_map])]
+        pools = [buffer for buffers in engine.kv_buffers() for buffer in buffers]
+        return [tensor.clone() for tensor in (*tables, *free, *pools)]
+
+    before = everything()
+    yield
+    assert all(map(torch.equal, before, everything()))
 
 
 def counts() -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,37 +27,33 @@ _ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True)
 class Disaggregated:
-    """Two servers that share the work on each request.
+    """Two servers that share the work on each request, and are ready.
 
     Attributes:
         prefill: the one that computes the prompts.
         decode: the one that goes on from there.
+        ports: where each of them is met by its peers while it prefills.
     """
 
-    def __init__(self, prefill: Server, decode: Server, ports: list[int]) -> None:
-        """Two servers that are ready.
-
-        Args:
-            ports: where each of them is met by its peers while it prefills.
-        """
-        self.prefill = prefill
-        self.decode = decode
-        self._ports = ports
+    prefill: Server
+    decode: Server
+    ports: list[int]
 
     def peers(self, number: int | None = None) -> dict[str, Any]:
-        """What a request, or a batch of so many, says to both servers so that they meet."""
+        """Fields of a request, or of a batch of so many, by which both servers meet."""
         rooms = [next(_rooms) for _ in range(number or 1)]
         return {
             "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": self._ports[0],
+            "bootstrap_port": self.ports[0],
             "bootstrap_room": rooms[0] if number is None else rooms,
         }
 
-    def ask_both(
+    def send_to_both(
         self, clients: ThreadPoolExecutor, body: dict[str, Any]
     ) -> tuple[Future[requests.Response], Future[requests.Response]]:
-        """Put one body to both servers at once, as SGLang's load balancer does."""
+        """Send one body to both servers at once, as SGLang's load balancer does."""
         ids = body.get("input_ids")
         batch = isinstance(ids, list) and isinstance(ids[0], list)
         body = {**body, **self.peers(len(ids) if ids is not None and batch else None)}
@@ -69,7 +66,7 @@ class Disaggregated:
     def generate(self, **body: Any) -> Any:
         """/generate's JSON answer: the decode server's, and of the prompt the other one's."""
         with ThreadPoolExecutor(2) as clients:
-            replies = [asked.result() for asked in self.ask_both(clients, body)]
+            replies = [reply.result() for reply in self.send_to_both(clients, body)]
         for reply in replies:
             assert reply.ok, f"{reply.url}: {reply.status_code} {reply.text}"
         prefilled, decoded = (reply.json() for reply in replies)
@@ -94,11 +91,11 @@ class Disaggregated:
     def switch_roles(self) -> Disaggregated:
         """Have each server take the other's role."""
         for server, role in ((self.decode, "prefill"), (self.prefill, "decode")):
-            # The memory is asked for, though a CPU has no graphs of decode steps.
+            # The memory must be given, though a CPU has no graphs of decode steps.
             body = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
             switched = server.post("/pd_role_switch", body).json()
             assert switched["success"], switched
-        return Disaggregated(self.decode, self.prefill, self._ports[::-1])
+        return Disaggregated(self.decode, self.prefill, self.ports[::-1])
 
 
 def _listed(reply: Any) -> list[Any]:
@@ -134,5 +131,5 @@ def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
 
 
 def without_peer() -> dict[str, Any]:
-    """What a request says so that a prefill server answers it alone, with its first token."""
-    return {"bootstrap_host": roles.NOBODY, "bootstrap_room": next(_rooms)}
+    """Fields of a request that a prefill server answers alone, with its first token."""
+    return {"bootstrap_host": roles.NO_PEER, "bootstrap_room": next(_rooms)}

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.model_executor import forward_context
+from sglang.srt.platforms.interface import SRTPlatform
 
 import observe
 from batches import batch_of
@@ -26,33 +27,71 @@ from observe import (
     assert_same_cache,
     assert_same_objects,
     expected,
+    replayed,
     run,
 )
+from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import donor
+from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import find
+from sglang_gemma4_yoco.core.state import ModelState, find
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
+# Those of a small engine whose kernels Triton's interpreter runs: program by program, of which
+# each part of a request's keys is one.
+INTERPRETED_ENGINE = ENGINE | {
+    "max_total_tokens": 512,
+    "max_running_requests": 8,
+    "triton_attention_num_kv_splits": 2,
+}
 TWO_PROMPTS = batch_of((0, 40), (0, 3))
+CHUNKS = batch_of((20, 60), (0, 30), to_come=(21, 22))
+
+NEEDS_UNREAD = pytest.mark.skipif(
+    not releases.tells_unread_chunks(), reason="this SGLang does not mark intermediate chunks"
+)
+NEEDS_GRAPHS = pytest.mark.skipif(
+    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),  # 0.5.21
+    reason="this SGLang asks no platform for its graphs",
+)
+
+
+def state_of(engine: Engine) -> ModelState:
+    """What is known of the engine's model."""
+    state = find(engine.text_model)
+    assert state is not None
+    return state
+
+
+def attention_of(engine: Engine) -> TailBackend:
+    """What its tail attends with."""
+    state = state_of(engine)
+    assert state.attention is not None, state.refused
+    return state.attention
 
 
 def assert_fast(
     engine: Engine,
     prompts: Sequence[Prompt] = TWO_PROMPTS,
     tolerance: float = TOLERANCE,
+    *,
+    replays: bool = False,
     **changed: Any,
 ) -> tuple[Observed, Observed]:
     """A forward of ``prompts`` is cut and equals stock; returns stock and fast.
 
     Args:
+        replays: its tail is replayed, so none of its Python runs.
         changed: fields of ``observe.Expected`` in which this forward differs from what the cut
             says.
     """
     wanted = expected(engine, prompts)
     assert wanted is not None, "there is nothing to skip"
+    if replays:
+        wanted = replayed(wanted)
     scheduled = engine.schedule(prompts)
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)

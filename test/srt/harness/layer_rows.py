@@ -18,7 +18,7 @@ from sglang_gemma4_yoco.core.gate import is_worth_cutting
 LAYERS = E2B_TINY.layers
 FIRST_SHARED = E2B_TINY.layers - E2B_TINY.kv_shared_layers
 FIRST_CUT = FIRST_SHARED - 1
-# Rows kept of a chunk that does not finish its prompt, where SGLang tells the forward so and not.
+# Rows kept of a chunk that does not finish its prompt, where SGLang says so in the batch and not.
 UNREAD = 0 if releases.tells_unread_chunks() else 1
 
 
@@ -29,13 +29,17 @@ INTERPRETED = dataclasses.replace(
 )
 
 
+#: For the same: sfs fsf, the last three KV-shared, with a window shorter than most prompts.
+TWO_POOLS = dataclasses.replace(INTERPRETED, layers=6, kv_shared_layers=3, sliding_window=5, seed=1)
+
+
 def whole(rows: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
     """Every layer computes all rows: the stock forward."""
     return [rows] * shape.layers
 
 
 def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
-    """The layers after the cut compute ``kept`` of ``rows`` rows; 0 for a chunk nobody reads."""
+    """The layers after the cut compute ``kept`` of ``rows`` rows; 0 for an unread chunk."""
     front = shape.layers - shape.kv_shared_layers - 1
     return [rows] * front + [kept] * (shape.layers - front)
 
@@ -45,25 +49,25 @@ def local(rows: list[int], prefill: Prefill) -> list[int]:
     return rows[prefill.first_layer :][: len(prefill.rows)]
 
 
-def fast_rows(prefill: Prefill, minimum: int | None = 1, recorded: Sequence[int] = ()) -> list[int]:
+def fast_rows(prefill: Prefill, minimum: int | None = 1, captured: Sequence[int] = ()) -> list[int]:
     """The rows that the fast path's layers must compute of this batch, neither more nor less.
 
     Args:
-        minimum: the server's threshold; None where nobody set one.
-        recorded: the row counts for which its tail is recorded; others are padded to them.
+        minimum: the server's threshold; None where none is set.
+        captured: the row counts for which its tail is captured; others are padded to them.
     """
     total = sum(prefill.extend_lens)
     kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
     if kept == len(prefill.extend_lens) < total:
-        kept = min((rows for rows in recorded if rows >= kept), default=kept)
+        kept = min((rows for rows in captured if rows >= kept), default=kept)
     return cut(total, kept)
 
 
 def without_audit(prefill: Prefill) -> Prefill:
     """What a forward computed before it was audited, if it was.
 
-    An audit runs all rows as stock, and from layer K-1 on the kept ones once more, launched. A tail
-    that is replayed for b rows is replayed again, and launched on as many: b + T + B + 2 b rows.
+    An audit runs all rows as stock, and from layer S-1 on the kept ones once more, eagerly. A tail
+    that is replayed for b rows is replayed again, and run eagerly on as many: b + T + B + 2 b rows.
     """
     total, requests = sum(prefill.extend_lens), len(prefill.extend_lens)
     if prefill.rows[0] != 2 * total:
@@ -80,7 +84,7 @@ def without_audit(prefill: Prefill) -> Prefill:
 
 
 def assert_all_fast(
-    prefills: Iterable[Prefill], minimum: int | None = 1, recorded: Sequence[int] = ()
+    prefills: Iterable[Prefill], minimum: int | None = 1, captured: Sequence[int] = ()
 ) -> None:
     """Every forward computed just the rows that the fast path must.
 
@@ -90,17 +94,17 @@ def assert_all_fast(
     """
     ended = 0
     for prefill in prefills:
-        assert prefill.rows == fast_rows(prefill, minimum, recorded), prefill
-        assert prefill.replays == is_replayed(prefill, minimum, recorded), prefill
+        assert prefill.rows == fast_rows(prefill, minimum, captured), prefill
+        assert prefill.replays == is_replayed(prefill, minimum, captured), prefill
         ended += 0 < prefill.rows[-1] < sum(prefill.extend_lens)
     assert ended, "no prompt ended on the fast path"
 
 
-def is_replayed(prefill: Prefill, minimum: int | None, recorded: Sequence[int]) -> bool:
-    """Whether a tail recorded for these row counts must be replayed for this batch."""
+def is_replayed(prefill: Prefill, minimum: int | None, captured: Sequence[int]) -> bool:
+    """Whether a tail captured for these row counts must be replayed for this batch."""
     total = sum(prefill.extend_lens)
     kept = due_rows(prefill, lambda total, read: is_worth_cutting(total, read, minimum))
-    return kept == len(prefill.extend_lens) < total and kept <= max(recorded, default=0)
+    return kept == len(prefill.extend_lens) < total and kept <= max(captured, default=0)
 
 
 def assert_all_stock(prefills: Iterable[Prefill]) -> None:

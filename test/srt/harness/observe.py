@@ -1,6 +1,6 @@
 """What a forward really did: rows per layer, the batch before and after, outputs and K/V.
 
-Looked at from outside, by module hooks and copies of the pools; nothing here asks the product.
+Looked at from outside, by module hooks and copies of the pools; nothing here uses the package.
 """
 
 from __future__ import annotations
@@ -153,13 +153,13 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     hooks = []
 
     def on_entry(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        batch = batch_in(args, kwargs)
         seen.before = _fields(batch)
         seen.positions = (kwargs["positions"] if "positions" in kwargs else args[1]).clone()
         seen.planned_before = Metadata.of(engine.runner.attn_backend)
 
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+        batch = batch_in(args, kwargs)
         seen.after = _fields(batch)
         seen.planned_after = Metadata.of(engine.runner.attn_backend)
         # With captured layers the model returns their states beside its own.
@@ -204,6 +204,11 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def batch_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward batch that the text model is called with."""
+    return kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
 
 
 def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None = None) -> Observed:
@@ -313,7 +318,7 @@ def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
 
 
 def is_unread(prompts: Sequence[Prompt]) -> bool:
-    """Whether nobody reads any row of a forward of ``prompts``, and it is told so."""
+    """Whether no row of a forward of ``prompts`` is read, and the batch says so."""
     return releases.tells_unread_chunks() and all(
         p.to_come and len(p.new) > 1 and not 0 <= p.logprob_start < len(p.cached) + len(p.new)
         for p in prompts
@@ -389,6 +394,17 @@ def assert_same_cache(stock: Observed, fast: Observed) -> None:
     for layer, ((k, v), (k2, v2)) in enumerate(zip(stock.kv, fast.kv, strict=True)):
         assert torch.equal(k, k2), f"K of layer {layer} differs"
         assert torch.equal(v, v2), f"V of layer {layer} differs"
+
+
+def both_ways(
+    engine: Engine, batch: Any, tolerance: float = TOLERANCE
+) -> tuple[Observed, Observed]:
+    """A scheduled batch off and on: answers and cache are the same, and its fields put back."""
+    stock, fast = run(engine, batch, "0"), run(engine, batch, "1")
+    assert_same_objects(fast)
+    assert_same_cache(stock, fast)
+    assert_same_answers(stock, fast, tolerance)
+    return stock, fast
 
 
 def assert_same_answers(stock: Observed, fast: Observed, tolerance: float) -> None:

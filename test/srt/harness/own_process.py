@@ -2,7 +2,7 @@
 
 Collected in a process that is set up otherwise, such a file becomes one test, which runs the whole
 file in a second pytest; collected where the environment is as it must be, it is an ordinary file.
-So ``pytest`` alone runs everything, and a single test can still be asked for by name::
+So ``pytest`` alone runs everything, and a single test can still be run by name::
 
     TRITON_INTERPRET=1 python -m pytest test/srt/triton/test_hard_batches.py -k prefixes
 
@@ -134,7 +134,7 @@ def run_elsewhere(
 
 
 def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what pytest tells its own children of this run."""
+    """The environment without what pytest hands to its own children of this run."""
     return {k: v for k, v in environment.items() if not k.startswith("PYTEST_")}
 
 

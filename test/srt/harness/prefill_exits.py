@@ -46,7 +46,7 @@ class Run:
         segments: how many of its graph's have run; 0 of a forward that was no replay.
         outcomes: as the package counts them.
         logits: [requests, vocabulary].
-        logprobs: of input tokens, if some were asked for.
+        logprobs: of input tokens, if some were wanted.
         output: SGLang's own, of which later forwards may overwrite what they do not copy.
         cache: K and V of each layer with some, at all slots but the one of padding.
     """

@@ -210,14 +210,14 @@ def last_rows(engine: Engine, batch: Batch) -> bool:
 
 
 def input_logprobs(engine: Engine, batch: Batch) -> bool:
-    """All that is asked of the prompts' rows is what the stock forward says."""
+    """All log-probabilities of the prompts' rows are those of the stock forward."""
     _, stock, fast, active = _both_ways(engine, batch)
     assert_same_answers(stock, fast, TOLERANCE)
     return active
 
 
 def unread_chunks(engine: Engine, batch: Batch) -> bool:
-    """A chunk that nobody reads leaves its K and V, and finite rows."""
+    """A chunk of which no row is read leaves its K and V, and finite rows."""
     prompts, _, fast, active = _both_ways(engine, batch)
     assert fast.output.next_token_logits.isfinite().all()
     return active and is_unread(prompts)

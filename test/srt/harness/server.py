@@ -24,14 +24,26 @@ CHUNK = 128  # tokens per prefill forward
 #: For a server's environment: the threshold is the rule that users have who set nothing.
 DEFAULT_THRESHOLD: Mapping[str, str | None] = {settings.name_of("min_skipped_rows"): None}
 
-#: What a server replays with ``RECORDED_GRAPHS`` and ``RECORDED_ARGUMENTS``: its decode steps, and
+#: What a server replays with ``CAPTURED_GRAPHS`` and ``CAPTURED_ARGUMENTS``: its decode steps, and
 #: the tails of batches with so many rows.
-RECORDED_ROWS = (1, 2, 4)
-RECORDED_GRAPHS: Mapping[str, str | None] = {
+CAPTURED_ROWS = (1, 2, 4)
+CAPTURED_GRAPHS: Mapping[str, str | None] = {
     "GEMMA4_CPU_GRAPHS": "decode",
-    "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": str(RECORDED_ROWS[-1]),
+    "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": str(CAPTURED_ROWS[-1]),
 }
-RECORDED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, RECORDED_ROWS))
+CAPTURED_ARGUMENTS = ("--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS))
+
+
+def drafting_with(assistant: Path) -> tuple[str, ...]:
+    """Arguments of a server with an assistant that drafts three tokens ahead."""
+    return (
+        *("--speculative-algorithm", "NEXTN"),
+        *("--speculative-draft-model-path", str(assistant)),
+        *("--speculative-num-steps", "3"),
+        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "4"),
+    )
+
 
 _ARGUMENTS = (
     *("--device", "cpu"),
@@ -58,7 +70,7 @@ def wait_until(
     """The first true value of ``condition()``.
 
     Args:
-        condition: asked about every 20 ms; what it raises ends the waiting.
+        condition: called about every 20 ms; what it raises ends the waiting.
         what: what is waited for, for the error.
         seconds: how long.
         explain: what to show beside it.
@@ -123,7 +135,7 @@ class Server(servers.Server):
 
     def start(self) -> None:
         """Start it, on another port than before."""
-        if self._starts:  # what became of the start before may be asked for
+        if self._starts:  # the log of the start before is kept
             self.log_file.rename(self.log_file.with_suffix(f".{self._starts}.log"))
             self.port = _free_port()
         self._starts += 1
@@ -137,7 +149,7 @@ class Server(servers.Server):
         """Return when /health answers 200.
 
         Raises:
-            ServerDiedError: it has ended, and not for a port that somebody else had taken.
+            ServerDiedError: it has ended, and not for a port that was taken.
             TimeoutError: it takes too long.
         """
         self.wait_until(self.is_healthy, "a healthy server", timeout)
@@ -187,7 +199,7 @@ class Server(servers.Server):
         """Return when there were so many prefill forwards after a mark."""
         self.wait_until(lambda: self.mark() >= since + count, f"{count} prefill forwards")
 
-    # -- asking it ---------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------
 
     def get_text(self, path: str) -> str:
         """GET a document."""
@@ -217,6 +229,10 @@ class Server(servers.Server):
         events = [line[len("data: ") :] for line in response.text.splitlines() if line]
         assert events[-1] == "[DONE]", f"the stream breaks off: {events[-1]}"
         return [json.loads(event) for event in events[:-1]]
+
+
+#: The fast path is on, and off.
+Pair = tuple[Server, Server]
 
 
 def _free_port() -> int:
@@ -281,12 +297,12 @@ def pair(
     directory: Path,
     *arguments: str,
     env: Mapping[str, str | None] | None = None,
-    recorded: bool = False,
-) -> Iterator[tuple[Server, Server]]:
+    captured: bool = False,
+) -> Iterator[Pair]:
     """Two servers with the same arguments: the fast path on (by default), and switched off.
 
     Args:
-        recorded: the fast one replays its decode steps, and the tails of its prefills.
+        captured: the fast one replays its decode steps, and the tails of its prefills.
     """
     with ExitStack() as stack:
         # Starting is mostly importing, so they start side by side.
@@ -296,11 +312,11 @@ def pair(
                     checkpoint,
                     directory / name,
                     switch=switch,
-                    arguments=[*arguments, *(RECORDED_ARGUMENTS if graphs else ())],
-                    env={**(env or {}), **(RECORDED_GRAPHS if graphs else {})},
+                    arguments=[*arguments, *(CAPTURED_ARGUMENTS if graphs else ())],
+                    env={**(env or {}), **(CAPTURED_GRAPHS if graphs else {})},
                 )
             )
-            for name, switch, graphs in (("on", None, recorded), ("off", "0", False))
+            for name, switch, graphs in (("on", None, captured), ("off", "0", False))
         )
         on.wait_until_ready()
         off.wait_until_ready()

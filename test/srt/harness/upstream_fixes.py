@@ -1,4 +1,4 @@
-"""SGLang with the fixes of ``docs/upstream``, applied to its own functions as they stand there."""
+"""SGLang with the fixes of ``docs/upstream``, applied to its own functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fixed(function: Callable[..., Any], report: Path) -> Any:
 
 
 def without_media(stock: Callable[..., bool]) -> Callable[..., bool]:
-    """The other part of the second fix, which stands there in words."""
+    """The other part of the second fix, which the report has in words."""
 
     @functools.wraps(stock)
     def can_run_graph(self: Any, forward_batch: Any) -> bool:

@@ -1,7 +1,7 @@
 """The published contract of the two helpers on ``Gemma4TextModel``, on plain stand-ins.
 
 Stand-ins carry no more than the published cases give them, so this also shows that the helpers
-ask for nothing else.
+read nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DecodeMode:
 
 
 class RecordingBackend:
-    """An attention backend that writes down the batch it is asked to plan for."""
+    """An attention backend that writes down each batch that it plans for."""
 
     def __init__(self) -> None:
         self.planned: list[tuple[list[int], list[int], list[int]]] = []

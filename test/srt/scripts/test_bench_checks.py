@@ -1,4 +1,4 @@
-"""The bench of checks: what it has found stands in the documents, and it can tell."""
+"""The bench of checks: what it has found is in the documents, and it misses nothing."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def results() -> list[Result]:
 
 
 def test_false_alarms_and_misses_are_counted(results: list[Result]) -> None:
-    told = bench_checks.summary(results)
-    assert told["false_alarms"] == {"check": 1, "audits": 0, "proofs": 0}
-    assert told["breakages"]["a"] == {
+    found = bench_checks.summary(results)
+    assert found["false_alarms"] == {"check": 1, "audits": 0, "proofs": 0}
+    assert found["breakages"]["a"] == {
         "models": 2,
         "smallest": 2.0,
         "on": "large, bfloat16, seed 0",
     }
-    document = bench_checks.finite(told)
+    document = bench_checks.finite(found)
     assert document["breakages"]["b"]["smallest"] == "infinite"
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert "found least: a, 2.0 times" in str(results[1])

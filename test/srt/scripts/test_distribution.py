@@ -70,10 +70,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert inside == modules | {
         "py.typed",
         "commands/prompts.txt",
-        "loading/reviewed_arguments.txt",
+        "compat.ini",
+        "loading/limits.ini",
     }
-    told = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
-    assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= told
+    about = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
+    assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= about
 
 
 def test_the_source_distribution_can_be_built_from(built: tuple[Path, Path]) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import eval_quality
-from server import Server
+from server import Pair
 
 # lm-eval may live in an environment of its own.
 LM_EVAL = os.environ.get("LM_EVAL_PYTHON")
@@ -24,20 +24,18 @@ QUESTIONS = [
 ]
 
 
-def asked(
-    servers: tuple[Server, Server], capsys: pytest.CaptureFixture[str], *more: str
-) -> dict[str, object]:
+def evaluated(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, object]:
     on, off = servers
     mark = on.mark()
     arguments = ["--on", on.url, "--off", off.url, "--max-tokens", "6", *more]
     if LM_EVAL is not None:
         arguments += ["--lm-eval", LM_EVAL]
     status = eval_quality.main(arguments)
-    told = capsys.readouterr()
-    assert status == 0, told.err
+    output = capsys.readouterr()
+    assert status == 0, output.err
     # The fast server did take the fast path.
     assert any(prefill.rows[-1] < prefill.rows[0] for prefill in on.prefills(since=mark))
-    document: dict[str, object] = json.loads(told.out.splitlines()[-1])
+    document: dict[str, object] = json.loads(output.out.splitlines()[-1])
     return document
 
 
@@ -47,7 +45,7 @@ def asked(
 @pytest.mark.release
 @pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["completions", "chat"])
 def test_gsm8k(
-    servers: tuple[Server, Server],
+    servers: Pair,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     chat: list[str],
@@ -55,7 +53,7 @@ def test_gsm8k(
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     more = ["--sets", "gsm8k", "--questions", str(questions), "--limit", "4", *chat]
-    found = asked(servers, capsys, *more)["gsm8k"]
+    found = evaluated(servers, capsys, *more)["gsm8k"]
     assert isinstance(found, dict)
     assert found["questions"] == 4
     assert found["identical"] == 1.0
@@ -64,8 +62,8 @@ def test_gsm8k(
 
 
 @pytest.mark.release
-def test_colours(servers: tuple[Server, Server], capsys: pytest.CaptureFixture[str]) -> None:
-    found = asked(servers, capsys, "--sets", "colours")["colours"]
+def test_colours(servers: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluated(servers, capsys, "--sets", "colours")["colours"]
     assert isinstance(found, dict)
     assert found["questions"] == 30
     assert found["identical"] == 1.0
@@ -78,22 +76,22 @@ def test_differing_answers_are_shown(capsys: pytest.CaptureFixture[str]) -> None
     found = eval_quality.compare(off, on)
     assert found["identical"] == 0.5
     assert (found["accuracy_off"], found["accuracy_on"]) == ({"exact": 1.0}, {"exact": 0.5})
-    told = capsys.readouterr().out
-    assert "off: '4'" in told
-    assert "on:  '5'" in told
-    assert "1 + 1?" not in told
+    output = capsys.readouterr().out
+    assert "off: '4'" in output
+    assert "on:  '5'" in output
+    assert "1 + 1?" not in output
 
 
 def test_an_answer_is_right_that_names_both_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question has its picture; the rest is the server's."""
     right = " and ".join(eval_quality.PICTURES[3])
     reply = {"choices": [{"message": {"content": f"It is {right.upper()}."}}]}
-    asked = mock.Mock(**{"post.return_value.json.return_value": reply})
-    monkeypatch.setattr(eval_quality, "session", lambda _: asked)
+    client = mock.Mock(**{"post.return_value.json.return_value": reply})
+    monkeypatch.setattr(eval_quality, "session", lambda _: client)
     answers = eval_quality.ask_colours("http://x", 6)
     assert answers.accuracy == {"both named": 2 / 30}, "in either order"
     assert len(answers.texts) == 30
-    bodies = [call.kwargs["json"] for call in asked.post.call_args_list]
+    bodies = [call.kwargs["json"] for call in client.post.call_args_list]
     images = {body["messages"][0]["content"][0]["image_url"]["url"] for body in bodies}
     assert len(images) == 30
 

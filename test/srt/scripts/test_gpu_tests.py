@@ -30,8 +30,8 @@ def run(path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 )
 def test_prefill_replays() -> None:
     done = run(FOLDER / "test_prefill_replays.py", YOCO_TEST_GPU="cpu")
-    told = done.stdout[-6000:] + done.stderr[-2000:]
-    assert done.returncode == 0, told
+    output = done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.returncode == 0, output
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None, told
-    assert int(passed[1]) > 25, told
+    assert passed is not None, output
+    assert int(passed[1]) > 25, output

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,11 @@ def entries(table: Any) -> int:
     return sum(entries(v) if isinstance(v, dict | set) else 1 for v in table.values())
 
 
+def with_a_value(lists: ConfigParser) -> list[str]:
+    """The names to which the package's lists give a value."""
+    return [name for section in lists.sections() for name, value in lists.items(section) if value]
+
+
 def test_every_entry_of_the_tables_is_a_mutation() -> None:
     counts = Counter(mutation.name.partition(" ")[0] for mutation in table_entries(LISTED))
     tables = {
@@ -84,6 +90,13 @@ def test_every_entry_of_the_tables_is_a_mutation() -> None:
         for name in counts
         if hasattr(module, name)
     }
+    tables["loading/limits.ini"] = [
+        *limits._INDEPENDENT_ROWS,
+        *limits.judged_arguments(),
+        *with_a_value(limits._SECTIONS),
+    ]
+    names = [name for section in compat._NAMES.sections() for name in compat._NAMES[section]]
+    tables["compat.ini"] = [*names, *with_a_value(compat._NAMES)]
     for name in ("MAIN_BACKENDS", "TAIL_BACKENDS", "CAPTURABLE_BACKENDS"):  # tests enter theirs
         tables[name] = {kind for kind in tables[name] if "." not in kind}
     assert counts == {name: entries(table) for name, table in tables.items()}
@@ -220,7 +233,7 @@ def test_tests_on_triton_are_interpreted(place: mutation_check.Workplace) -> Non
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_a_run_finds(place: mutation_check.Workplace, what: str) -> None:
-    """In real processes; none of them is left behind."""
+    """In real processes; none of them is left."""
     source, failed, died = BROKEN[what]
     (place.broken / mutation_check.TESTS / "unit" / "test_a.py").write_text(source)
     limit = 5.0 if "hangs" in what else 300.0

@@ -117,7 +117,7 @@ def test_stand_ins_can_be_installed_and_imported(tmp_path: Path) -> None:
         "import flashinfer\n"
         "assert not hasattr(flashinfer, '__version__')\n"
         "class Mine(HTML): pass\n"  # inheriting is no use of it
-        "try:\n    top_k()\nexcept ImportError as told:\n    print(told)\n"
+        "try:\n    top_k()\nexcept ImportError as said:\n    print(said)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -44,14 +44,14 @@ def test_what_is_optional_need_not_be_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on another architecture, or without a network."""
-    asked: list[list[str]] = []
+    wanted: list[list[str]] = []
 
     def install(uv: Path, python: Path, packages: list[str], log: Path) -> None:
-        asked.append(packages)
+        wanted.append(packages)
         raise SetupError("no matching distribution")
 
     monkeypatch.setattr(run_tests, "find_uv", lambda *_: tmp_path / "uv")
     monkeypatch.setattr(run_tests, "install", install)
     run_tests.install_optional(tmp_path, tmp_path / "python", tmp_path / "log")
-    assert asked == [["-e", f"{REPO}[{run_tests.OPTIONAL}]"]]
+    assert wanted == [["-e", f"{REPO}[{run_tests.OPTIONAL}]"]]
     assert "cannot be installed here" in capsys.readouterr().out

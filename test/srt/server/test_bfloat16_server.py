@@ -23,7 +23,7 @@ import torch
 import truth
 from ask import compare, tokens
 from layer_rows import assert_all_fast, cut
-from server import Server, pair
+from server import Pair, Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco.commands import prompts, verify
 
@@ -54,9 +54,7 @@ def checkpoint(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with pair(checkpoint, tmp_path_factory.mktemp("servers"), "--dtype", "bfloat16") as both:
         yield both
 
@@ -66,7 +64,7 @@ def in_one_batch(server: Server) -> list[torch.Tensor]:
     return list(truth.server_logprobs(server, BATCH))
 
 
-def behind_prefixes(server: Server) -> list[torch.Tensor]:
+def after_prefixes(server: Server) -> list[torch.Tensor]:
     """Of prompts one by one: first a prefix, then all, the prefix in the cache."""
     return [
         truth.server_logprobs(server, [part])[0]
@@ -80,24 +78,24 @@ def once_more(server: Server) -> list[torch.Tensor]:
     return [truth.server_logprobs(server, [prompt])[0] for prompt in BATCH for _ in "12"][1::2]
 
 
-def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -> None:
+def test_answers(servers: Pair, checkpoint: Path, model: str) -> None:
     """All prompts together: of a few alone the errors vary too much."""
     batch = compare(servers, in_one_batch)
     assert_all_fast(batch.prefills)
     assert any(len(prefill.extend_lens) > 1 for prefill in batch.prefills)
-    prefixed = compare(servers, behind_prefixes)
+    prefixed = compare(servers, after_prefixes)
     expected = [
         part
         for prompt, cached in PREFIXED
         for part in (([0], cut(cached, 1)), ([cached], cut(len(prompt) - cached, 1)))
     ]
     assert [(prefill.prefix_lens, prefill.rows) for prefill in prefixed.prefills] == expected
-    asked = [*BATCH, *(part for prompt, n in PREFIXED for part in (prompt[:n], prompt))]
+    sent = [*BATCH, *(part for prompt, n in PREFIXED for part in (prompt[:n], prompt))]
     oracle = truth.load(checkpoint)
     truth.assert_no_further(
         fast=torch.stack([*batch.on, *prefixed.on]),
         stock=torch.stack([*batch.off, *prefixed.off]),
-        truth=torch.stack([truth.logprobs(oracle, prompt) for prompt in asked]),
+        truth=torch.stack([truth.logprobs(oracle, prompt) for prompt in sent]),
         **FROM_FP32[model],
     )
     # The last row by itself: in stock all its layers are rounded otherwise then, in the fast path
@@ -111,16 +109,16 @@ def test_answers(servers: tuple[Server, Server], checkpoint: Path, model: str) -
 
 
 @pytest.mark.release
-def test_verify_finds_nothing(servers: tuple[Server, Server], checkpoint: Path) -> None:
+def test_verify_finds_nothing(servers: Pair, checkpoint: Path) -> None:
     fast, stock = servers
     tokenizer = prompts.tokenizer_of(str(checkpoint))
-    args = Namespace(prompt_tokens=[64], repeats=2)
     texts = prompts.read_file(prompts.BUNDLED)[:8]
-    plan = verify.make_plan(texts, tokenizer, args, stock, "cpu")
-    assert not plan.exact
-    assert not plan.left_out
-    found = verify.examine([stock, fast], plan)
+    args = Namespace(prompt_tokens=[64], repeats=2, texts=texts, device="cpu")
     document: dict[str, Any] = {}
-    _, noise = verify.conclude(document, plan, *found)
+    sent = verify.fit_prompts(document, args, tokenizer, stock)
+    assert document["rule"] == "noise floor"
+    assert not document["left_out"]
+    found = verify.examine([stock, fast], sent)
+    _, noise = verify.conclude(document, found[False], found[True])
     assert document["problems"] == []
     assert max(statistics.fmean(one.prefilled) for one in noise.values()) > 1e-3

@@ -1,23 +1,24 @@
 """A server as users have it, who set nothing: the measured rule decides what pays.
 
 All other servers of the tests skip whatever they can. The stock server is the one that those are
-compared with too: the rule is none of its business. ``test_workload`` asks this server as well.
+compared with too, for it has no rule. ``test_workload`` sends this server requests of all kinds at
+once.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from ask import Answer, assert_same_answers, compare, generate, tokens
-from layer_rows import UNREAD, assert_all_fast, assert_all_stock, cut, whole
-from server import CHUNK, Server
+from ask import assert_alike, generate, one_by_one, prompts_of, tokens
+from layer_rows import UNREAD, assert_all_stock, cut, whole
+from server import CHUNK, Pair, Server
 from sglang_gemma4_yoco.core import gate
 
 
 @pytest.fixture
-def both_servers(default_server: Server, off_server: Server) -> tuple[Server, Server]:
+def both_servers(default_server: Server, off_server: Server) -> Pair:
     return default_server, off_server
 
 
@@ -25,28 +26,20 @@ def both_servers(default_server: Server, off_server: Server) -> tuple[Server, Se
     ("length", "rows"),
     [(1, whole(1)), (2, whole(2)), (3, whole(3)), (4, cut(4, 1)), (50, cut(50, 1))],
 )
-def test_prompt(both_servers: tuple[Server, Server], length: int, rows: list[int]) -> None:
+def test_prompt(both_servers: Pair, length: int, rows: list[int]) -> None:
     """At least three rows must be skipped: prompts of up to three tokens run as stock."""
-    both = compare(both_servers, lambda server: generate(server, tokens(length, seed=length)))
-    assert both.rows == [rows]
-    assert_same_answers(both)
+    assert_alike(both_servers, one_by_one(tokens(length, seed=length)), rows=[rows])
 
 
 @pytest.mark.parametrize(("kept", "rows"), [(60, cut(64, 60)), (61, whole(64))])
-def test_suffix_of_a_prompt(
-    both_servers: tuple[Server, Server], kept: int, rows: list[int]
-) -> None:
+def test_suffix_of_a_prompt(both_servers: Pair, kept: int, rows: list[int]) -> None:
     """One of sixteen rows must be skipped: four of 64 are enough, three are not."""
-    prompt = tokens(64, seed=64)
-    both = compare(
-        both_servers, lambda server: generate(server, prompt, logprob_start_len=64 - kept)
-    )
-    assert both.rows == [rows]
-    assert_same_answers(both)
+    ask = one_by_one(tokens(64, seed=64), logprob_start_len=64 - kept)
+    assert_alike(both_servers, ask, rows=[rows])
 
 
 def test_what_means_nothing_to_an_operator_is_not_said(default_server: Server) -> None:
-    """Behind "is active" it would read like a retreat."""
+    """After "is active" it would read like a fallback."""
     mark = default_server.mark()
     for length in (1, 2):
         generate(default_server, tokens(length, seed=70))
@@ -55,40 +48,19 @@ def test_what_means_nothing_to_an_operator_is_not_said(default_server: Server) -
     assert default_server.log_lines(gate.NOTHING_TO_SKIP) == []
 
 
-def test_batch(both_servers: tuple[Server, Server]) -> None:
+def test_batch(both_servers: Pair) -> None:
     """Requests that are too short alone are cut together with longer ones."""
-    prompts = [tokens(n, seed=n) for n in (150, 2, 20, 1, 3, 33)]
-    both = compare(both_servers, lambda server: generate(server, prompts))
-    assert_all_fast(both.prefills, minimum=None)
+    prompts = prompts_of(150, 2, 20, 1, 3, 33)
+    ask = partial(generate, input_ids=prompts)
+    both = assert_alike(both_servers, ask, minimum=None, close_calls=1)
     shared = [prefill for prefill in both.prefills if 2 in prefill.extend_lens]
     assert [prefill.rows for prefill in shared] == [
         cut(sum(prefill.extend_lens), len(prefill.extend_lens)) for prefill in shared
     ]
     assert len(shared[0].extend_lens) > 1
-    assert_same_answers(both, close_calls=1)
 
 
-def test_chunks(both_servers: tuple[Server, Server]) -> None:
-    """The last chunk is two tokens long: it runs as stock behind chunks that skipped the tail."""
-    length = 3 * CHUNK + 2
-    both = compare(both_servers, lambda server: generate(server, tokens(length, seed=71)))
-    assert both.rows == [cut(CHUNK, UNREAD)] * 3 + [whole(2)]
-    assert_same_answers(both)
-
-
-def test_concurrent_requests(both_servers: tuple[Server, Server]) -> None:
-    """Short and long prompts at once, some of them behind a cached prefix."""
-    prefix = tokens(40, seed=72)
-    prompts = [
-        *(tokens(n, seed=80 + n) for n in (1, 2, 3, 5, 90, 300)),
-        *(prefix + tokens(n, seed=90 + n) for n in (2, 3, 4)),
-    ]
-
-    def ask(server: Server) -> list[Answer]:
-        first = generate(server, prefix)
-        with ThreadPoolExecutor(len(prompts)) as clients:
-            return [*first, *clients.map(lambda prompt: generate(server, prompt)[0], prompts)]
-
-    both = compare(both_servers, ask)
-    assert_all_fast(both.prefills, minimum=None)
-    assert_same_answers(both, close_calls=1)
+def test_chunks(both_servers: Pair) -> None:
+    """The last chunk is two tokens long: it runs as stock after chunks that skipped the tail."""
+    rows = [cut(CHUNK, UNREAD)] * 3 + [whole(2)]
+    assert_alike(both_servers, one_by_one(tokens(3 * CHUNK + 2, seed=71)), rows=rows)

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import requests
 
 from ask import (
     GREEDY,
+    IMAGE,
     Answer,
-    Asked,
-    assert_same_answers,
-    compare,
+    Either,
+    assert_alike,
+    at_once,
     generate,
-    picture,
+    one_by_one,
+    prompts_of,
     tokens,
 )
 from disaggregated import Disaggregated, disaggregated, without_peer
@@ -54,7 +57,7 @@ def both_roles(
 
 
 @pytest.fixture
-def both(both_roles: Disaggregated, off_server: Server) -> Iterator[tuple[Asked, Asked]]:
+def both(both_roles: Disaggregated, off_server: Server) -> Iterator[tuple[Either, Either]]:
     """The two roles, and the stock server; of the former only one ever prefills."""
     decode = both_roles.decode
     mark = decode.mark()
@@ -62,82 +65,61 @@ def both(both_roles: Disaggregated, off_server: Server) -> Iterator[tuple[Asked,
     assert decode.prefills(since=mark) == []
 
 
-def test_prompts_of_all_lengths(both: tuple[Asked, Asked]) -> None:
+def test_prompts_of_all_lengths(both: tuple[Either, Either]) -> None:
     """Prompts at the window's edge, and over several chunks: unfinished ones skip the tail."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 50, window, window + 1, 2 * CHUNK, 5 * CHUNK + 44)
-    compared = compare(both, lambda s: [generate(s, tokens(n, seed=n))[0] for n in lengths])
-    assert_all_fast(compared.prefills)
+    compared = assert_alike(both, one_by_one(*prompts_of(*lengths)))
     assert compared.rows[-6:] == [cut(CHUNK, UNREAD)] * 5 + [cut(44, 1)]
-    assert_same_answers(compared)
 
 
-def test_cached_prefix(both: tuple[Asked, Asked]) -> None:
+def test_cached_prefix(both: tuple[Either, Either]) -> None:
     """The prefill server has the prefix, the decode server is sent all of it again."""
     prefix = tokens(150, seed=2)
-    prompts = (prefix, prefix + tokens(40, seed=3))
-    compared = compare(both, lambda s: [generate(s, prompt)[0] for prompt in prompts])
-    assert_all_fast(compared.prefills)
+    compared = assert_alike(both, one_by_one(prefix, prefix + tokens(40, seed=3)))
     assert compared.prefills[-1].prefix_lens == [150]
-    assert_same_answers(compared)
     assert compared.on[1].cached_tokens == 150
 
 
-def test_input_logprobs(both: tuple[Asked, Asked]) -> None:
+def test_input_logprobs(both: tuple[Either, Either]) -> None:
     """The rows that they are of are kept, in a prompt's last chunk and in the one before."""
     prompts = ((tokens(70, seed=9), 60), (tokens(2 * CHUNK + 44, seed=10), 2 * CHUNK - 10))
-    compared = compare(
-        both, lambda s: [generate(s, prompt, logprob_start_len=n)[0] for prompt, n in prompts]
+    compared = assert_alike(
+        both,
+        lambda s: [generate(s, prompt, logprob_start_len=n)[0] for prompt, n in prompts],
+        rows=[cut(70, 10), cut(CHUNK, UNREAD), cut(CHUNK, 10), whole(44)],
     )
-    assert compared.rows == [cut(70, 10), cut(CHUNK, UNREAD), cut(CHUNK, 10), whole(44)]
-    assert_same_answers(compared)
     assert [len(answer.input_logprobs) for answer in compared.on] == [9, 10 + 44 - 1]
 
 
-def test_image(both: tuple[Asked, Asked]) -> None:
-    image = picture("red")[0]["image_url"]["url"]
-    prompt = {"text": "<|image|>What is this?", "image_data": image}
-    compared = compare(both, lambda s: generate(s, None, **prompt))
+def test_image(both: tuple[Either, Either]) -> None:
+    compared = assert_alike(both, lambda s: generate(s, None, **IMAGE))
     assert [prefill.multimodal for prefill in compared.prefills] == [True]
-    assert_all_fast(compared.prefills)
-    assert_same_answers(compared)
 
 
-def test_several_at_a_time(both: tuple[Asked, Asked]) -> None:
+def test_several_at_a_time(both: tuple[Either, Either]) -> None:
     """A batch, and clients of their own beside it."""
-    lengths = (3, 45, 128, 129, 300, 17)
-    batch = [tokens(n, seed=n + 1) for n in (150, 20, 7)]
+    requests = [prompts_of(150, 20, 7, seed=1), *prompts_of(3, 45, 128, 129, 300, 17)]
 
-    def ask(server: Asked) -> list[Answer]:
-        with ThreadPoolExecutor(len(lengths) + 1) as clients:
-            together = clients.submit(generate, server, batch)
-            alone = [clients.submit(generate, server, tokens(n, seed=n)) for n in lengths]
-            return [answer for asked in (together, *alone) for answer in asked.result()]
+    def ask(server: Either) -> list[Answer]:
+        answers = at_once(lambda request: generate(server, request), requests)
+        return list(chain.from_iterable(answers))
 
-    compared = compare(both, ask)
-    assert_all_fast(compared.prefills)
-    assert_same_answers(compared, close_calls=1)
+    assert_alike(both, ask, close_calls=1)
 
 
 def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> None:
     """A server that was started to decode prefills on the fast path, and its peer goes on."""
-    prompts = [tokens(n, seed=n + 2) for n in (2 * CHUNK + 9, 60)]
+    prompts = prompts_of(2 * CHUNK + 9, 60, seed=2)
     both_roles.forget_prefixes()
     switched = both_roles.switch_roles()
-    compared = compare(
-        (switched, off_server), lambda s: [generate(s, prompt)[0] for prompt in prompts]
-    )
-    assert_all_fast(compared.prefills)
+    compared = assert_alike((switched, off_server), one_by_one(*prompts))
     assert compared.rows[-1] == cut(60, 1)
-    assert_same_answers(compared)
-    back = switched.switch_roles()
-    compared = compare((back, off_server), lambda s: [generate(s, prompts[0])[0]])
-    assert_all_fast(compared.prefills)
-    assert_same_answers(compared)
+    assert_alike((switched.switch_roles(), off_server), one_by_one(prompts[0]))
 
 
 def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[list[int]]:
-    """The first token of each answer, which a prefill server tells without a peer."""
+    """The first token of each answer, which a prefill server gives without a peer."""
     sampling = GREEDY | {"max_new_tokens": 1}
     return [
         server.generate(input_ids=prompt, sampling_params=sampling, **peer)["output_ids"]
@@ -154,12 +136,12 @@ def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Se
     body = {"input_ids": tokens(30 * CHUNK, seed=5), "sampling_params": GREEDY}
     mark = prefill.mark()
     with ThreadPoolExecutor(2) as clients:
-        prefilled, decoded = both_roles.ask_both(clients, body)
+        prefilled, decoded = both_roles.send_to_both(clients, body)
         prefill.wait_for_prefills(1, since=mark)
         os.killpg(decode.process.pid, signal.SIGKILL)  # at once, while chunks are on their way
         assert isinstance(decoded.exception(timeout=120), requests.ConnectionError)
         assert not prefilled.result(timeout=120).ok
-    prompts = [tokens(n, seed=n + 3) for n in (50, 2 * CHUNK + 9)]
+    prompts = prompts_of(50, 2 * CHUNK + 9, seed=3)
     prefill.forget_prefixes()
     mark = prefill.mark()
     alone = first_tokens(prefill, prompts, **without_peer())

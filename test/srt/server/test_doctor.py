@@ -239,9 +239,9 @@ def test_prefill_graphs_that_are_repaired(
     switch: bool,
     lines: list[str],
 ) -> None:
-    """As at start: asked for by name, by a plugin that is there, and not switched off."""
+    """As at start: named by the operator, by a plugin that is there, and not switched off."""
     monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
-    monkeypatch.setattr(patch, "is_installed", lambda: installed)
+    monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)
     assert found == lines

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ask import compare, tokens
+from ask import GREEDY, assert_alike, compare, drafted, drafted_twice, tokens
 from layer_rows import cut
-from server import CHUNK, Server, pair, python_path
+from server import CHUNK, Pair, Server, pair, python_path
 
 pytestmark = pytest.mark.release
-NEW_TOKENS = 24
-GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
 # What SGLang's worker has compiled for GPUs alone. ``mask`` [B, n, n] has a token's ancestors in
 # the tree of its drafts, and itself.
@@ -39,9 +36,7 @@ def reconstruct_indices_from_tree_mask(
 
 
 @pytest.fixture(scope="module")
-def drafting(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Server]]:
+def drafting(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("drafts")
     kernels = directory / "kernels" / "sgl_kernel"
     kernels.mkdir(parents=True)
@@ -53,54 +48,40 @@ def drafting(
         *("--speculative-ngram-max-bfs-breadth", "1"),
     )
     env = {"PYTHONPATH": python_path(kernels.parent)}
-    with pair(tiny_checkpoint, directory, *arguments, env=env, recorded=True) as servers:
+    with pair(tiny_checkpoint, directory, *arguments, env=env, captured=True) as servers:
         yield servers
 
 
-def draft(server: Server, prompts: list[list[int]]) -> list[tuple[Any, ...]]:
-    """Greedy answers to several prompts at once: tokens, and how many drafts were right."""
-    replies = server.generate(input_ids=prompts, sampling_params=GREEDY)
-    return [
-        (reply["output_ids"], reply["meta_info"]["spec_correct_drafts_histogram"])
-        for reply in replies
-    ]
-
-
-def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
+def test_drafts(drafting: Pair, off_server: Server) -> None:
     """The prompt is cut, the same tokens are accepted, and the answers are those without drafts."""
     prompts = [tokens(50, seed=1), tokens(7, seed=2), [*tokens(20, seed=3)] * 5]
-    both = compare(drafting, lambda server: [draft(server, [prompt])[0] for prompt in prompts])
-    assert both.on == both.off
-    rows = [prefill.rows for prefill in both.prefills]
-    assert rows == [cut(len(prompt), 1) for prompt in prompts]
-    assert any(sum(histogram[1:]) for _, histogram in both.on), "no draft was right"
-    undrafted = [off_server.generate(input_ids=p, sampling_params=GREEDY) for p in prompts]
-    assert [answer for answer, _ in both.on] == [reply["output_ids"] for reply in undrafted]
+    both = assert_alike(
+        drafting,
+        lambda server: [drafted(server, [prompt])[0] for prompt in prompts],
+        rows=[cut(len(prompt), 1) for prompt in prompts],
+    )
+    assert any(sum(histogram[1:]) for _, histogram, _ in both.on), "no draft was right"
+    sampling = GREEDY | {"max_new_tokens": 24}
+    undrafted = [off_server.generate(input_ids=p, sampling_params=sampling) for p in prompts]
+    assert [answer for answer, *_ in both.on] == [reply["output_ids"] for reply in undrafted]
 
 
-def test_chunks(drafting: tuple[Server, Server]) -> None:
+def test_chunks(drafting: Pair) -> None:
     """A draft may start from the token of any chunk: its last row is computed."""
     prompt = tokens(2 * CHUNK + 20, seed=4)
-    both = compare(drafting, lambda server: draft(server, [prompt]))
-    assert both.on == both.off
-    rows = [prefill.rows for prefill in both.prefills]
-    assert rows == [cut(CHUNK, 1), cut(CHUNK, 1), cut(20, 1)]
+    rows = [cut(CHUNK, 1), cut(CHUNK, 1), cut(20, 1)]
+    assert_alike(drafting, lambda server: drafted(server, [prompt]), rows=rows)
 
 
-def test_a_second_turn(drafting: tuple[Server, Server]) -> None:
+def test_a_second_turn(drafting: Pair) -> None:
     """It starts from the first one's K and V, those of accepted drafts included."""
-
-    def turns(server: Server) -> list[tuple[Any, ...]]:
-        first = draft(server, [tokens(60, seed=5)])
-        return [*first, *draft(server, [[*tokens(60, seed=5), *first[0][0], *tokens(9, seed=6)]])]
-
-    both = compare(drafting, turns)
+    both = compare(drafting, drafted_twice)
     assert both.on == both.off
     assert max(max(prefill.prefix_lens) for prefill in both.prefills) >= 60
 
 
-def test_eight_prompts_at_once(drafting: tuple[Server, Server]) -> None:
+def test_eight_prompts_at_once(drafting: Pair) -> None:
     prompts = [tokens(11 + 13 * n, seed=10 + n) for n in range(8)]
-    both = compare(drafting, lambda server: draft(server, prompts))
+    both = compare(drafting, lambda server: drafted(server, prompts))
     assert both.on == both.off
     assert any(0 < prefill.rows[-1] < sum(prefill.extend_lens) for prefill in both.prefills)

@@ -15,23 +15,34 @@ from typing import Any, TypeVar
 import pytest
 
 from ask import (
-    GREEDY,
-    Answer,
     Compared,
     again_and_again,
     assert_same_answers,
+    assert_same_traffic,
     chat,
     compare,
+    drafted,
     generate,
-    picture,
+    one_by_one,
+    over_a_chunk_boundary,
+    prompts_of,
     tokens,
+    traffic,
 )
 from layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
-from server import CHUNK, RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, running
+from server import (
+    CAPTURED_ARGUMENTS,
+    CAPTURED_GRAPHS,
+    CAPTURED_ROWS,
+    CHUNK,
+    Pair,
+    Server,
+    drafting_with,
+    running,
+)
 from sglang_gemma4_reference import releases, workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_reference.workload import Client
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics
@@ -42,11 +53,11 @@ if not releases.records_prefills():
 
 BUCKETS = (16, 32, 64, CHUNK)
 ARGUMENTS = (
-    *RECORDED_ARGUMENTS,
+    *CAPTURED_ARGUMENTS,
     *("--cuda-graph-backend-prefill", "breakable"),
     *("--cuda-graph-bs-prefill", *map(str, BUCKETS)),
 )
-GRAPHS = {**RECORDED_GRAPHS, "GEMMA4_CPU_GRAPHS": "decode,prefill"}
+GRAPHS = {**CAPTURED_GRAPHS, "GEMMA4_CPU_GRAPHS": "decode,prefill"}
 
 A = TypeVar("A")
 
@@ -68,7 +79,7 @@ def exits_server(
 
 
 @pytest.fixture
-def both_servers(exits_server: Server, off_server: Server) -> tuple[Server, Server]:
+def both_servers(exits_server: Server, off_server: Server) -> Pair:
     return exits_server, off_server
 
 
@@ -85,8 +96,8 @@ def bucket_of(prefill: Prefill) -> int | None:
 
 def due(prefill: Prefill) -> tuple[list[int], int]:
     """The rows that the layers must compute of a forward, and how many graphs must be replayed."""
-    rows = fast_rows(prefill, recorded=RECORDED_ROWS)
-    tail = is_replayed(prefill, 1, RECORDED_ROWS)
+    rows = fast_rows(prefill, captured=CAPTURED_ROWS)
+    tail = is_replayed(prefill, 1, CAPTURED_ROWS)
     bucket = bucket_of(prefill)
     if bucket is None:
         return rows, tail
@@ -105,29 +116,29 @@ def forwards(server: Server) -> Counter[str]:
 
     Without those that verify drafts.
     """
-    told: dict[str, int] = server.states()[0][metrics.ENTRY]["forwards"]
-    return Counter({name: n for name, n in told.items() if not name.startswith("forward_mode")})
+    counted: dict[str, int] = server.states()[0][metrics.ENTRY]["forwards"]
+    return Counter({name: n for name, n in counted.items() if not name.startswith("forward_mode")})
 
 
 def through_exits(
-    servers: tuple[Server, Server], ask: Callable[[Server], list[A]]
+    servers: Pair, ask: Callable[[Server], list[A]]
 ) -> tuple[Compared[A], Counter[str]]:
     """``compare``, and what became of the forwards; all of them went as they must."""
     before = forwards(servers[0])
     both = compare(servers, ask)
     assert_as_due(both.prefills)
-    told = forwards(servers[0]) - before
+    counted = forwards(servers[0]) - before
     processes = {prefill.process for prefill in both.prefills}
     assert len(processes) == servers[0].resolved("tp_size")
     for process in processes:  # each runs every batch
-        assert told == Counter(outcome(p) for p in both.prefills if p.process == process)
-    return both, told
+        assert counted == Counter(outcome(p) for p in both.prefills if p.process == process)
+    return both, counted
 
 
 def outcome(prefill: Prefill) -> str:
     """What must be counted of a forward."""
     rows, _ = due(prefill)
-    replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, RECORDED_ROWS)
+    replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, CAPTURED_ROWS)
     if rows[-1] == 0:
         return log.TAIL_SKIPPED if replayed is None else log.EXIT_SKIPPED
     if tail:
@@ -140,7 +151,7 @@ def outcome(prefill: Prefill) -> str:
 # -- what it says ----------------------------------------------------------------------------
 
 
-def test_what_it_says(both_servers: tuple[Server, Server]) -> None:
+def test_what_it_says(both_servers: Pair) -> None:
     """SGLang's capture is repaired, and what it has captured is left at its exits."""
     server, stock = both_servers
     ranks = server.resolved("tp_size")
@@ -167,17 +178,13 @@ def test_what_it_says(both_servers: tuple[Server, Server]) -> None:
 # -- requests one by one ---------------------------------------------------------------------
 
 
-def test_prompts_of_all_lengths(both_servers: tuple[Server, Server]) -> None:
+def test_prompts_of_all_lengths(both_servers: Pair) -> None:
     """In a full bucket and in padded ones, at the window's edge, and where no bucket fits."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 7, 9, 16, 17, window - 1, window, window + 1, 63, 65, CHUNK - 1, CHUNK)
-
-    def ask(server: Server) -> list[Answer]:
-        return [generate(server, tokens(n, seed=n))[0] for n in lengths]
-
-    both, told = through_exits(both_servers, ask)
-    assert told[log.EXIT_CAPTURED] == sum(bucket_of_text(n) for n in lengths) == 10
-    assert told[log.TAIL_CAPTURED] == 2
+    both, counted = through_exits(both_servers, one_by_one(*prompts_of(*lengths)))
+    assert counted[log.EXIT_CAPTURED] == sum(bucket_of_text(n) for n in lengths) == 10
+    assert counted[log.TAIL_CAPTURED] == 2
     assert_same_answers(both)
 
 
@@ -185,59 +192,47 @@ def bucket_of_text(length: int) -> bool:
     return bucket_of(Prefill("EXTEND", [length], [0], [])) is not None
 
 
-def test_one_prompt_again_and_again(both_servers: tuple[Server, Server]) -> None:
-    both, told = through_exits(both_servers, again_and_again)
-    assert (told[log.EXIT_SKIPPED], told[log.EXIT_CAPTURED]) == (1, 5)
+def test_one_prompt_again_and_again(both_servers: Pair) -> None:
+    both, counted = through_exits(both_servers, again_and_again)
+    assert (counted[log.EXIT_SKIPPED], counted[log.EXIT_CAPTURED]) == (1, 5)
     assert_same_answers(both)
 
 
-def test_image_over_a_chunk_boundary(both_servers: tuple[Server, Server]) -> None:
+def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
     """Its prompt has media in every chunk, for SGLang, though the last one is of text alone."""
-    before, after = ({"type": "text", "text": "x" * n} for n in (CHUNK - 20, 2 * CHUNK))
-    content = [before, *picture("purple", size=480), after]
-    both, told = through_exits(both_servers, lambda server: [chat(server, content)])
-    assert told == {log.TAIL_SKIPPED: 3, log.TAIL_CAPTURED: 1}
+    content = [*over_a_chunk_boundary(), {"type": "text", "text": "y" * 2 * CHUNK}]
+    both, counted = through_exits(both_servers, lambda server: [chat(server, content)])
+    assert counted == {log.TAIL_SKIPPED: 3, log.TAIL_CAPTURED: 1}
     assert_same_answers(both)
 
 
 # -- random requests -------------------------------------------------------------------------
 
 
-def assert_same_traffic(
-    servers: tuple[Server, Server], count: int, seed: int
+def assert_same_random_traffic(
+    servers: Pair, count: int, seed: int
 ) -> tuple[list[Prefill], Counter[str]]:
     """Random requests get the same answers from both servers, and leave nothing behind."""
     requests = workload.random_requests(
         count, seed=seed, vocabulary=E2B_TINY.vocab_size, longest=400
     )
-    before, mark, answers = forwards(servers[0]), servers[0].mark(), []
-    for server in servers:
-        server.forget_prefixes()
-        client = Client(server.url)
-        answers.append(workload.ask_all(client, requests, concurrency=12))
-        assert workload.held_tokens(client) == 0
-        assert "leak detected" not in server.log().lower()
-    tested, stock = answers
-    result = workload.compare(requests, stock, tested, Client(servers[1].url).likeliest)
-    assert result.differences == []
-    assert result.close_calls <= 1 + count // 200
-    assert result.answered >= count - sum(request.interrupted for request in requests)
-    assert result.compared_tokens > 2 * count
-    assert result.compared_logprobs > 5 * count
+    before, mark = forwards(servers[0]), servers[0].mark()
+    tested, stock = (traffic(server, requests, 12) for server in servers)
+    assert_same_traffic(requests, stock, tested, servers[1])
     return servers[0].prefills(since=mark), forwards(servers[0]) - before
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.release)])
-def test_random_traffic(both_servers: tuple[Server, Server], count: int) -> None:
-    prefills, told = assert_same_traffic(both_servers, count, seed=count)
+def test_random_traffic(both_servers: Pair, count: int) -> None:
+    prefills, counted = assert_same_random_traffic(both_servers, count, seed=count)
     assert_as_due(prefills)
     assert any(prefill.multimodal for prefill in prefills)
-    assert told[log.EXIT_CAPTURED] >= count / 10
-    assert told[log.EXIT_SKIPPED] >= count / 20
-    assert told[log.TAIL_CAPTURED] >= 1  # images, and where no bucket fits
-    assert told[metrics.label(TAIL_NOT_CAPTURED)] >= 1  # input logprobs
+    assert counted[log.EXIT_CAPTURED] >= count / 10
+    assert counted[log.EXIT_SKIPPED] >= count / 20
+    assert counted[log.TAIL_CAPTURED] >= 1  # images, and where no bucket fits
+    assert counted[metrics.label(TAIL_NOT_CAPTURED)] >= 1  # input logprobs
     assert any(prefix for prefill in prefills for prefix in prefill.prefix_lens)
-    assert told[log.FAILED] == 0
+    assert counted[log.FAILED] == 0
 
 
 def test_audited_traffic(
@@ -246,9 +241,9 @@ def test_audited_traffic(
     """Each prefill that is cut is compared on the server with its whole graph."""
     how: Any = {"arguments": ARGUMENTS, "env": {**GRAPHS, settings.name_of("audit"): "1"}}
     with running(tiny_checkpoint, tmp_path_factory.mktemp("audited"), switch=None, **how) as server:
-        _, told = assert_same_traffic((server, off_server), 40, seed=7)
-        assert told[log.EXIT_CAPTURED] >= 4
-        assert told[log.EXIT_SKIPPED] >= 2
+        _, counted = assert_same_random_traffic((server, off_server), 40, seed=7)
+        assert counted[log.EXIT_CAPTURED] >= 4
+        assert counted[log.EXIT_SKIPPED] >= 2
         audits = server.states()[0][metrics.ENTRY]["audits"]
         cut = sum(forwards(server)[outcome] for outcome in log.CUT)
         assert "Traceback" not in server.log_since_ready()
@@ -263,37 +258,25 @@ def test_audited_traffic(
 def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """A draft starts from the last rows of SGLang's output, of which the others are stale."""
     write_assistant(tmp_path / "assistant", E2B_TINY)
-    drafting = (
-        *("--speculative-algorithm", "NEXTN"),
-        *("--speculative-draft-model-path", str(tmp_path / "assistant")),
-        *("--speculative-num-steps", "3"),
-        *("--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", "4"),
-    )
+    drafting = drafting_with(tmp_path / "assistant")
     fast: Any = {"switch": None, "arguments": (*drafting, *ARGUMENTS), "env": GRAPHS}
     stock: Any = {"switch": "0", "arguments": drafting}
     with (
         running(tiny_checkpoint, tmp_path / "on", **fast) as on,
         running(tiny_checkpoint, tmp_path / "off", **stock) as off,
     ):
-        both, told = through_exits((on, off), drafts)
+        both, counted = through_exits((on, off), drafts)
         # Of unfinished chunks the last row is read, too.
-        assert told == {log.EXIT_CAPTURED: 12}
+        assert counted == {log.EXIT_CAPTURED: 12}
         assert {prefill.captures for prefill in both.prefills} == {"FULL"}
         assert both.on == both.off
-        histograms = [histogram for _, histogram in both.on]
+        histograms = [histogram for _, histogram, _ in both.on]
         assert any(sum(histogram[1:]) for histogram in histograms)
         assert any(histogram[0] for histogram in histograms)
-        prompts = [tokens(n, seed=n) for n in (150, 20, 3, 33, 7, 61, 12, 26)]
-        at_once, told = through_exits(
-            (on, off),
-            lambda server: server.generate(
-                input_ids=prompts, sampling_params=GREEDY | {"max_new_tokens": 24}
-            ),
-        )
-        assert told[log.EXIT_CAPTURED]
-        for fast, slow in zip(at_once.on, at_once.off, strict=True):
-            assert fast["output_ids"] == slow["output_ids"]
+        prompts = prompts_of(150, 20, 3, 33, 7, 61, 12, 26)
+        both, counted = through_exits((on, off), lambda server: drafted(server, prompts))
+        assert counted[log.EXIT_CAPTURED]
+        assert both.on == both.off
         answers, _ = through_exits(
             (on, off), lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
         )
@@ -302,13 +285,8 @@ def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
 
 def drafts(server: Server) -> list[tuple[Any, ...]]:
     """Answers to prompts one by one, and a second turn; and how many drafts were right."""
-    sampling = GREEDY | {"max_new_tokens": 24}
-    answers: list[tuple[Any, ...]] = []
-    for length in (50, 16, 9, 300, 100):
-        prompt = tokens(length, seed=length)
-        for turn in (prompt, [*prompt, *tokens(20, seed=5)]):
-            reply = server.generate(input_ids=turn, sampling_params=sampling)
-            answers.append(
-                (reply["output_ids"], reply["meta_info"]["spec_correct_drafts_histogram"])
-            )
-    return answers
+    return [
+        drafted(server, [turn])[0]
+        for prompt in prompts_of(50, 16, 9, 300, 100)
+        for turn in (prompt, [*prompt, *tokens(20, seed=5)])
+    ]

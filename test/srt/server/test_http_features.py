@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,17 +26,17 @@ from ask import (
     GREEDY,
     TOLERANCE,
     Answer,
-    assert_same_answers,
+    assert_alike,
     chat,
-    compare,
     generate,
+    one_by_one,
     outputs,
-    picture,
+    over_a_chunk_boundary,
     tokens,
+    with_other_weights,
 )
-from layer_rows import UNREAD, assert_all_fast, cut
-from server import CHUNK, Server
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from layer_rows import UNREAD, cut
+from server import CHUNK, Pair, Server
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
 
@@ -45,37 +46,31 @@ def texts(server: Server, prompt: list[int], **sampling: Any) -> list[str]:
     return [reply["text"]]
 
 
-def test_prompt_that_ends_with_a_chunk(servers: tuple[Server, Server]) -> None:
-    """Two full chunks: the first is read by nobody, of the second the last row."""
-    both = compare(servers, lambda server: generate(server, tokens(2 * CHUNK, seed=20)))
-    assert both.rows == [cut(CHUNK, UNREAD), cut(CHUNK, 1)]
-    assert_same_answers(both)
+def test_prompt_that_ends_with_a_chunk(servers: Pair) -> None:
+    """Two full chunks: of the first no row is read, of the second the last one."""
+    rows = [cut(CHUNK, UNREAD), cut(CHUNK, 1)]
+    assert_alike(servers, one_by_one(tokens(2 * CHUNK, seed=20)), rows=rows)
 
 
-def test_parallel_sampling(servers: tuple[Server, Server]) -> None:
+def test_parallel_sampling(servers: Pair) -> None:
     """n = 3: three answers to one prompt."""
-    both = compare(servers, lambda server: outputs(server, tokens(90, seed=21), n=3))
-    assert_all_fast(both.prefills)
-    assert both.on == both.off
+    both = assert_alike(servers, lambda server: outputs(server, tokens(90, seed=21), n=3))
     assert len(both.on) == 3
 
 
-def test_stop_string(servers: tuple[Server, Server]) -> None:
-    """An answer ends at a stop string that stands in its middle."""
+def test_stop_string(servers: Pair) -> None:
+    """An answer ends at a stop string in its middle."""
     prompt = tokens(64, seed=22)
     [whole_text] = texts(servers[1], prompt)
     stop = whole_text[len(whole_text) // 2 :][:3]
-    both = compare(servers, lambda server: texts(server, prompt, stop=stop))
-    assert_all_fast(both.prefills)
-    assert both.on == both.off == [whole_text[: whole_text.index(stop)]]
+    both = assert_alike(servers, lambda server: texts(server, prompt, stop=stop))
+    assert both.on == [whole_text[: whole_text.index(stop)]]
 
 
-def test_regex(servers: tuple[Server, Server]) -> None:
+def test_regex(servers: Pair) -> None:
     """Constrained output: the grammar's mask meets the right row's logits."""
     pattern = "(yes|no), [0-9]{4}"
-    both = compare(servers, lambda server: texts(server, tokens(64, seed=23), regex=pattern))
-    assert_all_fast(both.prefills)
-    assert both.on == both.off
+    both = assert_alike(servers, lambda server: texts(server, tokens(64, seed=23), regex=pattern))
     assert re.match(pattern, both.on[0])
 
 
@@ -95,13 +90,13 @@ def given_up(server: Server, body: dict[str, Any], how: str) -> Iterator[None]:
 
 
 PAUSE = 0.3
-"""Seconds that a prefill forward takes at least while somebody gives up: of the 60 chunks of a long
-prompt most are still to come when the server has noticed, however busy the machine."""
+"""Seconds that a prefill forward takes at least while a request is given up: most of the 60 chunks
+of a long prompt are still to come when the server has noticed, however busy the machine."""
 LONG = 60 * CHUNK
 
 
 @pytest.mark.parametrize("how", ["abort", "disconnect"])
-def test_abort_of_a_running_prefill(servers: tuple[Server, Server], how: str) -> None:
+def test_abort_of_a_running_prefill(servers: Pair, how: str) -> None:
     """A request that is given up between two chunks leaves the others' answers as they are."""
     body = {
         "input_ids": tokens(LONG, seed=24),
@@ -118,15 +113,13 @@ def test_abort_of_a_running_prefill(servers: tuple[Server, Server], how: str) ->
             server.wait_until(lambda: not any(server.load().values()), "nothing runs or waits")
         return generate(server, tokens(100, seed=25))
 
-    both = compare(servers, ask)
-    assert_all_fast(both.prefills)
+    both = assert_alike(servers, ask)
     computed = sum(sum(prefill.extend_lens) for prefill in both.prefills)
     assert computed < LONG, "the request ran to its end before it was given up"
-    assert_same_answers(both)
 
 
-def test_abort_of_a_queued_request(servers: tuple[Server, Server]) -> None:
-    """A request that never ran is gone; those before and after it are answered."""
+def test_abort_of_a_queued_request(servers: Pair) -> None:
+    """A request that never ran is gone; there are answers to those before and after it."""
 
     def ask(server: Server) -> list[Answer]:
         mark = server.mark()
@@ -141,13 +134,11 @@ def test_abort_of_a_queued_request(servers: tuple[Server, Server]) -> None:
                 assert queued.result()["meta_info"]["finish_reason"]["type"] == "abort"
             return [*running.result(), *generate(server, tokens(60, seed=28))]
 
-    both = compare(servers, ask)
-    assert_all_fast(both.prefills)
+    both = assert_alike(servers, ask)
     assert not any(50 in prefill.extend_lens for prefill in both.prefills), "it ran"
-    assert_same_answers(both)
 
 
-def test_session(servers: tuple[Server, Server]) -> None:
+def test_session(servers: Pair) -> None:
     """Three turns in a session, each appended by the server to the ones before."""
 
     def ask(server: Server) -> list[list[int]]:
@@ -164,52 +155,27 @@ def test_session(servers: tuple[Server, Server]) -> None:
         server.post("/close_session", {"session_id": session})
         return answers
 
-    both = compare(servers, ask)
-    assert_all_fast(both.prefills)
+    both = assert_alike(servers, ask)
     assert both.prefills[-1].prefix_lens[0] > 80, "the turns before are not in the cache"
-    assert both.on == both.off
 
 
-def test_weight_update(servers: tuple[Server, Server], tmp_path_factory: Any) -> None:
+def test_weight_update(servers: Pair, tmp_path: Path) -> None:
     """After an update the fast path computes with the new weights, of the donor layer as well."""
-    import dataclasses
-
-    other = write_checkpoint(
-        tmp_path_factory.mktemp("other") / "weights", dataclasses.replace(E2B_TINY, seed=7)
+    both = assert_alike(
+        servers,
+        lambda server: with_other_weights(server, tokens(77, seed=32), tmp_path / "other"),
+        rows=[cut(77, 1)] * 3,
     )
-    first = str(servers[0].checkpoint)
-    prompt = tokens(77, seed=32)
-
-    def update(server: Server, weights: str) -> None:
-        body = {"model_path": weights, "flush_cache": True}
-        assert server.post("/update_weights_from_disk", body).json()["success"]
-
-    def ask(server: Server) -> list[Answer]:
-        answers = []
-        try:
-            for weights in (first, str(other)):
-                update(server, weights)
-                answers += generate(server, prompt)
-        finally:
-            update(server, first)  # other tests ask these servers too
-        return [*answers, *generate(server, prompt)]
-
-    both = compare(servers, ask)
-    assert both.rows == [cut(77, 1)] * 3
-    assert_same_answers(both)
-    assert both.on[0].logprobs != pytest.approx(both.on[1].logprobs, abs=TOLERANCE, rel=0)
-    assert both.on[0].logprobs == pytest.approx(both.on[2].logprobs, abs=TOLERANCE, rel=0)
+    first, other, again = (answer.logprobs for answer in both.on)
+    assert first != pytest.approx(other, abs=TOLERANCE, rel=0)
+    assert first == pytest.approx(again, abs=TOLERANCE, rel=0)
 
 
-def test_image_over_a_chunk_boundary(servers: tuple[Server, Server]) -> None:
-    """An image whose tokens fall into two chunks: the first chunk computes a part of it."""
-    text = "x" * (CHUNK - 20)
-    content = [{"type": "text", "text": text}, *picture("purple", size=480)]
-    both = compare(servers, lambda server: [chat(server, content)])
-    assert_all_fast(both.prefills)
+def test_image_over_a_chunk_boundary(servers: Pair) -> None:
+    """The first chunk computes a part of the image."""
+    both = assert_alike(servers, lambda server: [chat(server, over_a_chunk_boundary())])
     assert sum(both.prefills[0].extend_lens) == CHUNK
     assert len(both.prefills) == 2
-    assert_same_answers(both)
 
 
 def sound(frequency: float) -> list[dict[str, Any]]:
@@ -225,10 +191,8 @@ def sound(frequency: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_audio(servers: tuple[Server, Server]) -> None:
+def test_audio(servers: Pair) -> None:
     """Audio takes the fast path too, and the answer depends on it."""
-    both = compare(servers, lambda server: [chat(server, sound(f)) for f in (220.0, 1760.0)])
-    assert_all_fast(both.prefills)
-    assert_same_answers(both)
+    both = assert_alike(servers, lambda server: [chat(server, sound(f)) for f in (220.0, 1760.0)])
     low, high = both.on
     assert low.logprobs != pytest.approx(high.logprobs, abs=TOLERANCE, rel=0)

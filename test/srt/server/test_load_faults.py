@@ -1,7 +1,8 @@
 """What goes wrong when SGLang loads the plugin: one clear line each, and SGLang goes on.
 
 Every case is a new process that does what each process of a server does first, and then builds the
-model's classes; a fault is put there by a plugin that SGLang finds before ours.
+model's classes; a fault is put there by a plugin that SGLang finds before ours. Without SGLang:
+``scripts/test_distribution``.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ def forked_output_of(code: str, directory: Path, **environment: str) -> str:
     return log.read_text()
 
 
+def output_beside(name: str, code: str, directory: Path, load: str = LOAD) -> str:
+    """What a process prints that loads the plugins, this one among them, before ours."""
+    path = python_path(plugin(directory / "path", name, code))
+    return forked_output_of(load, directory, PYTHONPATH=path)
+
+
 def ours(output: str) -> list[str]:
     """The lines that the package logged."""
     return [line for line in output.splitlines() if " sglang_gemma4_yoco " in line]
@@ -72,40 +79,17 @@ def refusal(output: str) -> str:
     return line
 
 
-def test_without_sglang() -> None:
-    code = """
-import logging, sys
-logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
-import importlib.metadata as metadata
-real = metadata.version
-def version(name):
-    if name == "sglang":
-        raise metadata.PackageNotFoundError(name)
-    return real(name)
-metadata.version = version
-sys.modules["sglang"] = None
-from sglang_gemma4_yoco import plugin
-plugin.load()
-print("patched False")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=_SECONDS
-    )
-    assert "no SGLang is installed" in refusal(done.stdout + done.stderr)
-
-
 @pytest.mark.parametrize(
     ("installed", "loads"), [("0.5.16", False), ("0.4.0", False), ("0.9.1", True)]
 )
 def test_other_versions(tmp_path: Path, installed: str, loads: bool) -> None:
-    """Too old is refused by its number; newer than the last tested one is told, and patched."""
+    """Too old is refused by its number; newer than the last tested one is named, and patched."""
     code = f"""
         import importlib.metadata as metadata
         real = metadata.version
         metadata.version = lambda name: {installed!r} if name == "sglang" else real(name)
     """
-    path = python_path(plugin(tmp_path, "a_version", code))
-    output = forked_output_of(LOAD, tmp_path, PYTHONPATH=path)
+    output = output_beside("a_version", code, tmp_path)
     if loads:
         assert "patched True" in output
         (line,) = ours(output)
@@ -131,8 +115,7 @@ def test_a_module_that_moved(tmp_path: Path) -> None:
             sys.modules[name] = package.forward_context = was_there
         ours.load = lambda: None
     """
-    path = python_path(plugin(tmp_path / "path", "a_move", code))
-    line = refusal(forked_output_of(LOAD, tmp_path, PYTHONPATH=path))
+    line = refusal(output_beside("a_move", code, tmp_path))
     assert "forward_context" in line
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in line
 
@@ -143,8 +126,7 @@ def test_renamed_seams(tmp_path: Path) -> None:
         ModelRunner.prepare_attention = ModelRunner.init_attention_backends
         del ModelRunner.init_attention_backends
     """
-    path = python_path(plugin(tmp_path, "a_rename", code))
-    line = refusal(forked_output_of(LOAD, tmp_path, PYTHONPATH=path))
+    line = refusal(output_beside("a_rename", code, tmp_path))
     assert "lacks ModelRunner.init_attention_backends" in line
 
 
@@ -157,13 +139,12 @@ def test_a_hidden_signature(tmp_path: Path) -> None:
         Gemma4TextModel.forward = lambda *args, **kwargs: stock(*args, **kwargs)
         theirs = Gemma4TextModel.forward, Scheduler.get_internal_state
     """
-    path = python_path(plugin(tmp_path, "a_veil", code))
     same = """
 import a_veil
 from sglang.srt.managers.scheduler import Scheduler
 print("same", (Gemma4TextModel.forward, Scheduler.get_internal_state) == a_veil.theirs)
 """
-    output = forked_output_of(LOAD + same, tmp_path, PYTHONPATH=path)
+    output = output_beside("a_veil", code, tmp_path, LOAD + same)
     assert "same True" in output
     line = refusal(output)
     assert "lacks Gemma4TextModel.forward(self, input_ids, positions, forward_batch" in line
@@ -252,7 +233,7 @@ sys.addaudithook(hook)
 @pytest.mark.release
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_child_processes(tmp_path: Path, method: str) -> None:
-    """A forked child has its parent's patch, a spawned one its own; each is said once."""
+    """A forked child has its parent's patch, a spawned one its own; each logs it once."""
     script = tmp_path / "parent.py"
     script.write_text(f"""
 import logging, multiprocessing, os

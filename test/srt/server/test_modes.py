@@ -13,9 +13,30 @@ from typing import Any
 
 import pytest
 
-from ask import TOLERANCE, Compared, assert_same_answers, compare, generate, outputs, tokens
+from ask import (
+    TOLERANCE,
+    Compared,
+    assert_alike,
+    compare,
+    drafted,
+    drafted_twice,
+    generate,
+    outputs,
+    prompts_of,
+    tokens,
+)
 from layer_rows import assert_all_fast, assert_all_stock, cut
-from server import CHUNK, RECORDED_ARGUMENTS, RECORDED_GRAPHS, RECORDED_ROWS, Server, pair, running
+from server import (
+    CAPTURED_ARGUMENTS,
+    CAPTURED_GRAPHS,
+    CAPTURED_ROWS,
+    CHUNK,
+    Pair,
+    Server,
+    drafting_with,
+    pair,
+    running,
+)
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco.commands.servers import ENTRY
@@ -28,7 +49,7 @@ LABELS = [40, 300, 511]
 
 
 def score(server: Server, query: list[int], items: list[list[int]]) -> list[list[float]]:
-    """Log-probabilities of ``LABELS`` behind the query and each item."""
+    """Log-probabilities of ``LABELS`` after the query and each item."""
     body = {"query": query, "items": items, "label_token_ids": LABELS, "model": "default"}
     scores: list[list[float]] = server.post("/v1/score", body).json()["scores"]
     return scores
@@ -41,7 +62,7 @@ def assert_same_scores(both: Compared[list[float]]) -> None:
         assert len(set(on)) == len(LABELS)
 
 
-def test_score(servers: tuple[Server, Server]) -> None:
+def test_score(servers: Pair) -> None:
     """/v1/score reads the last row of each request, whose prompt may span several chunks."""
     query, items = tokens(30, seed=1), [tokens(n, seed=n) for n in (5, 12, 2 * CHUNK + 9)]
     both = compare(servers, lambda server: score(server, query, items))
@@ -51,7 +72,7 @@ def test_score(servers: tuple[Server, Server]) -> None:
     assert len({tuple(scores) for scores in both.on}) == len(items)
 
 
-def test_score_of_cached_prompt(servers: tuple[Server, Server]) -> None:
+def test_score_of_cached_prompt(servers: Pair) -> None:
     """What one score request has put into the cache serves the next."""
     query = tokens(90, seed=2)
 
@@ -64,7 +85,7 @@ def test_score_of_cached_prompt(servers: tuple[Server, Server]) -> None:
     assert_same_scores(both)
 
 
-def test_input_logprobs_without_generation(servers: tuple[Server, Server]) -> None:
+def test_input_logprobs_without_generation(servers: Pair) -> None:
     """A request for the log-probabilities of its prompt's last tokens alone keeps these rows."""
 
     def ask(server: Server) -> list[list[float]]:
@@ -88,7 +109,7 @@ def test_input_logprobs_without_generation(servers: tuple[Server, Server]) -> No
 
 @pytest.mark.release
 def test_returned_hidden_states(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A server that may be asked for every row computes every row, and says so."""
+    """A server that may return every row computes every row, and says so."""
 
     def ask(server: Server) -> list[Any]:
         body = {"input_ids": tokens(40, seed=7), "sampling_params": {"max_new_tokens": 1}}
@@ -116,14 +137,7 @@ class Drafts:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        return (
-            *("--speculative-algorithm", "NEXTN"),
-            *("--speculative-draft-model-path", str(self.directory / "assistant")),
-            *("--speculative-num-steps", "3"),
-            *("--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", "4"),
-            *("--decode-log-interval", "1"),
-        )
+        return (*drafting_with(self.directory / "assistant"), "--decode-log-interval", "1")
 
 
 @pytest.fixture(scope="module")
@@ -148,16 +162,16 @@ def drafting_stock(drafts: Drafts) -> Iterator[Server]:
 )
 def drafting(
     request: pytest.FixtureRequest, drafts: Drafts, drafting_stock: Server
-) -> Iterator[tuple[Server, Server]]:
+) -> Iterator[Pair]:
     """Servers with the assistant: the fast one on so many tensor-parallel ranks, and stock.
 
     The fast one replays what verifies drafts, and the tails of its prefills.
     """
     ranks: int = request.param
-    arguments = (*drafts.arguments, "--tp-size", str(ranks), *RECORDED_ARGUMENTS)
+    arguments = (*drafts.arguments, "--tp-size", str(ranks), *CAPTURED_ARGUMENTS)
     directory = drafts.directory / f"on-{ranks}"
-    recorded: Any = {"arguments": arguments, "env": RECORDED_GRAPHS}
-    with running(drafts.checkpoint, directory, switch=None, **recorded) as server:
+    captured: Any = {"arguments": arguments, "env": CAPTURED_GRAPHS}
+    with running(drafts.checkpoint, directory, switch=None, **captured) as server:
         yield server, drafting_stock
 
 
@@ -167,23 +181,7 @@ def ranks_of(server: Server) -> int:
     return ranks
 
 
-def draft(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
-    """Greedy answers to several prompts at once: tokens, and how many drafts were right."""
-    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-    replies = server.generate(input_ids=prompts, sampling_params=sampling, **body)
-    return [
-        (
-            reply["output_ids"],
-            reply["meta_info"]["spec_correct_drafts_histogram"],
-            reply["meta_info"]["spec_num_proposed_drafts"],
-        )
-        for reply in replies
-    ]
-
-
-def compare_drafts(
-    servers: tuple[Server, Server], ask: Callable[[Server], list[Any]]
-) -> Compared[Any]:
+def compare_drafts(servers: Pair, ask: Callable[[Server], list[Any]]) -> Compared[Any]:
     """Same tokens and same accepted lengths, from prompts that took the fast path on all ranks."""
     both = compare(servers, ask)
     assert_fast_on_all_ranks(servers[0], both.prefills)
@@ -193,7 +191,7 @@ def compare_drafts(
 
 def assert_fast_on_all_ranks(server: Server, prefills: list[Prefill]) -> None:
     """Every rank ran every batch, and cut it alike."""
-    assert_all_fast(prefills, recorded=RECORDED_ROWS)
+    assert_all_fast(prefills, captured=CAPTURED_ROWS)
     assert any(prefill.replays for prefill in prefills)
     processes = {prefill.process for prefill in prefills}
     assert len(processes) == ranks_of(server)
@@ -204,19 +202,19 @@ def assert_fast_on_all_ranks(server: Server, prefills: list[Prefill]) -> None:
     assert all(other == first for other in others)
 
 
-def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
+def test_drafts(drafting: Pair, off_server: Server) -> None:
     """Same tokens and same accepted lengths; the assistant starts from the prompt's last row.
 
     And the same tokens as of a server that drafts nothing.
     """
-    prompts = [tokens(n, seed=n) for n in (50, 7, 300)]
-    both = compare_drafts(drafting, lambda server: draft(server, prompts))
+    prompts = prompts_of(50, 7, 300)
+    both = compare_drafts(drafting, lambda server: drafted(server, prompts))
     # Some drafts are right and some are wrong: both ways lead on from the prefill's K/V.
     histograms = [histogram for _, histogram, _ in both.on]
     assert any(sum(histogram[1:]) for histogram in histograms)
     assert any(histogram[0] for histogram in histograms)
-    for prompt, (drafted, _, _) in zip(prompts, both.on, strict=True):
-        assert outputs(off_server, prompt, max_new_tokens=24) == [drafted]
+    for prompt, (answer, _, _) in zip(prompts, both.on, strict=True):
+        assert outputs(off_server, prompt, max_new_tokens=24) == [answer]
     # Drafts are verified by the stock forward: of every one of them a row is read.
     for server in drafting:
         assert server.verifications()
@@ -226,36 +224,30 @@ def test_drafts(drafting: tuple[Server, Server], off_server: Server) -> None:
         assert len(drafting[0].log_lines(line)) == ranks_of(drafting[0])
 
 
-def test_drafts_of_eight_prompts(drafting: tuple[Server, Server]) -> None:
+def test_drafts_of_eight_prompts(drafting: Pair) -> None:
     """At once: each of them goes on from its own prompt's last row."""
-    prompts = [tokens(n, seed=n) for n in (150, 20, 3, 33, 7, 61, 12, 26)]
-    both = compare_drafts(drafting, lambda server: draft(server, prompts))
-    assert max(len(prefill.extend_lens) for prefill in both.prefills) > RECORDED_ROWS[-1]
+    prompts = prompts_of(150, 20, 3, 33, 7, 61, 12, 26)
+    both = compare_drafts(drafting, lambda server: drafted(server, prompts))
+    assert max(len(prefill.extend_lens) for prefill in both.prefills) > CAPTURED_ROWS[-1]
     assert len({tuple(answer) for answer, *_ in both.on}) == len(prompts)
 
 
-def test_drafts_overlap_scheduling(drafting: tuple[Server, Server]) -> None:
+def test_drafts_overlap_scheduling(drafting: Pair) -> None:
     """Of all drafts SGLang overlaps on a CPU those of an assistant that has no K/V of its own."""
     assert [server.resolved("disable_overlap_schedule") for server in drafting] == [False] * 2
 
 
-def test_drafts_behind_a_cached_prompt(drafting: tuple[Server, Server]) -> None:
+def test_drafts_after_a_cached_prompt(drafting: Pair) -> None:
     """A second turn starts from the first one's K/V, that of accepted drafts included."""
-
-    def ask(server: Server) -> list[tuple[Any, ...]]:
-        first = draft(server, [tokens(60, seed=4)])
-        turn = [*tokens(60, seed=4), *first[0][0], *tokens(9, seed=5)]
-        return [*first, *draft(server, [turn])]
-
-    both = compare_drafts(drafting, ask)
+    both = compare_drafts(drafting, drafted_twice)
     assert max(max(prefill.prefix_lens) for prefill in both.prefills) >= 60
 
 
-def test_drafts_beside_input_logprobs(drafting: tuple[Server, Server]) -> None:
+def test_drafts_beside_input_logprobs(drafting: Pair) -> None:
     """A draft starts from the last row where the suffix of a prompt is kept too."""
-    both = compare(
-        drafting, lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
+    both = assert_alike(
+        drafting,
+        lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60),
+        rows=[cut(70, 10)] * ranks_of(drafting[0]),
     )
-    assert both.rows == [cut(70, 10)] * ranks_of(drafting[0])
-    assert_same_answers(both)
     assert len(both.on[0].input_logprobs) == 9

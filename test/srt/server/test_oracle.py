@@ -6,6 +6,7 @@ its next token agree over the whole vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ import torch
 from transformers import Gemma4ForConditionalGeneration
 
 import truth
-from ask import TOLERANCE, tokens
+from ask import TOLERANCE, outputs, prompts_of, tokens
 from layer_rows import assert_all_fast, cut
 from server import Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.row_trace import Prefill
 
 WINDOW = E2B_TINY.sliding_window
+close = partial(torch.testing.assert_close, atol=TOLERANCE, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -26,60 +29,57 @@ def oracle(tiny_checkpoint: Path) -> Gemma4ForConditionalGeneration:
     return truth.load(tiny_checkpoint)
 
 
+def answers(server: Server, *prompts: list[int]) -> tuple[torch.Tensor, list[Prefill]]:
+    """Log-probabilities after prompts of one request, and the forwards that computed them."""
+    mark = server.mark()
+    return truth.server_logprobs(server, prompts), server.prefills(since=mark)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_cached(on_server: Server) -> None:
+    on_server.forget_prefixes()
+
+
 @pytest.mark.parametrize("length", [2, WINDOW - 1, WINDOW, WINDOW + 1, 100, 500])
 def test_prompt(on_server: Server, oracle: Gemma4ForConditionalGeneration, length: int) -> None:
     """Prompts shorter and longer than the window, in one chunk and in several."""
     prompt = tokens(length, seed=length)
-    on_server.forget_prefixes()
-    mark = on_server.mark()
-    [got] = truth.server_logprobs(on_server, [prompt])
-    assert_all_fast(on_server.prefills(since=mark))
-    torch.testing.assert_close(got, truth.logprobs(oracle, prompt), atol=TOLERANCE, rtol=0)
+    [got], prefills = answers(on_server, prompt)
+    assert_all_fast(prefills)
+    close(got, truth.logprobs(oracle, prompt))
 
 
 @pytest.mark.parametrize(("cached", "new"), [(10, 5), (WINDOW, 2), (90, 20), (90, WINDOW + 20)])
 def test_cached_prefix(
     on_server: Server, oracle: Gemma4ForConditionalGeneration, cached: int, new: int
 ) -> None:
-    """Prompts whose beginning is in the cache: the skipped rows of two forwards lie behind them."""
+    """Prompts whose beginning is in the cache: rows were skipped in two forwards before the end."""
     prompt = tokens(cached + new, seed=cached)
-    on_server.forget_prefixes()
-    truth.server_logprobs(on_server, [prompt[:cached]])
-    mark = on_server.mark()
-    [got] = truth.server_logprobs(on_server, [prompt])
-    [prefill] = on_server.prefills(since=mark)
-    assert prefill.prefix_lens == [cached]
-    assert prefill.rows == cut(new, 1)
-    torch.testing.assert_close(got, truth.logprobs(oracle, prompt), atol=TOLERANCE, rtol=0)
+    answers(on_server, prompt[:cached])
+    [got], [prefill] = answers(on_server, prompt)
+    assert (prefill.prefix_lens, prefill.rows) == ([cached], cut(new, 1))
+    close(got, truth.logprobs(oracle, prompt))
 
 
 def test_batch(on_server: Server, oracle: Gemma4ForConditionalGeneration) -> None:
     """Several prompts in one forward, one of them with a cached prefix."""
-    prompts = [tokens(n, seed=n) for n in (300, 12, 1, 50, WINDOW, 5)]
-    on_server.forget_prefixes()
-    truth.server_logprobs(on_server, [prompts[3][:40]])
-    mark = on_server.mark()
-    got = truth.server_logprobs(on_server, prompts)
-    prefills = on_server.prefills(since=mark)
+    prompts = prompts_of(300, 12, 1, 50, WINDOW, 5)
+    answers(on_server, prompts[3][:40])
+    got, prefills = answers(on_server, *prompts)
     assert_all_fast(prefills)
     assert any(len(prefill.extend_lens) > 1 for prefill in prefills)
     assert any(40 in prefill.prefix_lens for prefill in prefills)
-    want = torch.stack([truth.logprobs(oracle, prompt) for prompt in prompts])
-    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+    close(got, torch.stack([truth.logprobs(oracle, prompt) for prompt in prompts]))
 
 
 def test_greedy_continuation(on_server: Server, oracle: Gemma4ForConditionalGeneration) -> None:
     """Decoding goes on from what the fast path left in the cache, past the window."""
     prompt, count = tokens(60, seed=1), WINDOW + 8
-    on_server.forget_prefixes()
     mark = on_server.mark()
-    reply = on_server.generate(
-        input_ids=prompt,
-        sampling_params={"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
-    )
+    [answer] = outputs(on_server, prompt, max_new_tokens=count)
     [prefill] = on_server.prefills(since=mark)
     assert prefill.rows == cut(60, 1)
     want = oracle.generate(
         torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False
     )
-    assert reply["output_ids"] == want[0, 60:].tolist()
+    assert answer == want[0, 60:].tolist()

@@ -8,24 +8,26 @@ attention backend that the tail does not run on: it asks for such pages.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ask import (
-    Answer,
-    assert_same_answers,
+    assert_alike,
     assert_same_tokens,
+    at_once,
     beside_decoding,
     compare,
     generate,
+    next_turn,
+    one_by_one,
     outputs,
+    prompts_of,
     tokens,
 )
 from layer_rows import UNREAD, assert_all_fast, cut
-from server import CHUNK, Server, pair
+from server import CHUNK, Pair, Server, pair
 
 _SMALL_POOL = (
     *("--max-total-tokens", "4800"),
@@ -46,7 +48,7 @@ class Paged:
     """
 
     size: int
-    both: tuple[Server, Server]
+    both: Pair
 
 
 @pytest.fixture(scope="module", params=[pytest.param(16, marks=pytest.mark.release), 64])
@@ -73,8 +75,7 @@ def test_scheduling_does_not_overlap(paged: Paged) -> None:
 
 
 def test_attention_backends(paged: Paged) -> None:
-    both = compare(paged.both, lambda server: generate(server, tokens(50, seed=29)))
-    assert_all_fast(both.prefills)
+    assert_alike(paged.both, one_by_one(tokens(50, seed=29)))
     attention = {
         16: "attention by WindowedTorchNativeBackend",
         64: "attention by FrontBackend, the tail's by WindowedTorchNativeBackend",
@@ -84,17 +85,14 @@ def test_attention_backends(paged: Paged) -> None:
 
 
 def test_prompts(paged: Paged) -> None:
-    """Prompts that end one token before a page's border, at it and behind it."""
+    """Prompts that end one token before a page's border, at it and after it."""
     lengths = [2, 50, *(paged.size + n for n in (-1, 0, 1)), 2 * paged.size + 1]
-    both = compare(
-        paged.both, lambda server: [generate(server, tokens(n, seed=n))[0] for n in lengths]
-    )
-    assert both.rows == [
+    rows = [
         rows
         for n in lengths
         for rows in [cut(CHUNK, UNREAD)] * (n > CHUNK) + [cut(n - CHUNK * (n > CHUNK), 1)]
     ]
-    assert_same_answers(both)
+    assert_alike(paged.both, one_by_one(*prompts_of(*lengths)), rows=rows)
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 7])
@@ -105,35 +103,24 @@ def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
     Of the first one whole pages alone are cached: the second computes the rest of it again.
     """
     first = tokens(3 * paged.size + beyond, seed=30 + beyond)
-    prompts = [first, first + tokens(new, seed=40)]
-    both = compare(paged.both, lambda server: [generate(server, prompt)[0] for prompt in prompts])
-    assert_all_fast(both.prefills)
+    both = assert_alike(paged.both, one_by_one(first, first + tokens(new, seed=40)))
     cached = len(first) // paged.size * paged.size
     last = both.prefills[-1]
     assert last.prefix_lens == [cached]
-    assert last.rows == cut(len(prompts[1]) - cached, 1)
-    assert_same_answers(both)
+    assert last.rows == cut(len(first) + new - cached, 1)
     assert both.on[1].cached_tokens == cached
 
 
 def test_next_turn(paged: Paged) -> None:
-    """Pages of an answer are cached as well, those of decode steps behind the fast path's."""
-    prompt = tokens(2 * paged.size - 5, seed=50)
-
-    def ask(server: Server) -> list[Answer]:
-        [first] = generate(server, prompt)
-        return [first, *generate(server, [*prompt, *first.tokens, *tokens(30, seed=51)])]
-
-    both = compare(paged.both, ask)
-    assert_all_fast(both.prefills)
-    assert_same_answers(both)
+    """Pages of an answer are cached as well, those of decode steps after the fast path's."""
+    prompt, more = tokens(2 * paged.size - 5, seed=50), tokens(30, seed=51)
+    both = assert_alike(paged.both, lambda server: next_turn(server, prompt, more))
     assert both.on[1].cached_tokens == 2 * paged.size
 
 
 def test_chunks(paged: Paged) -> None:
-    both = compare(paged.both, lambda server: generate(server, tokens(1000, seed=52)))
-    assert both.rows == [cut(CHUNK, UNREAD)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
-    assert_same_answers(both)
+    rows = [cut(CHUNK, UNREAD)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
+    assert_alike(paged.both, one_by_one(tokens(1000, seed=52)), rows=rows)
 
 
 def test_batch_with_cached_prefixes(paged: Paged) -> None:
@@ -144,28 +131,22 @@ def test_batch_with_cached_prefixes(paged: Paged) -> None:
         *(prefix[:n] + tokens(3, seed=n) for n in (paged.size, 2 * paged.size - 1, 150)),
         tokens(9, seed=55),
     ]
-
-    def ask(server: Server) -> list[Answer]:
-        return generate(server, prefix) + generate(server, prompts)
-
-    both = compare(paged.both, ask)
-    assert_all_fast(both.prefills)
+    both = assert_alike(
+        paged.both,
+        lambda server: generate(server, prefix) + generate(server, prompts),
+        close_calls=1,
+    )
     assert any(
         len(prefill.extend_lens) > 1 and any(prefill.prefix_lens) for prefill in both.prefills
     )
-    assert_same_answers(both, close_calls=1)
 
 
 def test_input_logprobs_over_a_border(paged: Paged) -> None:
     """The kept suffix begins in one page and ends in another."""
     length, start = 2 * paged.size + 3, 2 * paged.size - 4
-    both = compare(
-        paged.both,
-        lambda server: generate(server, tokens(length, seed=56), logprob_start_len=start),
-    )
-    assert_all_fast(both.prefills)
+    ask = one_by_one(tokens(length, seed=56), logprob_start_len=start)
+    both = assert_alike(paged.both, ask)
     assert sum(prefill.rows[-1] for prefill in both.prefills) == length - start
-    assert_same_answers(both)
     assert len(both.on[0].input_logprobs) == length - start - 1
 
 
@@ -186,10 +167,9 @@ def test_full_pool(paged: Paged) -> None:
     prompts = [tokens(400 + n, seed=60 + n) for n in range(8)]
 
     def ask(server: Server) -> list[list[int]]:
-        with ThreadPoolExecutor(len(prompts)) as clients:
-            # For requests that ignore the end token SGLang keeps the room that they will need.
-            long = {"max_new_tokens": 260, "ignore_eos": False}
-            return list(clients.map(lambda p: outputs(server, p, **long)[0], prompts))
+        # For requests that ignore the end token SGLang keeps the room that they will need.
+        long = {"max_new_tokens": 260, "ignore_eos": False}
+        return at_once(lambda prompt: outputs(server, prompt, **long)[0], prompts)
 
     both = compare(paged.both, ask)
     for server in paged.both:

@@ -7,7 +7,6 @@ or not, is proven on every process, by the rows that each of its layers computed
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,9 +14,22 @@ from typing import Any
 
 import pytest
 
-from ask import Answer, Compared, assert_same_answers, chat, compare, generate, picture, tokens
+from ask import (
+    IMAGE,
+    Answer,
+    Compared,
+    assert_same_answers,
+    at_once,
+    chat,
+    compare,
+    generate,
+    one_by_one,
+    picture,
+    prompts_of,
+    tokens,
+)
 from layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, whole
-from server import CHUNK, Server, running
+from server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 
@@ -64,18 +76,18 @@ def spread_server(
 
 
 @pytest.fixture
-def both_servers(spread_server: Server, off_server: Server) -> tuple[Server, Server]:
+def both_servers(spread_server: Server, off_server: Server) -> Pair:
     return spread_server, off_server
 
 
-def turn(mode: Mode, servers: tuple[Server, Server], server: Server, number: int) -> dict[str, Any]:
+def turn(mode: Mode, servers: Pair, server: Server, number: int) -> dict[str, Any]:
     """What a request says so that replicas take turns, whatever SGLang thinks of their load."""
     spread = mode.has_replicas and server is servers[0]
     return {"routed_dp_rank": number % 2} if spread else {}
 
 
 def in_turns(
-    mode: Mode, servers: tuple[Server, Server], prompts: Sequence[list[int]], **body: Any
+    mode: Mode, servers: Pair, prompts: Sequence[list[int]], **body: Any
 ) -> Compared[Answer]:
     """Answers of both servers to these prompts, one after the other."""
 
@@ -108,11 +120,11 @@ def assert_fast_on_all_processes(mode: Mode, prefills: list[Prefill]) -> None:
     assert_all_fast(second)
 
 
-def test_prompts_of_all_lengths(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_prompts_of_all_lengths(mode: Mode, both_servers: Pair) -> None:
     """Prompts at the window's edge, and over several chunks: unfinished ones skip the tail."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 50, window, window + 1, 2 * CHUNK + 44)
-    both = in_turns(mode, both_servers, [tokens(n, seed=n) for n in lengths])
+    both = in_turns(mode, both_servers, prompts_of(*lengths))
     assert_fast_on_all_processes(mode, both.prefills)
     assert any(p.rows == cut(CHUNK, 0) for p in both.prefills if p.rows[-1] == 0)
     assert_same_answers(both)
@@ -122,16 +134,16 @@ def test_scheduling_overlaps(spread_server: Server) -> None:
     assert spread_server.resolved("disable_overlap_schedule") is False
 
 
-def test_cached_prefix(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_cached_prefix(mode: Mode, both_servers: Pair) -> None:
     prefix = tokens(150, seed=2)
     # On both replicas, each of which has a cache of its own.
-    asked = [(prompt, i) for i in range(2) for prompt in (prefix, prefix + tokens(40, seed=3))]
+    sent = [(prompt, i) for i in range(2) for prompt in (prefix, prefix + tokens(40, seed=3))]
     if not mode.has_replicas:
-        del asked[2:]
+        del sent[2:]
 
     def ask(server: Server) -> list[Answer]:
         answers = []
-        for prompt, i in asked:
+        for prompt, i in sent:
             if prompt is prefix:
                 server.forget_prefixes()
             answers += generate(server, prompt, **turn(mode, both_servers, server, i))
@@ -145,7 +157,7 @@ def test_cached_prefix(mode: Mode, both_servers: tuple[Server, Server]) -> None:
     assert both.on[1].cached_tokens == 150
 
 
-def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: Pair) -> None:
     """The kept rows are a suffix: an extend batch, not a decode step, on every process."""
     prompts = [tokens(70, seed=9 + i) for i in range(2)]
     both = in_turns(mode, both_servers, prompts, logprob_start_len=60)
@@ -155,7 +167,7 @@ def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: tuple[Server, S
     assert [len(answer.input_logprobs) for answer in both.on] == [9, 9]
 
 
-def test_images(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_images(mode: Mode, both_servers: Pair) -> None:
     def ask(server: Server) -> list[Answer]:
         return [
             chat(server, picture(colour), **turn(mode, both_servers, server, i))
@@ -167,36 +179,27 @@ def test_images(mode: Mode, both_servers: tuple[Server, Server]) -> None:
     assert_same_answers(both)
 
 
-def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: Pair) -> None:
     """Refused on every process."""
-    image = picture("red")[0]["image_url"]["url"]
-
-    def ask(server: Server) -> list[Answer]:
-        return generate(
-            server,
-            None,
-            text="<|image|>What is this?",
-            image_data=image,
-            logprob_start_len=4,
-        )
-
-    both = compare(both_servers, ask)
+    both = compare(
+        both_servers, lambda server: generate(server, None, **IMAGE, logprob_start_len=4)
+    )
     assert both.prefills
     assert_all_stock(both.prefills)
     assert_same_answers(both)
     assert both.on[0].input_logprobs
 
 
-def test_concurrent_requests(mode: Mode, both_servers: tuple[Server, Server]) -> None:
+def test_concurrent_requests(mode: Mode, both_servers: Pair) -> None:
     """Eight clients at once: requests share forwards, and decode steps run between them."""
     lengths = (3, 45, 128, 129, 300, 17, 64, 90)
 
     def ask(server: Server) -> list[Answer]:
-        def one(i: int, n: int) -> Answer:
-            return generate(server, tokens(n, seed=n), **turn(mode, both_servers, server, i))[0]
+        def one(i: int) -> Answer:
+            prompt = tokens(lengths[i], seed=i)
+            return generate(server, prompt, **turn(mode, both_servers, server, i))[0]
 
-        with ThreadPoolExecutor(len(lengths)) as clients:
-            return list(clients.map(one, range(len(lengths)), lengths))
+        return at_once(one, range(len(lengths)))
 
     both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)
@@ -221,17 +224,15 @@ def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
 def test_a_pipeline_is_stock(off_server: Server, tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Parted where SGLang's own answers are right: all KV-shared layers beside their donors."""
     stages = {PARTITION: f"{WINDOW_DONOR},{LAYERS - WINDOW_DONOR}"}
-
-    def ask(server: Server) -> list[Answer]:
-        return [generate(server, tokens(n, seed=n))[0] for n in (50, 2 * CHUNK + 44)]
-
+    prompts = prompts_of(50, 2 * CHUNK + 44)
     with running(tiny_checkpoint, tmp_path, switch=None, arguments=_STAGES, env=stages) as server:
-        both = compare((server, off_server), ask)
-        aside = server.log_lines("falls back to stock for this server")
+        both = compare((server, off_server), one_by_one(*prompts))
+        fallbacks = server.log_lines("falls back to stock for this server")
         assert server.log_lines("fast prefill is active") == []
-    assert [f"PP{stage}" in line for stage, line in enumerate(sorted(aside))] == [True, True]
+    assert [f"PP{stage}" in line for stage, line in enumerate(sorted(fallbacks))] == [True, True]
     assert all(
-        line.endswith("server: pipeline parallelism (--pp-size) is not supported") for line in aside
+        line.endswith("server: pipeline parallelism (--pp-size) is not supported")
+        for line in fallbacks
     )
     first, second = by_process(both.prefills)
     assert (first[0].rows, second[0].rows) == (whole(50)[:WINDOW_DONOR], whole(50)[WINDOW_DONOR:])

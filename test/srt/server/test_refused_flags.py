@@ -1,9 +1,9 @@
 """Servers really started with arguments that refuse them: they run as stock, and log why.
 
-Each is one server with the package, asked what the suite's stock server is asked as well. Others of
-the refused arguments start no server of a Gemma 4 on a CPU: LoRA takes pinned memory, two-batch
-overlap attention by data-parallel ranks or an exchange of experts, ``--enable-layernorm-sp`` and
-sharding of the KV cache other models and modes, captures of further hidden states a draft model.
+Each is one server with the package, beside the suite's stock server. Others of the refused
+arguments start no server of a Gemma 4 on a CPU: LoRA takes pinned memory, two-batch overlap
+attention by data-parallel ranks or an exchange of experts, ``--enable-layernorm-sp`` and sharding
+of the KV cache other models and modes, captures of further hidden states a draft model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from ask import Answer, assert_same_answers, chat, compare, generate, picture, tokens
+from ask import (
+    Answer,
+    assert_same_answers,
+    chat,
+    compare,
+    generate,
+    one_by_one,
+    picture,
+    prompts_of,
+    tokens,
+)
 from layer_rows import assert_all_stock, whole
 from server import CHUNK, Server, running, started
 
@@ -50,14 +60,12 @@ def test_refused_argument(
     refused: Refused, off_server: Server, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Single prompts, chunks, a batch, a cached prefix and an image: all rows, same answers."""
-    prompts = [tokens(n, seed=n) for n in (50, 2 * CHUNK + 9)]
-    batch = [tokens(n, seed=n) for n in (150, 20, 7)]
+    short, long = prompts_of(50, 2 * CHUNK + 9)
 
     def ask(server: Server) -> list[Answer]:
         return [
-            *(generate(server, prompt)[0] for prompt in prompts),
-            *generate(server, prompts[0] + tokens(30, seed=3)),
-            *generate(server, batch),
+            *one_by_one(short, long, short + tokens(30, seed=3))(server),
+            *generate(server, prompts_of(150, 20, 7)),
             chat(server, picture("red")),
         ]
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy
 
-from ask import Answer, Compared, assert_same_answers, compare, generate, tokens
-from layer_rows import UNREAD, assert_all_fast, cut
-from server import CHUNK, Server, running
+from ask import Answer, Compared, assert_alike, generate, prompts_of, tokens
+from layer_rows import UNREAD, cut
+from server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.tail_failures import slow_prefills
@@ -34,7 +34,7 @@ POLICIES = {policy.value for policy in (*CacheAwarePolicy, *CacheAgnosticPolicy)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A policy, and what else its server is told."""
+    """A policy, and the other arguments of its server."""
 
     policy: str
     arguments: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ def scheduling(
 
 
 @pytest.fixture
-def both_servers(scheduling: Server, off_server: Server) -> tuple[Server, Server]:
+def both_servers(scheduling: Server, off_server: Server) -> Pair:
     return scheduling, off_server
 
 
@@ -122,18 +122,18 @@ class Waiting:
         return list(self.prompts) if len(self.prompts) > 1 else self.prompts[0]
 
 
-def behind_a_long_prompt(server: Server, posts: Sequence[Waiting]) -> list[Answer]:
+def after_a_long_prompt(server: Server, posts: Sequence[Waiting]) -> list[Answer]:
     """Answers to requests that wait, in the order of ``posts``, while a long prompt is computed."""
-    mark, asked = server.mark(), []
+    mark, waiting = server.mark(), []
     coming = accumulate(len(post.prompts) for post in posts)
     with ThreadPoolExecutor(len(posts) + 1) as clients:
         with slow_prefills(server.failures, PAUSE):
             first = clients.submit(generate, server, tokens(LONG, seed=1))
             server.wait_for_prefills(1, since=mark)
             for post, count in zip(posts, coming, strict=True):
-                asked.append(clients.submit(generate, server, post.input_ids, **post.body))
+                waiting.append(clients.submit(generate, server, post.input_ids, **post.body))
                 wait_for_queue(server, count)
-        return [*first.result(), *(answer for post in asked for answer in post.result())]
+        return [*first.result(), *(answer for post in waiting for answer in post.result())]
 
 
 def wait_for_queue(server: Server, count: int) -> None:
@@ -147,27 +147,24 @@ def served(prefills: Sequence[Prefill], lengths: Sequence[int]) -> list[int]:
 
 
 def compare_waiting(
-    servers: tuple[Server, Server], posts: Sequence[Waiting], cached: Sequence[list[int]] = ()
+    servers: Pair, posts: Sequence[Waiting], cached: Sequence[list[int]] = ()
 ) -> Compared[Answer]:
     """The answers of both servers, on which the prompts ``cached`` were computed before."""
 
     def ask(server: Server) -> list[Answer]:
         before = [generate(server, prompt)[0] for prompt in cached]
-        return [*before, *behind_a_long_prompt(server, posts)]
+        return [*before, *after_a_long_prompt(server, posts)]
 
-    both = compare(servers, ask)
-    assert_all_fast(both.prefills)
-    assert_same_answers(both)
-    return both
+    return assert_alike(servers, ask)
 
 
 def fresh(*lengths: int) -> list[list[int]]:
-    """Prompts of so many tokens."""
-    return [tokens(n, seed=100 + n) for n in lengths]
+    """Prompts that no other test uses."""
+    return prompts_of(*lengths, seed=100)
 
 
 @only(PREFIXES)
-def test_longest_prefix_first(both_servers: tuple[Server, Server]) -> None:
+def test_longest_prefix_first(both_servers: Pair) -> None:
     long, short = tokens(100, seed=2), tokens(50, seed=3)
     a, b, c = fresh(20, 30, 40)
     both = compare_waiting(
@@ -178,7 +175,7 @@ def test_longest_prefix_first(both_servers: tuple[Server, Server]) -> None:
 
 
 @only(BRANCHES)
-def test_heaviest_branch_first(both_servers: tuple[Server, Server]) -> None:
+def test_heaviest_branch_first(both_servers: Pair) -> None:
     """Two requests go on from one prefix, and one from the other."""
     one, other = tokens(60, seed=3), tokens(60, seed=4)
     a, b, c = fresh(10, 20, 30)
@@ -188,14 +185,14 @@ def test_heaviest_branch_first(both_servers: tuple[Server, Server]) -> None:
 
 
 @only(PRIORITIES)
-def test_longest_output_first(both_servers: tuple[Server, Server]) -> None:
+def test_longest_output_first(both_servers: Pair) -> None:
     posts = [Waiting(fresh(10, 20, 30), {"new_tokens": [12, 14, 16]})]
     both = compare_waiting(both_servers, posts)
     assert served(both.prefills, (10, 20, 30)) == [30, 20, 10]
 
 
 @only(PRIORITIES)
-def test_highest_priority_first(both_servers: tuple[Server, Server]) -> None:
+def test_highest_priority_first(both_servers: Pair) -> None:
     """Before the length of the output."""
     first, second = fresh(10, 20)
     posts = [
@@ -207,9 +204,7 @@ def test_highest_priority_first(both_servers: tuple[Server, Server]) -> None:
 
 
 @only(RATIOS)
-def test_highest_response_ratio_first(
-    scheduling: Server, both_servers: tuple[Server, Server]
-) -> None:
+def test_highest_response_ratio_first(scheduling: Server, both_servers: Pair) -> None:
     """Of those that have waited for equally long, the shortest first; scheduling is not overlapped.
 
     Elsewhere it is: ``test_server``.
@@ -220,7 +215,7 @@ def test_highest_response_ratio_first(
 
 
 @only(SESSIONS)
-def test_routing_key_of_those_that_run_first(both_servers: tuple[Server, Server]) -> None:
+def test_routing_key_of_those_that_run_first(both_servers: Pair) -> None:
     first, second = fresh(10, 20)
     posts = [Waiting([first], {"routing_key": "b"}), Waiting([second], {"routing_key": "a"})]
 
@@ -231,16 +226,13 @@ def test_routing_key_of_those_that_run_first(both_servers: tuple[Server, Server]
                 generate, server, tokens(40, seed=5), new_tokens=200, routing_key="a"
             )
             server.wait_for_prefills(1, since=mark)
-            return [*behind_a_long_prompt(server, posts), *runs.result()]
+            return [*after_a_long_prompt(server, posts), *runs.result()]
 
-    both = compare(both_servers, ask)
-    assert_all_fast(both.prefills)
-    assert served(both.prefills, (10, 20)) == [20, 10]
-    assert_same_answers(both)
+    assert served(assert_alike(both_servers, ask).prefills, (10, 20)) == [20, 10]
 
 
 @only(RANDOM)
-def test_random_order(both_servers: tuple[Server, Server]) -> None:
+def test_random_order(both_servers: Pair) -> None:
     lengths = range(4, 20, 2)
     both = compare_waiting(both_servers, [Waiting(fresh(*lengths), {})])
     order = served(both.prefills, lengths)
@@ -249,9 +241,7 @@ def test_random_order(both_servers: tuple[Server, Server]) -> None:
 
 
 @only(SHORTEST)
-def test_short_prompt_beside_a_chunk_of_a_long_one(
-    scheduling: Server, both_servers: tuple[Server, Server]
-) -> None:
+def test_short_prompt_beside_a_chunk_of_a_long_one(scheduling: Server, both_servers: Pair) -> None:
     """A short prompt need not wait: the long one's chunk becomes whole pages shorter for it."""
     assert scheduling.resolved("page_size") == LARGE_PAGE
     short = 20
@@ -266,17 +256,15 @@ def test_short_prompt_beside_a_chunk_of_a_long_one(
                 server.wait_for_prefills(4, since=mark)
             return [*long.result(), *beside.result()]
 
-    both = compare(both_servers, ask)
-    assert_all_fast(both.prefills)
+    both = assert_alike(both_servers, ask)
     [shared] = [prefill for prefill in both.prefills if short in prefill.extend_lens]
     assert shared.extend_lens == [CHUNK - LARGE_PAGE, short]
     assert shared.prefix_lens[0] < LONG // 2
     assert shared.rows == cut(CHUNK - LARGE_PAGE + short, 2)
-    assert_same_answers(both)
 
 
 @only(PRIORITIES)
-def test_preemption(both_servers: tuple[Server, Server]) -> None:
+def test_preemption(both_servers: Pair) -> None:
     """Of two requests that decode, one is thrown out for an urgent one, and computed again."""
     low = fresh(40, 50)
 
@@ -289,16 +277,14 @@ def test_preemption(both_servers: tuple[Server, Server]) -> None:
             urgent = generate(server, tokens(60, seed=7), priority=100)
             return [*urgent, *run.result()]
 
-    both = compare(both_servers, ask)
-    assert_all_fast(both.prefills)
+    both = assert_alike(both_servers, ask)
     assert [answer.retractions for answer in both.off] == [0, 0, 0]
     urgent, *others = [answer.retractions for answer in both.on]
     assert urgent == 0
     assert sorted(others) == [0, 1]
-    # It was computed again, with what it had answered by then, behind the urgent one.
+    # It was computed again, with what it had answered by then, after the urgent one.
     [*_, again] = both.prefills
     assert sum(again.prefix_lens) + sum(again.extend_lens) > 50
-    assert_same_answers(both)
 
 
 # -- K and V that come back from the host ----------------------------------------------------
@@ -310,84 +296,65 @@ def crowd_out(server: Server) -> None:
         generate(server, tokens(1200, seed=200 + seed))
 
 
-class TestHierarchicalCache:
+@only(PREFIXES)
+@pytest.mark.parametrize(
+    ("cached", "new", "body", "rows"),
+    [
+        (300, 1, {}, [cut(1, 1)]),
+        (300, 60, {}, [cut(60, 1)]),
+        # No row is read of the chunk that the prefix is loaded for.
+        (300, CHUNK + 40, {}, [cut(CHUNK, UNREAD), cut(40, 1)]),
+        # The kept rows are a suffix: an extend batch, which reads the donors' K and V too.
+        (200, 40, {"logprob_start_len": 230}, [cut(40, 10)]),
+    ],
+    ids=["one token", "a chunk", "two chunks", "input logprobs"],
+)
+def test_prefix_from_the_host(
+    both_servers: Pair,
+    cached: int,
+    new: int,
+    body: dict[str, Any],
+    rows: list[list[int]],
+) -> None:
     """Prefixes that were evicted to the host; each layer's K and V come when it waits for them."""
+    prefix = tokens(cached, seed=8)
 
-    @only(PREFIXES)
-    @pytest.mark.parametrize(
-        ("new", "rows"),
-        [
-            (1, [cut(1, 1)]),
-            (60, [cut(60, 1)]),
-            (CHUNK + 40, [cut(CHUNK, UNREAD), cut(40, 1)]),
-        ],
-    )
-    def test_prefix_from_the_host(
-        self, both_servers: tuple[Server, Server], new: int, rows: list[list[int]]
-    ) -> None:
-        """Also where nobody reads a row of the chunk that it is loaded for."""
-        prefix = tokens(300, seed=8)
+    def ask(server: Server) -> list[Answer]:
+        generate(server, prefix)
+        crowd_out(server)
+        return generate(server, prefix + tokens(new, seed=9), **body)
 
-        def ask(server: Server) -> list[Answer]:
+    both = assert_alike(both_servers, ask)
+    assert both.prefills[-len(rows)].prefix_lens == [cached]
+    assert both.rows[-len(rows) :] == rows
+    assert (both.on[0].loaded_tokens, both.off[0].loaded_tokens) == (cached, 0)
+
+
+@only(PREFIXES)
+def test_prefixes_of_several_requests(both_servers: Pair) -> None:
+    """Of the requests in one forward some have theirs on the host, some nowhere."""
+    prefixes = [tokens(100, seed=12), tokens(70, seed=13)]
+    posts = [Waiting([p + tokens(20 + i, seed=14 + i) for i, p in enumerate(prefixes)], {})]
+    posts.append(Waiting(fresh(25), {}))
+
+    def ask(server: Server) -> list[Answer]:
+        for prefix in prefixes:
             generate(server, prefix)
-            crowd_out(server)
-            return generate(server, prefix + tokens(new, seed=9))
+        crowd_out(server)
+        return after_a_long_prompt(server, posts)
 
-        both = compare(both_servers, ask)
-        assert_all_fast(both.prefills)
-        loaded = both.prefills[-len(rows)]
-        assert loaded.prefix_lens == [300]
-        assert both.rows[-len(rows) :] == rows
-        assert (both.on[0].loaded_tokens, both.off[0].loaded_tokens) == (300, 0)
-        assert_same_answers(both)
-
-    @only(PREFIXES)
-    def test_input_logprobs_behind_a_prefix_from_the_host(
-        self, both_servers: tuple[Server, Server]
-    ) -> None:
-        """The kept rows are a suffix: an extend batch, which reads the donors' K and V too."""
-        prefix = tokens(200, seed=10)
-
-        def ask(server: Server) -> list[Answer]:
-            generate(server, prefix)
-            crowd_out(server)
-            return generate(server, prefix + tokens(40, seed=11), logprob_start_len=230)
-
-        both = compare(both_servers, ask)
-        assert both.rows[-1] == cut(40, 10)
-        assert both.prefills[-1].prefix_lens == [200]
-        assert (both.on[0].loaded_tokens, both.off[0].loaded_tokens) == (200, 0)
-        assert_same_answers(both)
-
-    @only(PREFIXES)
-    def test_prefixes_of_several_requests(self, both_servers: tuple[Server, Server]) -> None:
-        """Of the requests in one forward some have theirs on the host, some nowhere."""
-        prefixes = [tokens(100, seed=12), tokens(70, seed=13)]
-        posts = [Waiting([p + tokens(20 + i, seed=14 + i) for i, p in enumerate(prefixes)], {})]
-        posts.append(Waiting(fresh(25), {}))
-
-        def ask(server: Server) -> list[Answer]:
-            for prefix in prefixes:
-                generate(server, prefix)
-            crowd_out(server)
-            return behind_a_long_prompt(server, posts)
-
-        both = compare(both_servers, ask)
-        assert_all_fast(both.prefills)
-        assert [(p.extend_lens, p.prefix_lens) for p in both.prefills][-1] == (
-            [20, 21, 25],
-            [100, 70, 0],
-        )
-        assert both.rows[-1] == cut(66, 3)
-        assert [answer.loaded_tokens for answer in both.on] == [0, 100, 70, 0]
-        assert_same_answers(both)
+    both = assert_alike(both_servers, ask)
+    last = both.prefills[-1]
+    assert (last.extend_lens, last.prefix_lens) == ([20, 21, 25], [100, 70, 0])
+    assert last.rows == cut(66, 3)
+    assert [answer.loaded_tokens for answer in both.on] == [0, 100, 70, 0]
 
 
 # -- sessions --------------------------------------------------------------------------------
 
 
 @only(SESSIONS)
-def test_streaming_session(scheduling: Server, both_servers: tuple[Server, Server]) -> None:
+def test_streaming_session(scheduling: Server, both_servers: Pair) -> None:
     """Three turns of a session that owns its K and V, beside a stock server with whole prompts."""
     turns = [tokens(n, seed=20 + n) for n in (40, 2, CHUNK + 9)]
 
@@ -402,17 +369,15 @@ def test_streaming_session(scheduling: Server, both_servers: tuple[Server, Serve
         server.post("/close_session", {"session_id": session["id"]})
         return answers
 
-    both = compare(both_servers, ask)
-    assert_all_fast(both.prefills)
+    both = assert_alike(both_servers, ask)
     assert both.rows[:2] == [cut(40, 1), cut(3, 1)]
     assert both.rows[-2:] == [cut(CHUNK, UNREAD), cut(10, 1)]
-    assert_same_answers(both)
     # Of an answer's last token there is no K and V yet.
     assert [answer.cached_tokens for answer in both.on] == [0, 51, 65]
 
 
 def whole_prompts(server: Server, turns: Sequence[list[int]]) -> list[Answer]:
-    """Answers to turns, each behind the ones before it and their answers."""
+    """Answers to turns, each sent with the ones before it and their answers."""
     answers: list[Answer] = []
     prompt: list[Any] = []
     for turn in turns:
@@ -423,10 +388,8 @@ def whole_prompts(server: Server, turns: Sequence[list[int]]) -> list[Answer]:
 
 
 @only(SESSIONS)
-def test_session_that_keeps_its_prefix(
-    scheduling: Server, both_servers: tuple[Server, Server]
-) -> None:
-    """What a session has computed stays cached while the pool runs full; what nobody owns goes."""
+def test_session_that_keeps_its_prefix(scheduling: Server, both_servers: Pair) -> None:
+    """What a session has computed stays cached while the pool runs full; all else goes."""
     owned, foreign = tokens(300, seed=30), tokens(310, seed=31)
 
     def ask(server: Server) -> list[Answer]:
@@ -441,7 +404,5 @@ def test_session_that_keeps_its_prefix(
             server.post("/close_session", {"session_id": "owner"})
         return answers
 
-    both = compare(both_servers, ask)
-    assert_all_fast(both.prefills)
-    assert_same_answers(both)
+    both = assert_alike(both_servers, ask)
     assert [answer.cached_tokens for answer in both.on] == [0, 311, 0]

@@ -122,12 +122,12 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
 ) -> None:
     """Every name, label and outcome in a dashboard's or a rule's expressions."""
     text = (REPO / "docs" / "monitoring" / file).read_text().replace('\\"', '"')
-    asked = set(re.findall(r"sglang:\w+", text))
+    named = set(re.findall(r"sglang:\w+", text))
     ours = {*(f"{name}_total" for name in (FORWARDS, ROWS, AUDITS, CHANGES)), WORST}
-    assert asked == ours & asked != set()
+    assert named == ours & named != set()
     families = text_string_to_metric_families(measured.get_text("/metrics"))
-    samples = [s for family in families for s in family.samples if s.name in asked]
-    assert {sample.name for sample in samples} == asked
+    samples = [s for family in families for s in family.samples if s.name in named]
+    assert {sample.name for sample in samples} == named
     known = {label for sample in samples for label in sample.labels} | {"instance"}
     by_label = set(re.findall(r"(\w+)=~?\"", text))
     grouped = {name for names in re.findall(r"by \(([^)]*)\)", text) for name in names.split(", ")}
@@ -142,11 +142,3 @@ def test_sglangs_own_metrics_are_there(measured: Server) -> None:
     text = measured.get_text("/metrics")
     families = {family.name for family in text_string_to_metric_families(text)}
     assert {"sglang:prompt_tokens", "sglang:num_running_reqs"} <= families
-
-
-def test_server_info_needs_no_flag(servers: tuple[Server, Server]) -> None:
-    """A server that is switched off has no entry."""
-    on, off = servers
-    assert [state["active"] for state in states(on)] == [True]
-    [state] = off.get("/server_info")["internal_states"]
-    assert metrics.ENTRY not in state

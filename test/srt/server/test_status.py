@@ -70,7 +70,7 @@ def test_a_server_that_gave_up_is_not_active(
         for number in range(forward.LIMIT):
             assert report(capsys, server.url)[0] == 0
             generate(server, tokens(40, seed=number))
-        assert len(tail_failures.told(server.failures)) == forward.LIMIT
+        assert len(tail_failures.so_far(server.failures)) == forward.LIMIT
         code, out, err = report(capsys, server.url)
         assert (code, err) == (1, [])
         assert out[-1] == f"The fast path is NOT active: {forward.GIVEN_UP}"
@@ -81,7 +81,7 @@ def test_a_server_that_gave_up_is_not_active(
     assert (state["active"], state["reason"]) == (False, forward.GIVEN_UP)
     assert state["forwards"][log.FAILED] == forward.LIMIT
     assert state["forwards"]["server_refused"] == 1
-    assert len(tail_failures.told(server.failures)) == forward.LIMIT
+    assert len(tail_failures.so_far(server.failures)) == forward.LIMIT
 
 
 # ---------------------------------------------------------------- what is no such server

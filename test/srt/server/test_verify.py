@@ -71,14 +71,14 @@ def document_of(done: Done) -> dict[str, Any]:
 # ---------------------------------------------------------------- the whole
 
 
-ASKED = ["--prompt-tokens", "256", "--repeats", "2", "--servers", "together"]
+HOW = ["--prompt-tokens", "256", "--repeats", "2", "--servers", "together"]
 LABEL = "E2B_TINY"
 
 
 def by_the_demo(_: Path, directory: Path) -> Done:
     """As a user runs it: all is spawned, and the checkpoint is its own."""
     command = [sys.executable, str(REPO / "scripts" / "demo.py"), "--no-venv", "--device", "cpu"]
-    command += ["--preset", LABEL, "--work-dir", str(directory), *ASKED]
+    command += ["--preset", LABEL, "--work-dir", str(directory), *HOW]
     return run([*command, f"--server-args={' '.join(CHUNKED)}"], directory)
 
 
@@ -91,7 +91,7 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
         return forked.Program(command[1:], **where)
 
     command = ["verify", "--model-path", str(checkpoint), "--label", LABEL, "--device", "cpu"]
-    command += [*ASKED, "--output", str(directory / "logs"), "--", *CHUNKED]
+    command += [*HOW, "--output", str(directory / "logs"), "--", *CHUNKED]
     found = {**vars(subprocess), "Popen": popen}
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -137,7 +137,6 @@ def test_every_kind_of_prompt_is_sent_and_compared(demonstrated: Done) -> None:
         # Stock, too, differs from itself in the last bits when batches are others.
         assert kind == prompts.TIMED or 0 < found["stock"]["max_logprob_diff"] < 1e-4, kind
     assert document["agreement"][prompts.TIMED]["fast"]["answers"] == 2
-    assert document["prefix_hit_tokens"] > 0
     assert list(document["rounds"]) == [verify.ALONE, verify.AT_ONCE, verify.TIMED]
     for name, forwards in document["rounds"].items():
         assert not log.CUT.isdisjoint(forwards), name
@@ -228,16 +227,16 @@ def test_stock_cannot_capture_prefills(tmp_path: Path, typed: list[str], eager: 
     assert stock.arguments == [*typed, *["--cuda-graph-backend-prefill=disabled"] * eager]
 
 
-def plan_for(server: Server) -> verify.Plan:
-    """Of one question, and one timed prompt of 64 tokens."""
+def prompts_for(server: Server) -> list[prompts.Prompt]:
+    """Of one question."""
     tokenizer = prompts.tokenizer_of(str(server.checkpoint))
-    args = Namespace(prompt_tokens=[64], repeats=1)
-    return verify.make_plan(["Why is the sky blue?"], tokenizer, args, server, "cpu")
+    args = Namespace(prompt_tokens=[], repeats=1, texts=["Why is the sky blue?"], device="cpu")
+    return verify.fit_prompts({}, args, tokenizer, server)
 
 
 def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
     """By the servers' own chunk: the first of two chunks needs no row of the tail."""
-    [long] = [prompt for prompt in plan_for(on_server).prompts if prompt.kind == prompts.CHUNKS]
+    [long] = [prompt for prompt in prompts_for(on_server) if prompt.kind == prompts.CHUNKS]
     before = on_server.forwards()[log.TAIL_SKIPPED]
     on_server.generate(**long.request())
     assert on_server.forwards()[log.TAIL_SKIPPED] == before + 1
@@ -258,7 +257,7 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
     on_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No prefill is cut then, and equal answers would show nothing."""
-    plan = plan_for(on_server)
+    sent = prompts_for(on_server)
     on_server.forget_prefixes()
     monkeypatch.setattr(on_server, "forget_prefixes", lambda: None)
     with (
@@ -268,7 +267,7 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
             match=r"NOT active \(.*\) during the round 'several at once' \([1-9]\d* prompt tokens",
         ),
     ):
-        verify.ask(on_server, plan.prompts, bar)
+        verify.ask(on_server, sent, bar)
 
 
 class StandIn(servers.Server):

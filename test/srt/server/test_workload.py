@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from sglang.srt.platforms.interface import SRTPlatform
 
+from ask import assert_same_traffic, traffic
 from layer_rows import assert_all_fast, fast_rows
-from server import RECORDED_ROWS, Server
+from server import CAPTURED_ROWS, Server
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.workload import (
@@ -25,12 +26,9 @@ from sglang_gemma4_reference.workload import (
     SKIPPED,
     STOCK,
     Answer,
-    Client,
     Output,
     Request,
-    ask_all,
     compare,
-    held_tokens,
     outcome,
     outcomes,
     random_requests,
@@ -40,26 +38,22 @@ REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=7
 
 
 def ask(
-    server: Server, minimum: int | None = 1, recorded: Sequence[int] = ()
+    server: Server, minimum: int | None = 1, captured: Sequence[int] = ()
 ) -> tuple[list[Answer], Counter[str]]:
     """All answers of one server, and what became of its prefill forwards; nothing may leak.
 
     Of each forward that took the fast path the rows are those, and only those, that are read.
 
     Args:
-        minimum: the server's threshold; None where nobody set one.
-        recorded: the row counts for which its tail is recorded.
+        minimum: the server's threshold; None where none is set.
+        captured: the row counts for which its tail is captured.
     """
-    server.forget_prefixes()
     mark = server.mark()
-    client = Client(server.url)
-    answers = ask_all(client, REQUESTS, concurrency=16)
-    assert held_tokens(client) == 0
-    assert "leak detected" not in server.log().lower()
+    answers = traffic(server, REQUESTS, 16)
     prefills = server.prefills(since=mark)
     for prefill in prefills:
         if outcome(prefill) in (ACTIVE, SKIPPED):
-            assert prefill.rows == fast_rows(prefill, minimum, recorded), prefill
+            assert prefill.rows == fast_rows(prefill, minimum, captured), prefill
     return answers, outcomes(prefills)
 
 
@@ -70,30 +64,20 @@ def stock(off_server: Server) -> list[Answer]:
     return answers
 
 
-def assert_same(off_server: Server, stock: list[Answer], answers: list[Answer]) -> None:
-    result = compare(REQUESTS, stock, answers, Client(off_server.url).likeliest)
-    assert result.differences == []
-    assert result.close_calls <= 1
-    # Nothing of this may have been compared with nothing.
-    assert result.answered >= len(REQUESTS) - sum(request.interrupted for request in REQUESTS)
-    assert result.compared_tokens > 200
-    assert result.compared_logprobs > 500
-
-
 @pytest.mark.parametrize(
-    ("name", "minimum", "recorded"),
+    ("name", "minimum", "captured"),
     [
         ("on_server", 1, ()),
         ("default_server", None, ()),
         pytest.param(
-            *("recorded_server", 1, RECORDED_ROWS),
+            *("captured_server", 1, CAPTURED_ROWS),
             marks=pytest.mark.skipif(
                 not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
                 reason="this SGLang asks no platform for its graphs",
             ),
         ),
     ],
-    ids=["any row", "default settings", "recorded tail"],
+    ids=["any row", "default settings", "captured tail"],
 )
 def test_random_traffic(
     request: pytest.FixtureRequest,
@@ -101,21 +85,21 @@ def test_random_traffic(
     stock: list[Answer],
     name: str,
     minimum: int | None,
-    recorded: Sequence[int],
+    captured: Sequence[int],
 ) -> None:
     """Where any skipped row is worth it; as users have it, who set nothing; and where decode steps
     are replayed, and the tails of batches with few rows."""
     server: Server = request.getfixturevalue(name)
     mark = server.mark()
-    answers, forwards = ask(server, minimum, recorded)
+    answers, forwards = ask(server, minimum, captured)
     prefills = server.prefills(since=mark)
-    assert_all_fast(prefills, minimum, recorded)
-    if recorded:
+    assert_all_fast(prefills, minimum, captured)
+    if captured:
         assert sum(prefill.replays for prefill in prefills) >= 10
-        assert any(prefill.rows[-1] > max(recorded) for prefill in prefills)
+        assert any(prefill.rows[-1] > max(captured) for prefill in prefills)
     assert forwards[ACTIVE] >= 10
     assert forwards[SKIPPED] >= 1
-    assert_same(off_server, stock, answers)
+    assert_same_traffic(REQUESTS, stock, answers, off_server)
 
 
 @contextmanager
@@ -131,21 +115,21 @@ def failing(server: Server, every: int) -> Iterator[None]:
 def test_random_traffic_while_the_tail_fails(
     on_server: Server, off_server: Server, stock: list[Answer]
 ) -> None:
-    before = len(tail_failures.told(on_server.failures))
+    before = len(tail_failures.so_far(on_server.failures))
     with failing(on_server, every=4):
         answers, forwards = ask(on_server)
-    injected = len(tail_failures.told(on_server.failures)) - before
+    injected = len(tail_failures.so_far(on_server.failures)) - before
     assert injected >= 2, "no failures: is the installed test/reference up to date?"
     assert forwards[SERVED_BY_STOCK] == injected
     assert forwards[ACTIVE] > injected
-    assert_same(off_server, stock, answers)
+    assert_same_traffic(REQUESTS, stock, answers, off_server)
     lines = on_server.log_lines("serves the batch: InjectedError")
     assert lines
     assert len(lines) <= E2B_TINY.kv_shared_layers  # one for each kind
     answers, forwards = ask(on_server)
     assert forwards[SERVED_BY_STOCK] == 0
     assert forwards[ACTIVE] > 0
-    assert_same(off_server, stock, answers)
+    assert_same_traffic(REQUESTS, stock, answers, off_server)
 
 
 # The comparison sees what it is there to see.
@@ -199,12 +183,12 @@ def test_comparison(request_: Request, answer: Answer, said: str | None) -> None
 def test_comparison_of_close_calls() -> None:
     stock = Answer((Output((40, 41), finish="length"),))
     other = Answer((Output((40, 99), finish="length"),))
-    asked = []
+    sent = []
 
     def likeliest(prompt: object) -> tuple[float, float]:
-        asked.append(prompt)
+        sent.append(prompt)
         return -1.0, -1.0000001
 
     result = compare([GREEDY], [stock], [other], likeliest)
     assert (result.differences, result.close_calls) == ([], 1)
-    assert asked == [[30, 31, 40]]
+    assert sent == [[30, 31, 40]]

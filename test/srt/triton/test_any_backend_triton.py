@@ -15,19 +15,17 @@ from unittest import mock
 import pytest
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.platforms.interface import SRTPlatform
 
-from batches import batch_of, kept_rows
+from batches import batch_of
 from decode_graphs import record_tail
-from layer_rows import INTERPRETED, cut, whole
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, assert_fast, attention_of
+from layer_rows import INTERPRETED
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.checkpoint import write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.core.state import find
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -61,21 +59,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(checkpoint: Path, name: str, **arguments: Any) -> Engine:
-    engine = Engine(
-        checkpoint,
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=2048,
-        max_running_requests=8,
-        triton_attention_num_kv_splits=2,  # each part of a request's keys is a program
-        **SERVERS[name],
-        **arguments,
-    )
-    main, state = engine.runner.attn_backend, find(engine.text_model)
-    assert type(main) in (FrontBackend, HybridAttnBackend)
-    assert state is not None
-    assert state.attention is not None, state.refused
-    assert type(state.attention.tail) is TritonAttnBackend
+    given = INTERPRETED_ENGINE | SERVERS[name] | arguments
+    engine = Engine(checkpoint, **given | {"max_total_tokens": 2048})
+    assert type(engine.runner.attn_backend) in (FrontBackend, HybridAttnBackend)
+    assert type(attention_of(engine).tail) is TritonAttnBackend
     return engine
 
 
@@ -101,24 +88,15 @@ def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Engine:
     return engine
 
 
-def both_ways(engine: Engine, prompts: list[Prompt], rows: list[int]) -> None:
-    batch = engine.schedule(prompts)
-    stock = run(engine, batch, "0")
-    on_main = mock.patch.object(FrontBackend, "forward_decode", side_effect=AssertionError("main"))
-    with on_main:
-        fast = run(engine, batch, "1")
-    assert stock.rows == whole(sum(len(prompt.new) for prompt in prompts), INTERPRETED)
-    assert fast.rows == rows
-    assert_same_cache(stock, fast)
-    assert_same_answers(stock, fast, TOLERANCE)
+no_tail_on_main = mock.patch.object(
+    FrontBackend, "forward_decode", side_effect=AssertionError("on main")
+)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_forward(engine: Engine, name: str) -> None:
-    prompts = PROMPTS[name]
-    total, kept = sum(len(prompt.new) for prompt in prompts), kept_rows(prompts)
-    assert (sum(kept) > len(kept)) == (name == "suffixes")
-    both_ways(engine, prompts, cut(total, sum(kept), INTERPRETED))
+    with no_tail_on_main:
+        assert_fast(engine, PROMPTS[name])
 
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +110,10 @@ def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.release
-@pytest.mark.skipif(
-    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
-    reason="this SGLang asks no platform for its graphs",
-)
+@NEEDS_GRAPHS
 def test_captured(checkpoint: Path) -> None:
     """Through Triton's planner of its graphs, over pages of 64."""
     engine = started(checkpoint, "pages of 64", cuda_graph_bs_decode=[2])
     record_tail(engine, 2)
-    prompts = batch_of((WINDOW + 5, 7), (60, 9))
-    both_ways(engine, prompts, [rows for rows in cut(16, 0, INTERPRETED) if rows])
+    with no_tail_on_main:
+        assert_fast(engine, batch_of((WINDOW + 5, 7), (60, 9)), replays=True)

@@ -12,7 +12,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from transformers import Gemma4ForConditionalGeneration
 
 import truth
 from batches import batch_of
+from forwards import assert_served_by_stock, failing
 from observe import (
     TOLERANCE,
     Observed,
@@ -72,13 +72,6 @@ class Bench:
     oracle: Gemma4ForConditionalGeneration
 
 
-def bench_of(shape: Gemma4Shape, path: Path, dtype: str) -> Bench:
-    write_checkpoint(path, shape)
-    engine = Engine(path, device="cpu", dtype=dtype, max_total_tokens=1024)
-    oracle = Gemma4ForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
-    return Bench(shape, engine, oracle)
-
-
 _MODELS = {
     "wide": (WIDE, "float32"),
     "bfloat16": (WIDE, "bfloat16"),
@@ -90,7 +83,9 @@ _MODELS = {
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """The model that the test names; all tests of one model run before the next one is built."""
     shape, dtype = _MODELS[request.param]
-    return bench_of(shape, tmp_path_factory.mktemp("checkpoint"), dtype)
+    path = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), shape)
+    engine = Engine(path, device="cpu", dtype=dtype, max_total_tokens=1024)
+    return Bench(shape, engine, truth.load(path))
 
 
 def model(name: str) -> pytest.MarkDecorator:
@@ -283,7 +278,7 @@ def test_decode_steps_after_the_prefill(bench: Bench) -> None:
 
 @model("wide")
 def test_embeddings_are_gone_after_layer_0(bench: Bench) -> None:
-    """Its fused add-norm writes over them: whoever reads them later reads something else."""
+    """Its fused add-norm writes over them: a later reader reads something else."""
     before: list[torch.Tensor] = []
     embedded: list[torch.Tensor] = []
 
@@ -291,12 +286,8 @@ def test_embeddings_are_gone_after_layer_0(bench: Bench) -> None:
         before.append(embeds.clone())
         embedded.append(embeds)
 
-    hook = bench.engine.text_model.embed_tokens.register_forward_hook(keep)
-    prompts = BATCHES["one prompt"]
-    try:
-        stock, fast = both_ways(bench, prompts, 1)
-    finally:
-        hook.remove()
+    with bench.engine.text_model.embed_tokens.register_forward_hook(keep):
+        stock, fast = both_ways(bench, BATCHES["one prompt"], 1)
     for was, embeds in zip(before[-2:], embedded[-2:], strict=True):
         assert (was - embeds).abs().mean() > 0.01
     assert_same_answers(stock, fast, TOLERANCE)
@@ -306,28 +297,13 @@ def test_embeddings_are_gone_after_layer_0(bench: Bench) -> None:
 def test_a_failure_in_the_tail_is_served_by_stock(bench: Bench) -> None:
     """From the same embeddings, which the first try has overwritten by then."""
     scheduled = bench.engine.schedule(BATCHES["one prompt"])
-    own = bench.shape.layers - bench.shape.kv_shared_layers
-    fail = iter([True])
-
-    def fail_once(*_: Any) -> None:
-        if next(fail, False):
-            raise InjectedError
-
+    front = bench.shape.layers - bench.shape.kv_shared_layers - 1
     stock = run(bench.engine, scheduled, "0")
-    hook = bench.engine.text_model.layers[own].mlp.register_forward_pre_hook(fail_once)
-    try:
+    with failing(bench.engine, "last tail layer"):
         seen = run(bench.engine, scheduled, "1")
-    finally:
-        hook.remove()
-    assert seen.rows == [20] * (own - 1) + [1] + stock.rows
+    assert seen.rows == [20] * front + [1] * bench.shape.kv_shared_layers + stock.rows
     assert log.forwards.pop(log.FAILED) == 1
-    assert_same_objects(seen)
-    assert_same_cache(stock, seen)
-    assert_same_answers(stock, seen, 0.0)
-
-
-class InjectedError(Exception):
-    pass
+    assert_served_by_stock(stock, seen)
 
 
 # -- the type that is served -----------------------------------------------------------------------

@@ -7,18 +7,18 @@ K and V of layer S-1 go to the window's slots that it has planned.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from batches import batch_of
 from decode_graphs import record_tail
+from forwards import INTERPRETED_ENGINE, attention_of
+from layer_rows import TWO_POOLS
 from prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs, releases
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED
 
 interpreter.make_quick()
@@ -27,16 +27,7 @@ pytestmark = pytest.mark.skipif(
     not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
 )
 
-WINDOW = 5
-SHAPE = replace(  # sfs fsf: s for a layer with a window, f for one without
-    E2B_TINY,
-    layers=6,
-    kv_shared_layers=3,
-    sliding_per_full=1,
-    heads=2,
-    sliding_window=WINDOW,
-    seed=1,
-)
+WINDOW = TWO_POOLS.sliding_window
 DECODING = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((WINDOW - 1, 1))]
 BATCHES: dict[str, tuple[list[Prompt], str]] = {
     "a full bucket": (batch_of((0, 16)), log.EXIT_CAPTURED),
@@ -62,12 +53,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """It has captured its prefills and its tail."""
     with prefill_graphs.recordable():
         engine = Engine(
-            write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE),
-            device="cpu",
-            dtype="float32",
-            max_total_tokens=512,
-            max_running_requests=8,
-            triton_attention_num_kv_splits=2,
+            write_checkpoint(tmp_path_factory.mktemp("checkpoint"), TWO_POOLS),
+            **INTERPRETED_ENGINE,
             **(RECORDED | {"cuda_graph_bs_prefill": [16, 32]}),
         )
         record_tail(engine, ROWS)
@@ -85,8 +72,6 @@ IN_EVERY_RUN = ("prefixes at the window", "intermediate chunks", "input logprobs
     ],
 )
 def test_exits(engine: Engine, name: str) -> None:
-    state = start.of(engine.text_model)
-    assert state.attention is not None
-    assert type(state.attention.main).__name__ == "TritonAttnBackend"
+    assert type(attention_of(engine).main).__name__ == "TritonAttnBackend"
     prompts, outcome = BATCHES[name]
     assert assert_served_alike(engine, prompts) == outcome

@@ -19,16 +19,15 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from batches import batch_of
-from forwards import assert_fast
+from forwards import ENGINE, NEEDS_UNREAD, assert_fast, state_of
 from layer_rows import INTERPRETED, LAYERS
 from observe import Observed, run, watching
-from sglang_gemma4_reference import interpreter, releases
+from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.core import per_layer
-from sglang_gemma4_yoco.core.state import find
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -103,9 +102,7 @@ def test_input_logprobs(engine: Engine) -> None:
     assert 0 < distance(fast) < distance(chunk) / 2
 
 
-@pytest.mark.skipif(
-    not releases.tells_unread_chunks(), reason="this SGLang does not tell which rows are unread"
-)
+@NEEDS_UNREAD
 def test_an_intermediate_chunk(engine: Engine) -> None:
     prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
     assert_fast(engine, prompts, projected=projections(engine, prompts))
@@ -113,8 +110,7 @@ def test_an_intermediate_chunk(engine: Engine) -> None:
 
 
 def test_its_tail_is_not_captured(engine: Engine) -> None:
-    state = find(engine.text_model)
-    assert state is not None
+    state = state_of(engine)
     assert state.captured is None
     reason = graphs.why_not(engine.runner, state, can_be_captured=True)
     assert reason in {graphs.NO_GRAPHS, graphs.QUANTISED}
@@ -140,9 +136,7 @@ def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     which the kernel refuses, in the interpreter as on a GPU.
     """
     checkpoint = write_checkpoint(tmp_path, INTERPRETED)
-    engine = Engine(
-        checkpoint, device="cpu", dtype="float32", max_total_tokens=512, kv_cache_dtype=name
-    )
+    engine = Engine(checkpoint, **ENGINE, kv_cache_dtype=name)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
     assert start.of(engine.text_model).refused == (
         f"a KV cache of {TYPES[name]} beside weights of torch.float32"

@@ -21,10 +21,11 @@ import pytest
 import torch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.platforms.interface import SRTPlatform
 
 from batches import rest_of, tokens
 from decode_graphs import record_tail
+from forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, attention_of, state_of
+from layer_rows import TWO_POOLS
 from observe import (
     TOLERANCE,
     Expected,
@@ -47,21 +48,11 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import graphs
-from sglang_gemma4_yoco.core.state import find
 
 interpreter.make_quick()
 
 # s for a layer with a window, f for one without; the shared layers are parted off. A donor is cut
 # that has a window, one that has none, and E4B's.
-TWO_POOLS = replace(  # sfs fsf
-    E2B_TINY,
-    layers=6,
-    kv_shared_layers=3,
-    sliding_per_full=1,
-    heads=2,
-    sliding_window=5,
-    seed=1,
-)
 SHAPES = {
     "two pools": TWO_POOLS,
     "pages of four": replace(TWO_POOLS, sliding_window=6, seed=4),
@@ -89,26 +80,33 @@ SHAPES = {
 }
 
 
-def prompt(cached: int, new: int, *, wanted: int = 0, to_come: int = 0, **more: Any) -> Prompt:
-    """One request; the same tokens at the same place of every prompt of a batch with ``shares``.
+def prompt(
+    cached: int, new: int, *, wanted: int = 0, to_come: int = 0, decodes: bool = False
+) -> Prompt:
+    """One request, whose tokens are drawn by its lengths.
 
     Args:
         wanted: how many of its last new rows have input logprobs.
     """
-    draw = random.Random(cached if "shares" in more else f"{cached} {new} {wanted} {to_come}")
+    draw = random.Random(f"{cached} {new} {wanted} {to_come}")
     beginning = tokens(draw, cached)
     return Prompt(
         cached=beginning,
         new=tokens(draw, new),
         logprob_start=cached + new - wanted if wanted else -1,
         to_come=tokens(draw, to_come),
-        **more,
+        decodes=decodes,
     )
 
 
-def decoding(cached: int) -> Prompt:
-    """A request that runs already, after a prompt of this many tokens."""
-    return prompt(cached, 1, decodes=True)
+def prompts(*lens: tuple[int, int]) -> list[Prompt]:
+    """Requests of which the last rows are read, by their (cached, new) tokens."""
+    return [prompt(cached, new) for cached, new in lens]
+
+
+def decoding(*cached: int) -> list[Prompt]:
+    """Requests that run already, after prompts of so many tokens."""
+    return [prompt(tokens, 1, decodes=True) for tokens in cached]
 
 
 def hard_batches(window: int) -> dict[str, list[Prompt]]:
@@ -116,56 +114,27 @@ def hard_batches(window: int) -> dict[str, list[Prompt]]:
     w, far = window, 40  # Triton splits the keys of a decode step into parts of at least 32
     shared = prompt(w + 2, 3)
     return {
-        "totals at the window": [
-            prompt(0, w - 1),
-            prompt(0, w),
-            prompt(0, w + 1),
-            prompt(0, far),
-        ],
-        "prefixes at the window": [
-            prompt(w - 1, 2),
-            prompt(w, 3),
-            prompt(w + 1, 2),
-            prompt(far, 5),
-        ],
-        "one new token beside long prompts": [
-            prompt(w, 1),
-            prompt(0, far),
-            prompt(2 * w + 1, 1),
-            prompt(0, 1),
-        ],
-        "one request": [prompt(w + 1, w)],
-        "five requests": [
-            prompt(0, 1),
-            prompt(w - 1, 1),
-            prompt(3, w),
-            prompt(0, w + 2),
-            prompt(2 * w, 2),
-        ],
+        "totals at the window": prompts((0, w - 1), (0, w), (0, w + 1), (0, far)),
+        "prefixes at the window": prompts((w - 1, 2), (w, 3), (w + 1, 2), (far, 5)),
+        "one new token beside long prompts": prompts((w, 1), (0, far), (2 * w + 1, 1), (0, 1)),
+        "one request": prompts((w + 1, w)),
+        "five requests": prompts((0, 1), (w - 1, 1), (3, w), (0, w + 2), (2 * w, 2)),
         "suffixes beside last rows": [
             prompt(w + 1, w + 4, wanted=w + 2),
             prompt(0, w),
             prompt(2, 4, wanted=4),
             prompt(w, 1),
         ],
-        "prefill beside decode rows": [
-            prompt(w, 3),
-            prompt(0, w + 2),
-            decoding(w - 1),
-            decoding(2 * w),
-        ],
+        "prefill beside decode rows": [*prompts((w, 3), (0, w + 2)), *decoding(w - 1, 2 * w)],
         "finished beside unfinished": [prompt(w, 3), prompt(2, w, to_come=4)],
-        "nobody reads a row": [prompt(w + 1, 4, to_come=3), prompt(0, w + 1, to_come=2)],
-        "unfinished beside decode rows": [prompt(0, w + 1, to_come=3), decoding(w + 1)],
+        "intermediate chunks": [prompt(w + 1, 4, to_come=3), prompt(0, w + 1, to_come=2)],
+        "unfinished beside decode rows": [prompt(0, w + 1, to_come=3), *decoding(w + 1)],
         "one prefix of two requests": [
             shared,
             replace(prompt(w + 2, 5), cached=shared.cached, shares=0),
             prompt(0, 4),
         ],
-        "logprobs of unfinished": [
-            prompt(3, 5, wanted=3, to_come=2),
-            prompt(0, w, to_come=3),
-        ],
+        "logprobs of unfinished": [prompt(3, 5, wanted=3, to_come=2), prompt(0, w, to_come=3)],
         "logprobs beside unfinished": [prompt(w - 1, 4, wanted=2), prompt(0, 6, to_come=2)],
         "one unfinished token": [prompt(w, 1, to_come=3), prompt(0, 6, to_come=2)],
     }
@@ -177,7 +146,7 @@ HARDEST = (
     "prefixes at the window",
     "suffixes beside last rows",
     "prefill beside decode rows",
-    "nobody reads a row",
+    "intermediate chunks",
 )
 # With the captured tail: as many requests as a graph has rows, fewer, more, and with suffixes.
 REPLAYED_OR_NOT = (
@@ -190,10 +159,6 @@ REPLAYED_OR_NOT = (
 )
 EAGER, CAPTURED = "eager tail", "captured tail"
 MOST_CAPTURED = 4
-needs_graphs = pytest.mark.skipif(
-    not hasattr(SRTPlatform, "get_full_graph_backend_cls"),  # 0.5.21
-    reason="this SGLang asks no platform for its graphs",
-)
 
 
 def cases() -> Iterator[Any]:
@@ -214,11 +179,11 @@ def cases() -> Iterator[Any]:
 def case(shape: str, tail: str, name: str, *, slow: bool = False, long: bool = False) -> Any:
     """One set of parameters; long ones are left to a release, slow ones out of the matrix too."""
     marks = [pytest.mark.slow] * slow + [pytest.mark.release] * (slow or long)
-    marks += [needs_graphs] * (tail == CAPTURED)
+    marks += [NEEDS_GRAPHS] * (tail == CAPTURED)
     return pytest.param(shape, tail, name, marks=marks)
 
 
-# SGLang's own; while the tail is planned another stands in its place.
+# SGLang's own, which is replaced while the tail is planned.
 _WINDOW_PLANNER = triton_backend.update_sliding_window_buffer
 _played: dict[tuple[str, str], list[Observed]] = {}
 _last_engine: dict[str, Engine] = {}
@@ -240,12 +205,7 @@ def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """A new engine of one of ``SHAPES``."""
     return Engine(
         write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPES[shape]),
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=512,
-        max_running_requests=8,
-        # Each part is a program, and the interpreter runs them one by one.
-        triton_attention_num_kv_splits=2,
+        **INTERPRETED_ENGINE,
         disable_hybrid_swa_memory=shape == "one pool",
         page_size=4 if shape == "pages of four" else 1,
         cuda_graph_bs_decode=[MOST_CAPTURED],
@@ -255,8 +215,7 @@ def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def set_up(engine: Engine, tail: str) -> None:
     """The tail runs eagerly, or it is captured."""
     log.reset()
-    state = find(engine.text_model)
-    assert state is not None
+    state = state_of(engine)
     if tail == EAGER:
         graphs.drop(state, graphs.OFF)
     elif state.captured is None:
@@ -310,12 +269,8 @@ def stock_of(engine: Engine, shape: str, name: str, prompts: list[Prompt]) -> li
 def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Observed) -> None:
     """The tail ran on kept rows only, on the backend that it must run on, and left no trace."""
     wanted = expected(engine, prompts)
-    main = engine.runner.attn_backend
+    main, attention = engine.runner.attn_backend, attention_of(engine)
     assert type(main) is TritonAttnBackend
-    state = find(engine.text_model)
-    assert state is not None
-    attention = state.attention
-    assert attention is not None
     if wanted is None:
         assert_stock(engine, prompts, seen)
     else:

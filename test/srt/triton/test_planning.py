@@ -10,7 +10,6 @@ prefill does.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,11 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from audited import audited
 from batches import batch_of
+from forwards import INTERPRETED_ENGINE
+from layer_rows import TWO_POOLS
 from observe import TOLERANCE
 from sglang_gemma4_reference import interpreter, releases
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import compat, log
@@ -33,22 +34,13 @@ interpreter.make_quick()
 
 PACKAGE = str(Path(log.__file__).parent)
 Reads = Counter[tuple[str, str]]
-WINDOW = 5
-SHAPE = replace(
-    E2B_TINY, layers=6, kv_shared_layers=3, sliding_per_full=1, heads=2, sliding_window=WINDOW
-)
+WINDOW = TWO_POOLS.sliding_window
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    engine = Engine(
-        write_checkpoint(tmp_path_factory.mktemp("checkpoint"), SHAPE),
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=512,
-        max_running_requests=8,
-        triton_attention_num_kv_splits=2,
-    )
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), TWO_POOLS)
+    engine = Engine(checkpoint, **INTERPRETED_ENGINE)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
     return engine
 
@@ -60,7 +52,7 @@ def test_a_kept_row_sees_the_whole_window(
 ) -> None:
     """On the tail's own backend, and on the runner's where the package has planned nothing."""
     if not decodes and planned:
-        pytest.skip("the tail's backend was asked at start")
+        pytest.skip("whether the tail's backend decodes was found out at start")
     if not decodes:
         monkeypatch.setattr(compat, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend
@@ -109,12 +101,14 @@ def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> 
     whole: list[Reads] = []
     for switch in ("0", "1"):
         log.reset()
-        with switched(switch), counted() as reads:
-            hook = engine.text_model.register_forward_pre_hook(
+        with (
+            switched(switch),
+            counted() as reads,
+            engine.text_model.register_forward_pre_hook(
                 lambda *_, reads=reads: planned.append(in_sglang(reads))
-            )
+            ),
+        ):
             engine.forward(scheduled)
-            hook.remove()
         assert (log.forwards[log.TAIL_EAGER] == 1) == (switch == "1")
         assert [site for _, site in reads if site.startswith(PACKAGE)] == []
         whole.append(in_sglang(reads))

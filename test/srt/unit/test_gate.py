@@ -47,84 +47,63 @@ from stand_ins import eligible_batch, model, reason_of
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
 
-def test_the_unchanged_batch_is_eligible() -> None:
-    assert reason_of(model(), eligible_batch()) is None
-
-
 SUFFIXES = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 3, 2]}
 ONES = {
     "extend_seq_lens_cpu": [1, 1, 1],
     "extend_num_tokens": 3,
     "input_ids": torch.arange(3),
 }
-BATCHES: list[tuple[str, dict[str, Any], str]] = [
-    ("no mode", {"forward_mode": None}, gate.NO_EXTEND),
-    (
-        "another package's mode",
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no mode": ({"forward_mode": None}, gate.NO_EXTEND),
+    "another package's mode": (
         {"forward_mode": SimpleNamespace(is_extend_without_speculative=lambda: False)},
         gate.NO_EXTEND,
     ),
-    *(
-        (mode.name, {"forward_mode": mode}, f"forward mode {mode.name}")
+    **{
+        mode.name: ({"forward_mode": mode}, f"forward mode {mode.name}")
         for mode in ForwardMode
         if mode not in (ForwardMode.EXTEND, ForwardMode.MIXED)
-    ),
-    ("nothing to skip", ONES, gate.NOTHING_TO_SKIP),
-    (
-        "all input logprobs",
-        {"return_logprob": True, "extend_logprob_start_lens_cpu": [0, 0, 0]},
+    },
+    "nothing to skip": (ONES, gate.NOTHING_TO_SKIP),
+    "all input logprobs": (
+        SUFFIXES | {"extend_logprob_start_lens_cpu": [0, 0, 0]},
         gate.NOTHING_TO_SKIP,
     ),
-    (
-        "input logprobs of an embedded image prompt",
+    "input logprobs of an embedded image prompt": (
         SUFFIXES | {"mm_input_embeds": torch.zeros(9, 4)},
         gate.IMAGE_LOGPROBS,
     ),
-    (
-        "input logprobs of an image prompt",
+    "input logprobs of an image prompt": (
         SUFFIXES | {"mm_inputs": [None, object(), None]},
         gate.IMAGE_LOGPROBS,
     ),
-]
+}
+ADMITTED: dict[str, dict[str, Any]] = {
+    "unchanged": {},
+    "mixed": {"forward_mode": ForwardMode.MIXED},
+    "output logprobs": SUFFIXES | {"extend_logprob_start_lens_cpu": [3, 4, 2]},
+    "some input logprobs": SUFFIXES | {"extend_logprob_start_lens_cpu": [1, 4, 2]},
+    "LAST": {"capture_hidden_mode": CaptureHiddenMode.LAST},
+    "image": {"mm_input_embeds": torch.zeros(9, 4)},
+    "input logprobs beside no image": SUFFIXES | {"mm_inputs": [None, None, None]},
+    "unfinished": {"contains_last_prefill_chunk": False},
+    "prefill only": {"is_prefill_only": True},
+    "frozen-KV MTP": {
+        "spec_algorithm": SpeculativeAlgorithm.FROZEN_KV_MTP,
+        "capture_hidden_mode": CaptureHiddenMode.FULL,
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"), [row[1:] for row in BATCHES], ids=[row[0] for row in BATCHES]
-)
-def test_refused_batches(changes: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_batches(name: str) -> None:
+    changes, reason = REFUSED[name]
     assert reason_of(model(), eligible_batch(**changes)) == reason
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"forward_mode": ForwardMode.MIXED},
-        {"return_logprob": True, "extend_logprob_start_lens_cpu": [3, 4, 2]},
-        {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 4, 2]},
-        {"capture_hidden_mode": CaptureHiddenMode.LAST},
-        {"mm_input_embeds": torch.zeros(9, 4)},
-        SUFFIXES | {"mm_inputs": [None, None, None]},
-        {"contains_last_prefill_chunk": False},
-        {"is_prefill_only": True},
-        {
-            "spec_algorithm": SpeculativeAlgorithm.FROZEN_KV_MTP,
-            "capture_hidden_mode": CaptureHiddenMode.FULL,
-        },
-    ],
-    ids=[
-        "mixed",
-        "output logprobs",
-        "some input logprobs",
-        "LAST",
-        "image",
-        "input logprobs beside no image",
-        "unfinished",
-        "prefill only",
-        "frozen-KV MTP",
-    ],
-)
-def test_admitted_batches(changes: dict[str, Any]) -> None:
-    assert reason_of(model(), eligible_batch(**changes)) is None
+@pytest.mark.parametrize("name", ADMITTED)
+def test_admitted_batches(name: str) -> None:
+    assert reason_of(model(), eligible_batch(**ADMITTED[name])) is None
 
 
 @pytest.mark.parametrize(("layer", "reason"), [(13, None), (14, gate.CAPTURE_IN_TAIL)])
@@ -148,7 +127,7 @@ def test_graph_capture(capturing: Any) -> None:
 
 
 def test_a_captured_prefill_that_is_replayed() -> None:
-    """Whoever replays it knows that nothing is captured now; all other reasons hold."""
+    """The code that replays it knows that nothing is captured now; all other reasons hold."""
     state = start.of(model())
     with enable_breakable_cuda_graph(), replaced(state, is_capturing=lambda: False):
         assert isinstance(gate.check_eligibility(state, eligible_batch()), gate.Eligible)
@@ -222,7 +201,7 @@ def test_too_few_rows_to_skip(
     [
         (False, False, {}, None),
         (False, True, {}, None),
-        (True, False, {}, gate.TOO_LITTLE),  # its tail is launched layer by layer
+        (True, False, {}, gate.TOO_LITTLE),  # its tail runs eagerly
         (True, False, {"contains_last_prefill_chunk": False}, None),  # it has none
         (True, True, {}, None),
         (True, True, SUFFIXES, gate.TOO_LITTLE),  # no bucket has room for these
@@ -335,13 +314,13 @@ def _literals(function: Any, call: str, position: int) -> set[str]:
     return {str(name.value) for name in given if isinstance(name, ast.Constant)}
 
 
-def test_every_field_that_is_asked_for_must_exist() -> None:
-    asked = _literals(gate, "getattr", 1)
+def test_every_field_that_is_read_must_exist() -> None:
+    read = _literals(gate, "getattr", 1)
     of_the_algorithm = {"name"}
-    # A batch without it counts as read, so that none is taken for one that nobody reads.
+    # A batch without it counts as read, so that none is taken for an unread one.
     safely_absent = {"contains_last_prefill_chunk"}
-    judged = asked.union(gate.REFUSING_FIELDS) - of_the_algorithm - safely_absent
-    assert judged <= compat._REQUIRED_NAMES["ForwardBatch"]
+    judged = read.union(gate.REFUSING_FIELDS) - of_the_algorithm - safely_absent
+    assert judged <= {*compat._NAMES["ForwardBatch"]}
 
 
 def test_every_reason_of_the_gate_is_shown() -> None:

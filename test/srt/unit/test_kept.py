@@ -51,23 +51,20 @@ def test_restored_after_an_exception() -> None:
 
 
 UNFINISHED = {"contains_last_prefill_chunk": False}
+LOGPROBS = UNFINISHED | {"return_logprob": True}
+
+INTERMEDIATE: dict[str, tuple[dict[str, Any], bool]] = {
+    "finished": ({}, False),
+    "unfinished": (UNFINISHED, True),
+    # A decoding request in a mixed batch has one new token, and its row is read.
+    "mixed": (UNFINISHED | {"extend_seq_lens_cpu": [3, 5, 1]}, False),
+    "captured": (UNFINISHED | {"capture_hidden_mode": CaptureHiddenMode.LAST}, False),
+    "last row's logprob": (LOGPROBS | {"extend_logprob_start_lens_cpu": [3, 3, 2]}, False),
+    "no logprob": (LOGPROBS | {"extend_logprob_start_lens_cpu": [3, 4, 2]}, True),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "intermediate"),
-    [
-        ({}, False),
-        (UNFINISHED, True),
-        # A decoding request in a mixed batch has one new token, and its row is read.
-        (UNFINISHED | {"extend_seq_lens_cpu": [3, 5, 1]}, False),
-        (UNFINISHED | {"capture_hidden_mode": CaptureHiddenMode.LAST}, False),
-        (
-            UNFINISHED | {"return_logprob": True, "extend_logprob_start_lens_cpu": [3, 3, 2]},
-            False,
-        ),
-        (UNFINISHED | {"return_logprob": True, "extend_logprob_start_lens_cpu": [3, 4, 2]}, True),
-    ],
-    ids=["finished", "unfinished", "mixed", "captured", "last row's logprob", "no logprob"],
-)
-def test_intermediate_chunks(changes: dict[str, Any], intermediate: bool) -> None:
+@pytest.mark.parametrize("name", INTERMEDIATE)
+def test_intermediate_chunks(name: str) -> None:
+    changes, intermediate = INTERMEDIATE[name]
     assert gate.is_intermediate_chunk(eligible_batch(**changes)) is intermediate

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
-    """The metrics that are made from here on; nothing is served, and nobody counts."""
+    """The metrics that are made from here on; nothing is served, and nothing is counted."""
     made = prometheus_client.CollectorRegistry()
     for kind in ("Counter", "Gauge"):
         metric = functools.partial(getattr(prometheus_client, kind), registry=made)
@@ -41,7 +41,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
 LABELS = {"model_name": "a model"}
 
 
-def test_nobody_is_served() -> None:
+def test_no_model_is_served() -> None:
     state = metrics.state()
     assert (state["active"], state["reason"]) == (False, metrics.NO_MODEL)
     assert state["cut"] is state["tail"] is None
@@ -91,8 +91,8 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
     return known
 
 
-def told() -> dict[str, Any]:
-    """What stands in a scheduler's answer, which SGLang can send and encode."""
+def answered() -> dict[str, Any]:
+    """What is in a scheduler's answer, which SGLang can send and encode."""
     answer = SimpleNamespace(internal_state={"theirs": 1})
     metrics.add_to(answer)
     state: dict[str, Any] = answer.internal_state[metrics.ENTRY]
@@ -108,7 +108,7 @@ def told() -> dict[str, Any]:
 @pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.FAILED, audit.DIFFERED])
 def test_whatever_turns_the_path_off_is_told(serving: Serving, reason: str | None) -> None:
     serving.refused = reason
-    state = told()
+    state = answered()
     assert (state["active"], state["reason"]) == (reason is None, reason)
     # Where nothing is cut, it is of no interest how.
     how = ("cut inside layer 14", "eager", "closed: some reason")
@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_is_a_word(
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
     serving.facts["check"] = Checked(Finding("keys", largest, 0.5)).facts()
     log.audits.worst = largest
-    state = told()
+    state = answered()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
     assert state["check"]["allowed"] == 0.5
     assert caplog.records == []

@@ -145,7 +145,7 @@ def test_what_a_capture_refuses(name: str) -> None:
     with pytest.raises(CaptureError, match=r"while a graph is recorded|inside a recording"):
         RecordedGraph.of(lambda: REFUSED[name](torch.ones(4, 4)))
     assert not recorder.is_recording()
-    torch.ones(3).tolist()  # and nothing is left behind
+    torch.ones(3).tolist()  # and nothing is left
 
 
 ACCEPTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -170,7 +170,7 @@ def test_what_a_capture_takes(name: str) -> None:
         assert torch.equal(graph.outputs, ACCEPTED[name](x))
 
 
-def test_memory_that_nobody_wrote_is_dirty() -> None:
+def test_memory_that_was_not_written_is_dirty() -> None:
     x = torch.ones(4)
     seen: list[torch.Tensor] = []
 
@@ -185,7 +185,7 @@ def test_memory_that_nobody_wrote_is_dirty() -> None:
     graph.replay()
     assert graph.outputs[:4].tolist() == [2] * 4
     assert graph.outputs[4:].isnan().all()
-    assert seen[0].isnan().all(), "what is no output is gone behind a replay"
+    assert seen[0].isnan().all(), "what is no output is gone after a replay"
 
 
 def test_an_input_that_is_written_in_place_grows() -> None:

@@ -18,7 +18,7 @@ from sglang_gemma4_yoco.commands.compare import Answer, Comparison, Position, Ti
 from sglang_gemma4_yoco.commands.compare import beyond as sentences
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.prompts import Prompt
-from sglang_gemma4_yoco.commands.verify import AGAIN, ALONE, AT_ONCE, TIMED, Found, Plan
+from sglang_gemma4_yoco.commands.verify import AGAIN, ALONE, AT_ONCE, TIMED, Found
 
 
 @pytest.fixture
@@ -128,7 +128,8 @@ def test_answers_are_compared_up_to_where_they_part() -> None:
     other = answer(position(1, -1.25), position(3, -0.4, t3=-0.4, t2=-0.75), position(8, -1.0))
     found = Comparison.of([(one, other), (one, one)])
     assert (found.answers, found.equal_answers) == (2, 1)
-    assert (found.prefilled, found.decoded) == ([0.25, 0.0], [0.25, 0.0, 0.0])
+    assert found.prefilled == [0.25, 0.0]
+    assert found.logprobs == [0.25, 0.25, 0.0, 0.0, 0.0]
     read = answer(position(1, -1.0), read=(position(5, -1.0), position(6, -2.0)))
     assert Comparison.of([(read, read)]).prefilled == [0.0] * 3  # a prefill computes them all
 
@@ -179,7 +180,7 @@ def test_a_reply_is_read() -> None:
 
 
 def comparison(logprob: float, *, equal: bool = True, pairs: int = 2) -> Comparison:
-    return Comparison(pairs, pairs if equal else pairs - 1, [logprob] * pairs, [logprob] * pairs)
+    return Comparison(pairs, pairs - (not equal), [logprob] * 2 * pairs, [logprob] * pairs)
 
 
 def beyond(fast: Comparison, noise: list[Comparison], *, exact: bool) -> list[str]:
@@ -206,20 +207,22 @@ def test_elsewhere_the_noise_of_stock_is_the_measure(own: float) -> None:
 
 
 def test_the_largest_difference_of_stock_is_shared_by_all_prompts() -> None:
-    noise = [Comparison(8, 8, [0.0] * 7 + [0.8])]
+    own = [0.0] * 7 + [0.8]
+    noise = [Comparison(8, 8, own, own)]
     limit = 3 * 0.1 + 0.05
     for prompts_sent, more in ((1, 0.8), (4, 0.2)):
         for factor, found in ((0.99, 0), (1.01, 1)):
-            fast = Comparison(2 * prompts_sent, 0, [limit + factor * more] * 2 * prompts_sent)
+            differences = [limit + factor * more] * 2 * prompts_sent
+            fast = Comparison(2 * prompts_sent, 0, differences, differences)
             assert len(beyond(fast, noise, exact=False)) == found
 
 
 def test_what_prefills_computed_is_judged_by_itself() -> None:
     """Most tokens come from decode steps, and hide the first ones; a timed prompt has none."""
     noise = [comparison(0.0)]
-    [one] = beyond(Comparison(2, 2, [0.1] * 2, [0.0] * 22), noise, exact=False)
+    [one] = beyond(Comparison(2, 2, [0.1] * 2 + [0.0] * 22, [0.1] * 2), noise, exact=False)
     assert one.startswith("log-probabilities (those of prefills alone) differ by 0.1 ")
-    [one] = beyond(Comparison(2, 2, [0.0] * 2, [0.1] * 22), noise, exact=False)
+    [one] = beyond(Comparison(2, 2, [0.0] * 2 + [0.1] * 22, [0.0] * 2), noise, exact=False)
     assert one.startswith("log-probabilities (all) differ by ")
 
 
@@ -229,28 +232,26 @@ def test_what_prefills_computed_is_judged_by_itself() -> None:
 def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> tuple[dict[str, Any], Any]:
     """The document of servers whose answers differ by ``shift``, and the comparisons."""
     kinds = [Prompt(prompts.QUESTIONS, {}), Prompt(prompts.PREFIX, {})]
-    timed = [[Prompt(prompts.TIMED, {"input_ids": [1] * n})] * 3 for n in (100, 200)]
+    timed = [Prompt(prompts.TIMED, {"input_ids": [1] * n}) for n in (200, 100)]
 
     def found(by: float, factor: float) -> Found:
         def answers(*sent: Prompt) -> list[tuple[Prompt, Answer]]:
             made = position(1, -1.0 - by, t1=-1.0 - by, t2=-2.0)
-            return [
-                (one, Answer((made,), seconds=len(one.body.get("input_ids", ())) * factor))
-                for one in sent
-            ]
+            return [(one, Answer((made,))) for one in sent]
 
         rounds = {name: answers(*kinds) for name in (ALONE, AT_ONCE, AGAIN)}
-        rounds[TIMED] = answers(*timed[0][1:], *timed[1][1:])
-        return Found(rounds, {ALONE: Counter({log.TAIL_EAGER: 7})})
+        rounds[TIMED] = answers(*timed)
+        seconds = {tokens: [tokens * factor] * 2 for tokens in (200, 100)}
+        return Found(rounds, {ALONE: Counter({log.TAIL_EAGER: 7})}, seconds)
 
-    plan = Plan(kinds, timed, "float32", exact, {prompts.CHUNKS: "a <reason>"})
     document: dict[str, Any] = dict.fromkeys(
-        ("device", "sglang", "package", "server_args", "repeats")
+        ("device", "dtype", "sglang", "package", "server_args", "repeats")
     )
-    document["model"] = "a <model>"
+    document |= {"model": "a <model>", "rule": "exact" if exact else "noise floor"}
+    document["left_out"] = {prompts.CHUNKS: "a <reason>"}
     fast = found(shift, 0.001)
     fast.forwards[ALONE][log.FAILED] = failed
-    return document, verify.conclude(document, plan, found(0.0, 0.002), fast)
+    return document, verify.conclude(document, found(0.0, 0.002), fast)
 
 
 def test_the_document() -> None:

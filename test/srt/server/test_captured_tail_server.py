@@ -1,0 +1,87 @@
+"""A real server that replays its decode steps and the tails of its prefills, beside a stock one.
+
+The rows of a replayed layer are those that were captured (``row_trace``): a batch of three prompts
+is padded to four. Random traffic, retraction and aborts: ``test_workload``, ``test_http_features``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sglang.srt.platforms.interface import SRTPlatform
+
+from ask import (
+    TOLERANCE,
+    again_and_again,
+    assert_alike,
+    beside_decoding,
+    chat,
+    generate,
+    over_a_chunk_boundary,
+    tokens,
+    with_other_weights,
+)
+from layer_rows import FIRST_CUT
+from server import CAPTURED_ROWS as ROWS
+from server import CHUNK, Pair, Server
+from sglang_gemma4_yoco.loading import metrics
+
+if not hasattr(SRTPlatform, "get_full_graph_backend_cls"):
+    pytest.skip("this SGLang asks no platform for its graphs", allow_module_level=True)
+
+
+@pytest.fixture
+def both_servers(captured_server: Server, off_server: Server) -> Pair:
+    return captured_server, off_server
+
+
+def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
+    captured, stock = both_servers
+    generate(captured, tokens(50, seed=1))
+    [line] = captured.log_lines("the tail is captured from")
+    rows = ", ".join(map(str, ROWS))
+    assert f"from layer {FIRST_CUT} on for {rows} rows in " in line
+    [state] = [state[metrics.ENTRY] for state in captured.states()]
+    assert state["tail"] == f"captured for up to {ROWS[-1]} rows"
+    assert not stock.log_lines("the tail is captured from")
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_prompts_together(both_servers: Pair, count: int) -> None:
+    prompts = [tokens(20 + 3 * n, seed=60 + n) for n in range(count)]
+    both = assert_alike(both_servers, lambda server: generate(server, prompts), captured=ROWS)
+    assert any(prefill.replays for prefill in both.prefills) or count > ROWS[-1]
+
+
+def test_one_prompt_again_and_again(both_servers: Pair) -> None:
+    both = assert_alike(both_servers, again_and_again, captured=ROWS)
+    assert sum(prefill.replays for prefill in both.prefills) == 5
+
+
+def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
+    both = assert_alike(
+        both_servers, lambda server: [chat(server, over_a_chunk_boundary())], captured=ROWS
+    )
+    assert sum(prefill.replays for prefill in both.prefills) == 1
+
+
+def test_prompt_beside_decoding(both_servers: Pair) -> None:
+    """A decode row in the same forward is one row more of its tail."""
+    short, long = tokens(20, seed=64), tokens(CHUNK + 40, seed=65)
+    both = assert_alike(
+        both_servers, lambda server: beside_decoding(server, short, long), captured=ROWS
+    )
+    assert any(len(p.extend_lens) == 2 and p.replays for p in both.prefills)
+
+
+def test_weight_update(both_servers: Pair, tmp_path: Path) -> None:
+    """The captured tail computes with the new weights."""
+    both = assert_alike(
+        both_servers,
+        lambda server: with_other_weights(server, tokens(77, seed=66), tmp_path / "other"),
+        captured=ROWS,
+    )
+    assert sum(prefill.replays for prefill in both.prefills) == 3
+    first, other, _ = (answer.logprobs for answer in both.on)
+    assert first != pytest.approx(other, abs=TOLERANCE, rel=0)
