@@ -173,7 +173,7 @@ def prepare_environment(
     *,
     sglang_version: str = SGLANG_VERSION,
     device: str = "auto",
-    extras: str = "",
+    group: str | None = None,
 ) -> tuple[Path, str]:
     """Complete the virtual environment; return its interpreter and the device to serve on.
 
@@ -182,8 +182,7 @@ def prepare_environment(
         log: what the installers print is appended to this file.
         sglang_version: the SGLang to install.
         device: ``cpu``, ``cuda``, or ``auto`` for the GPU if PyTorch sees one.
-        extras: optional dependencies of this package, as in ``test,lint``; ``verify`` is always
-            among them.
+        group: one of this project's dependency groups, such as ``test``.
 
     Raises:
         SetupError: something could not be installed.
@@ -206,17 +205,21 @@ def prepare_environment(
     if device == "auto":
         device = "cuda" if gpu_name(python) else "cpu"
     # Editable, so that an environment from last week measures the checkout of today.
-    package = f"{REPO}[{','.join(filter(None, ('verify', extras)))}]"
     complete = _is_from_here(found) and found["rich"] and found["matplotlib"]
-    local = [] if complete and not extras else ["-e", package]
-    # With extras, always: an older installation lacks the plugins that were added since.
-    if device == "cpu" and (extras or not found["sglang-gemma4-reference"]):
+    local = [] if complete and not group else ["-e", f"{REPO}[verify]", *of_group(group)]
+    # With a group, always: an older installation lacks the plugins that were added since.
+    if device == "cpu" and (group or not found["sglang-gemma4-reference"]):
         local += ["-e", str(REFERENCE)]
     if local:
         uv = find_uv(venv, log)
         say(f"Installing this package{' and its CPU platform' if device == 'cpu' else ''}")
         install(uv, python, [wanted, *local], log)
     return python, device
+
+
+def of_group(name: str | None) -> list[str]:
+    """The installer's arguments for a dependency group of this project; none for None."""
+    return [f"--group={REPO / 'pyproject.toml'}:{name}"] if name else []
 
 
 def _is_from_here(found: dict[str, str | None]) -> bool:
@@ -228,8 +231,14 @@ def _is_from_here(found: dict[str, str | None]) -> bool:
 # ---------------------------------------------------------------- random checkpoints
 
 
-def make_checkpoint(preset: str, work_dir: Path, log: Path) -> Path:
-    """Write a random checkpoint, or find the one that an earlier run wrote."""
+def make_checkpoint(
+    preset: str, work_dir: Path, log: Path, python: str | Path = sys.executable
+) -> Path:
+    """Write a random checkpoint, or find the one that an earlier run wrote.
+
+    Args:
+        python: the interpreter of an environment with PyTorch.
+    """
     maker = REFERENCE / "sglang_gemma4_reference" / "checkpoint.py"
     digest = hashlib.sha256(maker.read_bytes()).hexdigest()[:8]
     path = work_dir / f"{preset}-{digest}"
@@ -240,7 +249,7 @@ def make_checkpoint(preset: str, work_dir: Path, log: Path) -> Path:
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     # By path: on a GPU machine the reference distribution is not installed, as it is a platform.
     env = os.environ | {"PYTHONPATH": str(REFERENCE)}
-    command = [sys.executable, "-m", "sglang_gemma4_reference.checkpoint", preset]
+    command = [python, "-m", "sglang_gemma4_reference.checkpoint", preset]
     try:
         if not run_logged([*command, partial], log, env):
             raise SetupError("the checkpoint could not be made; its log says why.", log)

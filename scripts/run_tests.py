@@ -35,12 +35,13 @@ from environment import (
     find_uv,
     heading,
     install,
+    of_group,
     prepare_environment,
     say,
     tail,
 )
 
-EXTRAS = "test,lint,scripts,eval,verify"  # the scripts are tested too
+GROUP = "dev"  # of pyproject.toml
 OPTIONAL = "pd"  # not to be had for every machine
 TESTS = Path("test/srt")
 # What takes longest comes first, so that at the end no process waits long for the other.
@@ -112,9 +113,9 @@ def run_on_gpu(python: Path) -> int:
 def install_optional(venv: Path, python: Path, log: Path) -> None:
     """Install what one file of tests needs, which is skipped where that cannot be had."""
     try:
-        install(find_uv(venv, log), python, ["-e", f"{REPO}[{OPTIONAL}]"], log)
+        install(find_uv(venv, log), python, of_group(OPTIONAL), log)
     except (SetupError, OSError):
-        say(f"The extra {OPTIONAL!r} cannot be installed here (the log is {log})")
+        say(f"The group {OPTIONAL!r} cannot be installed here (the log is {log})")
 
 
 def main() -> int:
@@ -132,7 +133,7 @@ def main() -> int:
             log,
             sglang_version=args.sglang_version,
             device="auto" if args.gpu else "cpu",
-            extras=EXTRAS,
+            group=GROUP,
         )
     except (SetupError, OSError) as failure:
         print(f"{tail(log)}\nerror: {failure}", file=sys.stderr)

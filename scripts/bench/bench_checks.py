@@ -7,7 +7,7 @@ a difference. Then the package is broken in every way of ``breakages.py``, and t
 must find each on every model, by its own bound and several times over::
 
     python scripts/bench/bench_checks.py --results benchmark/results/checks_cpu.json \\
-        --write benchmark/README.md                                # an hour on two idle cores
+        --write benchmark/results/checks.md                        # an hour on two idle cores
     python scripts/bench/bench_checks.py --models 12 --only tiny        # a few minutes
     TRITON_INTERPRET=1 python scripts/bench/bench_checks.py --triton    # on SGLang's Triton backend
 
@@ -346,7 +346,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """What was found, for ``benchmark/README.md``."""
+    """What was found, for ``benchmark/results/checks.md``."""
     largest, alarms = document["largest"], document["false_alarms"]
     lines = [
         f"{document['models']} models, commit `{document['commit']}`, "

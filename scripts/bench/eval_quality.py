@@ -16,7 +16,7 @@ servers have answered, rightly or not; 2 when something went wrong.
     python scripts/bench/eval_quality.py --model google/gemma-4-E2B-it   # one after the other
     python scripts/bench/eval_quality.py --off http://127.0.0.1:30000 --on http://127.0.0.1:30001
 
-Needs ``pip install '.[eval]'`` in a checkout; lm-eval can also live in an environment of its
+Needs ``uv pip install --group eval`` in a checkout; lm-eval can also live in an environment of its
 own, named with ``--lm-eval``. lm-eval downloads GSM8K, unless ``--questions`` names a file with a
 question and an answer per line of JSON.
 """

@@ -6,7 +6,8 @@ copy broken, and the tests of ``forward/``, ``triton/`` and ``server/`` run unti
 failure: those of what the model computes and of what clients see. A mutation is *caught* when a
 test fails that passes on the unbroken copy, and *survives* when all pass.
 
-    python scripts/dev/mutation_check.py --results benchmark/results --write benchmark/README.md
+    python scripts/dev/mutation_check.py --results benchmark/results \\
+        --write benchmark/results/mutations.md
     python scripts/dev/mutation_check.py --only gate.py    # those of one file; or part of a name
     python scripts/dev/mutation_check.py --first           # with the tests named in the list alone
 

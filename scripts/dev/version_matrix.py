@@ -18,11 +18,17 @@ ran; ``--write docs/compatibility.md`` puts both between the two marker lines of
 passed, or was refused, is not tried again while package, tests and scripts are the same commit,
 so a run that was cut short goes on where it was.
 
+``--newest`` does something else: it installs SGLang's newest release, pre-releases among them, into
+an environment of its own, and its last line is what works with it, or what does not and why. No
+result is written. The prompt is audited: it counts if each layer gave what stock's layer gives. ::
+
+    sglang 0.5.24rc1: load ok, check at start ok, served prompt ok
+
 uv keeps what it has downloaded in its cache, about 10 GB for each PyTorch: ``uv cache clean``
 removes it.
 
-The exit status is 0 if every release passed or was refused by the plugin, 1 if one did not, 2
-if the command could not run.
+The exit status is 0 if every release passed or was refused by the plugin (with ``--newest``: if all
+is ok), 1 if one did not, 2 if the command could not run.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +59,7 @@ from environment import (
     failed,
     find_uv,
     heading,
+    make_checkpoint,
     package_of,
     prepare_environment,
     say,
@@ -115,6 +122,20 @@ if plugin.left_alone is None:
 packages = {name: version(name) for name in ("torch", "triton", "transformers")}
 packages["python"] = platform.python_version()
 print(json.dumps({"refusal": plugin.left_alone, "packages": packages}))
+"""
+
+# One server whose prefills are all audited; a prompt that is longer than a tiny model's window.
+_SERVED = """
+import json, os, sys
+from pathlib import Path
+from sglang_gemma4_yoco.commands import servers
+from sglang_gemma4_yoco.settings import name_of
+os.environ[name_of("audit")] = "1"
+model, folder = sys.argv[1:]
+_, fast = servers.pair(["--model-path", model], Path(folder), device="cpu")
+with servers.running([fast], 900):
+    fast.generate(input_ids=[*range(5, 105)], sampling_params={"max_new_tokens": 4})
+    print(json.dumps([dict(fast.forwards()), fast.states()[0].get(servers.ENTRY)]))
 """
 
 PASSED, FAILED, REFUSED, NOT_INSTALLED = "passed", "failed", "refused", "not installed"
@@ -192,6 +213,7 @@ def parse_arguments() -> Namespace:
         metavar="VERSION",
         help=f"default: {' '.join(VERSIONS)}, and what the package index has that is newer",
     )
+    add("--newest", action="store_true", help="does SGLang's newest release, or pre-release, work")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run")
     add("--work-dir", type=Path, default=REPO / ".venv-matrix", help="for environments and logs")
     add("--keep", action="store_true", help="keep the environments")
@@ -202,25 +224,31 @@ def parse_arguments() -> Namespace:
 # ---------------------------------------------------------------- what to try
 
 
-def newer_versions(work_dir: Path, log: Path) -> list[str]:
-    """Releases on the package index that are newer than the newest of ``VERSIONS``."""
+def newest_of(work_dir: Path, log: Path, wanted: str, *flags: str) -> str | None:
+    """The newest SGLang on the package index that is as ``wanted``; None if there is none."""
     tools = work_dir / "tools"
     if not (tools / "pyvenv.cfg").exists():
         create_venv(tools, log)
-    uv = find_uv(tools, log)
+    command: list[str | Path] = [
+        find_uv(tools, log),
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-deps",
+        "--no-header",
+    ]
+    command += ["--no-annotate", *flags, "-"]
+    done = subprocess.run(command, input=wanted, capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout.strip().removeprefix("sglang==")
+
+
+def newer_versions(work_dir: Path, log: Path) -> list[str]:
+    """Releases on the package index that are newer than the newest of ``VERSIONS``."""
     found: list[str] = []
-    while True:
-        wanted = f"sglang>{VERSIONS[-1]}" + (f",<{found[0]}" if found else "")
-        done = subprocess.run(
-            [uv, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate", "-"],
-            input=wanted,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:  # nothing fits
-            return found
-        found.insert(0, done.stdout.strip().removeprefix("sglang=="))
+    wanted = f"sglang>{VERSIONS[-1]}"
+    while version := newest_of(work_dir, log, wanted + (f",<{found[0]}" if found else "")):
+        found.insert(0, version)
+    return found
 
 
 # ---------------------------------------------------------------- one release
@@ -291,6 +319,64 @@ def refusal_of(python: Path) -> tuple[str | None, dict[str, str]]:
     return answer["refusal"], answer["packages"]
 
 
+def serve_a_prompt(python: Path, model: Path, folder: Path) -> tuple[str | None, str | None]:
+    """What is wrong with the check at start, and with a prompt that is served; None for nothing."""
+    env = {name: value for name, value in os.environ.items() if name != SWITCH}
+    env["SGLANG_PLATFORM"] = "gemma4_cpu"
+    command: list[str | Path] = [python, "-c", _SERVED, model, folder]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return f"{last} ({folder})", None
+    forwards, entry = json.loads(done.stdout.splitlines()[-1])
+    if not (entry and entry["active"] and entry["check"] and not entry["check"]["unchecked"]):
+        why = entry and (entry["reason"] or (entry["check"] or {}).get("unchecked"))
+        return why or "it did not run", None
+    audits = entry["audits"]
+    if not audits["agree"] or audits["differ"] or "failed" in forwards:
+        return None, f"prefills {forwards}, audits {audits} ({folder})"
+    return None, None
+
+
+def what_works(found: Mapping[str, str | None]) -> str:
+    """The line of ``--newest``: each step, up to the first with something wrong."""
+    words = []
+    for step, wrong in found.items():
+        words.append(f"{step} failed: {wrong}" if wrong else f"{step} ok")
+        if wrong:
+            break
+    return ", ".join(words)
+
+
+def try_newest(work_dir: Path, *, keep: bool) -> int:
+    """Install SGLang's newest release and try it; the exit status.
+
+    Raises:
+        SetupError: the package index names no release.
+    """
+    log = work_dir / "newest-install.log"
+    log.write_text("")
+    version = newest_of(work_dir, log, "sglang", "--prerelease=allow")
+    if version is None:
+        raise SetupError("no SGLang was found on the package index", log)
+    venv, found = work_dir / "newest", dict[str, str | None]()
+    try:
+        python, _ = prepare_environment(venv, log, sglang_version=version, device="cpu")
+        found["load"], _ = refusal_of(python)
+        if not found["load"]:
+            model = make_checkpoint("E2B_TINY", work_dir, log, python)
+            found["check at start"], found["served prompt"] = serve_a_prompt(
+                python, model, work_dir
+            )
+    except (SetupError, OSError) as failure:
+        found["load"] = str(failure)
+    finally:
+        if not keep:
+            shutil.rmtree(venv, ignore_errors=True)
+    say(f"sglang {version}: {what_works(found)}")
+    return int(any(found.values()))
+
+
 def try_release(release: Release, work_dir: Path, parts: Sequence[str]) -> None:
     """Install one release, test it, and note it all in ``release``.
 
@@ -301,7 +387,7 @@ def try_release(release: Release, work_dir: Path, parts: Sequence[str]) -> None:
     try:
         log.write_text("")
         python, _ = prepare_environment(
-            venv, log, sglang_version=version, device="cpu", extras="test"
+            venv, log, sglang_version=version, device="cpu", group="test"
         )
     except (SetupError, OSError) as failure:
         say(tail(log, 8))
@@ -425,6 +511,8 @@ def main() -> int:
     args.work_dir = args.work_dir.expanduser().absolute()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     try:
+        if args.newest:
+            return try_newest(args.work_dir, keep=args.keep)
         commit = commit_of(TESTED_PATHS)
         versions = args.versions
         if versions is None:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What do the files of ``bench_prefill.py`` say? A picture, and the tables of benchmark/README.md.
+"""What do the files of ``bench_prefill.py`` say? A picture, and the tables of benchmark/results.
 
 The picture shows the ratio off/on against the prompt length, with the 20th to 80th percentile as a
 bar, and the ceiling off/front-only as a dashed line of the same colour. Only batches of prompts
-that read no logprobs are drawn. The tables have all batches; each is between the two marker lines
-that name its file in benchmark/results.
+that read no logprobs are drawn. The tables have all batches: ``prefill.md`` those of the files
+``prefill_*.json``, and so on.
 
-Checks benchmark/README.md and benchmark/prefill.svg, or with ``--write`` writes them; the exit
-status is 1 if one is out of date. Another release of Matplotlib draws another picture.
+Checks these pages and benchmark/prefill.svg, or with ``--write`` writes them; the exit status is 1
+if one is out of date. Another release of Matplotlib draws another picture.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ mpl.use("Agg")
 # The same file from the same data.
 mpl.rcParams["svg.hashsalt"] = "prefill"
 
-PAGE = REPO / "benchmark" / "README.md"
-PICTURE = PAGE.with_name("prefill.svg")
-KINDS = ("prefill", "threshold", "host")  # of result files
+RESULTS = REPO / "benchmark" / "results"
+PICTURE = RESULTS.with_name("prefill.svg")
+KINDS = ("prefill", "threshold", "host")  # of result files; each has a page
+PART = "files"  # of a page
 
 COLUMNS = {
     "length": "tokens",
@@ -173,16 +175,14 @@ def draw(files: Sequence[tuple[dict[str, Any], pd.DataFrame]]) -> str:
 
 def results(kind: str) -> dict[str, tuple[dict[str, Any], pd.DataFrame]]:
     """The result files of a kind, by name, as ``read`` has them."""
-    paths = sorted((PAGE.parent / "results").glob(f"{kind}_*.json"))
+    paths = sorted(RESULTS.glob(f"{kind}_*.json"))
     return {path.name: read(json.loads(path.read_text())) for path in paths}
 
 
-def written(page: str) -> str:
-    """``page`` with the table of each result file."""
-    for kind in KINDS:
-        for name, file in results(kind).items():
-            page = inserted(page, name, markdown(*file))
-    return page
+def written(kind: str, page: str) -> str:
+    """``page`` with the table of each result file of a kind."""
+    files = (f"## `{name}`\n\n{markdown(*file)}" for name, file in results(kind).items())
+    return inserted(page, PART, "\n\n".join(files))
 
 
 def drawn(_: str) -> str:
@@ -191,8 +191,9 @@ def drawn(_: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check page and picture, or write them; 1 if one is out of date."""
-    return kept_up_to_date({PAGE: written, PICTURE: drawn}, __file__, __doc__, arguments)
+    """Check pages and picture, or write them; 1 if one is out of date."""
+    pages = {RESULTS / f"{kind}.md": partial(written, kind) for kind in KINDS}
+    return kept_up_to_date(pages | {PICTURE: drawn}, __file__, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Were the files in benchmark/results made with the current code? A table of benchmark/README.md.
+"""Were the files in benchmark/results made with the current code? Its README says so.
 
 A result file has a digest of the package's sources that it was made with; older files have only a
-commit. Checks benchmark/README.md, or with ``--write`` writes it; the exit status is 1 if it is out
-of date.
+commit. Checks benchmark/results/README.md, or with ``--write`` writes it; the exit status is 1 if
+it is out of date.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from environment import REPO, package_of
 from generated import inserted, kept_up_to_date, markdown
 
-PAGE = REPO / "benchmark" / "README.md"
 RESULTS = REPO / "benchmark" / "results"
+PAGE = RESULTS / "README.md"
 PART = "of which package"
 
 

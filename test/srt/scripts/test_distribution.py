@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -77,19 +78,37 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= about
 
 
+def test_extras_are_those_of_users(built: tuple[Path, Path]) -> None:
+    """What developers need is in dependency groups, which are not published."""
+    with zipfile.ZipFile(built[0]) as wheel:
+        [metadata] = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        extras = message_from_bytes(wheel.read(metadata)).get_all("Provides-Extra")
+    assert extras == ["verify"]
+
+
 def test_the_source_distribution_can_be_built_from(built: tuple[Path, Path]) -> None:
+    """It has what the wheel is made of. Documents and tests are in the repository alone."""
     with tarfile.open(built[1]) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", f"{NAME}/plugin.py"} <= names
+    assert f"{NAME}/plugin.py" in names
+    made = {"PKG-INFO", "setup.cfg", f"{NAME}.egg-info"}
+    top = {name.partition("/")[0] for name in names} - {""}
+    assert top - made == {"pyproject.toml", "README.md", "LICENSE", NAME}
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["wheel", "source"])
 def test_installed_where_nothing_else_is(
-    uv: Path, built: tuple[Path, Path], tmp_path: Path
+    uv: Path, built: tuple[Path, Path], which: int, tmp_path: Path
 ) -> None:
-    """SGLang finds the entry point; without SGLang loading it says so, and imports nothing."""
+    """SGLang finds the entry point; without SGLang loading it says so, and imports nothing.
+
+    Both can be installed without a network, the source where setuptools is there.
+    """
     assert VERSION is not None
     run(uv, "venv", "--python", sys.executable, tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
-    run(uv, "pip", "install", "--python", python, "--no-deps", built[0], "packaging")
+    install = (uv, "pip", "install", "--python", python)
+    run(*install, "packaging", "setuptools>=77")
+    run(*install, "--offline", "--no-deps", "--no-build-isolation", built[which])
     said = run(python, "-I", "-c", LOADED, VERSION[1])
-    assert "is NOT installed, the server runs unpatched: no SGLang is installed" in said
+    assert "is NOT installed, the server runs unpatched: " in said

@@ -14,7 +14,10 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 PAGES = sorted(
     page
-    for folder in (".", "docs", "docs/upstream", "benchmark", "scripts", "test", "test/reference")
+    for folder in (
+        *(".", "docs", "docs/upstream", "benchmark", "benchmark/results"),
+        *("scripts", "test", "test/reference"),
+    )
     for page in (REPO / folder).glob("*.md")
 )
 

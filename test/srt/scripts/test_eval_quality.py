@@ -40,7 +40,7 @@ def evaluated(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> 
 
 
 @pytest.mark.skipif(
-    LM_EVAL is None and find_spec("lm_eval") is None, reason="needs lm-eval (the extra 'eval')"
+    LM_EVAL is None and find_spec("lm_eval") is None, reason="needs lm-eval (the group 'eval')"
 )
 @pytest.mark.release
 @pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["completions", "chat"])

@@ -101,18 +101,28 @@ def test_every_supported_release_has_passed_all_parts() -> None:
         }
 
 
+def test_figures_in_prose_are_those_of_the_results() -> None:
+    """README: a decode step's cost, how near log-probabilities are; and that no answer differs."""
+    gates = [document["gate"] for document in document_tables.results("prefill_*.json")]
+    assert max(gate["decode_us"] for gate in gates) < 1
+    for document in document_tables.results("random_workload_*.json"):
+        for compared in document["comparisons"]:
+            assert compared["largest_difference"] < 2e-5
+            assert compared["differences"] == []
+
+
 def test_mutation_table_is_up_to_date() -> None:
-    measurements = (REPO / "benchmark" / "README.md").read_text()
+    page = (version_matrix.RESULTS.parent / "mutations.md").read_text()
     document = json.loads((version_matrix.RESULTS.parent / mutation_check.RESULTS).read_text())
-    table = mutation_check.table(document)
-    assert inserted(measurements, mutation_check.PART_OF_DOCUMENT, table) == measurements
+    assert inserted(page, mutation_check.PART_OF_DOCUMENT, mutation_check.table(document)) == page
     assert document["survivors"] == document["not judged"] == []
 
 
 def test_measurements_are_up_to_date() -> None:
     assert sum(len(plot_prefill.results(kind)) for kind in plot_prefill.KINDS) > 5
-    page = plot_prefill.PAGE.read_text()
-    assert plot_prefill.written(page) == page
+    for kind in plot_prefill.KINDS:
+        page = (plot_prefill.RESULTS / f"{kind}.md").read_text()
+        assert plot_prefill.written(kind, page) == page
 
 
 def test_a_page_that_is_out_of_date_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,5 +53,5 @@ def test_what_is_optional_need_not_be_had(
     monkeypatch.setattr(run_tests, "find_uv", lambda *_: tmp_path / "uv")
     monkeypatch.setattr(run_tests, "install", install)
     run_tests.install_optional(tmp_path, tmp_path / "python", tmp_path / "log")
-    assert wanted == [["-e", f"{REPO}[{run_tests.OPTIONAL}]"]]
+    assert wanted == [[f"--group={REPO}/pyproject.toml:{run_tests.OPTIONAL}"]]
     assert "cannot be installed here" in capsys.readouterr().out
