@@ -66,6 +66,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 import bench_prefill
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, NotActiveError, switched
 from environment import REPO, SetupError, command_line, commit, failed, heading, say, write_whole
+from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco.commands.compare import Times
 from sglang_gemma4_yoco.commands.servers import (
     Server,
@@ -709,14 +710,13 @@ def replayed_steps(work: Workload) -> dict[str, Step]:
     def step(
         machine: Machine, length: int, measure: Callable[[Any, Any, int], dict[str, Any]]
     ) -> dict[str, Any]:
-        from sglang_gemma4_yoco import settings
 
         try:
             engine = recorded_engine(machine)
         except NotActiveError as failure:
             return {"length": length, "failed": str(failure)}
         batch = random_prompt(engine, length)
-        with settings.changed(min_skipped_rows=1):  # from what length it pays is to be found out
+        with settings_changed(min_skipped_rows=1):  # from what length it pays is to be found out
             measured = measure(engine, batch, length)
         return {"length": length, "model": machine.preset} | measured
 

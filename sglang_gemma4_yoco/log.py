@@ -148,12 +148,3 @@ def audited(excess: float, *, agrees: bool, greedy_changes: int) -> None:
     audits.greedy_changes += greedy_changes
     audits.worst = max(audits.worst, excess)
     _notify()
-
-
-def reset() -> None:
-    """Forget counters and logged lines, for tests and for a new measurement."""
-    forwards.clear()
-    rows.clear()
-    vars(audits).update(vars(Audits()))
-    server_reasons.clear()
-    _logged.clear()

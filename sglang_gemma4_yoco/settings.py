@@ -6,9 +6,8 @@ this module imports neither torch nor SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
@@ -108,14 +107,3 @@ def read(environment: Mapping[str, str]) -> Settings:
         if name in environment
     }
     return Settings(**chosen)
-
-
-@contextmanager
-def changed(**values: Any) -> Iterator[None]:
-    """Other settings in the span, by their fields."""
-    global current
-    before, current = current, replace(current, **values)
-    try:
-        yield
-    finally:
-        current = before

@@ -54,7 +54,7 @@ from environment import command_line, commit_of, package_of, write_whole
 from generated import inserted, markdown
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
-from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
@@ -193,8 +193,8 @@ def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
 
 def audited(engine: Engine, state: Any, draws: random.Random, number: int, result: Result) -> None:
     """Random prefills, every one audited."""
-    log.reset()
-    with settings.changed(audit=1):
+    reset_log()
+    with settings_changed(audit=1):
         state.after_cut = audit.auditor(engine.runner, state)
     try:
         for _ in range(number):

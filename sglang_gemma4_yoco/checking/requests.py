@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +124,8 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
     places = [cache[:end] for _, pair, _ in _caches(runner, state, requests) for cache in pair]
     places += [] if mapping is None else [mapping[:end]]
     places += [table[r.row, : len(r.slots)] for r in requests]
-    with torch.no_grad(), settings.changed(min_skipped_rows=1), borrowed(places):
+    each = replaced(settings, current=replace(settings.current, min_skipped_rows=1))
+    with torch.no_grad(), each, borrowed(places):
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
             if mapping is not None:

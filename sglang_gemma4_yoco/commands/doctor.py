@@ -16,8 +16,7 @@ from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 
 from sglang_gemma4_yoco import __version__, plugin, settings
-from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.findings import Findings
+from sglang_gemma4_yoco.commands.console import CommandError, Findings
 
 #: SGLang's own: the plugins that it loads, by their names with commas between; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"

@@ -16,8 +16,7 @@ from sglang.srt import runtime_context, server_args
 from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.findings import Findings
+from sglang_gemma4_yoco.commands.console import CommandError, Findings
 from sglang_gemma4_yoco.core.gate import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import limits, metrics, patch, start

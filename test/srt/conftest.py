@@ -36,6 +36,7 @@ from server import (
     running,
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
+from sglang_gemma4_reference.engine import reset_log, settings_changed
 from sglang_gemma4_yoco import settings
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 def setting() -> Iterator[Callable[..., None]]:
     """Have these settings, by their fields, from here on."""
     with ExitStack() as stack:
-        yield lambda **fields: stack.enter_context(settings.changed(**fields))
+        yield lambda **fields: stack.enter_context(settings_changed(**fields))
 
 
 @pytest.fixture
@@ -198,11 +199,10 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def forgotten_reports() -> Iterator[None]:
     """Nothing is counted yet, and nothing said."""
-    from sglang_gemma4_yoco import log
 
-    log.reset()
+    reset_log()
     yield
-    log.reset()
+    reset_log()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -72,6 +72,23 @@ def switched(value: str) -> AbstractContextManager[object]:
         for known in list(state._attached):  # an earlier engine may still be in memory
             span.enter_context(replaced.replaced(known, refused=SWITCHED_OFF))
     return span
+
+
+def settings_changed(**values: Any) -> AbstractContextManager[None]:
+    """Other settings of the package in the span, by their fields."""
+    from sglang_gemma4_yoco import settings
+    from sglang_gemma4_yoco.core.replaced import replaced
+
+    return replaced(settings, current=replace(settings.current, **values))
+
+
+def reset_log() -> None:
+    """Forget what the package has counted and logged."""
+    from sglang_gemma4_yoco import log
+
+    for kept in (log.forwards, log.rows, log.server_reasons, log._logged):
+        kept.clear()
+    vars(log.audits).update(vars(log.Audits()))
 
 
 class Engine:

@@ -32,7 +32,7 @@ from rounding import (
     rounded_otherwise,
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log
 from sglang_gemma4_yoco import log
 
 WINDOW = E2B_TINY.sliding_window
@@ -74,7 +74,7 @@ def engine(checkpoint: Path) -> Engine:
 
 @pytest.fixture(autouse=True)
 def _nothing_else_fell_back() -> Iterator[None]:
-    log.reset()
+    reset_log()
     yield
     assert {*log.forwards} <= {log.TAIL_EAGER, log.TAIL_SKIPPED, SWITCHED_OFF}
 

@@ -53,7 +53,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.captured import backend, graphs, proof
@@ -698,7 +698,7 @@ def test_without_per_layer_embeddings_stock_serves(
         kind = per_layer.PerLayerInputs
         without = mock.patch.object(kind, "project", lambda _, *args: unseen(*args))
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
-    log.reset()
+    reset_log()
     with without:
         stock, fast = both_ways(engine, scheduled, 0.0)
     assert fast.rows[-LAYERS:] == stock.rows

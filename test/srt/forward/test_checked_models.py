@@ -28,7 +28,7 @@ from sglang_gemma4_reference.checkpoint import (
     Gemma4Shape,
     write_checkpoint,
 )
-from sglang_gemma4_reference.engine import Engine, switched
+from sglang_gemma4_reference.engine import Engine, reset_log, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
@@ -220,7 +220,7 @@ def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
     scheduled = captured.schedule(BATCHES["replayed" if batch == CHUNK else batch])
     stock, state = run(captured, scheduled, "0"), start.of(captured.text_model)
     for way in (way for way in BREAKAGES if _shows(way, batch)):
-        log.reset()
+        reset_log()
         with audited(captured), switched("1"), BREAKAGES[way](state) as applies:
             if not applies:
                 assert way in MAY_NOT_APPLY

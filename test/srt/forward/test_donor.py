@@ -27,7 +27,7 @@ from breakages import as_returned
 from forwards import CHUNKS, assert_fast, assert_served_by_stock, assert_stock, assert_untouched
 from layer_rows import FIRST_CUT, LAYERS
 from observe import run
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.loading import start
@@ -187,7 +187,7 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     is off, and no later forward pays twice."""
     scheduled = engine.schedule(BATCHES["three, two of them cached"])
     stock = run(engine, scheduled, "0")
-    log.reset()
+    reset_log()
     seen, later = run(engine, scheduled, "1"), run(engine, scheduled, "1")
     total = stock.rows[0]
     assert stock.rows == later.rows == [total] * LAYERS

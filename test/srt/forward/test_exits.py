@@ -36,8 +36,8 @@ from prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
 from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, batches
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
-from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, settings_changed
+from sglang_gemma4_yoco import compat, log, prefill_graphs
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
@@ -97,7 +97,7 @@ def exits_of(engine: Engine) -> exits.PrefillGraphExits:
 def reattached(engine: Engine) -> str | None:
     """These captured prefills are there for the first time; why their exits are closed, if so."""
     runner, state = engine.runner, start.of(engine.text_model)
-    log.reset()
+    reset_log()
     with prefill_graphs.capturing(runner, state):
         pass
     prefill_graphs.attach(runner, state)
@@ -205,7 +205,7 @@ def test_rows_to_skip_on_a_gpu(
     """There stock's own graph is as good for a short prompt."""
     monkeypatch.setitem(vars(start.of(engine.text_model)), "on_gpu", True)
     intermediate = prefill_exits.is_intermediate(prompts)
-    with settings.changed(min_skipped_rows=minimum):
+    with settings_changed(min_skipped_rows=minimum):
         seen = run(engine, engine.schedule(prompts), fast=True, intermediate=intermediate)
     assert seen.outcomes == {outcome: 1}
 
@@ -481,7 +481,7 @@ def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
     outputs = engine.runner.prefill_cuda_graph_runner.backend._outputs.values()
     for output in outputs:
         output.fill_(torch.nan)
-    with settings.changed(self_check=False):
+    with settings_changed(self_check=False):
         assert reattached(engine) is None
     run(engine, engine.schedule(FULL), fast=True)
     assert all(output.isfinite().all() for output in outputs)
@@ -575,11 +575,11 @@ def test_another_sglang(
 
 
 def test_the_setting(engine: Engine) -> None:
-    with settings.changed(self_check=False):
+    with settings_changed(self_check=False):
         assert reattached(engine) is None
     unchecked = start.of(engine.text_model).facts["exits_check"]["unchecked"]
     assert unchecked == check_at_start.OFF
-    with settings.changed(prefill_graphs=False):
+    with settings_changed(prefill_graphs=False):
         assert repair.OFF in (reattached(engine) or "")
         assert repair.needed(multimodal=True) is None
         assert_closed(engine)

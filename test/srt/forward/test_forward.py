@@ -44,7 +44,7 @@ from observe import (
     watching,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log, switched
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import cut, forward, gate
 from sglang_gemma4_yoco.core import state as states
@@ -161,7 +161,7 @@ def test_a_failure_is_served_by_stock(
 ) -> None:
     scheduled = scheduled_batch(engine, name)
     stock = run(engine, scheduled, "0")
-    log.reset()
+    reset_log()
     with failing(engine, place) as calls, caplog.at_level("INFO", "sglang_gemma4_yoco"):
         seen = run(engine, scheduled, "1")
     assert calls == [0, 1]
@@ -184,7 +184,7 @@ def test_a_failure_is_served_by_stock(
 def test_a_failing_intermediate_chunk_is_served_by_stock(engine: Engine, place: str) -> None:
     scheduled = engine.schedule(CHUNKS)
     stock = run(engine, scheduled, "0")
-    log.reset()
+    reset_log()
     with failing(engine, place) as calls:
         seen = run(engine, scheduled, "1")
     if place != "first layer":
@@ -220,7 +220,7 @@ def test_failures_in_a_row_turn_the_fast_path_off(
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    log.reset()
+    reset_log()
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         for _ in range(forward.LIMIT):
             assert log.forwards[forward.GIVEN_UP] == 0
@@ -288,7 +288,7 @@ def test_a_cut_that_cannot_begin(engine: Engine) -> None:
 
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    log.reset()
+    reset_log()
     with mock.patch.object(cut, "replaced", broken):
         seen = run(engine, scheduled, "1")
     assert_served_by_stock(stock, seen)
@@ -355,7 +355,7 @@ def test_a_failing_gate_is_served_by_stock(
 ) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = run(engine, scheduled, "0")
-    log.reset()
+    reset_log()
     with monkeypatch.context() as broken:
         broken.setattr(gate, "check_eligibility", mock.Mock(side_effect=InjectedError))
         seen = run(engine, scheduled, "1")
@@ -429,7 +429,7 @@ def test_a_batch_that_was_not_planned_runs_as_stock(engine: Engine) -> None:
     never_run = releases.forward_batch(scheduled, engine.runner)
     main.init_forward_metadata(never_run)
     assert isinstance(planned_for(never_run), Plan)
-    log.reset()
+    reset_log()
     with replaced(main, init_forward_metadata=partial(type(main).init_forward_metadata, main)):
         fast = run(engine, scheduled, "1")
     assert fast.rows == stock.rows
@@ -446,7 +446,7 @@ def test_decode_goes_straight_through(
     for switch in ("0", "1"):
         scheduled = engine.schedule(batch_of((0, 20), (0, 8)))
         run(engine, scheduled, switch)
-        log.reset()
+        reset_log()
         caplog.clear()
         with (
             mock.patch.object(gate, "check_eligibility", side_effect=AssertionError),

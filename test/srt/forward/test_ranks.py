@@ -24,8 +24,8 @@ from observe import both_ways, is_unread, run
 from prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_reference.engine import Engine, settings_changed
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.commands.servers import free_ports
 from sglang_gemma4_yoco.core import ranks, state
 from sglang_gemma4_yoco.loading import start as starting
@@ -165,7 +165,7 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
 
 def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     """One that is not checked, or audits otherwise, would leave the other in a collective."""
-    with settings.changed(self_check=rank == 0):
+    with settings_changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
     assert "check" not in starting.of(engine.text_model).facts
     assert_stock(engine, ranks.NOT_ALIKE)
@@ -200,7 +200,7 @@ def with_audits(rank: int, engine: Engine) -> None:
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.core import donor
 
-    with settings.changed(audit=1, audit_strict=True):
+    with settings_changed(audit=1, audit_strict=True):
         engine.runner.init_attention_backends()
         state = starting.of(engine.text_model)
         starting.set_up(engine.runner, state)

@@ -25,7 +25,7 @@ from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.findings import Findings
+from sglang_gemma4_yoco.commands.console import Findings
 from sglang_gemma4_yoco.loading import metrics, start
 from upstream_fixes import repaired
 

@@ -26,7 +26,7 @@ from forwards import refusing_waits
 from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
@@ -88,7 +88,7 @@ def eager(engine: Engine) -> None:
 
 def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> None:
     scheduled = engine.schedule(prompts)
-    log.reset()
+    reset_log()
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     assert log.forwards[outcome] == 1, log.forwards
     for layer, (wanted, got) in enumerate(zip(stock.kv, fast.kv, strict=True)):
@@ -134,7 +134,7 @@ def test_the_host_waits_for_nothing(
     for switch in ("0", "1"):
         with switched(switch):
             engine.forward(scheduled)  # compiles its kernels
-            log.reset()
+            reset_log()
             with refusing_waits(engine.text_model, "forward"):
                 engine.forward(scheduled)
     assert log.forwards[outcome_of(name, captured=kind == "replayed")] == 1

@@ -37,7 +37,7 @@ from bench_prefill import (
 )
 from forwards import refusing_waits
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.loading import start
 
@@ -162,7 +162,7 @@ def test_an_intermediate_chunk_writes_what_stock_writes(engine: Engine) -> None:
     batch, caches = engine.schedule(UNREAD), []
     for way in (OFF_REPLAYED, ON_REPLAYED):
         engine.poison(batch)
-        log.reset()
+        reset_log()
         with served(engine, way):
             engine.forward(batch, unread=True)
         caches.append(engine.written(batch))

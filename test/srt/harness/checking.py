@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from layer_rows import LAYERS
-from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_reference.engine import Engine, settings_changed
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
@@ -52,7 +52,7 @@ def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator
     """Prefills of the engine are audited in the span."""
     state = start.of(engine.text_model)
     reason = state.refused
-    with settings.changed(audit=every, audit_strict=strict):
+    with settings_changed(audit=every, audit_strict=strict):
         state.after_cut = audit.auditor(engine.runner, state)
     try:
         yield state

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_reference.recorder import tensors_in
-from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.core.state import find
 
@@ -41,7 +40,7 @@ def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGrap
     """
     state = find(engine.text_model)
     assert state is not None
-    with settings.changed(graph_rows=rows), recorded_decode_steps(engine):
+    with settings_changed(graph_rows=rows), recorded_decode_steps(engine):
         captured = state.captured
     assert isinstance(captured, TailGraphs), state.facts
     assert captured.rows[-1] == (of or rows)

@@ -21,10 +21,11 @@ from test_refused_flags import REFUSED
 import forked
 from server import python_path
 from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.findings import FACTS, Findings
+from sglang_gemma4_yoco.commands.console import FACTS, Findings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics, patch
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
@@ -215,7 +216,7 @@ AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 def lines_and_refusals(switch: bool) -> tuple[list[str], list[str]]:
     """What is printed of prefill graphs, without the label; and why a server is refused."""
     findings = Findings()
-    with settings.changed(prefill_graphs=switch):
+    with settings_changed(prefill_graphs=switch):
         preflight._prefill_graphs(findings, {}, {}.get)
     return [
         line.removeprefix("  prefill graphs").strip() for line in findings.lines

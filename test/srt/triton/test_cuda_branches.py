@@ -19,6 +19,7 @@ import torch
 
 from sglang_gemma4_reference import cuda_branches
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, untamed, write_checkpoint
+from sglang_gemma4_reference.engine import reset_log
 
 if version("sglang") != cuda_branches.SGLANG:
     pytest.skip(f"the mode knows SGLang {cuda_branches.SGLANG} alone", allow_module_level=True)
@@ -154,7 +155,7 @@ def both_ways(
 ) -> tuple[Observed, Observed]:
     """The forward off and on, K/V equal byte for byte, after the kernels and rows were counted."""
     scheduled = bench.engine.schedule(prompts)
-    log.reset()
+    reset_log()
     (stock, stock_calls), (fast, fast_calls) = (
         watched(bench.engine, scheduled, switch) for switch in "01"
     )

@@ -45,7 +45,7 @@ from observe import (
 )
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
+from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import graphs
 
@@ -214,7 +214,7 @@ def made(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def set_up(engine: Engine, tail: str) -> None:
     """The tail runs eagerly, or it is captured."""
-    log.reset()
+    reset_log()
     state = state_of(engine)
     if tail == EAGER:
         graphs.drop(state, graphs.OFF)

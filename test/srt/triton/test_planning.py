@@ -26,7 +26,7 @@ from layer_rows import TWO_POOLS
 from observe import TOLERANCE
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
-from sglang_gemma4_reference.engine import Engine, Prompt, switched
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import compat, log
 
@@ -100,7 +100,7 @@ def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> 
     planned: list[Reads] = []
     whole: list[Reads] = []
     for switch in ("0", "1"):
-        log.reset()
+        reset_log()
         with (
             switched(switch),
             counted() as reads,
