@@ -28,10 +28,8 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -48,6 +46,8 @@ _BLANK = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted),
     *(aten.new_empty, aten.new_empty_strided),
 }
+# Collectives that fill a tensor that they are given.
+_FILLING = {"allreduce_", "_allgather_base_", "broadcast_", "_reduce_scatter_base_"}
 
 _recording: ContextVar[Recording | None] = ContextVar("_recording", default=None)
 
@@ -314,7 +314,6 @@ class Recording(TorchDispatchMode):
         with ExitStack() as stack:
             stack.callback(_recording.reset, _recording.set(self))
             stack.enter_context(_interpreted_kernels_as_nodes(self))
-            stack.enter_context(_collectives_as_nodes())
             stack.enter_context(host_reads.noted(_refuse))
             super().__enter__()  # type: ignore[no-untyped-call] # torch gives it no annotations
             self._span = stack.pop_all()
@@ -328,6 +327,11 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         packet = func.overloadpacket
+        if func.namespace == "c10d":
+            if packet.__name__ not in _FILLING:
+                _refuse(str(func))
+            # Its schema does not say that it writes.
+            return self.node(functools.partial(_completed, func), args, kwargs or {})
         if packet in _REBINDING:
             _refuse(str(func))
         if packet is aten.lift_fresh:
@@ -360,6 +364,13 @@ class Recording(TorchDispatchMode):
         if writes or (fresh and not blank):  # else a view, or bare memory
             self.graph.add(function, args, kwargs, out)
         return out
+
+
+def _completed(collective: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operation of ``c10d``, and wait for what it has begun."""
+    out = collective(*args, **kwargs)
+    out[-1].wait()
+    return out
 
 
 def _refuse(what: str) -> None:
@@ -395,27 +406,3 @@ def _interpreted_kernels_as_nodes(recording: Recording) -> Iterator[None]:
         yield
     finally:
         GridExecutor.__call__ = stock
-
-
-# The dispatcher's modes do not see them.
-_FILLING = ("all_reduce", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor")
-_OTHER = ("all_gather", "all_gather_object", "all_to_all_single", "gather", "recv", "send")
-
-
-@contextmanager
-def _collectives_as_nodes() -> Iterator[None]:
-    """Have each collective of ``torch.distributed`` recorded as one node, or refused."""
-
-    def refused(name: str) -> Callable[..., None]:
-        return lambda *_, **__: _refuse(name)
-
-    def recorded(stock: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(stock)(functools.partial(as_one_node, stock))
-
-    with ExitStack() as stack:
-        for name in _FILLING:
-            stock = getattr(distributed, name)
-            stack.enter_context(mock.patch.object(distributed, name, recorded(stock)))
-        for name in _OTHER:
-            stack.enter_context(mock.patch.object(distributed, name, refused(name)))
-        yield

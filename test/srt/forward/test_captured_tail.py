@@ -27,7 +27,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import observe
 from audited import Operations, functions_entered
-from batches import BATCHES, batch_of
+from batches import BATCHES, ONE_BESIDE_TWO, batch_of
 from checking import tensors_unchanged
 from decode_graphs import record_tail, recorded_decode_steps, static_tensors
 from forwards import (
@@ -167,7 +167,7 @@ def test_one_row_of_each_request(
     "prompts",
     [
         pytest.param(TOO_MANY, id="more rows than the largest graph"),
-        pytest.param(BATCHES["input logprobs"], id="suffixes"),
+        pytest.param(ONE_BESIDE_TWO, id="suffixes"),
     ],
 )
 def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:

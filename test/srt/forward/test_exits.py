@@ -20,11 +20,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import prefill_exits
-from batches import batch_of
+from batches import ONE_BESIDE_TWO, batch_of
 from decode_graphs import record_tail
 from forwards import ENGINE, InjectedError
 from layer_rows import FIRST_CUT, LAYERS
@@ -150,6 +153,10 @@ def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     assert assert_served_alike(engine, more) == exits.TAIL_NOT_CAPTURED
 
 
+def test_one_row_beside_two(engine: Engine) -> None:
+    assert assert_served_alike(engine, ONE_BESIDE_TWO) == exits.TAIL_NOT_CAPTURED
+
+
 def test_media_run_eagerly(engine: Engine) -> None:
     """The graph looks text up by its ids, and has no place for an image."""
     picture = MediaPrompt("<|image|>a picture of what", size=(336, 480))
@@ -201,6 +208,35 @@ def test_rows_to_skip_on_a_gpu(
     with settings_changed(min_skipped_rows=minimum):
         seen = run(engine, engine.schedule(prompts), fast=True, intermediate=intermediate)
     assert seen.outcomes == {outcome: 1}
+
+
+@pytest.mark.parametrize("outcome", [log.TAIL_EAGER, log.TAIL_CAPTURED, log.EXIT_CAPTURED])
+def test_answers_that_are_read_late(
+    engine: Engine, batches_with: Callable[..., None], outcome: str
+) -> None:
+    """After second chunks, of other lengths, have run on the same graphs."""
+    state, replays = start.of(engine.text_model), outcome == log.EXIT_CAPTURED
+    if not replays:
+        batches_with(
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            spec_algorithm=SpeculativeAlgorithm.FROZEN_KV_MTP,
+        )
+    lens = {(0, 33): 1, (9, 1): 30, (40, 20): 9, (3, 5): 15}
+    more = [tuple(range(20, 20 + n)) for n in lens.values()]
+    prompts = [replace(p, to_come=ids) for p, ids in zip(batch_of(*lens), more, strict=True)]
+    batches, seen = [engine.schedule(prompts)], []
+    with replaced(state, captured=None if outcome == log.TAIL_EAGER else state.captured):
+        seen.append(run(engine, batches[0], fast=True, eagerly=not replays))
+        batches.append(engine.next_chunk(batches[0], prompts))
+        seen.append(run(engine, batches[1], fast=True, eagerly=not replays))
+    for batch, fast in zip(batches, seen, strict=True):
+        stock = run(engine, batch, eagerly=True)
+        assert fast.outcomes == {outcome: 1}
+        close(fast.logits, stock.logits)
+        if not replays:  # else SGLang has them in memory that its next replay overwrites
+            close(fast.output.next_token_logits, stock.logits)
+            states = [one.output.hidden_states for one in (fast, stock)]
+            close(*(select_last_extend_hidden(batch, rows) for rows in states))
 
 
 # ---------------------------------------------------------------- when it fails

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.multiprocessing.spawn import start_processes
 
 import batches
@@ -21,7 +22,7 @@ from forwards import ENGINE, NEEDS_GRAPHS, assert_fast
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
 from observe import both_ways, is_unread, run
 from prefill_exits import RECORDED, ROWS, assert_served_alike
-from sglang_gemma4_reference import releases
+from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, log
@@ -70,13 +71,15 @@ def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     tail = record_tail(engine, 2)
     (graph, _) = tail._captured.graphs.values()
-    collectives = [call for call in graph._calls if call.function.__name__ == "all_reduce"]
+    collectives = [call for call in graph._calls if "allreduce" in recorder._name(call.function)]
     assert len(collectives) == 2 * (LAYERS - FIRST_CUT)
     assert_every_batch_is_cut(engine, captured=2)
 
 
 def with_exits(rank: int, port: int, path: Path) -> None:
     """The collectives of a graph are run up to the exit, then those of the tail."""
+    from sglang.srt.runtime_context import get_parallel
+
     from decode_graphs import record_tail
     from sglang_gemma4_reference import prefill_graphs
 
@@ -90,6 +93,11 @@ def with_exits(rank: int, port: int, path: Path) -> None:
         exits.TAIL_NOT_CAPTURED,
         log.EXIT_SKIPPED,
     ]
+    mine = torch.full((1, 2), float(rank))  # as the logits of a decode step are
+    gathered = recorder.RecordedGraph.of(lambda: get_parallel().tp_group.all_gather(mine))
+    mine += 1
+    gathered.replay()
+    assert gathered.outputs.tolist() == [[1, 1, 2, 2]]
 
 
 def set_up_together(rank: int, port: int, path: Path) -> None:

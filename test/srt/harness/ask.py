@@ -205,6 +205,16 @@ def generate(
     return [_answer(reply, n) for reply, n in zip(replies, wanted, strict=True)]
 
 
+def again_and_again(server: Either) -> list[Answer]:
+    """Answers to one prompt, four times in a row, and after each to one that goes on from it."""
+    prompt = tokens(200, seed=40)
+    turns = [turn for seed in range(4) for turn in (prompt, prompt + tokens(20, seed=seed))]
+    answers = one_by_one(*turns)(server)
+    assert len({answer.tokens for answer in answers[::2]}) == 1
+    assert {answer.cached_tokens for answer in answers[1::2]} == {200}
+    return answers
+
+
 def outputs(server: Server, prompt: list[int], **sampling: Any) -> list[list[int]]:
     """Token ids of every answer to one prompt.
 

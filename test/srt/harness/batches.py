@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglang_gemma4_reference.engine import Prompt
@@ -26,6 +27,13 @@ def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
     return kept
 
 
+def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """What is left of the prompts that are unfinished."""
+    return [
+        replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()) for p in prompts if p.to_come
+    ]
+
+
 def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
     """Prompts with (cached, new) random tokens."""
     draw = random.Random(0)
@@ -37,3 +45,5 @@ BATCHES = {
     "three, two of them cached": batch_of((30, 40), (0, 7), (90, 1)),
     "input logprobs": [*batch_of((10, 40), logprob_start=35), *batch_of((0, 9))],
 }
+# No decode step, though a graph of decode steps has room for so few rows.
+ONE_BESIDE_TWO = [*batch_of((10, 40), logprob_start=48), *batch_of((0, 9))]

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from batches import rest_of
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
@@ -46,6 +47,7 @@ class Run:
         outcomes: as the package counts them.
         logits: [requests, vocabulary].
         logprobs: of input tokens, if some were wanted.
+        output: SGLang's own, of which later forwards may overwrite what they do not copy.
         cache: K and V of each layer with some, at all slots but the one of padding.
     """
 
@@ -53,6 +55,7 @@ class Run:
     outcomes: dict[str, int]
     logits: torch.Tensor
     logprobs: torch.Tensor | None
+    output: Any
     cache: list[torch.Tensor]
 
 
@@ -79,6 +82,7 @@ def run(
         dict(log.forwards - before),
         output.next_token_logits.clone(),
         None if logprobs is None else torch.as_tensor(logprobs).clone(),
+        output,
         [part[1:] for pair in engine.kv() for part in pair],
     )
 
@@ -129,9 +133,15 @@ def is_intermediate(prompts: Sequence[Prompt]) -> bool:
     return all(prompt.to_come for prompt in prompts)
 
 
-def assert_served_alike(engine: Engine, prompts: Sequence[Prompt]) -> str:
-    """All three ways give the same answers and leave the same cache; the fast one's outcome."""
-    batch, intermediate = engine.schedule(prompts), is_intermediate(prompts)
+def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = None) -> str:
+    """All three ways give the same answers and leave the same cache; the fast one's outcome.
+
+    The rest of unfinished prompts goes the same three ways, on what the fast one has left.
+
+    Args:
+        chunk: the batch of ``prompts``, if it goes on from another one.
+    """
+    batch, intermediate = chunk or engine.schedule(prompts), is_intermediate(prompts)
     layers = len(engine.text_model.layers)
     eager = run(engine, batch, eagerly=True, intermediate=intermediate)
     stock = run(engine, batch, intermediate=intermediate)
@@ -153,4 +163,6 @@ def assert_served_alike(engine: Engine, prompts: Sequence[Prompt]) -> str:
                 close(one.logprobs, eager.logprobs)
     if segments:  # the very same graph of the very same rows
         assert all(map(torch.equal, stock.cache, fast.cache))
+    if rest := rest_of(prompts):
+        assert_served_alike(engine, rest, engine.next_chunk(batch, prompts))
     return found

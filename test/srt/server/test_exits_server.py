@@ -16,12 +16,15 @@ import pytest
 
 from ask import (
     Compared,
+    again_and_again,
     assert_same_answers,
     assert_same_traffic,
+    chat,
     compare,
     drafted,
     generate,
     one_by_one,
+    over_a_chunk_boundary,
     prompts_of,
     tokens,
     traffic,
@@ -59,13 +62,18 @@ GRAPHS = {**CAPTURED_GRAPHS, "GEMMA4_CPU_GRAPHS": "decode,prefill"}
 A = TypeVar("A")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.release)],
+    ids=["one rank", "two ranks"],
+)
 def exits_server(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server that replays its prefills."""
+    """A server that replays its prefills, on one tensor-parallel rank or two."""
     directory = tmp_path_factory.mktemp("exits")
-    graphs: Any = {"arguments": ARGUMENTS, "env": GRAPHS}
+    arguments = (*ARGUMENTS, "--tp-size", str(request.param))
+    graphs: Any = {"arguments": arguments, "env": GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
         yield server
 
@@ -184,6 +192,20 @@ def bucket_of_text(length: int) -> bool:
     return bucket_of(Prefill("EXTEND", [length], [0], [])) is not None
 
 
+def test_one_prompt_again_and_again(both_servers: Pair) -> None:
+    both, counted = through_exits(both_servers, again_and_again)
+    assert (counted[log.EXIT_SKIPPED], counted[log.EXIT_CAPTURED]) == (1, 5)
+    assert_same_answers(both)
+
+
+def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
+    """Its prompt has media in every chunk, for SGLang, though the last one is of text alone."""
+    content = [*over_a_chunk_boundary(), {"type": "text", "text": "y" * 2 * CHUNK}]
+    both, counted = through_exits(both_servers, lambda server: [chat(server, content)])
+    assert counted == {log.TAIL_SKIPPED: 3, log.TAIL_CAPTURED: 1}
+    assert_same_answers(both)
+
+
 # -- random requests -------------------------------------------------------------------------
 
 
@@ -251,6 +273,10 @@ def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
         histograms = [histogram for _, histogram, _ in both.on]
         assert any(sum(histogram[1:]) for histogram in histograms)
         assert any(histogram[0] for histogram in histograms)
+        prompts = prompts_of(150, 20, 3, 33, 7, 61, 12, 26)
+        both, counted = through_exits((on, off), lambda server: drafted(server, prompts))
+        assert counted[log.EXIT_CAPTURED]
+        assert both.on == both.off
         answers, _ = through_exits(
             (on, off), lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
         )

@@ -224,6 +224,14 @@ def test_drafts(drafting: Pair, off_server: Server) -> None:
         assert len(drafting[0].log_lines(line)) == ranks_of(drafting[0])
 
 
+def test_drafts_of_eight_prompts(drafting: Pair) -> None:
+    """At once: each of them goes on from its own prompt's last row."""
+    prompts = prompts_of(150, 20, 3, 33, 7, 61, 12, 26)
+    both = compare_drafts(drafting, lambda server: drafted(server, prompts))
+    assert max(len(prefill.extend_lens) for prefill in both.prefills) > CAPTURED_ROWS[-1]
+    assert len({tuple(answer) for answer, *_ in both.on}) == len(prompts)
+
+
 def test_drafts_overlap_scheduling(drafting: Pair) -> None:
     """Of all drafts SGLang overlaps on a CPU those of an assistant that has no K/V of its own."""
     assert [server.resolved("disable_overlap_schedule") for server in drafting] == [False] * 2

@@ -22,7 +22,7 @@ import torch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-from batches import tokens
+from batches import rest_of, tokens
 from decode_graphs import record_tail
 from forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, attention_of, state_of
 from layer_rows import TWO_POOLS
@@ -220,13 +220,6 @@ def set_up(engine: Engine, tail: str) -> None:
         graphs.drop(state, graphs.OFF)
     elif state.captured is None:
         record_tail(engine, MOST_CAPTURED)
-
-
-def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """What is left of the prompts that are unfinished."""
-    return [
-        replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()) for p in prompts if p.to_come
-    ]
 
 
 def play(
