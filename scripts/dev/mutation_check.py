@@ -371,7 +371,7 @@ def judge(
 
 @cache  # many verdicts have the same tests, and what runs is a copy made once as well
 def sources_of(tests: tuple[str, ...] | None) -> str | None:
-    """What a verdict depends on, in twelve digits; None while some of it is not committed.
+    """What a verdict depends on, in twelve digits; None if some of it is not committed, or gone.
 
     Args:
         tests: files, folders or single tests, relative to ``test/srt``; None for all.
@@ -382,8 +382,8 @@ def sources_of(tests: tuple[str, ...] | None) -> str | None:
     if subprocess.run(changed, cwd=REPO, check=True, capture_output=True).stdout:
         return None
     objects = ["git", "rev-parse", *(f"HEAD:{path}" for path in paths)]
-    found = subprocess.run(objects, cwd=REPO, check=True, capture_output=True).stdout
-    return sha256(found).hexdigest()[:12]
+    found = subprocess.run(objects, cwd=REPO, capture_output=True)
+    return None if found.returncode else sha256(found.stdout).hexdigest()[:12]
 
 
 # ---------------------------------------------------------------- the results
