@@ -118,11 +118,6 @@ class Outcome:
     died: str | None
     seconds: float
 
-    @property
-    def good(self) -> bool:
-        """Whether tests ran and none failed."""
-        return self.passed > 0 and not self.failed and self.died is None
-
 
 class Recorder:
     """A pytest plugin that notes what passes and what fails."""
@@ -215,7 +210,7 @@ class Workplace:
         self, tree: Path, tests: Sequence[str], limit: float, *options: str, left_out: Sequence[str]
     ) -> Outcome:
         """Run tests, named relative to ``test/srt``, in one of the copies."""
-        arguments = [*options, *(f"--deselect={name}" for name in left_out)]
+        arguments = [*options, *(f"--deselect={TESTS / name}" for name in left_out)]
         arguments += [str(TESTS / name) for name in tests]
         notes = tree.with_suffix(".json")
         notes.unlink(missing_ok=True)
