@@ -1,75 +1,29 @@
-"""``scripts/pack_gpu_env.py``: what can be checked without the other machine.
-
-A whole folder takes a download of 450 MB: one that was made by hand is checked when
-``GEMMA4_GPU_ENV`` names it.
-"""
+"""``scripts/pack_gpu_env.py``: what can be checked without a download of 450 MB."""
 
 from __future__ import annotations
 
-import doctest
-import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 import pack_gpu_env
 
-
-def files(root: Path, **contents: str) -> Path:
-    """Write files; ``a__b`` is a/b.py, and a is made a package."""
-    for name, text in contents.items():
-        path = root.joinpath(*name.split("__")).with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        (path.parent / "__init__.py").touch()
-        path.write_text(text)
-    (root / "__init__.py").unlink(missing_ok=True)
-    return root
+MODULES = {
+    "main": "from .near import x\nfrom app.gone import y\nimport app.deep.end, torch, os",
+    "near": "import absent.part\ntry:\n    import a\nexcept ImportError:\n    a = None",
+    "deep/__init__": "if is_npu():\n    import b\nelse:\n    import c",
+    "deep/end": "def f():\n    import d",
+}
 
 
-def missing(root: Path) -> dict[str, str]:
-    return pack_gpu_env.missing_imports(root, ["app.main"])
-
-
-class TestImports:
-    def test_what_is_needed_is_followed(self, tmp_path: Path) -> None:
-        files(tmp_path, app__main="from .near import x", app__near="import absent.part, torch, os")
-        assert missing(tmp_path) == {"absent": "app.near"}
-
-    def test_a_packages_own_code_is_needed_for_its_modules(self, tmp_path: Path) -> None:
-        files(tmp_path, app__main="import app.deep.end", app__deep__end="x = 1")
-        (tmp_path / "app" / "deep" / "__init__.py").write_text("import absent")
-        assert missing(tmp_path) == {"absent": "app.deep"}
-
-    def test_a_module_that_its_package_lacks(self, tmp_path: Path) -> None:
-        files(tmp_path, app__main="from app.gone import x\nfrom app import attribute")
-        assert missing(tmp_path) == {"app.gone": "app.main"}
-
-    @pytest.mark.parametrize(
-        ("code", "needed"),
-        [
-            ("try:\n    import absent\nexcept ImportError:\n    absent = None", False),
-            ("def f():\n    import absent", False),
-            ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import absent", False),
-            ("if is_npu():\n    import absent", False),
-            ("import contextlib\nwith contextlib.suppress(E):\n    import absent", False),
-            ("if is_cuda():\n    import absent", True),
-            ("if is_npu():\n    pass\nelse:\n    import absent", True),
-            ("class A:\n    import absent", True),
-            ("try:\n    pass\nfinally:\n    pass\nimport absent", True),
-        ],
-    )
-    def test_what_a_gpu_needs(self, tmp_path: Path, code: str, needed: bool) -> None:
-        assert missing(files(tmp_path, app__main=code)) == (
-            {"absent": "app.main"} if needed else {}
-        )
-
-    def test_examples_in_docstrings(self) -> None:
-        failed, tried = doctest.testmod(pack_gpu_env)
-        assert tried > 0
-        assert failed == 0
+def test_imports_that_a_launch_needs_and_nothing_has(tmp_path: Path) -> None:
+    (tmp_path / "app" / "deep").mkdir(parents=True)
+    (tmp_path / "app" / "__init__.py").touch()
+    for name, source in MODULES.items():
+        (tmp_path / "app" / f"{name}.py").write_text(source)
+    missing = pack_gpu_env.missing_imports(tmp_path, ["app.main"])
+    assert missing == {"app.gone": "app.main", "absent": "app.near", "c": "app.deep"}
 
 
 def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:
@@ -92,19 +46,6 @@ def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:
     pack_gpu_env.write_wheel(wheel, ((name, b"content") for name in files_in), "k-1.dist-info")
     with zipfile.ZipFile(pack_gpu_env.copy_needed(wheel, out)) as stripped:
         assert set(stripped.namelist()) == kept | {"k-1.dist-info/RECORD"}
-        record = stripped.read("k-1.dist-info/RECORD").decode()
-    assert {line.split(",")[0] for line in record.splitlines()} == kept | {"k-1.dist-info/RECORD"}
-
-
-def test_other_wheels(tmp_path: Path) -> None:
-    """Kernels without what a Hopper needs are an error; what is all needed is not written anew."""
-    wheel, out = tmp_path / "k-1-py3-none-any.whl", tmp_path / "out"
-    out.mkdir()
-    pack_gpu_env.write_wheel(wheel, [(pack_gpu_env.KEPT_KERNELS[0], b"")], "k-1.dist-info")
-    with pytest.raises(SystemExit, match=pack_gpu_env.KEPT_KERNELS[1]):
-        pack_gpu_env.copy_needed(wheel, out)
-    pack_gpu_env.write_wheel(wheel, [("k/__init__.py", b"")], "k-1.dist-info")
-    assert pack_gpu_env.copy_needed(wheel, out).read_bytes() == wheel.read_bytes()
 
 
 def test_stand_ins_can_be_installed_and_imported(tmp_path: Path) -> None:
@@ -114,8 +55,6 @@ def test_stand_ins_can_be_installed_and_imported(tmp_path: Path) -> None:
         "from IPython.display import HTML\n"
         "from flashinfer.sampling import top_k\n"
         "from xgrammar import StructuralTag\n"
-        "import flashinfer\n"
-        "assert not hasattr(flashinfer, '__version__')\n"
         "class Mine(HTML): pass\n"  # inheriting is no use of it
         "try:\n    top_k()\nexcept ImportError as said:\n    print(said)\n"
     )
@@ -124,13 +63,3 @@ def test_stand_ins_can_be_installed_and_imported(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "flashinfer.sampling: a stand-in" in done.stdout
-
-
-@pytest.mark.skipif("GEMMA4_GPU_ENV" not in os.environ, reason="needs a folder made by hand")
-def test_the_folder_is_complete() -> None:
-    found = pack_gpu_env.check(Path(os.environ["GEMMA4_GPU_ENV"]))
-    assert found["missing"] == {}
-    assert found["bytes"] <= pack_gpu_env.LIMIT
-    names = {name.split("-")[0] for name in found["wheels"]}
-    needed = {pack_gpu_env._file_start(package)[0] for package in pack_gpu_env.PACKAGES}
-    assert needed | {"sglang_gemma4_yoco", "sglang_gemma4_reference"} <= names
