@@ -241,11 +241,6 @@ def needed_imports(source: str, module: str, *, is_package: bool) -> Iterator[st
 
     Left out are imports inside functions, where an ImportError is caught, and under an ``if`` about
     another device.
-
-    >>> code = "import a.b" + chr(10) + "try:" + chr(10) + " import c" + chr(10)
-    >>> code += "except ImportError: pass" + chr(10) + "from .d import e"
-    >>> list(needed_imports(code, "x.y", is_package=False))
-    ['a.b', 'x.d']
     """
     package = module if is_package else module.rpartition(".")[0]
     pending: list[ast.stmt] = list(reversed(ast.parse(source).body))
