@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
 import bench_prefill
-import host_work
 from batches import batch_of
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
 from decode_graphs import record_tail
@@ -79,26 +76,6 @@ def test_what_is_replayed_is_not_the_hosts_work(point: Point) -> None:
     assert {work.device_reads for work in point.host.values()} == {point.host["off"].device_reads}
 
 
-def test_breaks_belong_to_the_layer_whose_attention_they_are(point: Point) -> None:
-    stock, fast = (point.host[way] for way in (OFF_REPLAYED, ON_REPLAYED))
-    front = [work.operations_by_region["front"] for work in (stock, fast)]
-    assert front[0] == front[1]
-    assert front[0] % FIRST_CUT == 0
-    assert front[0] > 2 * FIRST_CUT, "a replay and more of each layer"
-    assert stock.operations_by_region["tail"] > LAYERS - FIRST_CUT
-    assert fast.operations_by_region["tail"] == 0
-    assert fast.operations_by_region["donor layer"] > stock.operations_by_region["donor layer"]
-    assert min(fast.seconds["front"], stock.seconds["tail"]) > 0
-    for work in (stock, fast):
-        assert work.operations == sum(work.operations_by_region.values())
-
-
-def test_a_length_that_is_not_recorded(engine: Engine) -> None:
-    batch = engine.schedule(batch_of((0, 48)))  # SGLang would pad it
-    assert bench_prefill.recorded_rows(engine) == [bench_prefill.CHECKED, ROWS]
-    assert bench_prefill.replayed(engine, batch, 48, torch.zeros(1)) == {}
-
-
 def test_nothing_is_reported_where_nothing_was_replayed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,14 +90,3 @@ def test_another_answer_is_seen(point: Point) -> None:
     seen = point.replayed[ON_REPLAYED]
     for wrong in (replace(seen, same_tokens=False), replace(seen, max_logit_difference=0.1)):
         assert replace(point, replayed={ON_REPLAYED: wrong}).differs
-
-
-def test_all_is_put_back(engine: Engine) -> None:
-    recorded = engine.runner.prefill_cuda_graph_runner
-    assert isinstance(recorded, PrefillCudaGraphRunner)
-    before = dict(vars(recorded)), dict(vars(recorded.backend)), prefill_graphs.Segment.replay
-    batch = engine.schedule(batch_of((0, ROWS)))
-    bench_prefill.measure_host(engine, batch, 1, WAYS)
-    after = dict(vars(recorded)), dict(vars(recorded.backend)), prefill_graphs.Segment.replay
-    assert after == before
-    assert set(host_work.REGIONS) == set(host_work.clock(engine, lambda: engine.forward(batch)))
