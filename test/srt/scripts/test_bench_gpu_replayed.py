@@ -12,7 +12,6 @@ import torch
 
 import bench_gpu
 import gpu_report
-from bench_prefill import OFF_REPLAYED, ON_REPLAYED
 from sglang_gemma4_yoco import log
 
 WAYS = bench_gpu.FOUR_WAYS
@@ -67,43 +66,21 @@ def document(**measured: Any) -> dict[str, Any]:
     return {**about, "parts": {"h": part}}
 
 
-class TestSummary:
-    def test_beside_its_prediction(self) -> None:
-        summary = bench_gpu.summarise_replayed(steps({512: [16.0, 10.0, 9.0, 8.0], 64: [1.0] * 4}))
-        row, other = summary["rows"]
-        assert row["predicted_ms"] == {
-            "off": 14.9, OFF_REPLAYED: 9.7, "on": 10.0, ON_REPLAYED: 7.2,
-        }  # fmt: skip
-        assert other["predicted_ms"] is None
-        assert row["faster_than"] == {"off": 2.0, OFF_REPLAYED: 1.25, "on": 1.125}
-        assert summary["stock_right"] == [512, 64]
-
-    @pytest.mark.parametrize(
-        ("graphs", "package", "wanted"),
-        [(8.0, 8.0, True), (7.9, 8.0, False), (9.0, 7.7, True), (9.0, 7.6, False)],
-    )
-    def test_what_is_wanted(self, graphs: float, package: float, wanted: bool) -> None:
-        [row] = bench_gpu.summarise_replayed(steps({512: [20.0, graphs, package, 8.0]}))["rows"]
-        assert row["as_wanted"] is wanted
+def test_times_beside_their_predictions() -> None:
+    times = {512: [16.0, 10.0, 9.0, 8.0], 64: [9.0, 7.9, 8.0, 8.0], 65: [9.0, 9.0, 7.6, 8.0]}
+    text = gpu_report.table([document(**steps(times))])
+    assert "stock's replays give the answers of its eager prefills at 3 lengths." in text
+    assert "on replayed: faster than off / off replayed / on" in text
+    assert "| 512 | 16.0 (14.9) | 10.0 (9.7) | 9.0 (10.0) | 8.0 (7.2) |" in text
+    assert "| 2.00 / 1.25 / 1.12 | right | yes |" in text
+    for too_slow in ("1.12 / 0.99 / 1.00", "1.12 / 1.12 / 0.95"):  # beside one of the two alone
+        assert f"| {too_slow} | right | no |" in text
 
 
-class TestReport:
-    def test_times_and_predictions(self) -> None:
-        text = gpu_report.table([document(**steps({512: [16.0, 10.0, 9.0, 8.0]}))])
-        assert "stock's replays give the answers of its eager prefills at 1 lengths." in text
-        assert "| 512 | 16.0 (14.9) | 10.0 (9.7) | 9.0 (10.0) | 8.0 (7.2) |" in text
-        assert "| 2.00 / 1.25 / 1.12 | right | yes |" in text
-        assert "on replayed: faster than off / off replayed / on" in text
-
-    def test_a_wrong_answer_is_told(self) -> None:
-        text = gpu_report.table([document(**steps({512: [1.0] * 4}, stock=False))])
-        assert "**stock's replays give other answers than its eager prefills** at 512" in text
-        assert "| **wrong** |" in text
-
-    def test_what_cannot_be_recorded(self) -> None:
-        failed = {"recorded": {"failed": "no slot"}, "32 tokens, times": {"failed": "no slot"}}
-        text = gpu_report.table([document(**failed)])
-        assert "they cannot be captured (no slot)." in text
+def test_a_wrong_answer_is_told() -> None:
+    text = gpu_report.table([document(**steps({512: [1.0] * 4}, stock=False))])
+    assert "**stock's replays give other answers than its eager prefills** at 512" in text
+    assert "| **wrong** |" in text
 
 
 def test_a_failed_capture_is_a_finding_and_is_not_tried_again() -> None:
@@ -113,5 +90,5 @@ def test_a_failed_capture_is_a_finding_and_is_not_tried_again() -> None:
     measured = {name: step(machine) for name, step in bench_gpu.replayed_steps(work).items()}
     assert engine.call_count == 1
     summary = bench_gpu.summarise_replayed(measured)
-    assert "capture failed" in summary["recorded"]["failed"]
     assert (summary["rows"], summary["stock_right"]) == ([], [])
+    assert "they cannot be captured (" in gpu_report.table([document(**measured)])
