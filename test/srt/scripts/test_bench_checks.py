@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +71,3 @@ def test_false_alarms_and_misses_are_counted(results: list[Result]) -> None:
     assert document["breakages"]["b"]["smallest"] == "infinite"
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert "found least: a, 2.0 times" in str(results[1])
-
-
-def test_traffic_has_prefixes_and_log_probabilities() -> None:
-    prompts = [p for seed in range(50) for p in bench_checks.traffic(random.Random(seed), 512)]
-    assert any(prompt.cached for prompt in prompts)
-    assert any(prompt.logprob_start >= 0 for prompt in prompts)

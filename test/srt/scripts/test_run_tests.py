@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import run_tests
-from environment import REPO, SetupError
 
 FOLDERS = [str(run_tests.TESTS / folder) for folder in run_tests.FOLDERS]
 TWO = [*run_tests.IN_TWO_PROCESSES]
@@ -38,20 +37,3 @@ def test_everything_in_two_processes_unless_told_otherwise(
 def test_every_folder_is_run() -> None:
     tests = Path(__file__).parents[1]
     assert {*run_tests.FOLDERS, "gpu"} == {path.parent.name for path in tests.glob("*/test_*.py")}
-
-
-def test_what_is_optional_need_not_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As on another architecture, or without a network."""
-    wanted: list[list[str]] = []
-
-    def install(uv: Path, python: Path, packages: list[str], log: Path) -> None:
-        wanted.append(packages)
-        raise SetupError("no matching distribution")
-
-    monkeypatch.setattr(run_tests, "find_uv", lambda *_: tmp_path / "uv")
-    monkeypatch.setattr(run_tests, "install", install)
-    run_tests.install_optional(tmp_path, tmp_path / "python", tmp_path / "log")
-    assert wanted == [[f"--group={REPO}/pyproject.toml:{run_tests.OPTIONAL}"]]
-    assert "cannot be installed here" in capsys.readouterr().out

@@ -52,15 +52,6 @@ def test_no_page_names_a_release_that_is_not_tested(page: Path) -> None:
     assert {*ends} <= {NEWEST}
 
 
-def test_the_line_of_the_newest_release() -> None:
-    names = ("load", "check at start", "served prompt")
-    steps: dict[str, str | None] = dict.fromkeys(names)
-    fine = "load ok, check at start ok, served prompt ok"
-    assert version_matrix.what_works(steps) == fine
-    steps["check at start"] = "layer 5 differs"
-    assert version_matrix.what_works(steps) == "load ok, check at start failed: layer 5 differs"
-
-
 @pytest.mark.release
 def test_a_served_prompt_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = Path(sys.executable)
