@@ -98,14 +98,6 @@ def test_sglang_records_them(engine: Engine) -> None:
     assert recorded_rows(engine) == BUCKETS
 
 
-def test_every_segment_is_replayed(engine: Engine) -> None:
-    """Of stock: one more than attentions."""
-    batch = engine.schedule(FULL["64 tokens"])
-    with served(engine, OFF_REPLAYED):
-        counts = host_work.count(engine, partial(engine.forward, batch))
-    assert counts.replays == len(engine.text_model.layers) + 1
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_stock_replayed_is_stock_eager(engine: Engine, name: str) -> None:
     eager, replayed = answers(engine, BATCHES[name], "off", OFF_REPLAYED)
@@ -119,16 +111,6 @@ def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
     found = replayed.beside(eager)
     assert found["same_cache"], found
     assert found["same_logits"], found
-
-
-def test_replays_leave_nothing_behind(engine: Engine) -> None:
-    """All buckets share one pool and one output: each gives the same again after any other."""
-    first = {name: answers(engine, prompts, OFF_REPLAYED)[0] for name, prompts in FULL.items()}
-    for name in [*reversed(FULL), *list(FULL)[::2]]:
-        [again] = answers(engine, FULL[name], OFF_REPLAYED)
-        found = again.beside(first[name])
-        assert found["same_logits"], name
-        assert found["same_cache"], name
 
 
 # ---------------------------------------------------------------- the package, at the exits
@@ -179,12 +161,13 @@ def test_a_refused_batch_runs_to_its_end(engine: Engine) -> None:
     assert found["same_cache"], found
 
 
+@pytest.mark.parametrize("ways", [(OFF_REPLAYED,), (OFF_REPLAYED, "on", ON_REPLAYED)])
 @pytest.mark.usefixtures("exits")
-def test_ways_in_turns(engine: Engine) -> None:
-    """Exits, whole graphs, eager layers and other buckets leave one another's answers alone."""
-    first = {name: answers(engine, prompts, ON_REPLAYED)[0] for name, prompts in FULL.items()}
-    for name in reversed(FULL):
-        *_, again = answers(engine, FULL[name], OFF_REPLAYED, "on", ON_REPLAYED)
+def test_replays_leave_nothing_behind(engine: Engine, ways: tuple[str, ...]) -> None:
+    """All share one pool and one output: each gives the same again after other ways and buckets."""
+    first = {name: answers(engine, prompts, ways[-1])[0] for name, prompts in FULL.items()}
+    for name in [*reversed(FULL), *list(FULL)[::2]]:
+        *_, again = answers(engine, FULL[name], *ways)
         found = again.beside(first[name])
         assert found["same_logits"], name
         assert found["same_cache"], name
@@ -201,13 +184,14 @@ def test_the_host_waits_for_nothing(engine: Engine, way: str) -> None:
 
 
 @pytest.mark.usefixtures("exits")
-def test_segments_after_the_exit_are_left_out(engine: Engine) -> None:
+def test_stock_replays_every_segment_and_the_package_those_before_the_exit(engine: Engine) -> None:
     batch, state = engine.schedule(FULL["128 tokens"]), start.of(engine.text_model)
     counts = {}
     for way in ("on", OFF_REPLAYED, ON_REPLAYED):
         with served(engine, way):
             counts[way] = host_work.count(engine, partial(engine.forward, batch))
         print(way, counts[way])
+    assert counts[OFF_REPLAYED].replays == len(engine.text_model.layers) + 1
     assert counts[ON_REPLAYED].replays == state.cut_layer + 1 + 1, "and the tail"
     operations = {way: count.operations.total() for way, count in counts.items()}
     assert operations[ON_REPLAYED] < operations[OFF_REPLAYED] < operations["on"]
