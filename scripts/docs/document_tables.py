@@ -100,9 +100,36 @@ def under_load() -> str:
         "a fast one, in fp32 on two CPU cores. The model is tiny, and SGLang checks its pools "
         "after every step, so the times are no measure of a GPU. No slot is held afterwards, "
         f"and memory grows by at most {max(growth) / 1e6:.0f} MB in the second half.\n\n"
-        f"{markdown(head, rows)}\n\n"
-        "The inter-token latency of running requests has not been measured: part e of "
-        "`scripts/bench_gpu.py` is for that."
+        f"{markdown(head, rows)}\n\n{_latency()}"
+    )
+
+
+def _latency() -> str:
+    """How long requests wait for their first token, and for the next one."""
+    measured = results("latency_*.json")
+    if not measured:
+        return (
+            "The inter-token latency of running requests has not been measured: part e of "
+            "`scripts/bench_gpu.py` and `scripts/bench/bench_latency.py` are for that."
+        )
+    [found] = measured
+    head = ["mixed chunks", "requests/s", "throughput, tokens/s"]
+    head += [f"{what}, {p}" for what in ("TTFT", "ITL") for p in ("median", "p95", "p99")]
+    rows = []
+    for point in found["points"]:
+        ways = [point["off"], point["on"]]
+        tokens = [f"{statistics.median(way['output_throughput']):.1f}" for way in ways]
+        row = [point["mixed"], f"{point['rate']:g}", " / ".join(tokens)]
+        for key in ("ttft_ms", "itl_ms"):
+            row += [" / ".join(f"{way[key][p]:.0f}" for way in ways) for p in ("50", "95", "99")]
+        rows.append(row)
+    requests = found["requests"] * found["repeats"]
+    return (
+        f"Latency as `sglang.bench_serving` measures it, stock / fast in milliseconds: {requests} "
+        f"requests a row with {found['prompt'] // 2} to {found['prompt']} prompt tokens and "
+        f"{found['answer'] // 2} to {found['answer']} of the answer, chunks of {found['chunk']}, "
+        "random model of E2B's proportions, fp32 on two CPU cores that both servers share in turns "
+        "(`scripts/bench/bench_latency.py`).\n\n" + markdown(head, rows, numbers=len(head) - 1)
     )
 
 
