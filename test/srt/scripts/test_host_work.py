@@ -88,8 +88,9 @@ def test_reads_launches_and_replays_are_counted(engine: Engine, forward: Callabl
     graph = RecordedGraph.of(lambda: (x + 1) * 2)
     plain = host_work.count(engine, forward)
 
-    def work() -> object:
-        return x.sum().item(), x.tolist(), kernel[(1,)](x, out), graph.replay()
+    def work() -> None:
+        _ = x.sum().item(), x.tolist(), kernel[(1,)](x, out)
+        graph.replay()
 
     with added(engine, "front", work):
         more = host_work.count(engine, forward)
