@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.core import donor
 
 interpreter.make_quick()
 
@@ -191,6 +193,21 @@ def assert_as_the_oracle(
     for observed in seen:
         got = observed.output.next_token_logits.float().log_softmax(-1)
         torch.testing.assert_close(got, want, atol=tolerance, rtol=0)
+
+
+@model("wide")
+@torch.no_grad()
+def test_two_heads_of_keys(bench: Bench) -> None:
+    """As E4B has them: each is normed by itself."""
+    norm = bench.engine.text_model.layers[0].self_attn.k_norm
+    width = norm.weight.shape[0]
+    rows = norm.weight.new_empty(3, 2 * width).normal_()
+    each = [donor._headwise_norm(norm, head.clone(), 1, width) for head in rows.split(width, 1)]
+    calls.clear()
+    with mock.patch.object(cuda_branches, "_inside", 1):
+        found = donor._headwise_norm(norm, rows.clone(), 2, width)
+    assert calls[NORM] == 1
+    torch.testing.assert_close(found, torch.cat(each, 1))
 
 
 # -- batches ---------------------------------------------------------------------------------------
