@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import run_tests
+from sglang_gemma4_reference import releases
 
 FOLDERS = [str(run_tests.TESTS / folder) for folder in run_tests.FOLDERS]
 TWO = [*run_tests.IN_TWO_PROCESSES]
 GATE = "test/srt/unit/test_gate.py"
+PREFILL_REPLAYS = Path(__file__).parents[1] / "gpu" / "test_prefill_replays.py"
 
 
 @pytest.mark.parametrize(
@@ -37,3 +43,14 @@ def test_everything_in_two_processes_unless_told_otherwise(
 def test_every_folder_is_run() -> None:
     tests = Path(__file__).parents[1]
     assert {*run_tests.FOLDERS, "gpu"} == {path.parent.name for path in tests.glob("*/test_*.py")}
+
+
+@pytest.mark.release
+@pytest.mark.skipif(not releases.records_prefills(), reason="with prefill graphs of SGLang 0.5.23")
+def test_tests_that_wait_for_a_gpu_run_without_one() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", str(PREFILL_REPLAYS)]
+    env = {**os.environ, "YOCO_TEST_GPU": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    output = done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert (done.returncode, passed is not None and int(passed[1]) > 25) == (0, True), output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -244,3 +245,21 @@ def double(x: torch.Tensor, out: torch.Tensor) -> None:
     """A Triton kernel; its arguments are pointers there."""
     where = tl.arange(0, 4)
     tl.store(out + where, 2 * tl.load(x + where))
+
+
+def test_a_replay_overwrites_the_outputs_of_later_graphs() -> None:
+    """Of one memory pool: not those of earlier ones, nor of another pool."""
+    backend = pytest.importorskip(
+        "sglang_gemma4_reference.graph_backend", reason="of SGLang 0.5.21"
+    )
+    x, pool, other = torch.ones(2), backend.Pool(), backend.Pool()
+    first, second, apart = (RecordedGraph.of(partial(torch.mul, x, n)) for n in (2, 3, 4))
+    pool.graphs += [first, second]
+    other.graphs += [apart]
+    other.replay(apart)
+    pool.replay(second)
+    assert second.outputs.tolist() == [3, 3]
+    pool.replay(first)
+    assert second.outputs.isnan().all()
+    pool.replay(second)
+    assert (first.outputs.tolist(), apart.outputs.tolist()) == ([2, 2], [4, 4])
