@@ -267,6 +267,14 @@ def make_work_dir(path: Path) -> None:
         raise SetupError(f"{path} cannot be written ({failure}): choose --work-dir.") from failure
 
 
+def make_log_dir(work_dir: Path) -> Path:
+    """Make the working directory if need be, and a new folder in it for the logs of this run."""
+    make_work_dir(work_dir)
+    logs = work_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
+    logs.mkdir(parents=True)
+    return logs
+
+
 # ---------------------------------------------------------------- commands and their results
 
 

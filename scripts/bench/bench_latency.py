@@ -23,7 +23,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import chain, product
@@ -38,7 +37,7 @@ from environment import (
     command_line,
     failed,
     make_checkpoint,
-    make_work_dir,
+    make_log_dir,
     origin,
     say,
     write_whole,
@@ -109,7 +108,6 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             for rate in args.rates:
                 runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
                 for seed, server in product(range(args.repeats), both):
-                    server.forget_prefixes()
                     runs[server.fast].append(send(server, rate, seed, args))
                     say(f"   mixed chunks {mixed}, {rate} requests/s, {server.name}, run {seed}")
                 off, on = summed_up(runs[False]), summed_up(runs[True])
@@ -149,9 +147,7 @@ def main() -> int:
     args = parser.parse_args()
     args.work_dir = args.work_dir.expanduser().absolute()
     try:
-        make_work_dir(args.work_dir)
-        folder: Path = args.work_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
-        folder.mkdir(parents=True)
+        folder = make_log_dir(args.work_dir)
         args.checkpoint = make_checkpoint(args.preset, args.work_dir, folder / "checkpoint.log")
         points = measure(args, folder)
     except (SetupError, CommandError, WrongPathError, OSError, ImportError) as failure:

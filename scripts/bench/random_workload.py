@@ -55,7 +55,7 @@ from environment import (
     command_line,
     failed,
     make_checkpoint,
-    make_work_dir,
+    make_log_dir,
     origin,
     say,
     write_whole,
@@ -336,9 +336,7 @@ def main() -> int:
     args = parse_arguments()
     args.work_dir = args.work_dir.expanduser().absolute()
     try:
-        make_work_dir(args.work_dir)
-        logs: Path = args.work_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
-        logs.mkdir(parents=True)
+        logs = make_log_dir(args.work_dir)
         say(f"Logs: {logs}")
         passes, comparisons = run(args, logs)
     except (SetupError, OSError, ImportError) as failure:
