@@ -250,7 +250,7 @@ class Machine:
         self._stack = ExitStack()
         self._servers: dict[str, Server] = {}
         self._engine: Any = None
-        self._recorded: tuple[int, ...] = ()
+        self._captured: tuple[int, ...] = ()
         #: Why SGLang cannot capture the prefills of part h, once it has failed.
         self.unrecordable: str | None = None
         self.checkpoint = directory / self.preset
@@ -275,28 +275,28 @@ class Machine:
             self._servers = dict(zip(WAYS, both, strict=True))
         return self._servers
 
-    def engine(self, recorded: tuple[int, ...] = ()) -> Any:
+    def engine(self, captured: tuple[int, ...] = ()) -> Any:
         """The model on SGLang's ModelRunner in this process.
 
         Args:
-            recorded: lengths of the prefills that SGLang captures.
+            captured: lengths of the prefills that SGLang captures.
         """
         import torch
 
-        if self._engine is None or self._recorded != recorded:
+        if self._engine is None or self._captured != captured:
             self._stack.close()  # the servers' memory is needed, and that of the last engine
             self._servers, self._engine = {}, None
             gc.collect()
             torch.cuda.empty_cache()  # does nothing on a CPU
             work = self.workload
             longest = max(*work.lengths, *work.memory, *work.profiled, work.answers.tokens_in)
-            rows = max(recorded, default=longest)
+            rows = max(captured, default=longest)
             self._engine = bench_prefill.build_engine(
-                self.preset, self.device, self._directory, rows, graphs=True, prefills=recorded
+                self.preset, self.device, self._directory, rows, graphs=True, prefills=captured
             )
-            self._recorded = recorded
+            self._captured = captured
             try:
-                bench_prefill.record(self._engine)
+                bench_prefill.capture(self._engine)
             except NotActiveError as eager:  # measured all the same; each point names its path
                 say(str(eager))
         return self._engine
@@ -572,25 +572,25 @@ def profile(machine: Machine, engine: Any, batch: Any) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU]
     if machine.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profiler(activities=activities) as recorded:
+    with profiler(activities=activities) as profile:
         engine.forward(batch)
         synchronize()
     return {
         # The first forward warms up.
         "host_ms": statistics.median(host[1:]) * 1e3,
         "whole_ms": statistics.median(whole[1:]) * 1e3,
-        **device_time(kernels(recorded, machine.device)),
+        **device_time(kernels(profile, machine.device)),
     }
 
 
 Kernel = tuple[str, float, float]  # its name, beginning and end in microseconds
 
 
-def kernels(recorded: Any, device: str) -> list[Kernel]:
+def kernels(profile: Any, device: str) -> list[Kernel]:
     """What ran on the device; on a CPU the innermost operations stand in for kernels."""
     return [
         (event.name, event.time_range.start, event.time_range.end)
-        for event in recorded.events()
+        for event in profile.events()
         if event.device_type.name == device.upper()
         and not (device == "cpu" and event.cpu_children)
         # A named range of the host is mirrored on the device's time line, and is no work.
@@ -683,7 +683,7 @@ def summarise_answers(steps: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def recorded_engine(machine: Machine) -> Any:
+def engine_with_prefill_graphs(machine: Machine) -> Any:
     """The engine whose prefills SGLang has captured.
 
     Raises:
@@ -694,7 +694,7 @@ def recorded_engine(machine: Machine) -> Any:
         raise NotActiveError(machine.unrecordable)
     try:
         engine = machine.engine(wanted)
-        missing = sorted(set(wanted).difference(bench_prefill.recorded_rows(engine)))
+        missing = sorted(set(wanted).difference(bench_prefill.captured_rows(engine)))
         if missing:
             raise NotActiveError(f"none of {missing} tokens")
     except Exception as failure:
@@ -712,7 +712,7 @@ def replayed_steps(work: Workload) -> dict[str, Step]:
     ) -> dict[str, Any]:
 
         try:
-            engine = recorded_engine(machine)
+            engine = engine_with_prefill_graphs(machine)
         except NotActiveError as failure:
             return {"length": length, "failed": str(failure)}
         batch = random_prompt(engine, length)
@@ -722,7 +722,7 @@ def replayed_steps(work: Workload) -> dict[str, Step]:
 
     times = partial(four_times, repeats=work.replayed_repeats)
     return {
-        "recorded": what_is_recorded,
+        "prefill_graphs": prefill_graphs,
         **{
             f"{length} tokens, {what}": partial(step, length=length, measure=measure)
             for what, measure in (("answers", four_answers), ("times", times))
@@ -731,20 +731,20 @@ def replayed_steps(work: Workload) -> dict[str, Step]:
     }
 
 
-def what_is_recorded(machine: Machine) -> dict[str, Any]:
+def prefill_graphs(machine: Machine) -> dict[str, Any]:
     """Whether SGLang starts with captured prefills at all, and what the package reports of them."""
     from sglang_gemma4_yoco.loading import start
 
     began = time.monotonic()
     try:
-        engine = recorded_engine(machine)
+        engine = engine_with_prefill_graphs(machine)
     except NotActiveError as failure:
         return {"failed": str(failure)}
     facts = start.of(engine.text_model).facts
     return {
         "failed": None,
         "seconds": time.monotonic() - began,
-        "rows": bench_prefill.recorded_rows(engine),
+        "rows": bench_prefill.captured_rows(engine),
         **{name: facts.get(name) for name in ("exits", "exits_check", "tail", "check")},
     }
 
@@ -835,7 +835,7 @@ def summarise_replayed(steps: dict[str, Any]) -> dict[str, Any]:
     answers = {step["length"]: step for step in steps.values() if "paths" in step}
     times = [step for step in steps.values() if "seconds" in step and "length" in step]
     return {
-        "recorded": steps["recorded"],
+        "prefill_graphs": steps["prefill_graphs"],
         "stock_right": [n for n, a in answers.items() if a["stock replayed beside stock"]["right"]],
         "rows": [_replayed_row(step, answers[step["length"]]) for step in times],
     }

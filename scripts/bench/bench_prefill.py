@@ -63,7 +63,7 @@ WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
 # Larger prefills stay eager: the host has less to do for them than the device, and on a CPU a
 # captured prefill keeps every intermediate result.
-MOST_RECORDED = 1024
+MOST_CAPTURED = 1024
 # A prefill of so many rows is always captured: the package's check at start fits into it.
 CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
@@ -207,7 +207,7 @@ def parse_arguments() -> argparse.Namespace:
         "--graphs",
         action="store_true",
         help="capture the tail, as a server with CUDA graphs does, and prefills of up to "
-        f"{MOST_RECORDED} rows; on a CPU a replay runs the captured operations one by one, so "
+        f"{MOST_CAPTURED} rows; on a CPU a replay runs the captured operations one by one, so "
         "only the host's work besides is a result",
     )
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -267,7 +267,7 @@ def build_engine(
     if isinstance(model, str):
         path = write_checkpoint(directory / model, PRESETS[model], weights=False)
         options["load_format"] = "dummy"
-    with recordable(device) if prefills else nullcontext():
+    with capturable(device) if prefills else nullcontext():
         engine = Engine(
             path,
             device=device,
@@ -288,10 +288,10 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
     if not args.graphs or not (device == "cuda" or releases.records_prefills()):
         return []
     totals = {CHECKED, *(load.total for load in loads(args))}
-    return sorted(total for total in totals if total <= MOST_RECORDED)
+    return sorted(total for total in totals if total <= MOST_CAPTURED)
 
 
-def recordable(device: str) -> AbstractContextManager[object]:
+def capturable(device: str) -> AbstractContextManager[object]:
     """SGLang can capture prefills in the span, on a CPU too."""
     if device != "cpu":
         return nullcontext()
@@ -300,7 +300,7 @@ def recordable(device: str) -> AbstractContextManager[object]:
     return prefill_graphs.recordable()
 
 
-def record(engine: Any) -> None:
+def capture(engine: Any) -> None:
     """Capture the tail; decode steps stay eager.
 
     Raises:
@@ -359,8 +359,8 @@ def served(engine: Any, way: str) -> Iterator[None]:
     with ExitStack() as span:
         span.enter_context(switched(way))
         if way not in REPLAYED and compat.captured_prefills(engine.runner) is not None:
-            recorded = engine.runner.prefill_cuda_graph_runner
-            span.enter_context(mock.patch.object(recorded, "can_run_graph", return_value=False))
+            runner = engine.runner.prefill_cuda_graph_runner
+            span.enter_context(mock.patch.object(runner, "can_run_graph", return_value=False))
         yield
 
 
@@ -454,7 +454,7 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
     """
     from sglang_gemma4_yoco import log
 
-    if rows not in recorded_rows(engine):
+    if rows not in captured_rows(engine):
         return {}
     found = {}
     for way in REPLAYED:
@@ -470,11 +470,11 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
     return found
 
 
-def recorded_rows(engine: Any) -> list[int]:
+def captured_rows(engine: Any) -> list[int]:
     """The lengths of the prefills that SGLang has captured."""
     import host_work
 
-    graphs = getattr(host_work.recorded_prefills(engine), "_graphs", ())
+    graphs = getattr(host_work.prefill_backend(engine), "_graphs", ())
     return sorted(getattr(key, "size", key) for key in graphs)
 
 
@@ -646,7 +646,7 @@ def main() -> int:
             prefills=buckets(args, device),
         )
         if args.graphs:
-            record(engine)
+            capture(engine)
         about = describe(args, engine)  # before its own file is a change of the checkout
         gate = measure_gate(engine)
         for load in tqdm(loads(args), unit="batch"):

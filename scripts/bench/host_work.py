@@ -95,10 +95,10 @@ class _Regions:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(backend, "init_forward_metadata", plan))
             if self._of_segments:
-                recorded = recorded_prefills(self._engine)
+                segments = prefill_backend(self._engine)
                 # From the first segment to the last, and what is done behind the last one.
-                replay = self._inside("rest", recorded.replay)
-                stack.enter_context(mock.patch.object(recorded, "replay", replay))
+                replay = self._inside("rest", segments.replay)
+                stack.enter_context(mock.patch.object(segments, "replay", replay))
             for layer, region in _begins(model.config).items():
                 hook = model.layers[layer].register_forward_pre_hook(self._entering(region))
                 stack.callback(hook.remove)
@@ -135,16 +135,16 @@ def _begins(config: Any) -> dict[int, str]:
     return {0: "front", first_shared - 1: "donor layer", first_shared: "tail"}
 
 
-def recorded_prefills(engine: Any) -> Any:
+def prefill_backend(engine: Any) -> Any:
     """SGLang's backend that replays prefills in segments, or None."""
-    recorded = getattr(engine.runner, "prefill_cuda_graph_runner", None)
-    backend = getattr(recorded, "backend", None)
+    runner = getattr(engine.runner, "prefill_cuda_graph_runner", None)
+    backend = getattr(runner, "backend", None)
     return backend if hasattr(backend, "_graphs") else None
 
 
 def _regions_of_segments(engine: Any) -> dict[int, str]:
     """By the identity of a segment, the region of the layer whose attention it leads to."""
-    graphs = getattr(recorded_prefills(engine), "_graphs", {}).values()
+    graphs = getattr(prefill_backend(engine), "_graphs", {}).values()
     begins, found = _begins(engine.text_model.config), {}
     for graph in graphs:
         region = ""
@@ -230,7 +230,7 @@ def _noted(
 
 
 def _cpu_segments() -> list[Any]:
-    """What stands for a segment of a recorded prefill on a CPU."""
+    """What stands for a segment of a captured prefill on a CPU."""
     if not releases.records_prefills():
         return []
     from sglang_gemma4_reference.prefill_graphs import Segment

@@ -3,7 +3,7 @@
 
 Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
 and sends both the same random requests (``sglang_gemma4_reference.workload`` has the requests, and
-what of an answer is compared). With ``--recorded`` both servers replay their decode steps, and the
+what of an answer is compared). With ``--captured`` both servers replay their decode steps, and the
 second one its tails for up to 16 prompts. With ``--failures-every N`` the second server gets them
 once more, while every Nth forward that takes the fast path fails inside the tail: stock must serve
 those.
@@ -26,7 +26,7 @@ the run passed, 1 if not, 2 if it could not be made.
 
     python scripts/bench/random_workload.py --requests 200
     python scripts/bench/random_workload.py --requests 2000 --failures-every 100
-    python scripts/bench/random_workload.py --requests 2000 --recorded
+    python scripts/bench/random_workload.py --requests 2000 --captured
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
 one.
@@ -72,7 +72,7 @@ _ARGUMENTS = (
     *("--chunked-prefill-size", "1024"),
     "--enable-mixed-chunk",
 )
-RECORDED_ROWS = (1, 2, 4, 8, 16)
+CAPTURED_ROWS = (1, 2, 4, 8, 16)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Pass:
         reasons: why batches fell back to stock, by this server's log so far.
         eligible_share: of those with rows to skip, the share that skipped some.
         injected: failures injected into the tail.
-        replays: forwards that replayed a recorded tail.
+        replays: forwards that replayed a captured tail.
         alive: whether the server answered, and was idle, after all.
         used_tokens: slots that tokens held then.
         memory_half, memory_end: resident bytes of all processes of the server, at half of the
@@ -156,7 +156,7 @@ def run_pass(
         outcomes,
     )
 
-    failures, recorded = failures_of(server), RECORDED_ROWS if args.recorded else ()
+    failures, captured = failures_of(server), CAPTURED_ROWS if args.captured else ()
     result, client, memory = Pass(name), Client(server.url), Memory(server.process.pid)
     trace = trace_of(server)
     mark, injected = len(row_trace.read(trace)), len(tail_failures.so_far(failures))
@@ -195,11 +195,11 @@ def run_pass(
     for prefill in prefills if server.fast else ():
         result.replays += prefill.replays
         # Where the tail is replayed, one row that can be skipped is enough.
-        minimum = 1 if is_replayed(prefill, 1, recorded) else None
-        due = fast_rows(prefill, minimum, recorded)[-1], is_replayed(prefill, minimum, recorded)
+        minimum = 1 if is_replayed(prefill, 1, captured) else None
+        due = fast_rows(prefill, minimum, captured)[-1], is_replayed(prefill, minimum, captured)
         if outcome(prefill) != SERVED_BY_STOCK and (prefill.rows[-1], prefill.replays) != due:
             result.problems.append(f"a forward with {due[0]} rows to compute: {prefill}")
-    if server.fast and recorded and not result.replays:
+    if server.fast and captured and not result.replays:
         result.problems.append("no tail was replayed")
     if not server.fast and forwards.keys() - {STOCK, NOTHING_TO_SKIP}:
         result.problems.append("the stock server skipped rows")
@@ -222,15 +222,15 @@ def failures_of(server: Server) -> Path:
     return server.log_file.with_suffix(".failures")
 
 
-def build_servers(checkpoint: Path, logs: Path, recorded: bool) -> tuple[Server, Server]:
-    """The stock server and the fast one, not started; ``recorded``: they replay what they can."""
+def build_servers(checkpoint: Path, logs: Path, captured: bool) -> tuple[Server, Server]:
+    """The stock server and the fast one, not started; ``captured``: they replay what they can."""
     from sglang_gemma4_reference import row_trace, tail_failures
     from sglang_gemma4_yoco import settings
 
     arguments = ["--model-path", str(checkpoint), *_ARGUMENTS]
-    graphs = {"GEMMA4_CPU_GRAPHS": "decode", settings.name_of("graph_rows"): str(RECORDED_ROWS[-1])}
-    if recorded:
-        arguments += ["--cuda-graph-bs-decode", *map(str, RECORDED_ROWS)]
+    graphs = {"GEMMA4_CPU_GRAPHS": "decode", settings.name_of("graph_rows"): str(CAPTURED_ROWS[-1])}
+    if captured:
+        arguments += ["--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS)]
     both = pair(arguments, logs, device="cpu")
     for server in both:
         server.env.pop(settings.name_of("min_skipped_rows"), None)
@@ -240,7 +240,7 @@ def build_servers(checkpoint: Path, logs: Path, recorded: bool) -> tuple[Server,
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
             row_trace.VARIABLE: str(trace_of(server)),
             tail_failures.VARIABLE: str(failures_of(server)),
-            **(graphs if recorded else {}),
+            **(graphs if captured else {}),
         }
     return both
 
@@ -257,7 +257,7 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
         vocabulary=PRESETS[args.preset].vocab_size,
         longest=args.longest,
     )
-    off, on = build_servers(checkpoint, logs, args.recorded)
+    off, on = build_servers(checkpoint, logs, args.captured)
     turns = [("off", off, 0), ("on", on, 0)]
     if args.failures_every:
         turns.append(("on, with failures", on, args.failures_every))
@@ -316,7 +316,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--requests", type=int, default=200, help="how many")
     add("--longest", type=int, default=4000, help="tokens of a prompt")
     add("--concurrency", type=int, default=16, help="clients at once")
-    add("--recorded", action="store_true", help="replay decode steps and tails from graphs")
+    add("--captured", action="store_true", help="replay decode steps and tails from graphs")
     add("--seed", type=int, default=0, help="of the requests (default: 0)")
     add(
         "--failures-every",

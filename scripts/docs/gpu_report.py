@@ -85,8 +85,8 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _verdict(summary: dict[str, Any]) -> str:
-    if summary["recorded"]["failed"]:
-        return f"they cannot be captured ({summary['recorded']['failed']})."
+    if summary["prefill_graphs"]["failed"]:
+        return f"they cannot be captured ({summary['prefill_graphs']['failed']})."
     lengths = [row["length"] for row in summary["rows"]]
     wrong = [length for length in lengths if length not in summary["stock_right"]]
     if wrong:

@@ -1,6 +1,6 @@
 """When SGLang's capture of prefills fails, when it is repaired, and when prefills are shortened.
 
-Asked at start and by ``doctor``. On a runner: ``forward/test_exits`` and ``forward/test_recorded``.
+Asked at start and by ``doctor``. On a runner: ``forward/test_exits``, ``forward/test_capturing``.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ from bench_gpu import Answer
 from bench_prefill import (
     OFF_REPLAYED,
     ON_REPLAYED,
+    capturable,
+    capture,
+    captured_rows,
     must_have_spread,
     randomise,
-    record,
-    recordable,
-    recorded_rows,
     served,
     timed,
 )
@@ -62,7 +62,7 @@ LOGPROBS = [*batch_of((10, 40), logprob_start=30), *batch_of((0, 20))]
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     path = write_checkpoint(tmp_path_factory.mktemp(PRESET), PRESETS[PRESET], weights=False)
-    with recordable(DEVICE):
+    with capturable(DEVICE):
         engine = Engine(
             path,
             device=DEVICE,
@@ -74,7 +74,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
             cuda_graph_bs_decode=[4],
         )
     randomise(engine)
-    record(engine)
+    capture(engine)
     return engine
 
 
@@ -91,11 +91,11 @@ def assert_right(answer: Answer, wanted: Answer) -> None:
     assert found["right"], found
 
 
-# ---------------------------------------------------------------- SGLang's own recordings
+# ---------------------------------------------------------------- SGLang's own prefill graphs
 
 
-def test_sglang_records_them(engine: Engine) -> None:
-    assert recorded_rows(engine) == BUCKETS
+def test_sglang_captures_them(engine: Engine) -> None:
+    assert captured_rows(engine) == BUCKETS
 
 
 @pytest.mark.parametrize("name", BATCHES)

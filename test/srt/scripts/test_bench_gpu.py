@@ -72,9 +72,9 @@ def test_every_part_is_measured(finished: Path) -> None:
 def test_prefills_that_sglang_replays(finished: Path) -> None:
     part = json.loads(finished.read_text())["parts"]["h"]
     summary, lengths = part["summary"], list(bench_gpu.TINY.replayed)
-    assert summary["recorded"]["failed"] is None
-    assert summary["recorded"]["exits"].startswith("open")
-    assert summary["recorded"]["rows"] == summary["stock_right"] == lengths
+    assert summary["prefill_graphs"]["failed"] is None
+    assert summary["prefill_graphs"]["exits"].startswith("open")
+    assert summary["prefill_graphs"]["rows"] == summary["stock_right"] == lengths
     assert [row["length"] for row in summary["rows"]] == lengths
     for row in summary["rows"]:
         assert row["ms"].keys() == row["paths"].keys() == set(bench_gpu.FOUR_WAYS)

@@ -1,4 +1,4 @@
-"""``host_work`` and ``bench_prefill.py`` where SGLang replays prefills that it has recorded."""
+"""``host_work`` and ``bench_prefill.py`` where SGLang replays prefills that it has captured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = ("off", "on", OFF_REPLAYED, ON_REPLAYED)
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    """SGLang has recorded prefills of two lengths, and the package its tail."""
+    """SGLang has captured prefills of two lengths, and the package its tail."""
     graphs: dict[str, Any] = {
         "cuda_graph_bs_decode": [1],
         "cuda_graph_backend_prefill": "breakable",
@@ -46,7 +46,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def point(engine: Engine) -> Point:
-    """One prompt of a recorded length, measured."""
+    """One prompt of a captured length, measured."""
     return bench_prefill.measure(engine, Load(ROWS, batch_size=1), 1, host_repeats=1)
 
 
@@ -80,8 +80,8 @@ def test_nothing_is_reported_where_nothing_was_replayed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = engine.schedule(batch_of((0, ROWS)))
-    recorded = engine.runner.prefill_cuda_graph_runner
-    monkeypatch.setattr(recorded, "can_run_graph", lambda *_: False)
+    runner = engine.runner.prefill_cuda_graph_runner
+    monkeypatch.setattr(runner, "can_run_graph", lambda *_: False)
     with pytest.raises(bench_prefill.NotActiveError, match="has replayed no segments"):
         bench_prefill.measure_host(engine, batch, 1, (OFF_REPLAYED,))
 

@@ -1,7 +1,7 @@
-"""Forwards that are recorded: torch.compile and CUDA graphs see SGLang's own model.
+"""While SGLang captures or compiles, the forward is SGLang's own.
 
-What is recorded is replayed for other batches without any Python, so nothing of the fast path may
-get into it. Tracing is PyTorch's own, the capture flags are SGLang's own; the recording of kernels
+What is captured is replayed for other batches without any Python, so nothing of the fast path may
+get into it. Tracing is PyTorch's own, the capture flags are SGLang's own; the capture of kernels
 itself needs a GPU.
 """
 
@@ -96,7 +96,7 @@ def trace(forward: Callable[..., Any], batch: Any) -> tuple[list[str], Any]:
 
 
 def test_compiled_forward_is_stocks(traceable: Engine) -> None:
-    """``torch.compile(fullgraph=True)`` records the same operations with and without the patch."""
+    """``torch.compile(fullgraph=True)`` traces the same operations with and without the patch."""
     engine, model = traceable, traceable.text_model
     attention = start.of(model).attention
     assert attention is not None
@@ -225,11 +225,11 @@ def test_copied_positions_beside_prefill_graphs(
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_recorded_prefill_would_read_uncopied_positions(
+def test_a_captured_prefill_would_read_uncopied_positions(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, copied: bool
 ) -> None:
-    """Recorded is the text model alone, on the batch's own positions: what is outside must have
-    changed these.
+    """A prefill graph has the text model alone, on the batch's own positions: what is outside must
+    have changed these.
     """
     monkeypatch.setenv(compat.POSITIONS_VARIABLE, str(int(copied)))
     assert compat.copies_positions() is copied
