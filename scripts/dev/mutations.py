@@ -97,7 +97,8 @@ def _lines(file: str, source: str, first: dict[str, str]) -> Iterator[Mutation]:
                 yield Mutation(f"{file} without {name}", file, f"\n{line}\n", "\n", tests)
                 if value:
                     without = f"{file} without the {value} of {name}"
-                    yield Mutation(without, file, f"\n{line}\n", f"\n{name}\n", tests)
+                    changed, tests = f"\n{name}\n", first.get("values", tests)
+                    yield Mutation(without, file, f"\n{line}\n", changed, tests)
 
 
 def table_entries(listed: dict[str, Any]) -> list[Mutation]:

@@ -320,14 +320,15 @@ def test_why_there_are_none(
     assert "is not audited: " in caplog.text
 
 
-def test_the_state_has_them(engine: Engine) -> None:
+def test_the_state_has_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forward that differs and one that agrees, and the worst of both."""
     with audited(engine):
+        with monkeypatch.context() as broken:
+            _other_rows(broken)
+            run(engine, engine.schedule(TWO_PROMPTS), "1")
+        worst = log.audits.worst
+        assert worst > 1
         run(engine, engine.schedule(TWO_PROMPTS), "1")
         state = metrics.state()
         assert json.loads(json.dumps(state)) == state
-        assert state["audits"] == {
-            "agree": 1,
-            "differ": 0,
-            "greedy_changes": 0,
-            "worst": log.audits.worst,
-        }
+        assert state["audits"] == {"agree": 1, "differ": 1, "greedy_changes": 2, "worst": worst}

@@ -18,11 +18,7 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from forwards import (
-    TWO_PROMPTS,
-    assert_fast,
-    assert_stock,
-)
+from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from layer_rows import FIRST_CUT, LAYERS
 from observe import TOLERANCE, run
 from sglang_gemma4_reference import releases
@@ -30,6 +26,8 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.cut import Plan
+from sglang_gemma4_yoco.core.state import ENTRY
 from sglang_gemma4_yoco.loading import limits, start
 from stand_ins import halved_weights, server_args
 
@@ -49,6 +47,16 @@ def test_last_hidden_states(
     torch.testing.assert_close(
         fast.output.hidden_states, stock.output.hidden_states, atol=TOLERANCE, rtol=1e-4
     )
+
+
+def test_a_batch_that_names_no_capture(engine: Engine, batches_with: Callable[..., None]) -> None:
+    """ForwardBatch's default. SGLang's logits processor fails on it, so only layers are run."""
+    batches_with(capture_hidden_mode=None)
+    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
+    assert batch.capture_hidden_mode is None
+    with switched("1"):
+        engine.runner.attn_backend.init_forward_metadata(batch)
+    assert isinstance(getattr(batch, ENTRY), Plan)
 
 
 @pytest.mark.parametrize("algorithm", [SpeculativeAlgorithm.NGRAM, SpeculativeAlgorithm.STANDALONE])

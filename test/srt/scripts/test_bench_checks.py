@@ -16,10 +16,7 @@ from generated import inserted
 
 REPO = Path(__file__).resolve().parents[3]
 FOLDER = REPO / "benchmark" / "results"
-RESULTS = {
-    bench_checks.PART: "checks_cpu.json",
-    bench_checks.PART_ON_TRITON: "checks_triton.json",
-}
+RESULTS = {bench_checks.PART: "checks_cpu.json", bench_checks.PART_ON_TRITON: "checks_triton.json"}
 # Models and audited prefills, at least.
 SIZES = {bench_checks.PART: (208, 2075), bench_checks.PART_ON_TRITON: (12, 36)}
 

@@ -43,9 +43,7 @@ def test_answers(other: dict[str, Any], right: bool, same_cache: bool) -> None:
 
 def steps(ms: dict[int, list[float]], *, stock: bool = True) -> dict[str, Any]:
     """What part h has measured of these lengths."""
-    found: dict[str, Any] = {
-        "prefill_graphs": {"failed": None, "rows": list(ms), "exits": "open"},
-    }
+    found: dict[str, Any] = {"prefill_graphs": {"failed": None, "rows": list(ms), "exits": "open"}}
     right = {"right": True, "same_cache": True}
     for length, times in ms.items():
         about = {"length": length, "model": "E2B"}

@@ -46,10 +46,7 @@ def evaluated(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> 
 @pytest.mark.release
 @pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["completions", "chat"])
 def test_gsm8k(
-    servers: Pair,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    chat: list[str],
+    servers: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path, chat: list[str]
 ) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))

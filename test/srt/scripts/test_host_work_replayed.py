@@ -63,12 +63,7 @@ def test_each_way_is_what_it_says(point: Point) -> None:
 def test_what_is_replayed_is_not_the_hosts_work(point: Point) -> None:
     """Of stock every segment, on the fast path those before the exit, and the tail."""
     replays = {way: work.replays for way, work in point.host.items()}
-    assert replays == {
-        "off": 0,
-        "on": 1,
-        OFF_REPLAYED: SEGMENTS,
-        ON_REPLAYED: FIRST_CUT + 1 + 1,
-    }
+    assert replays == {"off": 0, "on": 1, OFF_REPLAYED: SEGMENTS, ON_REPLAYED: FIRST_CUT + 1 + 1}
     eager = point.host["off"].operations
     besides = {way: work.operations - work.replays for way, work in point.host.items()}
     assert besides[ON_REPLAYED] < besides[OFF_REPLAYED] < besides["on"] < eager

@@ -322,16 +322,24 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
     assert answer.document["settings"].items() >= variables.items()
 
 
+TALKING = """
+    import sys
+    print("their plugin prints")
+    print("their plugin prints", file=sys.stderr)
+"""
+
+
 def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """With another plugin beside this one, and a setting that does not exist."""
+    """With another plugin beside this one, which prints, and a setting that does not exist."""
     [answer], _ = doctor(
         tmp_path,
         ("--model-path", str(tiny_checkpoint), "--", *_CPU),
-        PYTHONPATH=python_path(plugin(tmp_path / "path", "a_hook", AROUND)),
+        PYTHONPATH=python_path(plugin(tmp_path / "path", "a_hook", AROUND + TALKING)),
         SGLANG_GEMMA4_YOCO_GRAPHS="0",
     )
     assert (answer.status, answer.err) == (0, "")
     assert answer.out.splitlines()[-1] == "It would be active."
+    assert "their plugin prints" not in answer.out
     for words in (
         r"SGLANG_GEMMA4_YOCO_GRAPHS +is no setting of this version, and is ignored",
         r"first shared layer +4: layers 4 to 7 have no K/V",

@@ -48,11 +48,7 @@ pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
 
 SUFFIXES = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 3, 2]}
-ONES = {
-    "extend_seq_lens_cpu": [1, 1, 1],
-    "extend_num_tokens": 3,
-    "input_ids": torch.arange(3),
-}
+ONES = {"extend_seq_lens_cpu": [1, 1, 1], "extend_num_tokens": 3, "input_ids": torch.arange(3)}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mode": ({"forward_mode": None}, gate.NO_EXTEND),
     "another package's mode": (

@@ -59,10 +59,7 @@ def test_a_taken_port_is_another_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("failing_starts", "arguments", "starts", "error"),
-    [
-        (9, [], 3, "address already in use"),
-        (0, ["--broken"], 1, "exited with 1:\nno such model"),
-    ],
+    [(9, [], 3, "address already in use"), (0, ["--broken"], 1, "exited with 1:\nno such model")],
     ids=["the port is always taken", "another error"],
 )
 def test_a_server_that_ends_is_an_error_that_shows_its_log(
