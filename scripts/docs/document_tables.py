@@ -135,7 +135,7 @@ def _latency() -> str:
         f"{found['answer'] // 2} to {found['answer']} of the answer, chunks of {found['chunk']}, "
         "random model of E2B's proportions, fp32 on two CPU cores that both servers share in turns "
         "(`scripts/bench/bench_latency.py`). The fast server's median TTFT is "
-        f"{shares['ttft_ms', '50']} times stock's; its ITL is {shares['itl_ms', '50']} times at the "
+        f"{shares['ttft_ms', '50']} times stock's, its ITL {shares['itl_ms', '50']} times at the "
         f"median and {shares['itl_ms', '95']} times at p95.\n\n"
         + markdown(head, rows, numbers=len(head) - 1)
     )
