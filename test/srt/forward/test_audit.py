@@ -326,8 +326,7 @@ def test_the_state_has_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as broken:
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-        worst = log.audits.worst
-        assert worst > 1
+        assert (worst := log.audits.worst) > 1
         run(engine, engine.schedule(TWO_PROMPTS), "1")
         state = metrics.state()
         assert json.loads(json.dumps(state)) == state

@@ -185,11 +185,7 @@ def test_nothing_is_started_or_left(answers: Any) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "refused"),
-    [
-        ({}, True),
-        ({"enable_multimodal": False}, False),
-        ({"language_model_only": True}, False),
-    ],
+    [({}, True), ({"enable_multimodal": False}, False), ({"language_model_only": True}, False)],
 )
 def test_prefill_graphs_of_multimodal_models(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
