@@ -572,25 +572,25 @@ def profile(machine: Machine, engine: Any, batch: Any) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU]
     if machine.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profiler(activities=activities) as profile:
+    with profiler(activities=activities) as trace:
         engine.forward(batch)
         synchronize()
     return {
         # The first forward warms up.
         "host_ms": statistics.median(host[1:]) * 1e3,
         "whole_ms": statistics.median(whole[1:]) * 1e3,
-        **device_time(kernels(profile, machine.device)),
+        **device_time(kernels(trace, machine.device)),
     }
 
 
 Kernel = tuple[str, float, float]  # its name, beginning and end in microseconds
 
 
-def kernels(profile: Any, device: str) -> list[Kernel]:
+def kernels(trace: Any, device: str) -> list[Kernel]:
     """What ran on the device; on a CPU the innermost operations stand in for kernels."""
     return [
         (event.name, event.time_range.start, event.time_range.end)
-        for event in profile.events()
+        for event in trace.events()
         if event.device_type.name == device.upper()
         and not (device == "cpu" and event.cpu_children)
         # A named range of the host is mirrored on the device's time line, and is no work.
