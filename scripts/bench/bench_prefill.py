@@ -25,7 +25,7 @@ the package's captured tail. The three timed ways stay eager.
 Output contract: tables for people on stdout; the last line is one JSON document.
 
     python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
-    python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --read 0 0.9
+    python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --min-skipped-rows 1
     python scripts/bench/bench_prefill.py --preset E2B    # on a GPU
 
 Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
@@ -55,6 +55,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from environment import REPO, command_line, origin, write_whole
 from sglang_gemma4_yoco.commands.compare import Times
+from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
     import torch
@@ -201,6 +202,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch-sizes", type=int, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
+    add("--min-skipped-rows", type=int, help="cut what can skip so many rows, whatever the rule is")
     add("--repeats", type=int, default=7, help="times each of the three ways")
     add("--host-repeats", type=int, default=HOST_REPEATS, help="passes for the host's times")
     add(
@@ -217,6 +219,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--lengths, --batch-sizes and both --repeats take numbers above 0")
     if min(args.decoding) < 0 or min(args.read) < 0 or max(args.read) > 1:
         parser.error("--decoding takes numbers from 0, --read shares from 0 to 1")
+    if args.min_skipped_rows is not None:
+        if args.min_skipped_rows < 1:
+            parser.error("--min-skipped-rows takes a number above 0")
+        os.environ[name_of("min_skipped_rows")] = str(args.min_skipped_rows)
     if args.model is not None and not (args.model / "config.json").exists():
         parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
     return args
