@@ -148,7 +148,7 @@ def arguments_set() -> dict[str, bool]:
     Raises:
         IncompatibleError: they cannot be listed.
     """
-    if not issubclass(ServerArgs, msgspec.Struct):  # 0.5.21 and later; only newer ones are asked
+    if not issubclass(ServerArgs, msgspec.Struct):  # 0.5.21 and later; only newer ones matter
         raise IncompatibleError("the server's arguments are no record whose fields can be listed")
     args, given = _published(), {}
     for field in msgspec.structs.fields(ServerArgs):

@@ -200,7 +200,7 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
         for _ in range(number):
             batch = engine.schedule(traffic(draws, engine.text_model.config.vocab_size))
             with switched("1"):
-                engine.forward(batch, unread=draws.random() < 0.15)
+                engine.forward(batch, intermediate=draws.random() < 0.15)
     finally:
         state.after_cut = None
     result.audited = log.audits.agree + log.audits.differ

@@ -74,7 +74,7 @@ def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | N
         if argument(name):
             return f"--{name.replace('_', '-')}: {reason}"
     if backend.borrows_graph_pool():
-        return "SGLang lends the memory of its graphs"
+        return "SGLang borrows the memory of its graphs (SGLANG_ENABLE_GRAPH_POOL_BORROW)"
     return backend.lacks_memory(torch.device(runner.device))
 
 

@@ -261,7 +261,7 @@ def prefill_batch(
     for name, value in {
         "contains_last_prefill_chunk": finishes,
         "req_pool_indices_cpu": torch.tensor(rows),
-        # By these a captured prefill tells its rows from its padding, up to 0.5.19 and since.
+        # With these a captured prefill separates rows from padding, up to 0.5.19 and since.
         "num_token_non_padded_cpu": sum(lens),
         "global_num_token_non_padded_cpu": sum(lens),
     }.items():

@@ -51,5 +51,5 @@ def schedulers(url: str, key: str | None) -> tuple[str, list[dict[str, Any] | No
         info = reply.json()
         return info.get("version"), [state.get(ENTRY) for state in info["internal_states"]]
     except (ValueError, TypeError, KeyError, AttributeError):
-        said = f"{url}/server_info answers {reply.status_code}, not as an SGLang server does"
-        raise CommandError(f"{said}: give the server's own URL, as http://HOST:PORT") from None
+        problem = f"{url}/server_info answers {reply.status_code}, not as an SGLang server does"
+        raise CommandError(f"{problem}: give the server's own URL, as http://HOST:PORT") from None

@@ -21,7 +21,7 @@ class TailBackend:
 
     Attributes:
         main: the runner's attention backend.
-        tail: a backend over the same pools, used by nobody else.
+        tail: a backend over the same pools, which nothing else uses.
         decodes: a decode step of ``tail`` sees the same keys as an extend row.
     """
 

@@ -96,7 +96,7 @@ class PerLayerInputs:
         self._embeds: torch.Tensor | None = None
         #: [B, L - cut, width], the kept rows' per-layer embeddings, if the model was given any.
         self.embedded: torch.Tensor | None = None
-        #: The model has asked for them.
+        #: The model has requested them.
         self.projected = False
 
     def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:

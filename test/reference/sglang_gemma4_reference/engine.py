@@ -254,14 +254,14 @@ class Engine:
         return batch
 
     @torch.no_grad()
-    def forward(self, batch: ScheduleBatch, *, unread: bool = False) -> Any:
+    def forward(self, batch: ScheduleBatch, *, intermediate: bool = False) -> Any:
         """Run one forward of ``batch``, which may be run again; return SGLang's logits output.
 
-        With ``unread`` the batch says that no request of it finishes its prompt.
+        With ``intermediate`` the batch says that no request of it finishes its prompt.
         """
         self._must_be_last()
         forward_batch = releases.forward_batch(batch, self.runner)
-        if unread:
+        if intermediate:
             forward_batch.contains_last_prefill_chunk = False
         return self.runner.forward(forward_batch).logits_output
 

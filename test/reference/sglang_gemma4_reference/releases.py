@@ -315,7 +315,7 @@ def allocates_pages_without_triton() -> bool:
     return _is_at_least("0.5.22")
 
 
-def tells_unread_chunks() -> bool:
+def marks_intermediate() -> bool:
     """Whether a forward's batch says that no request of it finishes its prompt (0.5.23)."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 

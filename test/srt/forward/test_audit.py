@@ -71,15 +71,15 @@ def test_stock_forwards_are_not_audited(engine: Engine) -> None:
     assert counts() == (0, 0)
 
 
-@pytest.mark.skipif(not releases.tells_unread_chunks(), reason="this SGLang says nothing of them")
+@pytest.mark.skipif(not releases.marks_intermediate(), reason="this SGLang says nothing of them")
 def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> None:
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine), pytest.MonkeyPatch.context() as broken, switched("1"):
-        engine.forward(scheduled, unread=True)
+        engine.forward(scheduled, intermediate=True)
         assert log.forwards[log.TAIL_SKIPPED] == 1
         assert counts() == (1, 0)
         with_larger_keys(broken)
-        engine.forward(scheduled, unread=True)
+        engine.forward(scheduled, intermediate=True)
     assert counts() == (1, 1)
     assert "forward" not in vars(engine.runner.model.logits_processor)
 

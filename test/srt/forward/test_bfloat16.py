@@ -23,7 +23,7 @@ import torch
 
 import truth
 from batches import BATCHES, batch_of
-from forwards import CHUNKS, NEEDS_UNREAD, assert_fast, attention_of
+from forwards import CHUNKS, MARKS_CHUNKS, assert_fast, attention_of
 from observe import Observed, run
 from rounding import (
     allowed_of_a_layer,
@@ -170,7 +170,7 @@ def test_input_logprobs(engine: Engine, oracle: Any) -> None:
     assert apart.rms <= 2**0.5 * of_stock.rms, (apart, of_stock)
 
 
-@NEEDS_UNREAD
+@MARKS_CHUNKS
 def test_intermediate_chunks(engine: Engine) -> None:
     assert_fast(engine, CHUNKS)
 

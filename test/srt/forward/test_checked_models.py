@@ -102,7 +102,7 @@ def test_a_captured_tail_is_replayed(captured: Engine) -> None:
     with counted(captured) as forwards:
         assert checked(captured).agrees
     suffix, total = NEW[0] - 2 + 1 + NEW[2], sum(NEW)
-    intermediate = 0 if releases.tells_unread_chunks() else REQUESTS
+    intermediate = 0 if releases.marks_intermediate() else REQUESTS
     # Beside the first replay its layers run eagerly on as many rows as the graph has.
     expected = [total, REQUESTS, suffix, intermediate, REQUESTS + 1, 0]
     assert [f[-1] for f in forwards] == expected
@@ -153,7 +153,7 @@ def test_audits_of_random_traffic(captured: Engine) -> None:
         for number in range(16):
             with norms_that_add_in_place(captured) if number % 2 else contextlib.nullcontext():
                 batch = captured.schedule(traffic(draws, vocabulary))
-                captured.forward(batch, unread=number % 6 == 5)
+                captured.forward(batch, intermediate=number % 6 == 5)
     assert counts() == (16, 0)
     assert log.audits.worst < 0.5
     assert log.forwards[log.TAIL_CAPTURED] > 0
@@ -209,8 +209,8 @@ CHUNK = "an intermediate chunk"
 def _shows(way: str, batch: str) -> bool:
     """Whether it lies on the way of such a batch."""
     if batch == CHUNK:
-        return way.startswith(("keys", "values", "unread"))
-    of_chunks = way.startswith("unread")
+        return way.startswith(("keys", "values", "chunks"))
+    of_chunks = way.startswith("chunks")
     return not of_chunks and (batch == "replayed" or not way.startswith("a stale"))
 
 
@@ -225,7 +225,7 @@ def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
             if not applies:
                 assert way in MAY_NOT_APPLY
                 continue
-            output = captured.forward(scheduled, unread=batch == CHUNK)
+            output = captured.forward(scheduled, intermediate=batch == CHUNK)
         assert counts() == (0, 1), way
         assert log.audits.worst > ENOUGH, way
         if batch != CHUNK:
@@ -244,5 +244,5 @@ def test_a_head_whose_values_cancel() -> None:
         with audited(engine), switched("1"):
             for _ in range(10):
                 batch = engine.schedule(traffic(draws, vocabulary))
-                engine.forward(batch, unread=draws.random() < 0.15)
+                engine.forward(batch, intermediate=draws.random() < 0.15)
     assert counts() == (10, 0)

@@ -29,7 +29,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from batches import batch_of
-from forwards import CHUNKS, NEEDS_UNREAD, TWO_PROMPTS, assert_fast, assert_stock
+from forwards import CHUNKS, MARKS_CHUNKS, TWO_PROMPTS, assert_fast, assert_stock
 from layer_rows import FIRST_CUT, LAYERS
 from layer_rows import cut as cut_rows
 from observe import TOLERANCE, batch_in, both_ways, run
@@ -461,7 +461,7 @@ def test_a_mixed_batch_that_stays_one(engine: Engine, monkeypatch: pytest.Monkey
     assert fast.rows == cut_rows(31, 2)
 
 
-@NEEDS_UNREAD
+@MARKS_CHUNKS
 def test_three_rows_of_an_intermediate_chunk_pay(
     engine: Engine, setting: Callable[..., None]
 ) -> None:

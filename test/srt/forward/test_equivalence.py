@@ -7,16 +7,16 @@ import os
 import pytest
 
 from random_batches import (
+    HARD_CHUNKS,
     HARD_LAST_ROWS,
     HARD_LOGPROBS,
-    HARD_UNREAD,
     batches,
     has_one_pool,
     holds,
     input_logprobs,
+    intermediate_chunks,
     last_rows,
     random_shape,
-    unread_chunks,
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
@@ -54,5 +54,5 @@ def test_input_logprobs_are_those_of_the_stock_forward(engine: Engine) -> None:
 
 def test_chunks_that_nobody_reads_skip_the_tail(engine: Engine) -> None:
     drawn = batches(LONGEST, REQUESTS, unfinished=True)
-    floor = FLOOR if releases.tells_unread_chunks() else 0
-    holds(engine, unread_chunks, drawn, HARD_UNREAD, examples=EXAMPLES, floor=floor)
+    floor = FLOOR if releases.marks_intermediate() else 0
+    holds(engine, intermediate_chunks, drawn, HARD_CHUNKS, examples=EXAMPLES, floor=floor)

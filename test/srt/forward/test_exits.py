@@ -33,7 +33,7 @@ from forwards import ENGINE, InjectedError
 from layer_rows import FIRST_CUT, LAYERS
 from media import MediaPrompt, media_batch
 from prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
-from random_batches import HARD_LAST_ROWS, HARD_LOGPROBS, HARD_UNREAD, Batch, batches
+from random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, settings_changed
@@ -62,7 +62,7 @@ TO_THE_EXIT = FIRST_CUT + 1  # of them, those before the attention of layer S-1
 FULL = batch_of((0, 64))
 SEVERAL = batch_of((30, 40), (0, 7), (90, 1))
 CHUNK = batch_of((0, 20), to_come=(7,))
-HARD = (*HARD_LAST_ROWS, *HARD_LOGPROBS, *HARD_UNREAD)
+HARD = (*HARD_LAST_ROWS, *HARD_LOGPROBS, *HARD_CHUNKS)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from batches import BATCHES, batch_of
 from forwards import (
     CHUNKS,
-    NEEDS_UNREAD,
+    MARKS_CHUNKS,
     PLACES,
     InjectedError,
     assert_fast,
@@ -77,8 +77,8 @@ def test_backend_whose_decode_is_not_proven(
     assert_fast(engine, BATCHES[name], tail_mode="EXTEND")
 
 
-@NEEDS_UNREAD
-def test_an_unread_chunk_waits_for_the_loads_that_stock_waits_for(engine: Engine) -> None:
+@MARKS_CHUNKS
+def test_an_intermediate_chunk_waits_for_the_loads_that_stock_waits_for(engine: Engine) -> None:
     """A cache that loads prefixes layer by layer has each reader of a layer's K and V wait."""
     pool, read = engine.runner.token_to_kv_pool, dict[str, set[int]]()
     scheduled = engine.schedule(CHUNKS)
@@ -88,7 +88,7 @@ def test_an_unread_chunk_waits_for_the_loads_that_stock_waits_for(engine: Engine
             mock.patch.object(pool, "get_kv_buffer", wraps=pool.get_kv_buffer) as both,
             switched(switch),
         ):
-            engine.forward(scheduled, unread=True)
+            engine.forward(scheduled, intermediate=True)
         read[switch] = {call.args[0] for call in keys.call_args_list + both.call_args_list}
     assert FIRST_CUT in read["0"]
     assert read["1"] == read["0"]
@@ -179,7 +179,7 @@ def test_a_failure_is_served_by_stock(
     assert_same_answers(stock, fast, TOLERANCE)
 
 
-@NEEDS_UNREAD
+@MARKS_CHUNKS
 @pytest.mark.parametrize("place", ["first layer", "donor's attention", "donor's ffn"])
 def test_a_failing_intermediate_chunk_is_served_by_stock(engine: Engine, place: str) -> None:
     scheduled = engine.schedule(CHUNKS)

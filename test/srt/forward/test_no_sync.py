@@ -85,11 +85,11 @@ def test_what_stays_on_the_device_is_no_read(name: str) -> None:
 # ---------------------------------------------------------------- the forward
 
 
-def read_by(engine: Engine, scheduled: Any, switch: str, *, unread: bool) -> Reads:
+def read_by(engine: Engine, scheduled: Any, switch: str, *, intermediate: bool) -> Reads:
     """What one forward reads: planning, model, logits."""
     seen = Observed()
     with switched(switch), watching(engine, seen), counted(__file__) as reads:
-        engine.forward(scheduled, unread=unread)
+        engine.forward(scheduled, intermediate=intermediate)
     kept = seen.rows[-1] if len(seen.rows) == LAYERS else 0
     total = sum(scheduled.extend_lens)
     cut_rows = [total] * FIRST_CUT + [kept] * (LAYERS - FIRST_CUT if kept else 0)
@@ -113,9 +113,9 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: str) -> None:
     scheduled = engine.schedule(BATCHES[name])
-    unread = name == "an intermediate chunk"
-    stock = read_by(engine, scheduled, "0", unread=unread)
-    fast = read_by(engine, scheduled, "1", unread=unread)
+    intermediate = name == "an intermediate chunk"
+    stock = read_by(engine, scheduled, "0", intermediate=intermediate)
+    fast = read_by(engine, scheduled, "1", intermediate=intermediate)
     # The CPU's own attention reads lengths in each layer: the stock forward is not free of them.
     assert stock
     assert_no_more_reads(fast, stock)
@@ -124,9 +124,9 @@ def test_a_text_prefill_reads_nothing_that_stock_does_not(engine: Engine, name: 
 @pytest.mark.parametrize("cached", [0, 5])
 def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cached: int) -> None:
     prompt = MediaPrompt("what is <|image|> there?", cached=cached)
-    stock = read_by(engine, media_batch(engine, prompt), "0", unread=False)
+    stock = read_by(engine, media_batch(engine, prompt), "0", intermediate=False)
     assert any("gemma4_vision" in site for _, site in stock), "the image was not encoded"
-    fast = read_by(engine, media_batch(engine, prompt), "1", unread=False)
+    fast = read_by(engine, media_batch(engine, prompt), "1", intermediate=False)
     assert_no_more_reads(fast, stock)
 
 
@@ -158,7 +158,7 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
         scheduled = engine.schedule(BATCHES[name])
         events.clear()
         with switched("1"):
-            engine.forward(scheduled, unread=name == "an intermediate chunk")
+            engine.forward(scheduled, intermediate=name == "an intermediate chunk")
     finally:
         patch.undo()
         for hook in hooks:
@@ -172,7 +172,7 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
 
 def test_a_read_in_the_package_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
-    stock = read_by(engine, scheduled, "0", unread=False)
+    stock = read_by(engine, scheduled, "0", intermediate=False)
     check = gate.check_eligibility
 
     def reading(state: Any, forward_batch: Any) -> Any:
@@ -180,6 +180,6 @@ def test_a_read_in_the_package_is_found(engine: Engine, monkeypatch: pytest.Monk
         return check(state, forward_batch)
 
     monkeypatch.setattr(gate, "check_eligibility", reading)
-    fast = read_by(engine, scheduled, "1", unread=False)
+    fast = read_by(engine, scheduled, "1", intermediate=False)
     with pytest.raises(AssertionError):
         assert_no_more_reads(fast, stock)

@@ -20,7 +20,7 @@ import batches
 from forked import preloaded
 from forwards import ENGINE, NEEDS_GRAPHS, assert_fast
 from layer_rows import FIRST_CUT, LAYERS, cut, whole
-from observe import both_ways, is_unread, run
+from observe import both_ways, run, skips_tail
 from prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
@@ -50,7 +50,7 @@ def assert_every_batch_is_cut(engine: Engine, *, captured: int = 0) -> None:
     assert attention.num_heads == E2B_TINY.heads // RANKS
     assert attention.num_kv_heads == 1
     for prompts in BATCHES.values():
-        replays = not is_unread(prompts) and sum(batches.kept_rows(prompts)) <= captured
+        replays = not skips_tail(prompts) and sum(batches.kept_rows(prompts)) <= captured
         assert_fast(engine, prompts, replays=replays)
 
 

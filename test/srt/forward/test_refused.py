@@ -68,7 +68,7 @@ def test_drafts_that_read_no_row_but_the_last(
     # A draft may go on from the token of a chunk that does not finish its prompt.
     before = log.forwards.copy()
     with switched("1"):
-        engine.forward(engine.schedule(TWO_PROMPTS), unread=True)
+        engine.forward(engine.schedule(TWO_PROMPTS), intermediate=True)
     outcomes = set(log.forwards - before)
     assert outcomes
     assert outcomes <= set(log.CUT) - {log.TAIL_SKIPPED}

@@ -79,7 +79,7 @@ def test_both_paths_are_taken(engine: Engine) -> None:
         found = checked(engine)
     total, kept, suffix = sum(NEW), REQUESTS, (NEW[0] - 2) + 1 + NEW[2]
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
-    intermediate = 0 if releases.tells_unread_chunks() else kept
+    intermediate = 0 if releases.marks_intermediate() else kept
     assert forwards == [
         [total] * LAYERS,
         [0] * before + [kept] * tail,

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from batches import BATCHES, batch_of, kept_rows
-from forwards import NEEDS_UNREAD, attention_of
+from forwards import MARKS_CHUNKS, attention_of
 from layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
@@ -179,7 +179,7 @@ class TestPublishedHelpers:
         assert index.tolist() == kept_index(BATCHES["one prompt"])
         assert torch.equal(rows, hidden[index])
 
-    @NEEDS_UNREAD
+    @MARKS_CHUNKS
     @pytest.mark.usefixtures("planned")
     def test_truncation_of_an_intermediate_chunk(self, engine: Engine) -> None:
         """The package runs no tail of it; who asks for one gets its attention planned."""

@@ -55,7 +55,7 @@ BATCHES = {
     "three prompts": batch_of((0, 3), (0, 50), (9, 1)),
     "beside decode rows": [*batch_of((0, 50)), *batch_of((30, 1), decodes=True)],
 }
-UNREAD = batch_of((0, 50), to_come=(21, 22))
+INTERMEDIATE = batch_of((0, 50), to_come=(21, 22))
 LOGPROBS = [*batch_of((10, 40), logprob_start=30), *batch_of((0, 20))]
 
 
@@ -141,12 +141,12 @@ def test_it_leaves_at_the_exit(engine: Engine, name: str) -> None:
 
 @pytest.mark.usefixtures("exits")
 def test_an_intermediate_chunk_writes_what_stock_writes(engine: Engine) -> None:
-    batch, caches = engine.schedule(UNREAD), []
+    batch, caches = engine.schedule(INTERMEDIATE), []
     for way in (OFF_REPLAYED, ON_REPLAYED):
         engine.poison(batch)
         reset_log()
         with served(engine, way):
-            engine.forward(batch, unread=True)
+            engine.forward(batch, intermediate=True)
         caches.append(engine.written(batch))
     assert log.forwards[log.EXIT_SKIPPED] == 1, log.forwards
     assert all(map(torch.equal, *caches))

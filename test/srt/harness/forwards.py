@@ -50,8 +50,8 @@ INTERPRETED_ENGINE = ENGINE | {
 TWO_PROMPTS = batch_of((0, 40), (0, 3))
 CHUNKS = batch_of((20, 60), (0, 30), to_come=(21, 22))
 
-NEEDS_UNREAD = pytest.mark.skipif(
-    not releases.tells_unread_chunks(), reason="this SGLang does not mark intermediate chunks"
+MARKS_CHUNKS = pytest.mark.skipif(
+    not releases.marks_intermediate(), reason="this SGLang does not mark intermediate chunks"
 )
 NEEDS_GRAPHS = pytest.mark.skipif(
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),  # 0.5.21
@@ -98,7 +98,7 @@ def assert_fast(
     assert_as_expected(fast, dataclasses.replace(wanted, **changed))
     assert_same_objects(fast)
     assert_same_cache(stock, fast)
-    if not observe.is_unread(prompts):
+    if not observe.skips_tail(prompts):
         assert_same_answers(stock, fast, tolerance)
     assert_untouched(engine)
     return stock, fast

@@ -19,7 +19,7 @@ LAYERS = E2B_TINY.layers
 FIRST_SHARED = E2B_TINY.layers - E2B_TINY.kv_shared_layers
 FIRST_CUT = FIRST_SHARED - 1
 # Rows kept of a chunk that does not finish its prompt, where SGLang says so in the batch and not.
-UNREAD = 0 if releases.tells_unread_chunks() else 1
+CHUNK_KEPT = 0 if releases.marks_intermediate() else 1
 
 
 #: For Triton's interpreter, which runs a kernel once per layer and head, in Python: E2B_TINY with
@@ -39,7 +39,7 @@ def whole(rows: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
 
 
 def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
-    """The layers after the cut compute ``kept`` of ``rows`` rows; 0 for an unread chunk."""
+    """The layers after the cut compute ``kept`` of ``rows`` rows; 0 for an intermediate chunk."""
     front = shape.layers - shape.kv_shared_layers - 1
     return [rows] * front + [kept] * (shape.layers - front)
 

@@ -276,9 +276,9 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
     total, kept = sum(len(p.new) for p in prompts), sum(kept_rows(prompts))
     if kept == total:
         return None
-    decodes, unread = kept == len(prompts), is_unread(prompts)
+    decodes, intermediate = kept == len(prompts), skips_tail(prompts)
     first_cut = first - 1
-    tail = 0 if unread else layers - first_cut
+    tail = 0 if intermediate else layers - first_cut
     return Expected(
         rows=[total] * first_cut + [kept] * tail,
         attention_rows=[total] * first_cut + [kept] * tail,
@@ -287,7 +287,7 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
         tail_mode="DECODE" if decodes else "EXTEND",
         laid_out=_tail_of(prompts),
         first_position=len(prompts[0].cached),
-        projected=_projections(engine, total, kept, first_cut, unread),
+        projected=_projections(engine, total, kept, first_cut, intermediate),
     )
 
 
@@ -317,9 +317,9 @@ def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     }
 
 
-def is_unread(prompts: Sequence[Prompt]) -> bool:
+def skips_tail(prompts: Sequence[Prompt]) -> bool:
     """Whether no row of a forward of ``prompts`` is read, and the batch says so."""
-    return releases.tells_unread_chunks() and all(
+    return releases.marks_intermediate() and all(
         p.to_come and len(p.new) > 1 and not 0 <= p.logprob_start < len(p.cached) + len(p.new)
         for p in prompts
     )
@@ -332,12 +332,12 @@ def _first_shared(engine: Engine) -> int:
 
 
 def _projections(
-    engine: Engine, total: int, kept: int, first_cut: int, unread: bool
+    engine: Engine, total: int, kept: int, first_cut: int, intermediate: bool
 ) -> list[tuple[int, int]]:
     if engine.text_model.per_layer_projection_norm is None:
         return []
     rest = engine.text_model.config.num_hidden_layers - first_cut
-    return [(total, first_cut)] + ([] if unread else [(kept, rest)])
+    return [(total, first_cut)] + ([] if intermediate else [(kept, rest)])
 
 
 def assert_as_expected(seen: Observed, wanted: Expected) -> None:
@@ -365,7 +365,7 @@ def assert_stock(engine: Engine, prompts: Sequence[Prompt], seen: Observed) -> N
     keys = [total] * first + [0] * (layers - first)
     assert [(a.queries, a.keys) for a in seen.attended] == [(total, k) for k in keys]
     assert {id(a.backend) for a in seen.attended} == {id(engine.runner.attn_backend)}
-    assert seen.projected == _projections(engine, total, 0, layers, unread=True)
+    assert seen.projected == _projections(engine, total, 0, layers, intermediate=True)
 
 
 def assert_metadata_unchanged(seen: Observed) -> None:

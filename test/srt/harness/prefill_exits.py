@@ -74,7 +74,7 @@ def run(
     recorder.replays.clear()
     before = log.forwards.copy()
     with refused if eagerly else nullcontext(), switched("1" if fast else "0"):
-        output = engine.forward(batch, unread=intermediate)
+        output = engine.forward(batch, intermediate=intermediate)
     replays = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
     logprobs = output.input_token_logprobs
     return Run(

@@ -27,8 +27,8 @@ from observe import (
     assert_same_objects,
     assert_stock,
     expected,
-    is_unread,
     run,
+    skips_tail,
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -169,7 +169,7 @@ HARD_LOGPROBS = (
     ),
     Batch((Request((1, -1), (0, 3), wanted=0.2), Request((1, 0), (0, 4))), prefix="1"),
 )
-HARD_UNREAD = (
+HARD_CHUNKS = (
     Batch((Request((1, 1), (0, 4), to_come=3), Request(ZERO, (1, 1), to_come=1))),
     Batch((Request((1, -1), (0, 2), to_come=1),), prefix="1"),
 )
@@ -216,11 +216,11 @@ def input_logprobs(engine: Engine, batch: Batch) -> bool:
     return active
 
 
-def unread_chunks(engine: Engine, batch: Batch) -> bool:
+def intermediate_chunks(engine: Engine, batch: Batch) -> bool:
     """A chunk of which no row is read leaves its K and V, and finite rows."""
     prompts, _, fast, active = _both_ways(engine, batch)
     assert fast.output.next_token_logits.isfinite().all()
-    return active and is_unread(prompts)
+    return active and skips_tail(prompts)
 
 
 def holds(

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from ask import assert_alike, generate, one_by_one, prompts_of, tokens
-from layer_rows import UNREAD, assert_all_stock, cut, whole
+from layer_rows import CHUNK_KEPT, assert_all_stock, cut, whole
 from server import CHUNK, Pair, Server
 from sglang_gemma4_yoco.core import gate
 
@@ -62,5 +62,5 @@ def test_batch(both_servers: Pair) -> None:
 
 def test_chunks(both_servers: Pair) -> None:
     """The last chunk is two tokens long: it runs as stock after chunks that skipped the tail."""
-    rows = [cut(CHUNK, UNREAD)] * 3 + [whole(2)]
+    rows = [cut(CHUNK, CHUNK_KEPT)] * 3 + [whole(2)]
     assert_alike(both_servers, one_by_one(tokens(3 * CHUNK + 2, seed=71)), rows=rows)

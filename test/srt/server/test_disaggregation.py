@@ -30,7 +30,7 @@ from ask import (
     tokens,
 )
 from disaggregated import Disaggregated, disaggregated, without_peer
-from layer_rows import UNREAD, assert_all_fast, cut, whole
+from layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
 from server import CHUNK, Server
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.checkpoint import E2B_TINY
@@ -70,7 +70,7 @@ def test_prompts_of_all_lengths(both: tuple[Either, Either]) -> None:
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 50, window, window + 1, 2 * CHUNK, 5 * CHUNK + 44)
     compared = assert_alike(both, one_by_one(*prompts_of(*lengths)))
-    assert compared.rows[-6:] == [cut(CHUNK, UNREAD)] * 5 + [cut(44, 1)]
+    assert compared.rows[-6:] == [cut(CHUNK, CHUNK_KEPT)] * 5 + [cut(44, 1)]
 
 
 def test_cached_prefix(both: tuple[Either, Either]) -> None:
@@ -87,7 +87,7 @@ def test_input_logprobs(both: tuple[Either, Either]) -> None:
     compared = assert_alike(
         both,
         lambda s: [generate(s, prompt, logprob_start_len=n)[0] for prompt, n in prompts],
-        rows=[cut(70, 10), cut(CHUNK, UNREAD), cut(CHUNK, 10), whole(44)],
+        rows=[cut(70, 10), cut(CHUNK, CHUNK_KEPT), cut(CHUNK, 10), whole(44)],
     )
     assert [len(answer.input_logprobs) for answer in compared.on] == [9, 10 + 44 - 1]
 

@@ -35,7 +35,7 @@ from ask import (
     tokens,
     with_other_weights,
 )
-from layer_rows import UNREAD, cut
+from layer_rows import CHUNK_KEPT, cut
 from server import CHUNK, Pair, Server
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
@@ -48,7 +48,7 @@ def texts(server: Server, prompt: list[int], **sampling: Any) -> list[str]:
 
 def test_prompt_that_ends_with_a_chunk(servers: Pair) -> None:
     """Two full chunks: of the first no row is read, of the second the last one."""
-    rows = [cut(CHUNK, UNREAD), cut(CHUNK, 1)]
+    rows = [cut(CHUNK, CHUNK_KEPT), cut(CHUNK, 1)]
     assert_alike(servers, one_by_one(tokens(2 * CHUNK, seed=20)), rows=rows)
 
 

@@ -26,7 +26,7 @@ from ask import (
     prompts_of,
     tokens,
 )
-from layer_rows import UNREAD, assert_all_fast, cut
+from layer_rows import CHUNK_KEPT, assert_all_fast, cut
 from server import CHUNK, Pair, Server, pair
 
 _SMALL_POOL = (
@@ -90,7 +90,7 @@ def test_prompts(paged: Paged) -> None:
     rows = [
         rows
         for n in lengths
-        for rows in [cut(CHUNK, UNREAD)] * (n > CHUNK) + [cut(n - CHUNK * (n > CHUNK), 1)]
+        for rows in [cut(CHUNK, CHUNK_KEPT)] * (n > CHUNK) + [cut(n - CHUNK * (n > CHUNK), 1)]
     ]
     assert_alike(paged.both, one_by_one(*prompts_of(*lengths)), rows=rows)
 
@@ -119,7 +119,7 @@ def test_next_turn(paged: Paged) -> None:
 
 
 def test_chunks(paged: Paged) -> None:
-    rows = [cut(CHUNK, UNREAD)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
+    rows = [cut(CHUNK, CHUNK_KEPT)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
     assert_alike(paged.both, one_by_one(tokens(1000, seed=52)), rows=rows)
 
 

@@ -18,7 +18,7 @@ import pytest
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy
 
 from ask import Answer, Compared, assert_alike, generate, prompts_of, tokens
-from layer_rows import UNREAD, cut
+from layer_rows import CHUNK_KEPT, cut
 from server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.row_trace import Prefill
@@ -303,7 +303,7 @@ def crowd_out(server: Server) -> None:
         (300, 1, {}, [cut(1, 1)]),
         (300, 60, {}, [cut(60, 1)]),
         # No row is read of the chunk that the prefix is loaded for.
-        (300, CHUNK + 40, {}, [cut(CHUNK, UNREAD), cut(40, 1)]),
+        (300, CHUNK + 40, {}, [cut(CHUNK, CHUNK_KEPT), cut(40, 1)]),
         # The kept rows are a suffix: an extend batch, which reads the donors' K and V too.
         (200, 40, {"logprob_start_len": 230}, [cut(40, 10)]),
     ],
@@ -371,7 +371,7 @@ def test_streaming_session(scheduling: Server, both_servers: Pair) -> None:
 
     both = assert_alike(both_servers, ask)
     assert both.rows[:2] == [cut(40, 1), cut(3, 1)]
-    assert both.rows[-2:] == [cut(CHUNK, UNREAD), cut(10, 1)]
+    assert both.rows[-2:] == [cut(CHUNK, CHUNK_KEPT), cut(10, 1)]
     # Of an answer's last token there is no K and V yet.
     assert [answer.cached_tokens for answer in both.on] == [0, 51, 65]
 

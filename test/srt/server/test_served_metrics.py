@@ -80,7 +80,7 @@ def test_forwards_and_rows(measured: Server) -> None:
     rows = series(measured, ROWS, "part")
     assert forwards[log.TAIL_EAGER] >= 1
     assert forwards[metrics.label(gate.NOTHING_TO_SKIP)] >= 1
-    if releases.tells_unread_chunks():
+    if releases.marks_intermediate():
         assert forwards[log.TAIL_SKIPPED] == 1
     # Each rank has written down each of its forwards.
     assert sum(forwards.values()) == len(prefills) / 2

@@ -28,7 +28,7 @@ from ask import (
     prompts_of,
     tokens,
 )
-from layer_rows import UNREAD, assert_all_fast, cut, whole
+from layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
 from server import CHUNK, Pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_yoco import __version__
@@ -63,7 +63,7 @@ def test_cached_prefix(servers: Pair) -> None:
 
 
 def test_one_prompt_again_and_again(servers: Pair) -> None:
-    first = [cut(CHUNK, UNREAD), cut(200 - CHUNK, 1), cut(20, 1)]
+    first = [cut(CHUNK, CHUNK_KEPT), cut(200 - CHUNK, 1), cut(20, 1)]
     assert_alike(servers, again_and_again, rows=first + [cut(1, 1), cut(20, 1)] * 3)
 
 
@@ -77,7 +77,7 @@ def test_next_turn(servers: Pair) -> None:
 
 def test_chunked_prompt(servers: Pair) -> None:
     """A prompt of 8 chunks: no row of the first 7 is read, of the last one the last row."""
-    rows = [cut(CHUNK, UNREAD)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
+    rows = [cut(CHUNK, CHUNK_KEPT)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
     assert_alike(servers, one_by_one(tokens(1000, seed=7)), rows=rows)
 
 

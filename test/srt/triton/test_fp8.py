@@ -19,7 +19,7 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
 from batches import batch_of
-from forwards import ENGINE, NEEDS_UNREAD, assert_fast, state_of
+from forwards import ENGINE, MARKS_CHUNKS, assert_fast, state_of
 from layer_rows import INTERPRETED, LAYERS
 from observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter
@@ -102,7 +102,7 @@ def test_input_logprobs(engine: Engine) -> None:
     assert 0 < distance(fast) < distance(chunk) / 2
 
 
-@NEEDS_UNREAD
+@MARKS_CHUNKS
 def test_an_intermediate_chunk(engine: Engine) -> None:
     prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
     assert_fast(engine, prompts, projected=projections(engine, prompts))

@@ -13,7 +13,7 @@ import torch
 
 from ask import TOLERANCE
 from forwards import assert_served_by_stock, failing
-from layer_rows import INTERPRETED, UNREAD, cut, whole
+from layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
 from media import (
     MediaPrompt,
     assert_same_inputs,
@@ -148,7 +148,7 @@ def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
     prompt = MediaPrompt(CHUNKED.text, end=end)
     first = media_batch(engine, prompt)
     assert first.reqs[0].multimodal_inputs.mm_items[0].offsets == [(IMAGE.start, IMAGE.stop - 1)]
-    _, mask = compare(engine, first, kept=UNREAD)
+    _, mask = compare(engine, first, kept=CHUNK_KEPT)
     assert_bidirectional(mask, first, masked[0])
     second = next_chunk(engine, first, prompt)
     assert second.prefix_lens == [end]

@@ -313,7 +313,7 @@ def _literals(function: Any, call: str, position: int) -> set[str]:
 def test_every_field_that_is_read_must_exist() -> None:
     read = _literals(gate, "getattr", 1)
     of_the_algorithm = {"name"}
-    # A batch without it counts as read, so that none is taken for an unread one.
+    # A batch without it counts as read, so that none is taken for an intermediate one.
     safely_absent = {"contains_last_prefill_chunk"}
     judged = read.union(gate.REFUSING_FIELDS) - of_the_algorithm - safely_absent
     assert judged <= {*compat._NAMES["ForwardBatch"]}
