@@ -54,7 +54,7 @@ def run_logged(command: Sequence[str | Path], log: Path, env: dict[str, str] | N
 
     Every 30 seconds a line is printed.
     """
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     with log.open("a") as output:
         output.write(f"$ {shlex.join(map(str, command))}\n")
         output.flush()
@@ -62,9 +62,9 @@ def run_logged(command: Sequence[str | Path], log: Path, env: dict[str, str] | N
         try:
             while process.poll() is None:
                 time.sleep(0.2)
-                if time.monotonic() - told > 30:
-                    told = time.monotonic()
-                    say(f"   still running after {told - began:.0f} s")
+                if time.monotonic() - reported > 30:
+                    reported = time.monotonic()
+                    say(f"   still running after {reported - began:.0f} s")
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -9,11 +9,11 @@ rows skip those layers.
 SGLang loads it by itself through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_YOCO=0``
 turns it off. Importing this module imports neither torch nor SGLang.
 
-One prefill on its way. S is the first KV-shared layer of L; layer S-1, the donor, is the last one
+The path of one prefill. S is the first KV-shared layer of L; layer S-1, the donor, is the last one
 with K and V of its own::
 
     1  SGLang plans the batch's attention; then core/gate.py decides whether the batch may be cut,
-       and leaves a Plan on it: the kept rows (core/kept.py) and who runs the tail on them
+       and leaves a Plan on it: the kept rows (core/kept.py) and what runs the tail on them
     2  SGLang calls the model; core/forward.py takes the Plan from the batch
     3  core/cut.py has the model run layers 0 .. S-2 on all rows, by its own loop
     4  the donor's K and V are written for all rows (core/donor.py)
@@ -21,17 +21,17 @@ with K and V of its own::
        from a captured graph (captured/graphs.py)
     6  its rows are scattered into what the model returns; if anything fails, stock serves the batch
 
-From the top down, each file knowing only those below it::
+From the top down; imports go down, and both ways between captured/ and checking/::
 
-    plugin.py          what SGLang calls: patch it, or say in one line why not
+    plugin.py          what SGLang calls: patch it, or log in one line why not
     commands/          what an operator runs: doctor, status, verify
     loading/           when a process and a runner start
         patch.py           SGLang's methods wrapped
         start.py           may this server's prefills be cut? capture the tail, check, announce
         limits.py          why not: server arguments, attention, pools, linear layers
         metrics.py         /server_info and /metrics
-        published.py       two helpers for those who cut a batch themselves
-    prefill_graphs/    exits from SGLang's captured prefills; nothing else knows of them
+        published.py       two helpers for code that cuts a batch itself
+    prefill_graphs/    exits from SGLang's captured prefills; optional
     captured/          the tail captured in CUDA graphs
         graphs.py          capture, plan, replay
         backend.py         SGLang's graph backend
@@ -41,8 +41,8 @@ From the top down, each file knowing only those below it::
         start.py           once, before it serves
         layerwise.py       each step of the fast path given stock's numbers, and compared
         requests.py        synthetic requests in borrowed slots
-        rounding.py        how far apart is rounding
-    core/              the mechanism, as above; it knows nothing of the folders before it
+        rounding.py        which differences are rounding
+    core/              the mechanism, as above; it imports nothing from the folders before it
         per_layer.py       per-layer inputs split by layers and rows
         state.py           what is known of a served model
         attention.py       the tail's own attention backend

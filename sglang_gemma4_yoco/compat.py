@@ -41,7 +41,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
 
 try:
-    # 0.5.20 and later: the record keeps what was typed, resolution is kept beside it.
+    # 0.5.20 and later: the record keeps arguments as given, the resolved ones are kept apart.
     from sglang.srt.arg_groups.overrides import resolution_result
 except ImportError:
     resolution_result = None
@@ -50,7 +50,7 @@ CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
 ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
 SchedulerMetricsCollector = metrics_collector.SchedulerMetricsCollector
 
-# From 0.5.22 on Gemma 4's layers hand a residual stream along on the batch. In 0.5.21 only other
+# From 0.5.22 on Gemma 4's layers pass a residual stream on in the batch. In 0.5.21 only other
 # models' layers do.
 residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
@@ -83,7 +83,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _missing() -> Iterator[str]:
-    """Name every seam that the installed SGLang lacks."""
+    """Name everything that this package needs and the installed SGLang lacks."""
     model = gemma4_causal.Gemma4TextModel
     for name in PUBLISHED_HELPERS:
         if hasattr(model, name):
@@ -253,7 +253,7 @@ def _counts_the_window_short(backend: Any) -> bool:
 def decodes_like_extend(backend: Any) -> bool:
     """Whether ``plan`` makes a decode step of ``backend`` see what an extend row sees.
 
-    In a release newer than the last one that was tested the planner may count otherwise.
+    In a release newer than the last one that was tested the planner may count differently.
     """
     return not _counts_the_window_short(backend) or not is_newer_than_tested()
 
@@ -316,7 +316,7 @@ def _allocated_windows(backend: Any, planner: ModuleType, requests: int) -> Iter
 
 
 def decode_batch(**fields: Any) -> Any:
-    """A decode step whose layers write no K and V; its residual is not begun."""
+    """A decode step whose layers write no K and V; its residual is not started."""
     size = fields["req_pool_indices"].shape[0]
     fields |= {"batch_size": size, "seq_lens_sum": size, "out_cache_loc": None}
     return ForwardBatch(forward_mode=ForwardMode.DECODE, **fields)
@@ -372,7 +372,7 @@ def cache_of(
 
 
 def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:
-    """Whether ``hidden_states`` is the whole residual: no update is owed to it."""
+    """Whether ``hidden_states`` is the whole residual: no update is pending."""
     stream = getattr(forward_batch, "residual_stream", None)
     if stream is None:
         return True  # up to 0.5.21, and stand-ins: layers pass plain tensors
@@ -395,7 +395,7 @@ def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
 
 
 def end_residual(forward_batch: Any) -> None:
-    """Let go of the residual's memory."""
+    """Free the residual's memory."""
     if HAS_RESIDUAL_STREAM:
         forward_batch.residual_stream = None
 
@@ -407,9 +407,9 @@ def layer_rows(output: Any) -> torch.Tensor:
 
 
 def is_plain_tensor(weight: torch.Tensor) -> bool:
-    """Whether these weights are of no class of their own, as torchao's quantised ones are.
+    """Whether these weights are plain, not of a class of their own as torchao's quantised ones.
 
-    Of those ``isinstance(weight, torch.nn.Parameter)`` is true, and their class is not derived.
+    ``isinstance(weight, torch.nn.Parameter)`` is true of those, too; their class is not derived.
     """
     kind = type(weight)
     return kind is torch.Tensor or issubclass(kind, torch.nn.Parameter)

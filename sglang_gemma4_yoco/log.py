@@ -75,7 +75,7 @@ def error(line: str) -> None:
 def failure(line: str, error: Exception) -> None:
     """Log ``line`` and the error with its traceback, the first time for this kind of error.
 
-    The kind is its type and where it was raised: messages of one kind differ, as sizes of memory.
+    The kind is its type and where it was raised: messages of one kind differ, say in a size.
     """
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     kind = (line, type(error), *((frame.filename, frame.lineno) for frame in raised))

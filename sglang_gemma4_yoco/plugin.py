@@ -1,7 +1,7 @@
 """The entry point that SGLang calls in every process before it serves.
 
 SGLang goes on without a plugin that raises, so a failure here is one error line of its own. Where
-no process has configured logging yet, Python drops INFO lines: what must be seen is a warning.
+logging is not configured yet, Python drops INFO lines, so what must be seen is a warning.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load() -> None:
             _install()
             return
         left_alone = f"{settings.SWITCH}=0"
-        # A server has the line once: from the process that starts the others.
+        # One warning per server: from the process that starts the others.
         level = logging.WARNING if parent_process() is None else logging.INFO
         logger.log(level, "Gemma 4 fast prefill %s is off: %s", __version__, left_alone)
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down

@@ -401,13 +401,13 @@ def main() -> int:
     results: list[Result] = []
     for group in run(args):  # a run that is cut short leaves what it has found
         results += group
-        told = summary(results)
+        counts = summary(results)
         document = finite(
             {
                 "commit": commit,
                 "package": package_of(),
                 "seconds": round(time.monotonic() - began),
-                **told,
+                **counts,
                 "results": [dataclasses.asdict(result) for result in results],
             }
         )
@@ -416,12 +416,12 @@ def main() -> int:
         if args.write:
             part = PART_ON_TRITON if args.triton else PART
             args.write.write_text(inserted(args.write.read_text(), part, table(document)))
-    for name, found in told["breakages"].items():
+    for name, found in counts["breakages"].items():
         print(f"{name:45} {found['models']:4} models, at least {found['smallest']:.3g} times")
     document.pop("results")
     print(json.dumps(document))
-    good = not any(told["false_alarms"].values()) and all(
-        found["smallest"] > ENOUGH for found in told["breakages"].values()
+    good = not any(counts["false_alarms"].values()) and all(
+        found["smallest"] > ENOUGH for found in counts["breakages"].values()
     )
     return 0 if good else 1
 

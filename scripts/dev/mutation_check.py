@@ -541,8 +541,8 @@ def main() -> int:
     if args.write is not None:
         content = inserted(args.write.read_text(), PART_OF_DOCUMENT, table(document))
         args.write.write_text(content)
-    told = {key: document[key] for key in ("commit", "mutations", "survivors", "not judged")}
-    print(json.dumps(told))
+    short = {key: document[key] for key in ("commit", "mutations", "survivors", "not judged")}
+    print(json.dumps(short))
     known = all(mutation.name in results.verdicts for mutation in named)
     return 0 if known and not document["survivors"] else 1
 

@@ -2,7 +2,7 @@
 """Add what the installed SGLang's server arguments have come to be to the list of reviewed ones.
 
 Each that is added is printed: read what SGLang's code does with it before you commit the list. It
-belongs there if it changes neither which rows of a prefill somebody reads, nor where K and V lie,
+belongs there if it changes neither which rows of a prefill are read, nor where K and V are stored,
 nor how the layers are laid out, split or replayed; or if what it makes is judged in any case: the
 attention backend, the pools, the linear layers, each batch, the captured graphs. One that does not
 belongs into another section of ``loading/limits.ini``, and is then left out here. None is ever

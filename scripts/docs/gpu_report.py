@@ -90,8 +90,8 @@ def _verdict(summary: dict[str, Any]) -> str:
     lengths = [row["length"] for row in summary["rows"]]
     wrong = [length for length in lengths if length not in summary["stock_right"]]
     if wrong:
-        told = ", ".join(map(str, wrong))
-        return f"**stock's replays give other answers than its eager prefills** at {told} tokens."
+        tokens = ", ".join(map(str, wrong))
+        return f"**stock's replays give other answers than its eager prefills** at {tokens} tokens."
     return f"stock's replays give the answers of its eager prefills at {len(lengths)} lengths."
 
 

@@ -1,1 +1,1 @@
-"""The tail captured in CUDA graphs; it hooks on to the core as ``ModelState.captured``."""
+"""The tail captured in CUDA graphs; the core uses it as ``ModelState.captured``."""

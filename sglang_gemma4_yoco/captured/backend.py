@@ -26,7 +26,7 @@ def captured_decode_steps(runner: Any) -> Any | None:
 def graph_backend(decode_steps: Any) -> Any:
     """A graph backend of SGLang's, with a memory pool of its own.
 
-    In that of all graphs, what is free while one is captured may be in use when it is replayed.
+    In the pool of SGLang's graphs, what is free during a capture may be in use during a replay.
     """
     backend = type(decode_steps.backend)(decode_steps)
     backend._pool = decode_steps.device_module.graph_pool_handle()
@@ -45,7 +45,7 @@ def capturing(decode_steps: Any, backend: Any) -> Iterator[None]:
 
 
 def is_allocated_after_capture(pool: Any) -> bool:
-    """Whether most of a pool has no memory before SGLang's graphs are captured (0.5.23)."""
+    """Whether a pool gets most of its memory after SGLang's graphs are captured (0.5.23)."""
     return bool(getattr(pool, "post_capture_active", False))
 
 
@@ -62,7 +62,7 @@ def borrows_graph_pool() -> bool:
 
 
 def lacks_memory(device: torch.device) -> str | None:
-    """Why nothing can be captured, or None: with several ranks a capture that fails ends all."""
+    """Why nothing can be captured, or None. With several ranks a failed capture ends all."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()  # what PyTorch keeps in reserve is free
@@ -71,17 +71,17 @@ def lacks_memory(device: torch.device) -> str | None:
 
 
 def end_failed_capture(device: torch.device, backend: Any) -> None:
-    """Undo what CUDA leaves of a capture that it has broken off, on a device with an index.
+    """Clean up after a capture that CUDA has aborted; ``device`` has an index.
 
     Up to torch 2.13 the random generator stays in capture mode, so that the first sampled token
     would end the server, and the allocator goes on allocating in the graph's pool.
 
     Raises:
-        RuntimeError: random numbers cannot be drawn all the same.
+        RuntimeError: random numbers still cannot be drawn.
     """
     if device.type != "cuda":
         return
-    with suppress(RuntimeError):  # it had ended
+    with suppress(RuntimeError):  # it has ended already
         torch._C._cuda_endAllocateToPool(device.index, backend._pool)
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())

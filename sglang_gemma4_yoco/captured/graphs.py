@@ -2,7 +2,7 @@
 
 For a short prompt a prefill takes as long as the host takes to launch its kernels. The tail has few
 rows, one per request. So it is captured for 1, 2, 4, ... rows, after SGLang's own decode steps and
-by the same machinery, and the host launches it at once.
+by the same code, and the host replays it with one launch.
 
 A graph reads static tensors: ``Inputs``, the weights, the pools, and the tail backend's buffers. A
 batch of B rows is replayed with the smallest bucket b >= B. The b - B rows of padding are requests
@@ -36,7 +36,7 @@ QUANTISED = "the per-layer inputs are quantised"
 NONE_GOOD = "no graph gave what the eager layers give"
 ALLOCATED_LATER = "K and V get their memory after capture"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
-# Server arguments with which memory is not what it was when it was captured.
+# Server arguments with which a replay may differ from its capture, and why.
 _REFUSED = {
     "enable_hierarchical_cache": LOADED_MEANWHILE,
     "enable_memory_saver": "memory may be taken away and given back",
@@ -49,7 +49,7 @@ def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | N
     """Why the tail of this server is not captured, or None.
 
     Args:
-        can_be_captured: decode steps of its attention backend.
+        can_be_captured: whether decode steps of its attention backend can.
     """
     if settings.current.graph_rows == 0:
         return OFF
@@ -126,7 +126,7 @@ class Inputs:
         return replace(self, **{name: t[:rows] for name, t in vars(self).items() if t is not None})
 
     def fill(self, **tensors: torch.Tensor | None) -> None:
-        """Overwrite these of them, each of as many rows; None of those that are None here."""
+        """Copy these tensors into the inputs of the same names; one that is None stays so."""
         for name, tensor in tensors.items():
             own = getattr(self, name)
             if own is not None:
@@ -170,7 +170,7 @@ class TailGraphs:
         self._backend = state.attention.tail
         self._decode_steps = backend.captured_decode_steps(runner)
         assert self._decode_steps is not None, "the tail is captured after them"
-        # As many rows as the operator wants, and as requests can run at a time.
+        # No more rows than the operator has set, and than requests can run at a time.
         wanted, requests = settings.current.graph_rows, runner.req_to_token_pool.size
         most = requests if wanted is None else min(wanted, requests)
         self._buckets = tuple(rows for rows in _BUCKETS if rows <= most)
@@ -209,7 +209,7 @@ class TailGraphs:
         del self._batches[bucket]
 
     def close(self) -> None:
-        """Let go of all graphs, and of the backend's buffers for them."""
+        """Free all graphs, and the backend's buffers for them."""
         self._batches.clear()
         self._captured.cleanup()
         for name in [name for name in vars(self._backend) if name.startswith("cuda_graph_")]:
@@ -245,7 +245,7 @@ class TailGraphs:
             self._backend.init_forward_metadata_out_graph(batch, in_capture=live is None)
 
     def replay(self, bucket: int) -> torch.Tensor:
-        """What a planned graph gives, [bucket, hidden], normed; the next replay overwrites it.
+        """Replay a planned graph: [bucket, hidden], normed, which the next replay overwrites.
 
         When it fails the tail runs eagerly from then on.
         """
@@ -257,7 +257,7 @@ class TailGraphs:
         return output
 
     def replayed(self, bucket: int, rows: int, fill: Callable[[Inputs], None]) -> torch.Tensor:
-        """What the graph gives for so many rows of static inputs, filled in: [rows, hidden]."""
+        """Fill so many rows of the static inputs, plan, and replay the graph: [rows, hidden]."""
         inputs = self._of_first[rows]
         fill(inputs)
         self._plan(bucket, inputs, _decode_step(inputs))
@@ -265,11 +265,11 @@ class TailGraphs:
 
     @torch.no_grad()
     def eager(self, bucket: int, kept: int, /, **others: torch.Tensor | None) -> torch.Tensor:
-        """What the captured layers give eagerly for what the graph has read last: [kept, hidden].
+        """Run the captured layers eagerly on the inputs of the last replay: [kept, hidden].
 
         Args:
-            kept: rows that are not padding.
-            others: ``Inputs`` that these rows have instead.
+            kept: how many rows are not padding.
+            others: ``Inputs`` that replace those of the kept rows.
         """
         of_graph = self._of_first[bucket]
         own = {name: t.clone() for name, t in vars(of_graph).items() if t is not None}
@@ -307,7 +307,7 @@ def _decode_step(inputs: Inputs) -> Any:
 
 
 def drop(state: ModelState, reason: str) -> None:
-    """Run the tail eagerly from now on, for this reason; let go of what was captured."""
+    """Run the tail eagerly from now on, for this reason; free what was captured."""
     captured, state.captured = state.captured, None
     state.facts["tail"] = f"eager ({reason})"
     if captured is not None:
@@ -333,7 +333,7 @@ def capture(
     reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
     if reason is None:
         reason = _attempt(state, partial(_capture, runner, state, prove))
-        # A graph that one rank drops, none may replay: the ranks would add up unlike rows.
+        # A graph that one rank drops, no rank may replay: they would add up different rows.
         differ = ranks.reason_ranks_differ(f"replayed: {reason or state.captured.rows}")
         reason = reason or differ
     if reason is not None:
@@ -357,7 +357,7 @@ def _capture(
 
 
 def _attempt(state: ModelState, step: Callable[[], str | None]) -> str | None:
-    """What ``step`` returns; why it failed, if it did and no other rank waits for this one."""
+    """What ``step`` returns. If it fails on a single rank: why; with several ranks, raise."""
     try:
         return step()
     except Exception as failure:

@@ -3,7 +3,7 @@
 Each graph is replayed on random inputs, over the longest of the synthetic requests: full, and with
 as much padding as a batch can have.
 
-The eager layers get the same numbers, padding and all, in other memory. So both run the same
+The eager layers get the same numbers, padding included, in other memory. So both run the same
 kernels on the same shapes. Both plan over the same widened window: that it is right is shown by the
 comparisons with stock (``checking.start``).
 """
@@ -39,7 +39,7 @@ def prove(graphs: TailGraphs, runner: Any) -> None:
 
 
 def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
-    """What the graph for ``size`` rows gives, compared: with most padding, and with none."""
+    """Compare the graph for ``size`` rows with the eager layers: with most padding, and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
     compared = []
@@ -52,7 +52,7 @@ def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
 
 
 def _fill(inputs: Inputs, request: Request, generator: torch.Generator) -> None:
-    """Random rows of one request: with n of them, at 1/n, 2/n, ... of its length."""
+    """Fill in random rows of one request: n rows are at 1/n, 2/n, ... of its length."""
     rows, tokens = inputs.rows.shape[0], len(request.slots)
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
         if tensor is not None:

@@ -1,8 +1,8 @@
 """While a server serves: every N-th prefill that was cut runs again as stock, and is compared.
 
-Stock is watched, and the cut is made once more of its rows, step by step (``layerwise``): eagerly,
-and by the captured tail where that served. Compared are all kept rows, their logits, and K and V of
-layer S-1; a prefill that left a captured one at an exit, with the same graph run to its end.
+Stock is watched, and the cut runs once more on its rows, step by step (``layerwise``): eagerly, and
+by the captured tail if that served. All kept rows, their logits, and K and V of layer S-1 are
+compared. A prefill that left its graph at an exit is compared with that graph run to its end.
 The client gets the fast path's answer, or stock's after a defect.
 """
 
@@ -26,11 +26,11 @@ from sglang_gemma4_yoco.core.state import ModelState
 
 DIFFERED = "an audited prefill differed from stock's"
 _MOST_LINES = 16  # errors that are logged; the others are counted
-_OF_LOGPROBS = 6.0  # roundings: of a logit, less a sum of all
+_OF_LOGPROBS = 6.0  # roundings: a logit minus the logsumexp of all
 
 
 def auditor(runner: Any, state: ModelState) -> Auditor | None:
-    """What audits this server if the operator wants audits; the log has why nothing does."""
+    """The auditor of this server; None if audits are off, or impossible (the log has why)."""
     if settings.current.audit == 0:
         return None
     processor = getattr(runner.model, "logits_processor", None)
@@ -53,7 +53,7 @@ class Auditor:
         self._waiting = ExitStack()  # for the logits of an audited forward
 
     def __call__(self, forward: Any, plan: Plan, output: Any) -> Any:
-        """Audit each N-th forward; returns what the model goes on with, as ``output``."""
+        """Audit each N-th forward; returns what the model continues with instead of ``output``."""
         self._forwards += 1
         if self._forwards % self._every:
             return output
@@ -61,7 +61,7 @@ class Auditor:
         rows = compat.layer_rows(output)
         fast = rows.clone()  # stock may run in the memory that holds them
         try:
-            if hasattr(forward, "findings"):  # which runs as stock to its end in that memory
+            if hasattr(forward, "findings"):  # a replay; it runs to its end in that memory
                 stock, forced, found = output, None, forward.findings(plan, output)
             else:
                 stock, forced, found = self._run_again(forward, plan)
@@ -96,13 +96,13 @@ class Auditor:
     def _compare_logits(
         self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor | None, found: list[Finding]
     ) -> None:
-        """When SGLang makes the logits of stock's rows, make those of the fast ones as well."""
+        """When SGLang computes the logits of stock's rows, compute those of the fast ones too."""
         processor = self._processor.forward
 
         def forward(input_ids: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self._waiting.close()
             expected = processor(input_ids, rows, *args, **kwargs)
-            logits = expected.next_token_logits.clone()  # it may lie in a buffer of all calls
+            logits = expected.next_token_logits.clone()  # they may be in a buffer of all calls
             if forced is not None:
                 again = processor(input_ids, forced, *args, **kwargs)
                 found.extend(_logits_compared(forced, logits, expected, again))
@@ -116,7 +116,7 @@ class Auditor:
         self._waiting.enter_context(replaced(self._processor, forward=forward))
 
     def _judge(self, plan: Plan, found: list[Finding], changes: int) -> bool:
-        """Count an audit, and log a defect; whether none was found, on any rank."""
+        """Count an audit, and log a defect; returns whether no rank has found one."""
         worst = rounding.worst(found)
         excess = ranks.largest(worst.excess)
         agrees = excess <= 1

@@ -1,11 +1,11 @@
-"""Each step of the tail is given stock's own numbers, and what it makes of them is compared.
+"""Each step of the tail gets stock's own numbers as its input, and its result is compared.
 
 Answers cannot be compared: in bf16 one rounding can make sharp attention pick another key. So stock
-is watched, layer by layer. Then the cut is made of stock's rows, and after each step of layers S-1
+is watched, layer by layer. Then the cut runs on stock's rows, and after each step of layers S-1
 to L-1 the result is compared with stock's and replaced by it: K and V, per-layer inputs, queries,
 attention, the layer's output, and at the end the rows after the norm. Attention also runs with
-queries of zeros. They give the mean of all values that a row sees, in which one key more or less
-shows, however sharp the weights.
+queries of zeros. The result is the mean of all values that a row attends to: one key more or less
+changes it, however sharp the weights.
 
 A captured tail is compared as a whole with its own layers, run eagerly on the same rows.
 """
@@ -59,7 +59,7 @@ _Visit = Callable[[str, int, torch.Tensor], None]
 
 @dataclass
 class Stock:
-    """What stock's layers were given and made of it, for a batch of T rows, of which B are kept.
+    """Inputs and results of stock's layers, for a batch of T rows, of which B are kept.
 
     Attributes:
         index: [B], the kept rows.
@@ -67,7 +67,7 @@ class Stock:
         front: [T, hidden] by layer, the inputs of layer S-1 and, where they are wanted, of those
             before it.
         positions: [T].
-        embeds, embedded: [T, hidden] and [T, L, width], what per-layer inputs are made of.
+        embeds, embedded: [T, hidden] and [T, L, width], what per-layer inputs are computed from.
         keys: K and V of layer S-1 in the pool, each [T, kv_heads, head_dim].
     """
 
@@ -80,14 +80,14 @@ class Stock:
     keys: Sequence[torch.Tensor] = ()
 
     def of_rows(self, chosen: Sequence[int]) -> Stock:
-        """The same of some of the kept rows, by their places among them."""
+        """The same for some of the kept rows, given by their places among them."""
         places = torch.tensor(chosen, device=self.index.device)
         kept = {step: rows[places] for step, rows in self.kept.items()}
         return replace(self, index=self.index[places], kept=kept)
 
 
 def called(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a function was called with, by the names of its parameters."""
+    """The arguments of a call, by the names of the function's parameters."""
     return dict(zip(names, args, strict=False)) | kwargs
 
 
@@ -140,9 +140,9 @@ def _steps(state: ModelState, visit: _Visit) -> Iterator[None]:
 
 @contextmanager
 def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator[None]:
-    """Fill ``stock``, but for ``keys``, with what stock does in the span.
+    """Fill ``stock``, except for ``keys``, with what stock's layers compute in the span.
 
-    With ``front`` the inputs of the layers before the cut too.
+    With ``front`` the inputs of the layers before the cut are kept too.
     """
     model, project = state.model, state.model.project_per_layer_inputs
 
@@ -176,12 +176,12 @@ def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator
 
 
 def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, list[Finding]]:
-    """Cut a batch whose layers before the cut have given what stock's have.
+    """Cut a batch whose layers before the cut have computed the same as stock's.
 
     At the end stock's K and V of layer S-1 are in the pool.
 
     Returns:
-        What the model would go on with, [T, hidden], and what was found on the way.
+        What the model would continue with, [T, hidden], and the findings of all steps.
     """
     forced, found = _Forced(state, plan, stock), list[Finding]()
     assert stock.positions is not None
@@ -205,7 +205,7 @@ class _Forced:
 
     def __init__(self, state: ModelState, plan: Plan, stock: Stock) -> None:
         self.compared: list[Comparison] = []
-        self.missing = set(stock.kept)  # steps and their layers that have not come yet
+        self.missing = set(stock.kept)  # steps and their layers that have not run yet
         self._state = state
         self._batch = plan.batch
         self._stock = stock
@@ -215,7 +215,7 @@ class _Forced:
             cache[self._slots] = 0
 
     def front(self) -> torch.Tensor:
-        """In place of the model's forward up to the cut: per-layer inputs, stock's rows, norm."""
+        """Replaces the model's forward up to the cut: per-layer inputs, stock's rows, norm."""
         state, stock = self._state, self._stock
         if stock.embeds is not None:
             inputs = state.model.project_per_layer_inputs(stock.embeds.clone(), stock.embedded)
@@ -227,14 +227,14 @@ class _Forced:
         return output
 
     def keys_and_values(self) -> None:
-        """Those in the pool, where layer S-1 and those that share with it read them."""
+        """Compare K and V of layer S-1 in the pool, and replace them by stock's."""
         found = [cache[self._slots] for cache in self._caches]
         self.compared += compare_keys_and_values(self._state.cut_layer, self._stock.keys, found)
         for cache, values in zip(self._caches, self._stock.keys, strict=True):
             cache[self._slots] = values
 
     def visit(self, step: str, layer: int, found: torch.Tensor) -> None:
-        """A step has given ``found``, and the model goes on with stock's."""
+        """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self._state.cut_layer - 1):  # the tail begins
             self.keys_and_values()
         expected = self._stock.kept[step, layer].reshape(found.shape)
@@ -257,17 +257,17 @@ class _Forced:
         elif step == _OUTPUT and layer < self._state.cut_layer:
             what = "rows at the cut"
         elif step == _OUTPUT:
-            # A layer scales what it returns: its input is as large as that, scaled alike.
+            # Sums of the residual have the input's size too, scaled as the layer scales its output.
             given = self._stock.kept[_OUTPUT, layer - 1]
             scale = expected.float().abs().median() / given.float().abs().median().clamp_min(1e-30)
             size = torch.hypot(rounding.sizes(expected), scale * rounding.sizes(given))
         return Comparison.of(what, expected, found, _ROUNDINGS[step], size=size, besides=besides)
 
     def _of_scores(self, layer: int, attention: Any) -> torch.Tensor:
-        """How much of attention's output depends on how its scores are summed: [].
+        """The relative error of attention's output that the sums of its scores cause: [].
 
-        Scores are sums of head_dim products, in fp32, and Gemma 4 scales none of them: those of
-        sharp heads are large, and so are their errors, of which a softmax makes twice as many.
+        Scores are sums of head_dim products, in fp32, and Gemma 4 does not scale them: in sharp
+        heads scores and their errors are large, and a softmax can double the errors.
         """
         queries, width = self._stock.kept[_QUERIES, layer], attention.qk_head_dim
         donor = self._state.model.layers[attention.layer_id].self_attn
@@ -280,7 +280,7 @@ class _Forced:
 
 
 def _captured(state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor) -> Comparison:
-    """What a captured tail gave, beside its layers run eagerly on stock's rows, with padding."""
+    """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
     assert isinstance(plan.runner, Replay)
     assert stock.positions is not None
     embeds, embedded = stock.embeds, stock.embedded
@@ -321,7 +321,7 @@ def compare_logits(
 ) -> Comparison:
     """Logits [requests, vocabulary] of stock's and the forced tail's last rows compared.
 
-    ``rows`` are what they are made of: their type is what rounds, whatever that of logits is.
+    They are computed from ``rows``, whose type determines the rounding, not that of the logits.
     """
     size = expected.float().square().mean(dim=-1, keepdim=True).sqrt()
     return Comparison.of("logits", expected, found, _OF_LOGITS, size=size, rounded=rows)

@@ -24,13 +24,13 @@ from sglang_gemma4_yoco.core.state import ModelState
 
 NO_ROOM = "the pools are too small for it"
 _NEW = 7  # tokens of a request
-_BEYOND = 2  # tokens of one, after the window of its first one
+_BEYOND = 2  # tokens of the second request, beyond one window
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotComparableError(Exception):
-    """There are not two paths to compare; the message says why."""
+    """The two paths cannot be compared; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Run(NamedTuple):
     logits: torch.Tensor  # [requests, vocabulary]
     #: K and V of the new tokens, each [T, kv_heads, head_dim], by layer from 0 to S-1.
     caches: dict[int, list[torch.Tensor]]
-    outcome: str | None  # what it was counted as; None where it was not seen to run
+    outcome: str | None  # as which it was counted; None if it was not counted
 
 
 class SyntheticRequests:
@@ -78,7 +78,7 @@ class SyntheticRequests:
         Args:
             starts: the new token from which on a request wants input logprobs; None without any.
             finishes: some request's prompt ends here.
-            given: ``Run.caches`` of layers that do not run, written before.
+            given: ``Run.caches`` of layers that do not run, written to the pool first.
         """
         for layer, (pair, slots) in self._caches.items():
             for number, cache in enumerate(pair):
@@ -107,13 +107,13 @@ class SyntheticRequests:
 
 @contextmanager
 def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequests]:
-    """Requests to run in the span, on whichever path is on; each row that can be skipped is.
+    """Requests to run in the span, on whichever path is on; it skips every row that it can.
 
     Args:
         runner: SGLang's ``ModelRunner``, which serves no request at the moment.
 
     Raises:
-        NotComparableError: there is no room for them.
+        NotComparableError: the pools have no room for them.
     """
     window = max(compat.keys_in_window(layer.self_attn.attn) for layer in state.model.layers)
     requests = _requests(runner, state, window)
@@ -136,7 +136,7 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
 
 @contextmanager
 def borrowed(places: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Whatever is written to these views in the span, what lay there is put back at its end."""
+    """Restore the contents of these views at the end of the span."""
     saved = [place.clone() for place in places]
     try:
         yield
@@ -162,7 +162,7 @@ def _lengths(window: int, page: int) -> list[tuple[int, int]]:
 
 
 def _requests(runner: Any, state: ModelState, window: int) -> list[Request]:
-    """Those that fit into the pools; slots follow each other in a page, and pages do not."""
+    """Those that fit into the pools; slots of a page are consecutive, and pages are shuffled."""
     page, table = runner.token_to_kv_pool_allocator.page_size, runner.req_to_token_pool.req_to_token
     slots = min(len(keys) for _, (keys, _), _ in _caches(runner, state, ()))
     lengths, pages = list[tuple[int, int]](), list[int]()
@@ -200,7 +200,7 @@ def _end(requests: Sequence[Request]) -> int:
 
 
 def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], window: int) -> None:
-    """Have random K and V in the requests' slots, as large as the model's own."""
+    """Write random K and V into the requests' slots, as large as the model's own."""
     generator, end = torch.Generator(runner.device).manual_seed(0), _end(requests)
     caches = _caches(runner, state, requests)
     for layer, (_, (keys, values), slots) in zip(state.model.layers, caches, strict=False):
@@ -213,8 +213,8 @@ def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], wi
 
 
 def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, window: int) -> None:
-    """Make the values of the first token within and of the last one without the last row's window
-    as large as all others together: one of 512 that are averaged would be lost in bf16's rounding.
+    """Make the values at the edge of the last row's window, of the first token inside and the last
+    one outside, as large as all others together: bf16's rounding would hide one of 512 equal ones.
     """
     most = torch.finfo(values.dtype).max / 8  # normally distributed numbers are below 8
     first = len(slots) - window
@@ -226,7 +226,7 @@ def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, win
 def prefill_batch(
     runner: Any, requests: Sequence[Request], *, starts: Sequence[int] | None, finishes: bool
 ) -> Any:
-    """The batch of ``SyntheticRequests.run``, field by field what SGLang makes, but for sampling.
+    """The batch of ``SyntheticRequests.run``, with SGLang's own fields, except for sampling.
 
     A request that wants no input logprobs starts at its length.
     """
@@ -261,7 +261,7 @@ def prefill_batch(
     for name, value in {
         "contains_last_prefill_chunk": finishes,
         "req_pool_indices_cpu": torch.tensor(rows),
-        # With these a captured prefill separates rows from padding, up to 0.5.19 and since.
+        # How a captured prefill separates rows from padding, up to 0.5.19 and since then.
         "num_token_non_padded_cpu": sum(lens),
         "global_num_token_non_padded_cpu": sum(lens),
     }.items():
@@ -274,7 +274,7 @@ def prefill_batch(
         following = [torch.cat([r.ids[1:], r.ids.new_zeros(1)]) for r in requests]
         wanted = [tokens[start:] for tokens, start in zip(following, starts, strict=True)]
         batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
-    # Before 0.5.22 only pools translate that are refused.
+    # Before 0.5.22 only pools that are refused translate indices.
     translator = getattr(runner, "kv_index_translator", None)
     if translator is not None and hasattr(translator, "own_plan"):
         translator.own_plan(batch).bind(batch, translator)

@@ -3,7 +3,7 @@
 A number in [1, 2) is off by up to eps / 2 (eps is 2**-7 in bf16). Over evenly spread numbers that
 is a root mean square of eps / sqrt(12 * 7/3) = 0.19 eps of their own, and 0.27 eps between two
 sides that round independently. r roundings on each side come to 0.27 * sqrt(r) eps: 0.46 eps for
-keys, which are projected, normed and turned. Most numbers both sides round alike.
+keys, which are projected, normed and turned. Most numbers are rounded alike on both.
 
 An error is relative to the size of its channel. In trained models some channels are fifty times as
 large as the others, and a norm over all of them would see those alone.
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-# Sums are made in fp32 whatever the type: of 4096 numbers, off by about the root of as many.
+# Sums are in fp32 whatever the type: one of 4096 numbers is off by about sqrt(4096) = 64 eps.
 _OF_SUMS = 64 * torch.finfo(torch.float32).eps
 TF32 = 2.0**-10  # to which Triton's products round fp32 on a GPU
-# Bound of one row, in bounds of all: one of its few numbers that is rounded otherwise weighs more.
+# Bound of one row, in bounds of all rows: it has few numbers, so the error of one weighs more.
 _ONE_ROW = 6.0
-# What N numbers are too large by on average: roundings go up and down, and leave one of sqrt(N);
-# three times that, for the large ones weigh more and some run is the worst.
+# Bounds of how much N numbers are too large on average. Roundings go up and down, which leaves one
+# in sqrt(N); three times that, for large ones weigh more, and some run is the worst.
 _DRIFT, _OF_FEW = 1 / 16, 3.0
 # What is near 0 still has the roundings of what was added up to it; see ``sizes``.
 _FLOOR = 0.25
@@ -38,7 +38,7 @@ def unit(tensor: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """The largest error of a comparison, beside the largest that is rounding; both relative."""
+    """The largest error of a comparison, and how much of it may be rounding; both relative."""
 
     what: str  # was compared, for the log
     error: float  # infinite where a number is not finite, and of a ``defect``
@@ -61,7 +61,7 @@ class Finding:
 
 
 def defect(what: str) -> Finding:
-    """What is wrong, however numbers are rounded."""
+    """A finding that no rounding explains."""
     return Finding(what, math.inf, 0.0)
 
 
@@ -72,7 +72,7 @@ class Comparison:
     Attributes:
         errors: [4], relative: of all numbers (root mean square), of the worst row, and on average;
             then what is allowed for another reason than rounding.
-        allowed: of the first three, what is rounding.
+        allowed: how much of the first three may be rounding.
     """
 
     what: str
@@ -116,16 +116,16 @@ class Comparison:
 def sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Root mean squares of ``values`` [rows, channels] over ``dim``, which is kept, in fp32.
 
-    Small ones count as a quarter of the typical one: numbers that have cancelled still have the
-    roundings of what was added up to them. A head that averages values of 1 to 0.01 has those of
-    the values, a hundred times its own.
+    Small ones count as a quarter of the typical one: a sum that cancels still has the roundings of
+    its terms. Where a head averages values of size 1 to 0.01, its roundings are those of the
+    values, a hundred times as large as its own.
     """
     squares = values.float().square().mean(dim=dim, keepdim=True)
     return (squares + _FLOOR**2 * squares.median()).sqrt().clamp_min(_TINY)
 
 
 def findings(compared: Sequence[Comparison]) -> list[Finding]:
-    """Of each comparison the error that exceeds most; reads them from the device at once."""
+    """The worst error of each comparison; all are read from the device at once."""
     if not compared:
         return []
     found = []

@@ -1,12 +1,12 @@
 """Before a server serves: small prefills of synthetic requests, as stock and cut, compared.
 
-Stock is watched once on requests that reach beyond the window. Then the cut is made of stock's own
-rows, compared step by step (``layerwise``): of the last rows, of suffixes as for input logprobs, of
-an intermediate chunk, and by the captured tail. The logits that SGLang makes of the rows must be
-those of the right request.
+Stock is watched once on requests that exceed the window. Then the cut runs on stock's own rows and
+is compared step by step (``layerwise``): for the last rows, for suffixes as for input logprobs, for
+an intermediate chunk, and by the captured tail. The logits that SGLang computes from the rows must
+be those of the right request.
 
-At last one whole forward runs as it will serve, but with stock's rows before the cut. Its K and V
-are compared, and its logits must be numbers. No slot of other requests may change in all of this.
+Last, one whole forward runs as it will serve, but with stock's rows before the cut. Its K and V are
+compared, and its logits must be numbers. No slot of other requests may change in all of this.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def check(runner: Any, state: ModelState) -> Checked:
 
 @contextmanager
 def comparing(runner: Any, state: ModelState) -> Iterator[BothPaths]:
-    """Stock has been watched on synthetic requests, unless a ``NotComparableError`` is raised."""
+    """Both paths, stock watched on synthetic requests already; or ``NotComparableError``."""
     with ExitStack() as span:
         graphs = compat.captured_prefills(runner)
-        if graphs is not None:  # eagerly
+        if graphs is not None:  # prefills run eagerly
             span.enter_context(replaced(graphs, can_run_graph=lambda _: False))
         yield BothPaths(state, span.enter_context(requests.synthetic_requests(runner, state)))
 
@@ -129,7 +129,7 @@ class BothPaths:
         self._front = dict(front)
 
     def findings(self) -> list[Finding]:
-        """All that is judged.
+        """Run all comparisons, and return what they have found.
 
         Raises:
             NotComparableError: a batch that should have been cut was not.
@@ -157,7 +157,7 @@ class BothPaths:
         finishes: bool = True,
         outcome: str | None = None,
     ) -> list[Finding]:
-        """The cut, made of stock's rows."""
+        """Run the cut on stock's rows, and compare."""
         state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Finding]()
         assert stock.positions is not None
         forward = EagerForward(state, stock.positions, None, stock.front[state.cut_layer].clone)
@@ -183,7 +183,7 @@ class BothPaths:
         return found
 
     def _as_served(self) -> list[Finding]:
-        """A whole forward."""
+        """Run a whole forward, with stock's rows before the cut."""
         layers = dict(enumerate(self._state.model.layers[: self._state.cut_layer]))
 
         def force(number: int, call: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ class BothPaths:
     def _cut(
         self, starts: Sequence[int] | None, given: Mapping[int, Any] | None = None, **kind: bool
     ) -> tuple[Run, list[Finding]]:
-        """A forward that must be cut, and its K and V before the cut, compared."""
+        """Run a forward that must be cut; its K and V of layers before the cut are compared."""
         run = self._requests.run(starts, given=given, **kind)
         if run.outcome == log.FAILED:
             raise FastPathError

@@ -29,7 +29,7 @@ class Answer:
     """A server's answer, which took so many ``seconds``."""
 
     generated: tuple[Position, ...]
-    read: tuple[Position, ...] = ()  # of the prompt, where the request asked for it
+    read: tuple[Position, ...] = ()  # of the prompt, where requested
     cached_tokens: int = 0  # of the prompt, from the prefix cache
     seconds: float = 0.0
 
@@ -64,8 +64,8 @@ class Comparison:
 
     Attributes:
         answers, equal_answers: how many pairs, and how many of them have the same tokens.
-        logprobs: differences of log-probabilities: of tokens up to the place where two answers
-            part, and of prompts where the request asked for them.
+        logprobs: differences of log-probabilities: of tokens up to the first one in which two
+            answers differ, and of prompts where requested.
         prefilled: those that prefills computed: of first tokens, and of prompts.
     """
 
@@ -99,7 +99,7 @@ class Comparison:
         return max(self.logprobs)
 
     def figures(self) -> dict[str, float | None]:
-        """All figures, as JSON knows them; without answers there is no difference."""
+        """All figures, for JSON; without answers the differences are None."""
         values = self.logprobs or [math.nan]
         return {
             "answers": self.answers,
@@ -113,12 +113,12 @@ Compared = Mapping[str, Comparison]  # by kind of prompt
 
 
 def finite(value: float) -> float | None:
-    """A number as JSON knows it: None where it is not finite."""
+    """A number for JSON: None where it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def _difference(one: Position, other: Position) -> float:
-    """How far two servers differ on the tokens of both; at least, where one names no number."""
+    """How far two servers differ on the tokens of both; a lower bound where one has no number."""
     differences = []
     for mine, yours in ((one, other), (other, one)):
         known = {**yours.likeliest, yours.token: yours.logprob}
@@ -147,7 +147,7 @@ def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> I
             limit = f"in float32 they may differ by {EXACT_LOGPROB:g}"
             yield f"log-probabilities differ by up to {fast.max_logprob:.2g}; {limit}"
         return
-    # Most tokens come from decode steps, the same in both servers, and hide the first ones.
+    # Most tokens come from decode steps, the same in both servers: they would hide the first ones.
     for what, part in (("all", "logprobs"), ("those of prefills alone", "prefilled")):
         if part == "logprobs" and fast.logprobs == fast.prefilled:
             continue
@@ -155,7 +155,7 @@ def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> I
         usual, most = max(map(statistics.fmean, own)), max(map(max, own))
         limit = NOISE_FACTOR * usual + most / max(fast.answers // 2, 1) + MEAN_LOGPROB
         found = statistics.fmean(getattr(fast, part))
-        # Where stock's own are not finite, nothing is measured by them.
+        # Where stock's own are not finite, there is no limit.
         if found > limit or math.isinf(found):
             yield (
                 f"log-probabilities ({what}) differ by {found:.2g} on average, and may by "
@@ -173,7 +173,7 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
-        """Sum up at least one time."""
+        """Summarise at least one time."""
         points = seconds if len(seconds) > 1 else [*seconds, *seconds]
         p20, _, _, p80 = statistics.quantiles(points, n=5, method="inclusive")
         return cls(statistics.median(seconds), p20, p80)

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="sglang-gemma4-yoco", description="Commands for YOCO fast prefill of Gemma 4 in SGLang"
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", required=True)
     for name, command in {"doctor": doctor, "verify": verify, "status": status}.items():
         summary = (command.__doc__ or "").partition("\n")[0]
         one = commands.add_parser(name, help=summary, description=command.__doc__)

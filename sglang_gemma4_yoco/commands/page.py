@@ -1,4 +1,4 @@
-"""What people see of ``verify``: tables, and a page with two pictures."""
+"""The report of ``verify`` for people: tables, and a page with two pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST = 1e-8  # a difference below it is drawn as this
 
 
 def show(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
-    """Print the tables and the verdict, on stdout or into a file; returns where they are."""
+    """Print the tables and the verdict, on stdout or into a file; returns the console used."""
     console = Console(file=file, record=True, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 110

@@ -143,7 +143,7 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
 
 
 def _judge(findings: Findings, argument: Any) -> None:
-    """What a start decides by the flags, by the same code; all else is settled at start."""
+    """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
     if argument("model_impl") == "transformers":
         findings.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):

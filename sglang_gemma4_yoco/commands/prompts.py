@@ -1,4 +1,4 @@
-"""The prompts for both servers: questions, and prompts that reach parts which questions do not."""
+"""The prompts for both servers: questions, and prompts for code that questions do not reach."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHICH_COLOURS = "The left half and the right half of this picture have one colou
 
 
 class Prompt(NamedTuple):
-    """One request: its kind, by which servers are judged, and its part of a body for /generate."""
+    """One request: its kind, by which answers are grouped, and its part of a body for /generate."""
 
     kind: str
     body: Mapping[str, Any]
@@ -54,7 +54,7 @@ def tokenizer_of(model: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as failure:  # what they say names the remedy
+    except (OSError, ValueError) as failure:  # their messages name the remedy
         raise CommandError(f"--model-path {model} has no tokenizer: {failure}") from failure
 
 

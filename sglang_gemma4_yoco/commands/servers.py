@@ -1,4 +1,4 @@
-"""Unchanged SGLang servers, stock and fast; each leads a process group, which is ended whole."""
+"""Unchanged SGLang servers, stock and fast; each has its own process group, ended as one."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Server:
         return self.post("/generate", body).json()
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, as soon as no request runs: the last may not be cleaned up."""
+        """Empty the prefix cache, once no request runs: the last may still be cleaned up."""
         self._ask("POST", "/flush_cache?timeout=30")
 
     def log(self) -> str:
@@ -213,7 +213,7 @@ def pair(
 
 @contextmanager
 def running(servers: Sequence[Server], timeout: float, one_by_one: bool = False) -> Iterator[None]:
-    """These servers, ready within ``timeout`` seconds each; they are ended on every way out.
+    """These servers, ready within ``timeout`` seconds each; they are ended however the span ends.
 
     On a GPU they start one by one: the next takes its share of the memory that is left.
     """

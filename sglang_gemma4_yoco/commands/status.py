@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, and report; returns the exit status."""
+    """Query the server, and report; returns the exit status."""
     sglang, states = schedulers(args.url, args.api_key)
     active, reason = verdict(states)
     if args.json:

@@ -93,7 +93,7 @@ def find_device(wanted: str) -> str:
 
 
 def run_prefills_eagerly(stock: Server) -> None:
-    """Take prefill graphs from the stock server, which cannot capture them without the package."""
+    """Disable prefill graphs of the stock server, which cannot capture them without the package."""
     if any(flag.startswith(_PREFILL_GRAPHS) for flag in stock.arguments):
         stock.arguments.append(f"{_PREFILL_GRAPHS}=disabled")  # the last one counts
         say("The stock server runs its prefills eagerly: SGLang cannot capture them by itself.")
@@ -102,7 +102,7 @@ def run_prefills_eagerly(stock: Server) -> None:
 def fit_prompts(
     document: dict[str, Any], args: argparse.Namespace, tokenizer: Any, server: Server
 ) -> list[Prompt]:
-    """The prompts for servers like this one, which is ready; what they leave out is noted."""
+    """The prompts for servers like this one, which is ready; kinds that are left out are noted."""
     settings, left_out = server.states()[0], {}
     if settings.get("disable_radix_cache"):
         left_out[kinds.PREFIX] = "no hit of the prefix cache: it is turned off"
@@ -171,7 +171,7 @@ def ask(server: Server, prompts: Sequence[Prompt], bar: Any) -> Found:
     pool = ThreadPoolExecutor(8)
     try:
         found.answers[AT_ONCE] += pool.map(lambda prompt: send(server, prompt, bar), prompts)
-    finally:  # not waited for: on the way out of an interrupted run their server is stopped next
+    finally:  # without waiting: after an interrupt their server is stopped next
         pool.shutdown(wait=False, cancel_futures=True)
     end_round(server, found, AT_ONCE)
     return found
@@ -188,7 +188,7 @@ def examine(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[bool, Fou
         found = {server.fast: ask(server, others, bar) for server in both}
         turns = list(both)
         for prompt in timed:
-            turns.reverse()  # or the same server would always meet the warmer caches
+            turns.reverse()  # or the same server would always have the warmer caches
             for server in turns:
                 _, answer = send(server, prompt, bar)
                 if prompt.kind == kinds.TIMED:

@@ -1,1 +1,1 @@
-"""One prefill on its way: may it be cut, its plan, the cut, and stock where that fails."""
+"""One prefill: the check whether it may be cut, its plan, the cut, and the fallback to stock."""

@@ -22,7 +22,7 @@ class TailBackend:
     Attributes:
         main: the runner's attention backend.
         tail: a backend over the same pools, which nothing else uses.
-        decodes: a decode step of ``tail`` sees the same keys as an extend row.
+        decodes: whether a decode step of ``tail`` sees the same keys as an extend row.
     """
 
     def __init__(self, main: Any, tail: Any) -> None:
@@ -54,7 +54,7 @@ class TailBackend:
     def running(
         self, forward_batch: Any, fields: Mapping[str, object], metadata: Any
     ) -> Iterator[None]:
-        """Make ``tail`` the current backend, with this metadata, and the batch the tail's."""
+        """Make ``tail`` the current backend with this metadata; the batch has the tail's fields."""
         self.tail.forward_metadata = metadata
         try:
             with rewritten(forward_batch, fields), compat.attn_backend_switched(self.tail):

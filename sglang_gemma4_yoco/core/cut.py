@@ -1,8 +1,8 @@
 """One prefill that is cut: the layers before the cut, K and V, the tail, the scatter.
 
-With T rows, B kept ones and S the first KV-shared layer, the FFNs of the L layers see
-``[T] * (S - 1) + [B] * (L - S + 1)`` rows: E2B (S = 15, L = 35) with a prompt of 2048 tokens 14
-times 2048 and 21 times 1.
+With T rows, B kept ones and S the first KV-shared layer, the FFNs of the L layers run
+on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a prompt of 2048 tokens,
+14 layers run on 2048 rows and 21 layers on 1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Plan:
         attention: the tail's attention backend.
         runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
             no row of which is read.
-        outcome: as what the forward is counted.
+        outcome: the name under which ``log`` counts the forward.
     """
 
     batch: Any
@@ -67,8 +67,8 @@ def prefill(
         stock: the model's own forward.
 
     Returns:
-        What ``stock`` returns: [T, hidden], or a tuple that begins so. Rows that are not kept are
-        finite, and never read.
+        What ``stock`` returns: [T, hidden], or a tuple that begins with it. Rows that are not
+        kept are finite, and never read.
 
     Raises:
         NotCuttableError: the stock forward must serve the batch.

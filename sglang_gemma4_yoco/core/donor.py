@@ -1,4 +1,4 @@
-"""The donor, the last layer with K and V of its own: these for all rows, the rest for kept ones.
+"""The donor, the last layer with its own K and V: K and V for all rows, the rest for kept rows.
 
 With S the first KV-shared layer, the donor is layer S-1. The shared layers of its kind read the K
 and V that it writes, for all rows. Its output goes only into the tail, so its queries, attention,
@@ -94,14 +94,14 @@ def keys_and_values(
     heads, head_dim = attention.num_kv_heads, attention.head_dim
     k = _headwise_norm(attention.k_norm, k, heads, head_dim)
     v = _headwise_norm(attention.v_norm, v, heads, head_dim)
-    # The rotary embedding wants queries beside the keys.
+    # The rotary embedding requires queries as well as keys.
     _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)
     return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
 
 
 @torch.no_grad()
 def compile_kernels(attention: Any) -> None:
-    """Compute K and V without queries once, which stock never does.
+    """Compute K and V without queries once: their kernels are compiled, which stock never runs.
 
     Otherwise the first request of a user would wait for the compiler.
     """

@@ -7,8 +7,8 @@ restored; K and V go to the same slots with the same values; and the input embed
 0's fused add-norm overwrites, are restored here. If stock fails too, its exception goes to the
 scheduler, as without this package. After ``LIMIT`` failures in a row the fast path is off.
 
-With several ranks nothing is run again: the others would wait in collectives that this rank's
-second run answers with other rows.
+With several ranks nothing is run again: the others wait in collectives, and this rank's second run
+would enter these with other rows.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class EagerForward:
         positions: [T], what the model was called with.
         embeds: [T, hidden], the input embeddings that it was called with, or None.
         run: the model's own forward.
-        copy: of the embeddings, before the first try.
+        copy: the embeddings as they were before the first try.
     """
 
     state: ModelState

@@ -1,7 +1,7 @@
 """May this batch be cut, and how? Decided once, right after SGLang has planned its attention.
 
-A wrong yes corrupts answers silently, a wrong no costs time. So a batch is refused unless only its
-kept rows are known to be read, and unless its lengths are plain lists on the host. The decision
+A wrong yes corrupts answers silently, a wrong no costs time. So a batch is cut only if it
+is known that only its kept rows are read, and its lengths are plain lists on the host. The decision
 depends on host fields alone, which are the same on every rank. Reasons that hold for all batches of
 a server are in ``loading/limits.py``.
 """
@@ -30,9 +30,9 @@ NO_EXTEND = "the batch is no plain extend"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 _OTHER_MODE = "forward mode "
 
-# Speculative decoding whose drafts read only the last row of a prompt. NGRAM looks drafts up in the
+# Speculative decoding whose drafts read only the last row of a prompt. NGRAM finds drafts in the
 # text. A STANDALONE draft model runs on the prompt's ids by itself. Frozen-KV MTP attends to the
-# target's K and V; it captures FULL, and reads the last row of each prompt.
+# target's K and V; it captures every row (FULL), and reads the last one of each prompt.
 _CAPTURES_FULL = "FROZEN_KV_MTP"
 LAST_ROW_DRAFTS = (_CAPTURES_FULL, "NGRAM", "STANDALONE")
 
@@ -56,7 +56,7 @@ REFUSING_FIELDS = {
 _LAST_ROW_CAPTURES = (None, compat.CaptureHiddenMode.NULL, compat.CaptureHiddenMode.LAST)
 _EXTENDS = (compat.ForwardMode.EXTEND, compat.ForwardMode.MIXED)
 
-# At least so many rows must be skipped, and at least one of so many.
+# An eager tail pays if at least so many rows are skipped, and at least one of ``_ONE_OF``.
 _FEWEST_ON_CPU, _FEWEST_EAGER_ON_GPU, _ONE_OF = 3, 1024, 16
 
 
@@ -66,7 +66,7 @@ class Eligible(NamedTuple):
     Attributes:
         kept: the rows whose logits the sampler and the logprobs read.
         is_intermediate_chunk: no request in it finishes its prompt, so no row is read.
-        bucket: of the captured tail, with room for the kept rows; None if the tail runs eagerly.
+        bucket: the captured tail's, with room for the kept rows; None if the tail runs eagerly.
     """
 
     kept: KeptRows
@@ -238,8 +238,8 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
 
     SGLang discards the token that it samples from an unfinished chunk. It also counts the decoding
     requests of a mixed batch as unfinished, though their rows are read; these have one new token
-    each, so a batch with such a request is not taken for an intermediate chunk. Nor is any batch
-    beside drafts, because a draft may continue from the token that is sampled from a chunk.
+    each, so a batch with such a request is no intermediate chunk. Neither is one with speculative
+    decoding, because a draft may continue from the token that is sampled from a chunk.
     """
     capture = getattr(forward_batch, "capture_hidden_mode", None)
     lens = forward_batch.extend_seq_lens_cpu

@@ -69,7 +69,7 @@ class Buffers(NamedTuple):
 
 
 class PerLayerInputs:
-    """Those of one forward. ``project`` replaces the model's ``project_per_layer_inputs``.
+    """The inputs of one forward. ``project`` replaces the model's ``project_per_layer_inputs``.
 
     If they can be split, the model's loop gets this object instead of a [T, L, width] tensor, and
     indexes it as ``inputs[:, layer, :]`` for the layers before the cut.
@@ -100,7 +100,7 @@ class PerLayerInputs:
         self.projected = False
 
     def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
-        """Project those before the cut, and keep the inputs of the others' projection.
+        """Project those of the layers before the cut; keep what the tail's projection needs.
 
         Args:
             embeds: [T, hidden], the input embeddings.
@@ -125,7 +125,7 @@ class PerLayerInputs:
         return self._front[key]
 
     def kept(self) -> torch.Tensor | None:
-        """Those of the tail's layers, [B, L - cut, width]; None of a model without any."""
+        """The tail's per-layer inputs, [B, L - cut, width]; None without any."""
         if self._split:
             assert self._embeds is not None
             stop = self._model.config.num_hidden_layers

@@ -25,7 +25,7 @@ class TailRunner(Protocol):
 
     @property
     def outcome(self) -> str:
-        """As what its forward is counted."""
+        """The name under which ``log`` counts its forward."""
 
     @property
     def buffers(self) -> Buffers | None:
@@ -44,7 +44,7 @@ class ModelState:
     """What is known of one model.
 
     With S the first KV-shared layer of L, layers 0 to S-2 run on all rows, and layers S-1 to L-1,
-    but for K and V of layer S-1, on kept rows.
+    except for K and V of layer S-1, on kept rows.
 
     Attributes:
         model: a ``Gemma4TextModel``.

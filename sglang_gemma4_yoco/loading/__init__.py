@@ -1,1 +1,1 @@
-"""Into SGLang's classes: once for each process, and for each runner that starts."""
+"""Connects the package to SGLang: patches once per process, set-up for each runner."""

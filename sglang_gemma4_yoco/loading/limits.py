@@ -90,7 +90,7 @@ def _speculation_reason(argument: Callable[[str], Any]) -> str | None:
     if any(map(argument, _HIDDEN_STATE_ARGUMENTS)):
         return f"{HIDDEN_STATES}, beside speculative decoding"
     if argument("disaggregation_mode") not in (None, "null"):
-        return f"{SPECULATIVE} beside prefill-decode disaggregation"  # not shown
+        return f"{SPECULATIVE} beside prefill-decode disaggregation"  # not tested
     return None
 
 
@@ -114,8 +114,8 @@ def _table_reason(argument: Callable[[str], Any]) -> str | None:
 
 
 # What attention backends can do, by class, without those derived from it: SGLang's by name, others
-# by module and name. Triton's is shown by test. The others were read, 0.5.23 line by line and
-# earlier releases by pattern. SGLang gives Gemma 4 no FlashAttention but version 4.
+# by module and name. Triton's is tested. Of the others the source was read: 0.5.23 line by
+# line, earlier releases by pattern. For Gemma 4 SGLang uses only version 4 of FlashAttention.
 
 # Serve prefills: an extend step writes K and V of all rows to the pools, and in a window layer each
 # row sees as many keys as Gemma 4 says, its own among them. AITER's sees one fewer in some of its
@@ -167,13 +167,13 @@ def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
     windowed = type(pool) is SWAKVPool
     for part in (pool.full_kv_pool, pool.swa_kv_pool) if windowed else (pool,):
         if type(part) is not MHATokenToKVPool:
-            return f"K and V lie in a {type(part).__name__}, whose layout is not known"
+            return f"K and V are in a {type(part).__name__}, whose layout is not known"
         method = getattr(getattr(part, "quant_method", None), "name", "unquantized")
         if method != "unquantized":
             return f"K and V are quantised ({method})"
         dimensions = {buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer)}
         if not dimensions <= {3}:
-            return f"K and V do not lie slot by slot, but in {max(dimensions)} dimensions"
+            return f"K and V are not stored slot by slot, but in {max(dimensions)} dimensions"
     return None if pool.dtype == dtype else f"a KV cache of {pool.dtype} beside weights of {dtype}"
 
 
@@ -211,7 +211,7 @@ def has_independent_rows(layer: Any) -> bool:
         return False
     if kind == "UnquantizedLinearMethod":
         return compat.is_plain_tensor(layer.weight)
-    if kind == "BitsAndBytesLinearMethod":  # its 8 bits pick columns by all rows
+    if kind == "BitsAndBytesLinearMethod":  # in 8 bits all rows select columns
         return not method.quant_config.load_in_8bit
     # On AMD fp8 often has one scale for the whole batch, and mxfp8 other weights for few rows.
     on_amd = torch.version.hip is not None

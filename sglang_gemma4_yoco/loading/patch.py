@@ -37,7 +37,7 @@ def _followed_by(call: Callable[[Any, Any], object]) -> Callable[..., Callable[.
 
 
 def _with_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang's own graphs are captured first, at start and anew for new weights."""
+    """Capture the tail after SGLang's own graphs, at start and again for new weights."""
 
     @functools.wraps(stock)
     def capture_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ def _yoco_truncate_to_last_tokens(
         does nothing. When this function raises, all is put back already.
     """
     if not isinstance(hidden_states, torch.Tensor):
-        # The helper was published in two argument orders; in the other one the batch leads.
+        # The helper was published in two argument orders; in the other one the batch comes first.
         others = (positions, per_layer_inputs, forward_batch)
         forward_batch, (hidden_states, positions, per_layer_inputs) = hidden_states, others
     plan = getattr(forward_batch, ENTRY, None)

@@ -19,7 +19,7 @@ from sglang_gemma4_yoco.loading import limits
 
 try:
     from sglang_gemma4_yoco import prefill_graphs
-except ImportError:  # left out, or this SGLang captures prefills otherwise: they run as stock
+except ImportError:  # left out, or this SGLang captures prefills differently: they run as stock
     prefill_graphs = None  # type: ignore[assignment]
 
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
@@ -95,7 +95,7 @@ def _tail_backend(runner: Any) -> TailBackend | None:
 
 
 def _compile_kernels(state: ModelState) -> None:
-    """Compile what neither stock nor the check runs. Never raises: the first forward would do."""
+    """Compile what neither stock nor the check runs. Never raises: the first forward can do it."""
     try:
         donor.compile_kernels(state.tail_layers[0].self_attn)
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
@@ -107,7 +107,7 @@ def _compile_kernels(state: ModelState) -> None:
 
 @contextmanager
 def capturing(runner: Any, model: Any) -> Iterator[None]:
-    """The span in which SGLang captures graphs of this model; afterwards the path is set up."""
+    """The span in which SGLang captures this model's graphs; then the fast path is set up."""
     state = find(model)
     with ExitStack() as span:
         if state is not None and prefill_graphs is not None:
@@ -138,7 +138,7 @@ def set_up(runner: Any, state: ModelState) -> None:
 def _check(runner: Any, state: ModelState) -> Checked:
     """Compare with stock, unless that is refused; with several ranks, all agree or none.
 
-    What fails beside other ranks is raised: they wait for this one.
+    With several ranks a failure is raised: the others wait for this rank.
     """
     unchecked = check.why_not(runner)
     try:

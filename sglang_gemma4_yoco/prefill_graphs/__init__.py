@@ -1,4 +1,4 @@
-"""Exits from prefills that SGLang has captured in CUDA graphs; it hooks on to ``loading.start``.
+"""Exits from prefills that SGLang has captured in CUDA graphs; ``loading.start`` calls it.
 
 Without this folder such prefills run to their end, as stock.
 """
@@ -47,7 +47,7 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
         yield
     prefills = compat.captured_prefills(runner)
     if why is not None and prefills is not None:
-        # With images, video or audio it would be answered as text: it was captured from ids alone.
+        # It was captured from ids alone: images, video or audio would be answered as text.
         fits = prefills.can_run_graph
         prefills.can_run_graph = lambda batch: not batch.contains_mm_inputs() and fits(batch)
         # Without this package they would serve media as well: then prefills run eagerly.
@@ -55,7 +55,7 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
 
 
 def attach(runner: Any, state: ModelState) -> None:
-    """Open the exits of what SGLang has captured. With several ranks those of all, or of none.
+    """Open the exits of what SGLang has captured; with several ranks on all, or on none.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
@@ -95,7 +95,7 @@ def attach(runner: Any, state: ModelState) -> None:
 
 
 def _check(runner: Any, state: ModelState, longest: int) -> Checked:
-    """Have synthetic prompts that finish, and chunks that do not, leave at exits, which are open.
+    """Run synthetic prompts and intermediate chunks, which leave at the open exits.
 
     ``longest``: tokens of the largest bucket.
 

@@ -41,14 +41,14 @@ CLOSED = "SGLang runs its captured prefill to the end"
 TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
 MEDIA = "its prefill is captured, and it is multimodal"
 
-# Rows to skip on a GPU, where an exit saves the device's work alone: for up to 90 a layer takes as
-# long as reading its weights, and planning the tail as the device for 45 of E2B's. A model.
+# Rows to skip on a GPU, where an exit saves device time alone. By a model: up to 90 rows a layer
+# takes as long as reading its weights, and planning the tail takes as long as 45 rows of E2B.
 _FEWEST_ON_GPU = 128
 
 
 @dataclass(frozen=True)
 class ExitPoint:
-    """Where a captured prefill can be left; an attribute of SGLang's graph, which goes with it."""
+    """Where a captured prefill can be left; an attribute of SGLang's graph, freed with it."""
 
     segments: int  # of the graph that run before it
     rows: torch.Tensor  # [bucket, hidden], the residual at the input of layer S-1
@@ -58,7 +58,7 @@ class ExitPoint:
 
 @contextmanager
 def noting(layer: Any) -> Iterator[None]:
-    """What SGLang captures in the span has its exit point noted, at the attention of ``layer``."""
+    """Note the exit point, at ``layer``'s attention, of each graph captured in the span."""
     attention = layer.self_attn.attn
     run, attend = layer.forward, attention.forward
     heads = (-1, attention.tp_k_head_num, attention.head_dim)
@@ -83,7 +83,7 @@ def noting(layer: Any) -> Iterator[None]:
 
 
 def replay_to_exit(graph: Any) -> ExitPoint:
-    """Run a captured prefill up to its exit point; what can be read there."""
+    """Run a captured prefill up to its exit point; returns that point."""
     point: ExitPoint = getattr(graph, ENTRY)
     sglang.replay_first_segments(graph, point.segments)
     return point
@@ -92,15 +92,15 @@ def replay_to_exit(graph: Any) -> ExitPoint:
 class PrefillGraphExits:
     """The exits of one model's captured prefills, one for each bucket; all are open, or none.
 
-    Only SGLang's runner of captured prefills holds it: graphs that SGLang lets go are freed. With
+    Only SGLang's runner of captured prefills holds it: graphs that SGLang drops are freed. With
     ``hooks`` closed, that runner is as it was.
 
     Attributes:
         closed: why no batch may take them; None if they are open.
-        segments: how many run before the exit, by bucket; 0 of a graph that has no exit.
+        segments: how many run before the exit, by bucket; 0 for a graph that has no exit.
 
     Raises:
-        AttributeError: this SGLang captures prefills otherwise; nothing is changed.
+        AttributeError: this SGLang captures prefills differently; nothing is changed.
     """
 
     def __init__(self, state: ModelState, prefills: Any) -> None:
@@ -161,7 +161,7 @@ class ExitForward:
 
     state: ModelState
     graph: Any
-    output: torch.Tensor  # [bucket, hidden], what the graph writes, and every path
+    output: torch.Tensor  # [bucket, hidden], written by the graph, and on every path
     #: SGLang's static batch, which the graph reads: the live one's tokens first, up to the bucket.
     #: Gemma 4 has added 1 to its positions, in place.
     batch: Any
@@ -192,10 +192,10 @@ class ExitForward:
 
     @torch.no_grad()
     def findings(self, plan: Plan, output: torch.Tensor) -> list[Finding]:
-        """What differs from the same graph run to its end, which it has when this returns.
+        """What differs from the same graph run to its end; this runs it to its end.
 
-        Nothing has run since the forward gave ``output`` [bucket, hidden], which is overwritten.
-        Compared are K and V of layer S-1 with those made anew of the rows at the exit; the tail
+        Nothing may run between the forward and this. ``output`` [bucket, hidden] is overwritten.
+        Compared are K and V of layer S-1 with those recomputed from the rows at the exit; the tail
         with its layers run eagerly; K and V in the pool with those that the graph writes.
         """
         state, compared = self.state, self._at_the_exit(plan)

@@ -4,7 +4,7 @@ SGLang 0.5.19 to 0.5.23 cannot capture prefills of E2B and E4B: two layers that 
 as an error, and a multimodal model is captured with ids and embeddings at once (``docs/upstream``
 has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server does not start.
 
-So while SGLang captures, layers that it cannot index stay as they came, and text is captured from
+So while SGLang captures, layers that it cannot index are left unindexed, and text is captured from
 its ids alone. Such a graph would answer a prompt with images as if it were text: those run eagerly.
 """
 
@@ -25,7 +25,7 @@ NO_BREAKS = "it is captured without breaks"
 
 def needed(*, multimodal: bool) -> str | None:
     """What keeps SGLang from capturing prefills and is to be repaired, or None."""
-    # The flag itself: SGLang may choose breakable graphs unasked.
+    # The flag itself: SGLang may choose breakable graphs without it.
     named = getattr(compat._published(), "cuda_graph_backend_prefill", None)
     wanted = named == sglang.BREAKABLE and exits_refused() is None
     return sglang.capture_error(multimodal=multimodal) if wanted else None

@@ -1,4 +1,4 @@
-"""SGLang's captured prefills: what a server asks for, what SGLang can capture, and what it has.
+"""SGLang's captured prefills: what it can capture, how that is repaired, and its graphs.
 
 Where SGLang has no breakable graphs by the names known here, this module cannot be imported.
 """
@@ -43,7 +43,7 @@ def capture_error(*, multimodal: bool) -> str | None:
 
 
 def _indexes_shared_layers() -> bool:
-    """Whether capturing takes two layers of one id: up to 0.5.18 it does not look."""
+    """Whether SGLang can capture two layers of the same id: up to 0.5.18 it does not check."""
     index = getattr(cuda_graph_setup, _INDEX, lambda *_: None)
     with suppress(ValueError):
         index([SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=0)], [None, None])
@@ -53,9 +53,9 @@ def _indexes_shared_layers() -> bool:
 
 @contextmanager
 def indexing_shared_layers() -> Iterator[None]:
-    """In the span SGLang leaves attention layers as they come where two have one id.
+    """In the span SGLang leaves attention layers unindexed where two have the same id.
 
-    Up to 0.5.22 a break then finds the donor's layer: alike in heads, window and scale.
+    Up to 0.5.22 a break then finds the donor, which has the same heads, window and scale.
     """
     stock: Any = getattr(cuda_graph_setup, _INDEX, None)
 
@@ -100,7 +100,7 @@ def graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
     """By bucket the graph, and its output [bucket, hidden], which the next replay overwrites.
 
     Raises:
-        AttributeError: this SGLang keeps them otherwise.
+        AttributeError: this SGLang stores them differently.
     """
     backend = prefills.backend
     return {bucket: (graph, backend._outputs[bucket]) for bucket, graph in backend._graphs.items()}

@@ -58,21 +58,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(_folder(item))
 
 
-#: Of the files of servers, those that run last: they share servers that no other file asks, which
-#: would lie in memory, 2.7 GB each, while the other files start theirs.
+#: Of the files of servers, those that run last: they share servers that no other file uses, which
+#: would occupy memory, 2.7 GB each, while the other files start theirs.
 LAST = ("test_defaults.py", "test_captured_tail_server.py", "test_workload.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have ``LAST`` run behind the other files of their folder."""
+    """Have ``LAST`` run after the other files of their folder."""
     folders = list(dict.fromkeys(map(_folder, items)))
     items.sort(key=lambda item: (folders.index(_folder(item)), item.path.name in LAST))
 
 
 # Of the other folders' files, those that use the servers of this one, or start some themselves.
-ASKS_SERVERS = ("test_eval_quality.py", "test_bench_gpu.py")
+USES_SERVERS = ("test_eval_quality.py", "test_bench_gpu.py")
 # Of the files here, those that start processes, and servers one by one, of their own.
-ASKS_NONE = (
+USES_NONE = (
     "test_broken_package.py",
     "test_doctor.py",
     "test_load_faults.py",
@@ -88,13 +88,13 @@ class FilesAndServers(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        asks = "/server/" in file and not file.endswith(ASKS_NONE)
-        return "servers" if asks or file.endswith(ASKS_SERVERS) else file
+        shares = "/server/" in file and not file.endswith(USES_NONE)
+        return "servers" if shares or file.endswith(USES_SERVERS) else file
 
 
 @pytest.hookimpl(optionalhook=True)  # there is none when pytest-xdist is turned off
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndServers:
-    """Deal out the tests."""
+    """The scheduler that distributes the tests over the processes."""
     return FilesAndServers(config, log)
 
 
@@ -198,7 +198,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def forgotten_reports() -> Iterator[None]:
-    """Nothing is counted yet, and nothing said."""
+    """Nothing is counted yet, and nothing logged."""
 
     reset_log()
     yield
@@ -250,7 +250,7 @@ def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., None]]:
-    """Have the attention backends built again, by a server with these arguments besides."""
+    """Build the attention backends again, with these further server arguments."""
     from forwards import ENGINE
     from sglang_gemma4_reference import releases
     from stand_ins import server_args

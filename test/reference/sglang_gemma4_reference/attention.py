@@ -23,13 +23,13 @@ _BLOCK = 256
 
 
 def _listed(numbers: torch.Tensor) -> list[int]:
-    """What the host reads of a batch: here alone, for extend and decode alike."""
+    """Read numbers of a batch on the host: all such reads, of extend and decode, are here."""
     listed: list[int] = numbers.tolist()
     return listed
 
 
 class LayerCache(NamedTuple):
-    """Where the K and V of one layer lie.
+    """Where the K and V of one layer are.
 
     Attributes:
         keys, values: [slots, kv_heads, head_dim].
@@ -48,17 +48,16 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
     """``torch_native``, with window layers that read the slots they were written to.
 
     SGLang keeps the K/V of window layers in a pool of their own and translates slots into it;
-    ``torch_native`` translates what it writes and forgets to translate what it reads, which
-    goes unnoticed until the two pools first disagree. This backend also restricts each block
+    ``torch_native`` translates slots when it writes, but not when it reads, which has no
+    effect until the two pools first differ. This backend also restricts each block
     of queries to the keys inside its window instead of masking the others.
 
-    It keeps no metadata: every call looks only at its arguments and at the batch's
+    It keeps no metadata: every call reads only its arguments and the batch's
     ``req_pool_indices``, ``seq_lens``, ``extend_seq_lens`` and ``out_cache_loc``. The rows of
-    ``q`` are the *last* rows of each request, so a call may bring K/V for more rows than it
-    brings queries, or no K/V at all.
+    ``q`` are the *last* rows of each request, so a call may have K/V for more rows than it
+    has queries, or no K/V at all.
 
-    A decode step can be captured, and one that verifies drafts, its attention as one node of each
-    layer.
+    Decode steps and steps that verify drafts can be captured: attention is one node per layer.
     """
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -126,7 +125,7 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
             raise NotImplementedError(f"layer {layer.layer_id}: only causal self-attention")
         pool = self.token_to_kv_pool
-        # Of the pool at hand: a draft model's backend is lent the target's pool.
+        # Of the pool in use: a draft model's backend has the target's pool.
         mapping = getattr(pool, "layers_mapping", None)
         in_window_pool = mapping is not None and mapping[layer.layer_id][1]
         if save_kv_cache and k is not None:
@@ -193,7 +192,7 @@ def _attend(
     start = 0
     for request, kv_len, query_len in zip(_listed(requests), kv_lens, query_lens, strict=True):
         end = start + query_len
-        # Slots further back belong to no row of the window, and may have been given away.
+        # Slots further back are in no row's window, and may belong to another request by now.
         first = 0 if window is None else max(0, kv_len - query_len - window)
         slots = cache.slots[request, first:kv_len].long()
         if cache.window_slots is not None:

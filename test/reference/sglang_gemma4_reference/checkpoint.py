@@ -1,7 +1,7 @@
 """Small random Gemma 4 checkpoints, complete enough to be served.
 
 ``python -m sglang_gemma4_reference.checkpoint E2B_TINY /tmp/tiny`` writes one. Its weights are
-tame, see ``scale``; those of ``untamed`` and of presets named ``_SHARP`` are not.
+well-conditioned, see ``scale``; those of ``sharpened`` and of presets named ``_SHARP`` are not.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Gemma4Shape:
     dtype: str = "float32"
     seed: int = 0
     attention_bias: bool = False
-    # What follows multiplies what ``randomise`` makes: 1 is tame, see ``scale``.
+    # These multiply what ``randomise`` draws; with 1 weights are well-conditioned, see ``scale``.
     sharpness: float = 1.0
     """Of the weights of q_norm and k_norm in layers with a window."""
     global_sharpness: float | None = None
@@ -125,7 +125,7 @@ class Gemma4Shape:
     post_norms: float = 1.0
     """Of the weights of norms after attention, FFN and per-layer input."""
     outliers: float = 1.0
-    """Of some channels' weights, in every norm of a layer that is as wide as the stream."""
+    """Of some channels' weights, in every norm of a layer as wide as the residual stream."""
     outlier_share: float = 0.01
     """Which share of the channels that is: the same ones in all layers, and at least one."""
 
@@ -139,7 +139,7 @@ class Gemma4Shape:
         ]
 
 
-def untamed(shape: Gemma4Shape) -> Gemma4Shape:
+def sharpened(shape: Gemma4Shape) -> Gemma4Shape:
     """The same model, its heads, layers and channels as unequal as a trained model's may be."""
     return dataclasses.replace(
         shape,
@@ -185,14 +185,14 @@ E4B = dataclasses.replace(
 
 
 def _layers_of(shape: Gemma4Shape) -> dict[str, Any]:
-    """The fields that say how many layers there are, and what they share."""
+    """The fields for the number of layers, and for what they share."""
     names = ("layers", "kv_shared_layers", "sliding_per_full", "kv_heads", "double_wide_mlp")
     return {name: getattr(shape, name) for name in names}
 
 
 _SMALL_TOWER = Tower(hidden_size=64, layers=2, heads=4)
 
-# Widths are those of the real models over 3 and 5, rounded to what kernels like.
+# Widths are those of the real models over 3 and 5, rounded to widths that kernels take.
 E2B_MINI = dataclasses.replace(
     E2B,
     hidden_size=512,
@@ -232,17 +232,17 @@ E2B_TINY = dataclasses.replace(
     max_positions=8192,
 )
 
-# Of the real models only the number of layers and what they share: so narrow that the time of a
-# forward is its host's, layer by layer.
+# Of the real models only the number of layers and what they share: so narrow that the host
+# determines the time of a forward.
 E2B_HOST = dataclasses.replace(E2B_TINY, **_layers_of(E2B))
 E4B_HOST = dataclasses.replace(E2B_TINY, **_layers_of(E4B))
 
-# As they are served: in bf16, and not tame. Of 64 channels 8 are outliers: where it is one, a layer
-# is given little more than that one's sign, for all that bf16 keeps of a row.
+# As models are served: in bf16, and not well-conditioned. Of 64 channels 8 are outliers: with only
+# one, it would use nearly all of bf16's precision, and a layer would get little but its sign.
 _NARROW: dict[str, Any] = {"dtype": "bfloat16", "outlier_share": 1 / 8}
-E2B_TINY_SHARP = dataclasses.replace(untamed(E2B_TINY), **_NARROW)
-E2B_HOST_SHARP = dataclasses.replace(untamed(E2B_HOST), **_NARROW)
-E2B_MINI_SHARP = dataclasses.replace(untamed(E2B_MINI), dtype="bfloat16")
+E2B_TINY_SHARP = dataclasses.replace(sharpened(E2B_TINY), **_NARROW)
+E2B_HOST_SHARP = dataclasses.replace(sharpened(E2B_HOST), **_NARROW)
+E2B_MINI_SHARP = dataclasses.replace(sharpened(E2B_MINI), dtype="bfloat16")
 
 PRESETS = {name: shape for name, shape in globals().items() if isinstance(shape, Gemma4Shape)}
 
@@ -336,16 +336,16 @@ def build_model(shape: Gemma4Shape) -> Gemma4ForConditionalGeneration:
 def scale(model: Any, shape: Gemma4Shape) -> None:
     """Scale the weights of a language model whose parameters are drawn, as its shape says.
 
-    Random weights are made tame in ways in which trained ones are not. Of these, ``untamed`` leaves
-    out the first three, which make the rounding of a layer small:
+    Random weights are made well-conditioned, as trained ones are not. ``sharpened`` leaves out the
+    first three of these measures, which make the rounding of a layer small:
 
     - q_norm and k_norm are small. Gemma 4 does not divide scores by sqrt(head_dim): with weights of
-      1 each head would attend to few keys, and a rounding that changes which changes all of it.
-    - A layer adds to the stream without drowning it, so rounding errors do not multiply.
+      1 each head would attend to few keys, and a rounding that changes which changes its output.
+    - A layer's output does not dominate the residual stream, so rounding errors do not multiply.
     - All channels are alike. Trained models have a few that are many times larger than the others.
-      They take most of a row's length, and of what bf16 can tell apart.
-    - The stream keeps its scale: a layer's output is multiplied by 0.9 to 1.
-    - The embedding, which is the output layer too, is small: no token answers itself. Those of
+      They make up most of a row's norm, and use most of bf16's precision.
+    - The residual stream keeps its scale: a layer's output is multiplied by 0.9 to 1.
+    - The embedding, which is the output layer too, is small: no token predicts itself. Those of
       special tokens are smaller still: no answer ends early, and none contains the placeholder of
       an image, which transformers and SGLang embed differently in an answer.
     - The last norm is large: rounding does not decide which logit is largest.
@@ -379,8 +379,8 @@ def _outlier_channels(shape: Gemma4Shape) -> torch.Tensor:
 def _give_shared_layers_projections(model: Any) -> None:
     """Add weights for K and V to the layers that share them, which no forward uses.
 
-    Published checkpoints have them too. SGLang makes room for them beside the queries' weights, and
-    where it quantises those together, what lies in that room counts.
+    Published checkpoints have them too. SGLang allocates them beside the queries' weights, and
+    where it quantises those together, their values count.
     """
     donors: dict[str, Any] = {}
     for layer in model.layers:
@@ -487,9 +487,9 @@ def assistant_config_dict(target: Gemma4Shape) -> dict[str, Any]:
 
 
 def write_assistant(path: str | Path, target: Gemma4Shape) -> Path:
-    """Write a random assistant for drafting beside ``target``, and return its directory.
+    """Write a random assistant that drafts for ``target``, and return its directory.
 
-    Its output layer is the target's own, so that its drafts hit now and then.
+    Its output layer is the target's own, so that some of its drafts are accepted.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)

@@ -1,20 +1,20 @@
-"""A mode in which Gemma 4's text model takes on a CPU the code that it takes on CUDA.
+"""A mode in which Gemma 4's text model runs on a CPU the code that it runs on CUDA.
 
 ``GEMMA4_CPU_BRANCHES=cuda TRITON_INTERPRET=1`` turns it on, in SGLang 0.5.23 alone:
 
 - Every fused operation dispatches to its ``forward_cuda``.
-- Four modules believe that they were imported on CUDA: norms, activations, rotary embeddings and
-  K/V pools. Statements that their import skipped for that reason are run now, as they stand there.
-- Inside the text model and the logits processor a tensor answers ``is_cuda`` with True: to
-  SGLang's layers, its wrappers of kernels, plugins.
+- Four modules are as if imported on CUDA: norms, activations, rotary embeddings and K/V pools.
+  Statements that their import skipped on a CPU are run now, unchanged.
+- Inside the text model and the logits processor ``is_cuda`` of each tensor is True: for SGLang's
+  layers, its wrappers of kernels, plugins.
 - Triton's kernels run in its interpreter: the fused q/k/v norm, the softcap, the index builders,
   attention, which splits and blocks as on an H200.
-- Compiled kernels have stand-ins that write what they write and demand what they demand
+- Compiled kernels have stand-ins that write the same memory and check the same arguments
   (``cuda_kernels``).
 
 What it cannot show, beside what a stand-in cannot:
 
-- whatever asks a *device*, as in ``tensor.device.type == "cuda"``: pinned memory, streams,
+- whatever reads a *device*, as in ``tensor.device.type == "cuda"``: pinned memory, streams,
   synchronisation, CUDA graphs, allocation;
 - programmatic dependent launch, and so ``TritonAttnBackend.use_pdl``;
 - compiled Triton: types are NumPy's, ``tl.dot`` sums in float32, programs run one after another;
@@ -102,7 +102,7 @@ def _sgl_kernel() -> ModuleType:
 
 
 def _run_what_the_import_skipped(module: Any) -> None:
-    """Run those of the module's top-level statements that ask ``_is_cuda``, with the answer yes."""
+    """Run those of the module's top-level statements that test ``_is_cuda``, with True."""
     module._is_cuda = True
     skipped: list[ast.stmt] = [
         statement
@@ -116,7 +116,7 @@ def _run_what_the_import_skipped(module: Any) -> None:
 
 
 def _choose_as_on_cuda() -> None:
-    """Answer what SGLang asks its platform or its device when it chooses among kernels."""
+    """Set what SGLang reads from its platform or its device when it chooses among kernels."""
     from sglang.kernels.ops.attention import extend_attention
     from sglang.srt.layers import activation
     from sglang.srt.layers.attention import triton_backend
@@ -133,7 +133,7 @@ def _choose_as_on_cuda() -> None:
 
 
 def _interpret_tanh() -> None:
-    """Triton's interpreter knows no function of CUDA's device library; the softcap calls one."""
+    """Triton's interpreter has no function of CUDA's device library; the softcap calls one."""
     import triton.language as tl
     from sglang.kernels.ops.activation import softcap
 
@@ -158,8 +158,8 @@ def _answer_is_cuda() -> None:
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
-    honest: Any = torch.Tensor.is_cuda  # a descriptor, of the class
-    answer: Any = property(lambda tensor: _inside > 0 or honest.__get__(tensor))
+    original: Any = torch.Tensor.is_cuda  # a descriptor, of the class
+    answer: Any = property(lambda tensor: _inside > 0 or original.__get__(tensor))
     torch.Tensor.is_cuda = answer
     for model in (Gemma4TextModel, LogitsProcessor):
         # Not their ``forward``: a package that wraps it runs layers after it has returned.

@@ -1,9 +1,9 @@
-"""The compiled CUDA kernels that Gemma 4 calls, in PyTorch: what they write, and what they demand.
+"""The compiled CUDA kernels that Gemma 4 calls, in PyTorch: what they write, and what they check.
 
 Each stand-in writes where its kernel writes, in place where that does, and refuses what the host
-code in front of the kernel refuses: dtypes, strides, contiguity, alignment, equal row counts. The
-sources are named at each; those of SGLang lie in ``sglang/kernels/jit/csrc``. What a kernel assumes
-and never checks is refused as well, and said to be an assumption.
+code that launches the kernel refuses: dtypes, strides, contiguity, alignment, equal row counts. The
+sources are named at each; those of SGLang are in ``sglang/kernels/jit/csrc``. What a kernel assumes
+and never checks is refused as well, in a message that calls it an assumption.
 
 What they cannot show:
 
@@ -14,7 +14,7 @@ What they cannot show:
   are compiled with fast-math;
 - float32 in ``rmsnorm``, which tests compare with an oracle in: served models are bfloat16, and the
   compiled norms may have been built for two-byte types alone;
-- devices: that two tensors lie on the same one. Here all lie on the CPU.
+- devices: that two tensors are on the same one. Here all are on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu
 
-#: How often each kernel ran, by the name under which SGLang knows it.
+#: How often each kernel ran, by SGLang's name for it.
 calls: Counter[str] = Counter()
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,7 +80,7 @@ class _Matcher:
             self._require(tensor.is_contiguous(), f"{name} is not contiguous")
         else:
             for size, stride, want in zip(tensor.shape, tensor.stride(), strides, strict=True):
-                # The stride of a dimension of size 1 says nothing, but may be the first to name.
+                # The stride of a dimension of size 1 has no effect, but may be the first to name.
                 if size != 1 or (isinstance(want, str) and want not in self._sizes):
                     self._bind(name, "stride", stride, want)
         self._require(tensor.dtype in dtypes, f"{name} is {tensor.dtype}, not one of {dtypes}")

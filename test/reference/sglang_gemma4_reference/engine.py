@@ -1,6 +1,6 @@
 """SGLang's ``ModelRunner`` in this process, without scheduler and server.
 
-One process can so run hundreds of batches, look at every layer, and at the KV cache afterwards.
+So one process can run hundreds of batches, and read every layer's results and the KV cache.
 Real pieces of SGLang throughout: requests, batches, KV pools, attention backend, logits processor.
 """
 
@@ -35,8 +35,8 @@ class Prompt:
         new: token ids of this forward, at least one.
         logprob_start: absolute position from which on input logprobs are wanted; -1 for none.
         to_come: token ids of the prompt that are left for later chunks.
-        decodes: it runs already. ``cached`` is its prompt and ``new`` the one token that it was
-            answered; its row is a decode step in the midst of a prefill.
+        decodes: it runs already. ``cached`` is its prompt and ``new`` the one token generated so
+            far; its row is a decode step within a prefill batch.
         shares: the place in the batch of an earlier prompt that begins with the same ``cached``:
             both read the very same slots.
     """
@@ -50,7 +50,7 @@ class Prompt:
 
 
 class NotTheLastEngineError(RuntimeError):
-    """Another engine was built in this process since, and took SGLang's configuration over."""
+    """Another engine was built in this process since, and replaced SGLang's configuration."""
 
 
 def _poison_of(dtype: torch.dtype) -> float:
@@ -69,8 +69,8 @@ def switched(value: str) -> AbstractContextManager[object]:
 
     span = ExitStack()
     if value == "0":
-        for known in list(state._attached):  # an earlier engine may still be in memory
-            span.enter_context(replaced.replaced(known, refused=SWITCHED_OFF))
+        for model in list(state._attached):  # an earlier engine may still be in memory
+            span.enter_context(replaced.replaced(model, refused=SWITCHED_OFF))
     return span
 
 
@@ -212,7 +212,7 @@ class Engine:
             window.free_pages = ascending[torch.randperm(len(ascending), generator=draw)]
 
     def _request(self, rid: int, prompt: Prompt, wants_logprobs: bool) -> Req:
-        """The request of a prompt, whose cached tokens are next."""
+        """The request of a prompt; its next prefill computes the cached tokens."""
         ids = array("q", prompt.cached or prompt.new)
         req = Req(
             rid=str(rid),
@@ -257,7 +257,7 @@ class Engine:
     def forward(self, batch: ScheduleBatch, *, intermediate: bool = False) -> Any:
         """Run one forward of ``batch``, which may be run again; return SGLang's logits output.
 
-        With ``intermediate`` the batch says that no request of it finishes its prompt.
+        With ``intermediate`` the batch is marked: no request of it finishes its prompt.
         """
         self._must_be_last()
         forward_batch = releases.forward_batch(batch, self.runner)

@@ -1,8 +1,8 @@
 """SGLang's graph backend on a CPU: what ``FullCudaGraphBackend`` is on CUDA, with ``recorder``.
 
-Several graphs of one memory pool use it in turns, as on a GPU: whatever lay there when an earlier
-one was recorded and was free again by then, a later one was given for its own tensors. So a replay
-of the earlier one overwrites the outputs of the later one.
+Graphs of one memory pool share its memory, as on a GPU: what an earlier graph has freed by the end
+of its capture, a later one uses for its own tensors. So a replay of the earlier one overwrites the
+outputs of the later one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pool:
         self.graphs: list[RecordedGraph] = []
 
     def replay(self, graph: RecordedGraph) -> None:
-        """Run one of them. What the later ones left is gone."""
+        """Run one of them. It overwrites what the later ones have left."""
         graph.replay()
         self.spoil_later(graph)
 
@@ -110,7 +110,7 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
         return graph.outputs
 
     def cleanup(self) -> None:
-        """Let go of all graphs."""
+        """Drop all graphs."""
         if self._pool is not None:
             for graph in self._graphs.values():
                 self._pool.graphs.remove(graph)
@@ -119,13 +119,13 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
 
 
 def runner_of_decode_steps(model_runner: Any) -> DecodeCudaGraphRunner:
-    """SGLang's own, which records decode steps as they are and compiles none."""
+    """SGLang's own, which captures decode steps as they are and compiles none."""
     releases.compile_no_decode_steps()
     return DecodeCudaGraphRunner(model_runner)
 
 
 def give_graphs_to_torch_cpu() -> None:
-    """Let ``torch.cpu``, which SGLang asks as its device's module, have what graphs need of it."""
+    """Add what graphs need to ``torch.cpu``, which SGLang uses as its device's module."""
     additions = {
         "graph_pool_handle": Pool,
         "is_current_stream_capturing": recorder.is_recording,

@@ -1,8 +1,8 @@
-"""SGLang's hierarchical cache on a CPU: K and V that leave the pool for the host, and come back.
+"""SGLang's hierarchical cache on a CPU: K and V are copied to the host, and later back to the pool.
 
 ``--hicache-io-backend direct --hicache-mem-layout layer_first`` needs one kernel, which is one line
 of PyTorch here. What SGLang copies back into the pool while layers run is as late as it can be: a
-layer's K and V are copied when they are waited for, and until then they are not there.
+layer's K and V are copied when the model waits for them, and not before.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Event(torch.cpu.Event):
         self._length = 0 if self._stream is None else self._stream.length
 
     def query(self) -> bool:
-        """It is over by now: SGLang asks between two forwards.
+        """Complete it, and return True: SGLang calls this between two forwards.
 
         No code waits for the layers that have slots of their own and read another layer's.
         """
@@ -64,16 +64,16 @@ class Event(torch.cpu.Event):
         return True
 
     def synchronize(self) -> None:
-        """Have it over."""
+        """Do the work before it that is left."""
         if self._stream is not None:
             self._stream.run_until(self._length)
 
 
 class WaitingStream(torch.cpu.Stream):
-    """The stream that computes: where it waits for an event, that is over."""
+    """The stream that computes: to wait for an event is to complete it."""
 
     def wait_event(self, event: Event) -> None:
-        """Have it over."""
+        """Complete it."""
         event.synchronize()
 
 
@@ -103,7 +103,7 @@ def plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: An
 
 
 def install() -> None:
-    """Put these where SGLang looks for a GPU's streams, its memory and its kernel."""
+    """Have SGLang use these instead of a GPU's streams, its memory and its kernel."""
     from sglang.srt.managers import cache_controller
     from sglang.srt.mem_cache import l2_transfer
     from sglang.srt.mem_cache.pool_host import base, common, mha
@@ -125,6 +125,6 @@ def install() -> None:
     for module in (cache_controller, l2_transfer):
         module.device_module = device
     cache_controller.L2TransferEngine = LateLoads
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # the pools are small, and so may the machine be
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # the pools are small, and the machine may be too
     common.ALLOC_MEMORY_FUNCS["cpu"] = plain_memory
     mha.transfer_kv_direct = copy_slots

@@ -1,11 +1,11 @@
-"""Operations for which a GPU's host would have to wait, seen on a CPU.
+"""Operations for which a GPU's host would have to wait, detected on a CPU.
 
 A value that travels from the device to the host stalls the host until all queued kernels have run.
 Each such read goes through one of a few PyTorch operations, or through one of a few methods of a
 tensor that on a CPU run no operation at all.
 
 Not seen: reads by compiled extensions, and copies that name no device. A copy to a device that is
-named counts even where the tensor lies there already, for on a CPU it always does.
+named counts even where the tensor is there already, for on a CPU it always is.
 """
 
 from __future__ import annotations

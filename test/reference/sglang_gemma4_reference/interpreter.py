@@ -4,7 +4,7 @@ Before a kernel runs, the interpreter wraps each function of ``triton.language``
 the same outcome, before each function that the kernel calls. That is nearly half of the time.
 
 The interpreter keeps bf16 as integers, which its ``dot`` multiplies as such; and where a mantissa
-rounds up to the next power of two, its conversions lose the carry. Both are put right here, by
+rounds up to the next power of two, its conversions lose the carry. Both are corrected here, by
 PyTorch's own conversions, which round to the nearest even; products are summed in fp32.
 """
 
@@ -51,7 +51,7 @@ def _dot(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
 
 
 def make_exact() -> None:
-    """Have conversions and dots of small types right in this process."""
+    """Correct conversions and dots of small types in this process."""
     interpreter._convert_float = _converted
     interpreter.InterpreterBuilder.create_dot = _dot
 

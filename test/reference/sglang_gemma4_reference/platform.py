@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CAPTURED = "GEMMA4_CPU_GRAPHS"
 
-# Names that Gemma 4 accepts (the second from 0.5.22 on). With the first SGLang asks for pages of 64
+# Names that Gemma 4 accepts (the second from 0.5.22 on). With the first SGLang requires pages of 64
 # or 128 tokens.
 FRONT_NAMES = ("intel_xpu", "fa4")
 
@@ -48,13 +48,13 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """The CPU as an out-of-tree device: every fused operation takes its PyTorch path.
 
     The attention backend named ``triton`` is ``WindowedTorchNativeBackend``, unless
-    ``TRITON_INTERPRET=1`` asks for the real one in Triton's interpreter. With
+    ``TRITON_INTERPRET=1`` selects the real one in Triton's interpreter. With
     ``GEMMA4_CPU_BRANCHES=cuda`` as well the text model takes a GPU's paths (``cuda_branches``).
     Under the names ``FRONT_NAMES`` there is ``FrontBackend``, always.
 
     Graphs are captured and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
     does so with its own decode steps. With ``decode,prefill`` it can do so with prefills too, where
-    ``--cuda-graph-backend-prefill=breakable`` asks for it: ``prefill_graphs``.
+    ``--cuda-graph-backend-prefill=breakable`` is given: ``prefill_graphs``.
     """
 
     _enum = PlatformEnum.OOT
@@ -62,7 +62,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     @property
     def capabilities(self) -> Any:
-        """Read when SGLang asks: a process may be forked with another environment."""
+        """Read at each call: a process may be forked with another environment."""
         return releases.capabilities(
             supports_triton=triton_is_interpreted(), graph_capture=captures("decode")
         )
@@ -109,14 +109,14 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return speculation.draft_slots
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:  # noqa: ARG002 - SGLang's
-        """Keep SGLang's own worker; called before it is built, so what it needs is put in here."""
+        """Keep SGLang's own worker; called before it is built, so this installs what it needs."""
         from sglang_gemma4_reference import speculation
 
         speculation.install()
         return None
 
     def init_backend(self) -> None:
-        """Put PyTorch implementations where SGLang has no seam for a platform.
+        """Install PyTorch implementations where SGLang has no hook for a platform.
 
         SGLang calls this once, at the end of the imports of ``model_runner``.
         """
@@ -126,7 +126,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         releases.take_in_tree_paths(supports_triton=triton_is_interpreted())
         releases.take_graphs(captures)
-        # On a CPU heads that tensor parallelism cannot deal out evenly are padded, for kernels
+        # On a CPU heads that tensor parallelism cannot split evenly are padded, for kernels
         # that this platform does not have; on a GPU each rank gets a copy of its K/V head.
         model_runner.adjust_config_with_unaligned_cpu_tp = lambda config, *_: config
         invariance.keep_pytorch()
@@ -151,7 +151,7 @@ def _deal_out_cores(processes: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[i::processes] or [cores[i % len(cores)]] for i in range(processes)]
     listed = "|".join(",".join(map(str, share)) for share in shares)
-    # Without it SGLang wants a NUMA node for each of them.
+    # Without it SGLang needs a NUMA node for each of them.
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", listed)
 
 

@@ -1,7 +1,7 @@
 """SGLang's breakable prefill graphs on a CPU: its runner, backend and breaks, over ``recorder``.
 
-SGLang records a prefill as one CUDA graph for each stretch between two attentions, and the
-attentions run eagerly between them. ``Segment`` stands for ``torch.cuda.CUDAGraph``. All segments
+SGLang captures a prefill as one CUDA graph for each part between two attentions, and the
+attentions run eagerly between them. ``Segment`` replaces ``torch.cuda.CUDAGraph``. All segments
 of a prefill are parts of one recording, so what holds for a recorded graph holds for all of them
 together: memory that they allocated lasts from the first one to the last and no longer, and what
 they read of other memory must still be held when they are replayed.
@@ -72,7 +72,7 @@ class Segment:
         self._mode.__enter__()
 
     def capture_end(self) -> None:
-        """Record no more."""
+        """End the capture."""
         assert self._mode is not None
         assert self._recording is not None
         self._mode.__exit__(None, None, None)
@@ -81,7 +81,7 @@ class Segment:
         self._recording.segments.append(self)
 
     def instantiate(self) -> None:
-        """Nothing is to be made ready."""
+        """Nothing to prepare."""
 
     def replay(self) -> None:
         """Run it on what its tensors hold now.
@@ -106,13 +106,13 @@ class Segment:
 
 @contextmanager
 def recordable() -> Iterator[None]:
-    """SGLang can record prefills in the span; it names CUDA's class and asks no platform for it."""
+    """SGLang can record prefills in the span; it uses CUDA's class, whatever the platform."""
     with mock.patch.object(torch.cuda, "CUDAGraph", Segment):
         yield
 
 
 def install() -> None:
-    """The same for good, in a server's process, whose observers know which batch is replayed."""
+    """The same permanently, in a server's process; observers can read which batch is replayed."""
     if issubclass(torch.cuda.CUDAGraph, Segment):
         return
     torch.cuda.CUDAGraph = Segment  # type: ignore[misc, assignment] # what it stands for

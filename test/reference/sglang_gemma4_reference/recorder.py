@@ -2,10 +2,10 @@
 
 As with a CUDA graph:
 
-- A replay runs no Python of what was recorded. It reads and writes tensors where they lay then; a
+- A replay runs no Python of what was recorded. It reads and writes tensors where they were then; a
   weight that has been given other memory since is not followed.
-- Memory that was allocated before is not kept for the graph. When all others have let go of it, a
-  replay raises; a GPU would read what lies there by then.
+- Memory that was allocated before is not kept for the graph. When nothing else holds it any more, a
+  replay raises; a GPU would read whatever is there by then.
 - Memory that was allocated while recording belongs to the graph. It is full of NaN (integers: of 1)
   before each replay and, but for the outputs, after it.
 - What the host cannot know while recording raises: values (``host_reads``), shapes made of values,
@@ -37,7 +37,7 @@ from sglang_gemma4_reference import host_reads
 
 aten = torch.ops.aten
 
-# They would give a tensor other memory than the graph knows.
+# They would give a tensor other memory than the graph has for it.
 _REBINDING = {aten.resize_, aten.resize_as_, aten.set_}
 # In place, but of the tensor's shape alone: later calls are recorded with the new one.
 _RESHAPING = {aten.t_, aten.transpose_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_}
@@ -51,7 +51,7 @@ _FILLING = {"allreduce_", "_allgather_base_", "broadcast_", "_reduce_scatter_bas
 
 _recording: ContextVar[Recording | None] = ContextVar("_recording", default=None)
 
-#: The latest replays of this process: for observers of a forward, who see no module run in one.
+#: The latest replays of this process: for observers of a forward, since no module runs in one.
 replays: deque[RecordedGraph] = deque(maxlen=16)
 
 
@@ -60,7 +60,7 @@ class CaptureError(RuntimeError):
 
 
 class FreedMemoryError(RuntimeError):
-    """A replay would read or write memory that its owner has let go of."""
+    """A replay would read or write memory that its owner has released."""
 
 
 def is_recording() -> bool:
@@ -69,7 +69,7 @@ def is_recording() -> bool:
 
 
 def note(what: Hashable, count: int) -> bool:
-    """If this is recorded, count it with the graph's ``notes``, and say so."""
+    """If this is recorded, count it in the graph's ``notes``; returns whether it is."""
     recording = _recording.get()
     if recording is None:
         return False
@@ -90,7 +90,7 @@ def as_one_node(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """No mode of PyTorch sees what runs in the span: it stands for the device's work."""
+    """No mode of PyTorch sees what runs in the span, which represents the device's work."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -115,7 +115,7 @@ def _of_dataclass(leaf: Any) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What is the same for all tensors on the same memory, for as long as one of them lives."""
+    """An id that all tensors on the same memory share, for as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -123,7 +123,7 @@ def _owners(memory: int) -> int:
     return int(torch._C._storage_Use_Count(memory))
 
 
-# PyTorch itself holds a storage that Python has once seen.
+# PyTorch itself holds a storage once Python has accessed it.
 _UNSEEN = _owners(_memory(alone := torch.empty(1))) - 1
 
 
@@ -139,7 +139,7 @@ class _Foreign:
     Attributes:
         tensor: the first tensor that was seen on it.
         call: the operation that it was seen in.
-        held: how many of the graph's tensors lie on it.
+        held: how many of the graph's tensors use it.
     """
 
     tensor: torch.Tensor
@@ -210,11 +210,11 @@ class RecordedGraph:
         return len(self._calls)
 
     def held(self, memory: int) -> int:
-        """How many of its tensors lie on this memory, if it is not its own."""
+        """How many of its tensors use this memory, if it is not its own."""
         return self._foreign[memory].held if memory in self._foreign else 0
 
     def undeclared(self, *declared: Any) -> list[tuple[torch.Tensor, str]]:
-        """What was captured by accident: a tensor for each foreign memory, and who touched it.
+        """What was captured by accident: a tensor of each foreign memory, and the call on it.
 
         Args:
             declared: (trees of) tensors that stay where they are for as long as the graph lives.
@@ -330,7 +330,7 @@ class Recording(TorchDispatchMode):
         if func.namespace == "c10d":
             if packet.__name__ not in _FILLING:
                 _refuse(str(func))
-            # Its schema does not say that it writes.
+            # Its schema does not declare that it writes.
             return self.node(functools.partial(_completed, func), args, kwargs or {})
         if packet in _REBINDING:
             _refuse(str(func))

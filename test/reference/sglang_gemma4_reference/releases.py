@@ -1,7 +1,7 @@
 """What differs between the SGLang releases that the CPU platform serves: 0.5.17 and later.
 
-Each function names the first release that does it in the way that is tried first. Nothing else of
-this distribution knows a version.
+Each function names the first release that does it in the way that is tried first. No other
+module of this distribution has such branches.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def capabilities(*, supports_triton: bool, graph_capture: bool) -> Any:
 
 
 def take_in_tree_paths(*, supports_triton: bool) -> None:
-    """Where a platform without capabilities has no say (up to 0.5.21), choose for it."""
+    """Make the choices that a platform without capabilities cannot make (up to 0.5.21)."""
     from sglang.srt.platforms import interface
 
     if hasattr(interface, "PlatformCapabilities"):
         return
     pools: Any = import_module("sglang.srt.mem_cache.kv_cache_configurator")
-    # An out-of-tree platform gets one pool for all layers there, which knows no window. Everything
+    # An out-of-tree platform gets one pool for all layers there, which has no window. Everything
     # that is built for any other platform without kernels of its own is plain PyTorch.
     pools.current_platform = interface.SRTPlatform()
     if not supports_triton:
@@ -76,10 +76,10 @@ def _replace_everywhere(owner: str, name: str, replacement: Any) -> None:
 
 
 def take_graphs(captures: Callable[[str], bool]) -> None:
-    """Have SGLang's machinery of CUDA graphs run on a CPU, where it asks a platform (0.5.23).
+    """Have SGLang's machinery of CUDA graphs run on a CPU, where it queries a platform (0.5.23).
 
     Args:
-        captures: says, when a server starts, whether SGLang captures its own steps of this kind:
+        captures: returns, when a server starts, whether SGLang captures its own steps of this kind:
             ``decode`` or ``prefill``.
     """
     import torch
@@ -92,7 +92,7 @@ def take_graphs(captures: Callable[[str], bool]) -> None:
     from sglang_gemma4_reference import graph_backend
 
     graph_backend.give_graphs_to_torch_cpu()
-    # With a PyTorch for CUDA it asks CUDA for the stream of the current device.
+    # With a PyTorch for CUDA it queries CUDA for the stream of the current device.
     stream, replacement = "get_current_device_stream_fast", lambda: torch.cpu.current_stream()
     _replace_everywhere("sglang.srt.utils.common", stream, replacement)
     setup: Any = import_module("sglang.srt.model_executor.model_runner_components.cuda_graph_setup")
@@ -114,12 +114,12 @@ def take_graphs(captures: Callable[[str], bool]) -> None:
 
 
 def records_prefills() -> bool:
-    """Whether ``prefill_graphs`` knows how prefills are captured: tried with 0.5.23."""
+    """Whether ``prefill_graphs`` supports this release: tried with 0.5.23."""
     return _is_at_least("0.5.23")
 
 
 def moves_cache_to_the_host() -> bool:
-    """Whether ``host_cache`` knows how K and V go to the host and back: tried with 0.5.23."""
+    """Whether ``host_cache`` supports this release: tried with 0.5.23."""
     return _is_at_least("0.5.23")
 
 
@@ -128,7 +128,7 @@ def _is_at_least(release: str) -> bool:
 
 
 def take_host_cache() -> None:
-    """Have SGLang's hierarchical cache run on a CPU, where ``host_cache`` knows how."""
+    """Have SGLang's hierarchical cache run on a CPU, where ``host_cache`` supports it."""
     if moves_cache_to_the_host():
         from sglang_gemma4_reference import host_cache
 
@@ -311,12 +311,12 @@ def unpublished() -> Iterator[None]:
 
 
 def allocates_pages_without_triton() -> bool:
-    """Whether slots can be given out in pages where no Triton kernel runs (0.5.22)."""
+    """Whether slots can be allocated in pages where no Triton kernel runs (0.5.22)."""
     return _is_at_least("0.5.22")
 
 
 def marks_intermediate() -> bool:
-    """Whether a forward's batch says that no request of it finishes its prompt (0.5.23)."""
+    """Whether a forward's batch has a mark that no request finishes its prompt (0.5.23)."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     return "contains_last_prefill_chunk" in ForwardBatch.__dataclass_fields__

@@ -22,10 +22,10 @@ _EARLY = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
 
 def choose(server_args: Any) -> None:
-    """Have a server with a role send and keep K and V by way of ordinary memory."""
+    """Have a server with a role send and keep K and V in ordinary memory."""
     if server_args.disaggregation_mode == "null":
         return
-    # Cached pages would go ahead of the forward that adds to them, after an event of CUDA's. The
+    # Cached pages would be sent before the forward that adds to them, after a CUDA event. The
     # server's other processes inherit this.
     os.environ[_EARLY] = "0"
     # Else retracted requests wait in memory that CUDA has pinned.

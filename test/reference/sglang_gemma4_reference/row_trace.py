@@ -8,7 +8,7 @@ With ``GEMMA4_ROW_TRACE=FILE`` in a server's environment, every prefill forward 
      "captures": "NULL", "multimodal": false, "replays": 0}
 
 ``rows`` are the leading dimensions of the tensors that the layers' MLPs
-were called with, or had been called with while a graph was recorded (``recorder``) that was
+were called with, or had been called with while a graph was captured (``recorder``) that was
 replayed in this forward; 0 for a layer that was not called. All else is what SGLang's scheduler
 put into the batch, read before any layer runs. PyTorch's module hooks do it, so nothing of SGLang
 is replaced.
@@ -32,8 +32,8 @@ from sglang_gemma4_reference import recorder
 VARIABLE = "GEMMA4_ROW_TRACE"
 VERIFY = "TARGET_VERIFY"
 
-#: The batch that SGLang serves by a recorded prefill, which it calls the model with a copy of: one
-#: that says less.
+#: The batch that SGLang serves by a captured prefill; it calls the model with a copy, which has
+#: fewer fields.
 replayed: ContextVar[Any] = ContextVar("replayed", default=None)
 
 
@@ -49,7 +49,7 @@ class Prefill:
         first_layer: the layer that ``rows`` begin with.
         process: id of the process that ran it.
         ends_prompt: whether some request's prompt ends here; running requests that decode along
-            are not counted. Always true where SGLang does not say (up to 0.5.22).
+            are not counted. Always true where SGLang has no such field (up to 0.5.22).
         logprob_starts: of every request the first new token whose log-probability is wanted;
             None where no request of the batch wants any.
         captures: name of the mode in which hidden states are captured.
@@ -74,8 +74,8 @@ def _integers(lens: Iterable[Any] | None) -> list[int]:
     return [] if lens is None else [int(n) for n in lens]
 
 
-def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle]:
-    """Call ``tell`` after each prefill of ``model``, a ``Gemma4TextModel``.
+def observe(model: Any, on_prefill: Callable[[Prefill], None]) -> list[RemovableHandle]:
+    """Call ``on_prefill`` after each prefill of ``model``, a ``Gemma4TextModel``.
 
     Synthetic requests are left out.
 
@@ -99,7 +99,7 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
             "first_layer": model.start_layer,
             "process": os.getpid(),
         }
-        if batch.forward_mode.is_target_verify():  # says nothing of lengths on the host
+        if batch.forward_mode.is_target_verify():  # has no lengths on the host
             current = Prefill(VERIFY, [len(batch.input_ids)], [], **where)
         elif batch.forward_mode.is_extend_without_speculative():  # no decode step
             current = Prefill(
@@ -132,7 +132,7 @@ def observe(model: Any, tell: Callable[[Prefill], None]) -> list[RemovableHandle
             for graph in recorder.replays:
                 for layer in range(len(layers)):
                     current.rows[layer] += graph.notes["rows of an MLP", layer]
-            tell(current)
+            on_prefill(current)
         current = None
 
     return [
@@ -192,7 +192,7 @@ def read(path: str | Path) -> list[Prefill]:
 
 
 def load() -> None:
-    """Observe every ``Gemma4TextModel`` that this process builds, if the variable says where to.
+    """Observe every ``Gemma4TextModel`` that this process builds, if the variable names a file.
 
     The entry point ``gemma4_row_trace`` of SGLang's general plugins.
     """

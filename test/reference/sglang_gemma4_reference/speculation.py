@@ -12,7 +12,7 @@ import torch
 
 
 def install() -> None:
-    """Put the functions of this module where SGLang looks theirs up."""
+    """Have SGLang call the functions of this module instead of its own."""
     from sglang.srt.managers import overlap_utils
     from sglang.srt.mem_cache import allocation, memory_pool
     from sglang.srt.speculative import eagle_utils, eagle_worker_common, spec_utils
@@ -58,7 +58,7 @@ def move_nothing(
 def leave_accepted(
     batch: Any, accept_index: torch.Tensor, num_correct_drafts: torch.Tensor, _allocator: Any
 ) -> None:
-    """Stand in for the mover of K/V of accepted drafts: those of a chain lie where they belong.
+    """Stand in for the mover of K/V of accepted drafts: those of a chain are in place already.
 
     Args:
         accept_index: [requests, n], the accepted of the batch's tokens; -1 after the last.
@@ -75,7 +75,7 @@ def leave_accepted(
 def gather_rows(
     indices: torch.Tensor, *buffers: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Rows ``indices`` of every buffer that is there."""
+    """Rows ``indices`` of every buffer that is not None."""
     return tuple(None if buffer is None else buffer[indices] for buffer in buffers)
 
 
@@ -108,7 +108,7 @@ def build_chain(
 ) -> None:
     """Fill ``positions`` [requests * D] and the ``retrieve_*`` [requests, D] of a chain.
 
-    The attention of this platform takes a chain's mask for granted, so it is not written.
+    The attention of this platform always uses a chain's mask, so it is not written.
     """
     if topk != 1:
         raise NotImplementedError(f"only chains of drafts, not topk={topk}")

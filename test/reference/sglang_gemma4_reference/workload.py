@@ -104,7 +104,7 @@ class Answer:
         outputs: as many as were wanted; none if there was an error, or the request was interrupted
             before the first token.
         input_logprobs: of the prompt's tokens from the wanted one on, or empty.
-        error: what the server or the connection said instead of an answer.
+        error: that of the server or the connection, where there is no answer.
     """
 
     outputs: tuple[Output, ...] = ()
@@ -113,12 +113,12 @@ class Answer:
 
     @property
     def aborted(self) -> bool:
-        """Whether it was cut short."""
+        """Whether it ended early."""
         return not self.outputs or any(o.finish in (None, "abort") for o in self.outputs)
 
     @property
     def begun(self) -> bool:
-        """Whether it came to its first token."""
+        """Whether it has a first token."""
         return bool(self.outputs and self.outputs[0].tokens)
 
 
@@ -328,7 +328,7 @@ NOTHING_TO_SKIP = "one new token each"
 
 
 def outcome(prefill: Prefill) -> str:
-    """What became of one prefill forward, by the rows that its layers computed."""
+    """The outcome of one prefill forward, by the rows that its layers computed."""
     total = sum(prefill.extend_lens)
     if prefill.rows[0] == 2 * total:
         return SERVED_BY_STOCK
@@ -340,15 +340,15 @@ def outcome(prefill: Prefill) -> str:
 
 
 def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
-    """How many prefill forwards came to which outcome."""
+    """The number of prefill forwards by outcome."""
     return Counter(map(outcome, prefills))
 
 
 def read_rows(prefill: Prefill) -> int:
     """How many rows of a forward are read, by what the scheduler put into its batch.
 
-    Of a forward in which no prompt ends that is none, unless a running request decodes along (a
-    row of one), or hidden states or log-probabilities of the prompt are wanted.
+    In a forward in which no prompt ends it is 0, unless a running request decodes along (one row),
+    or hidden states or log-probabilities of the prompt are wanted.
     """
     lens = prefill.extend_lens
     starts = lens if prefill.logprob_starts is None else prefill.logprob_starts
@@ -394,16 +394,16 @@ def held_tokens(client: Client, *, patience: float = 60.0) -> int:
 
 @dataclass
 class Comparison:
-    """How two servers' answers to the same requests agree.
+    """How far two servers' answers to the same requests agree.
 
     Attributes:
         answered: requests that got whole answers from the server under test.
-        aborted: those of the interrupted requests that it cut short.
+        aborted: those of the interrupted requests whose answers it ended early.
         compared_tokens: tokens found equal.
         compared_logprobs: log-probabilities found within the tolerance.
         largest_difference: of two log-probabilities.
         close_calls: answers that part at two tokens of nearly the same log-probability.
-        differences: what must not be, in words, with the request's number.
+        differences: those that are not allowed, as text, with the request's number.
     """
 
     answered: int = 0
@@ -464,7 +464,7 @@ def _compare(
             raise _DifferentError(f"no answer from the {server} server: {answer.error}")
     result.answered += not tested.aborted
     result.aborted += tested.aborted
-    # An answer that was cut short may have been so before it brought them, with the first token.
+    # They come with the first token, before which an interrupted answer may have ended.
     if not request.interrupted or (stock.begun and tested.begun):
         _compare_logprobs(stock.input_logprobs, tested.input_logprobs, "input", result)
     if not request.interrupted and len(stock.outputs) != len(tested.outputs):
@@ -528,8 +528,8 @@ def _compare_logprobs(
     if len(stock) != len(tested):
         raise _DifferentError(f"{len(stock)} and {len(tested)} {of} log-probabilities")
     for i, (one, other) in enumerate(zip(stock, tested, strict=True)):
-        apart = abs(one - other)
-        if not apart <= LOGPROB_TOLERANCE:  # nor if one of them is NaN
+        difference = abs(one - other)
+        if not difference <= LOGPROB_TOLERANCE:  # nor if one of them is NaN
             raise _DifferentError(f"{of} log-probability {i} of {len(stock)}: {one} and {other}")
         result.compared_logprobs += 1
-        result.largest_difference = max(result.largest_difference, apart)
+        result.largest_difference = max(result.largest_difference, difference)

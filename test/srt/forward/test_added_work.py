@@ -1,7 +1,7 @@
-"""What a forward costs the host besides its layers: everything that is asked is asked once.
+"""What a forward costs the host besides its layers: everything it reads is read once.
 
 On a GPU the host decides how long a short prompt takes, and between the plan and the first layer
-nothing is queued: what is lost there is lost to the user.
+nothing is queued: time lost there makes the answer later.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Counting(dict[str, str]):
 
     def __init__(self) -> None:
         super().__init__(os.environ)
-        self.asked: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
 
     def get(self, name: str, default: Any = None) -> Any:
-        self.asked[name] += 1
+        self.reads[name] += 1
         return super().get(name, default)
 
     def __getitem__(self, name: str) -> str:
-        self.asked[name] += 1
+        self.reads[name] += 1
         return super().__getitem__(name)
 
 
@@ -86,9 +86,9 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
 def test_no_variable_is_read_in_a_forward(engine: Engine, environment: Counting) -> None:
     for prompts in (TWO_PROMPTS, NOTHING_TO_SKIP):
         scheduled = engine.schedule(prompts, prefix="1")
-        environment.asked.clear()
+        environment.reads.clear()
         engine.forward(scheduled)
-        assert not [name for name in environment.asked if name.startswith(settings.SWITCH)]
+        assert not [name for name in environment.reads if name.startswith(settings.SWITCH)]
     assert log.forwards == {log.TAIL_EAGER: 2, gate.NOTHING_TO_SKIP: 1}
 
 

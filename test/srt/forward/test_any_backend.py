@@ -42,7 +42,7 @@ def started(checkpoint: Path, **arguments: Any) -> Engine:
 
 @pytest.fixture(scope="module", params=["alone", "hybrid"])
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
-    """By itself with pages of 64 tokens; the hybrid's are of 128, where SGLang asks for them."""
+    """By itself with pages of 64 tokens; the hybrid's are of 128, where SGLang requires them."""
     alone = {"page_size": 64, "cuda_graph_bs_decode": [2]}
     hybrid = {"attention_backend": None} | SPLIT
     engine = started(tiny_checkpoint, **(alone if request.param == "alone" else hybrid))
@@ -132,7 +132,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
 
 
 def test_a_hybrid_is_as_good_as_its_parts(engine: Engine) -> None:
-    """Nor does a class inherit what is known of its base."""
+    """It is stock where one part is unknown; a subclass of a known backend is unknown too."""
     with begun_anew(engine) as unproven:
         key = f"{FrontBackend.__module__}.{FrontBackend.__name__}"
         unproven.setattr(limits, "MAIN_BACKENDS", limits.MAIN_BACKENDS - {key})
@@ -203,11 +203,11 @@ class PoolOfAnotherKind(MHATokenToKVPool):
     pass
 
 
-BY_PAGES = "K and V do not lie slot by slot, but in 4 dimensions"
+BY_PAGES = "K and V are not stored slot by slot, but in 4 dimensions"
 POOLS = {
     "__class__": (
         PoolOfAnotherKind,
-        "K and V lie in a PoolOfAnotherKind, whose layout is not known",
+        "K and V are in a PoolOfAnotherKind, whose layout is not known",
     ),
     "quant_method": (SimpleNamespace(name="nvfp4"), "K and V are quantised (nvfp4)"),
     "k_buffer": ([torch.zeros(1, 2, 3, 4)], BY_PAGES),

@@ -94,7 +94,7 @@ def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock's K and V, which lie in the same slots by then, do not pass for the fast path's."""
+    """Stock's K and V, which are in the same slots by then, do not pass for the fast path's."""
     monkeypatch.setattr(cut, "write_keys_and_values", lambda *_: None)
 
 
@@ -226,7 +226,7 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
 def test_an_audit_that_fails_costs_nothing(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second forward raises in its last layers; who asked gets the fast answer."""
+    """The second forward raises in its last layers; the request gets the fast answer."""
     _, unaudited = assert_fast(engine)
     calls = []
 
@@ -273,7 +273,7 @@ def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
 
 
 def test_a_forward_that_compares_itself(engine: Engine) -> None:
-    """It runs to its end in the memory of its output, from which the model goes on."""
+    """``findings`` may write stock's rows into the output, from which the model continues."""
 
     def findings(forward: Any, _: Any, output: torch.Tensor) -> list[Finding]:
         output.copy_(forward.stock())

@@ -69,7 +69,7 @@ from stand_ins import halved_weights
 
 pytest.importorskip(
     "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
-    reason="this SGLang asks no platform for its graphs",
+    reason="this SGLang takes its graphs from no platform",
 )
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -312,7 +312,7 @@ def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str
 def test_nothing_is_held_of_a_tail_that_is_let_go(
     engine: Engine, buffers: Callable[[], list[str]]
 ) -> None:
-    """At once: nothing waits for Python's collector of cycles, which knows no GPU's memory."""
+    """At once: nothing waits for Python's cyclic GC, which does not track GPU memory."""
     known = start.of(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
     assert isinstance(known.captured, TailGraphs)
@@ -408,7 +408,7 @@ def test_rows_that_are_captured(
             assert known.captured.rows == rows
 
 
-# ---------------------------------------------------------------- when it pays
+# ---------------------------------------------------------------- when it is worth it
 
 
 def test_by_default_one_skipped_row_is_enough(

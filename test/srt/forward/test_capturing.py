@@ -184,7 +184,7 @@ def test_what_cannot_be_captured_is_said(
 def test_nothing_is_said_without_prefill_graphs(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Graphs of decode steps alone are no news, nor is what SGLang has left out by itself."""
+    """No line for graphs of decode steps alone, nor for what SGLang has left out by itself."""
     assert type(engine.runner.prefill_cuda_graph_runner) is EagerRunner
     with (
         caplog.at_level("INFO", "sglang_gemma4_yoco"),
@@ -211,7 +211,7 @@ def test_copied_positions_beside_prefill_graphs(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server falls back to stock, and says whose fault the answers are and what to do."""
+    """The server falls back to stock, and logs that SGLang's replays are wrong and what to do."""
     monkeypatch.setenv(compat.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(cuda_graph_config=replaying(Backend.BREAKABLE))

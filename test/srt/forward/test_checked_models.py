@@ -42,7 +42,7 @@ from sglang_gemma4_yoco.loading import start
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 MODELS: dict[str, Gemma4Shape] = {
-    "tame, fp32": E2B_TINY,
+    "mild, fp32": E2B_TINY,
     "sharp, bf16": E2B_TINY_SHARP,
     "sharp, bf16, donor with a window": dataclasses.replace(
         E2B_TINY_SHARP, kv_shared_layers=3, sliding_per_full=1
@@ -147,7 +147,7 @@ BATCHES = {
 
 
 def test_audits_of_random_traffic(captured: Engine) -> None:
-    """None is a false alarm, whichever way the tail runs, and if norms add in place."""
+    """No false alarm, however the tail runs, and also where norms add in place."""
     draws, vocabulary = random.Random(0), captured.text_model.config.vocab_size
     with audited(captured), switched("1"):
         for number in range(16):
@@ -186,7 +186,7 @@ def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyP
 
 
 def test_one_row_of_a_long_prompt(captured: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among a thousand it is lost in the mean, and not to the one who wrote it."""
+    """An error in one row of a thousand is small in the mean; the audit finds it nevertheless."""
     stock = donor.keys_and_values
 
     def keys_and_values(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,7 +207,7 @@ CHUNK = "an intermediate chunk"
 
 
 def _shows(way: str, batch: str) -> bool:
-    """Whether it lies on the way of such a batch."""
+    """Whether a forward of such a batch runs the broken code."""
     if batch == CHUNK:
         return way.startswith(("keys", "values", "chunks"))
     of_chunks = way.startswith("chunks")

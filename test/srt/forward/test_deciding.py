@@ -53,7 +53,7 @@ def while_deciding(
 ) -> Iterator[None]:
     """Have every forward enter ``entered(forward_batch)`` for one of the two spans.
 
-    What is known of the server is found out anew there.
+    What is known of the server is determined anew there.
     """
     model, backend = engine.text_model, engine.runner.attn_backend
     with ExitStack() as hooks, ExitStack() as deciding:
@@ -330,11 +330,11 @@ class Kind:
     """A linear layer of the tail.
 
     Attributes:
-        apart: whether its rows are known to be apart.
+        apart: whether its rows are known to be independent.
         computes: what computes it.
         values: what it has besides.
         place: the layer whose last projection it is.
-        amd: whether it is looked at on an AMD GPU.
+        amd: whether the test is of an AMD GPU.
     """
 
     apart: bool

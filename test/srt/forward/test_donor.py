@@ -171,7 +171,7 @@ def test_a_donor_of_another_kind_refuses_the_server(
 def test_a_donor_without_a_layer_before_it_is_left_alone(
     engine: Engine, first: int, inside: bool
 ) -> None:
-    """Its residual is the caller's. No server comes to it: SGLang wants layers of both kinds, each
+    """Its residual is the caller's. No server has this: SGLang requires layers of both kinds, each
     with a donor."""
     config = SimpleNamespace(num_hidden_layers=LAYERS, num_kv_shared_layers=LAYERS - first)
     model = SimpleNamespace(config=config, layers=engine.text_model.layers)
@@ -183,8 +183,8 @@ def test_a_donor_without_a_layer_before_it_is_left_alone(
 
 
 def assert_refused_late(engine: Engine, reason: str) -> None:
-    """The forward comes to the cut, is given up there, and is run again as stock; then the path
-    is off, and no later forward pays twice."""
+    """The forward reaches the cut, is aborted there, and is run again as stock; then the path
+    is off, and no later forward runs twice."""
     scheduled = engine.schedule(BATCHES["three, two of them cached"])
     stock = run(engine, scheduled, "0")
     reset_log()
@@ -244,7 +244,7 @@ def test_inputs_that_were_not_projected(
     monkeypatch: pytest.MonkeyPatch,
     plain: bool,
 ) -> None:
-    """The model has made them in a way of its own: those of the tail are not known."""
+    """The model computes them in another way: those of the tail are not known."""
     model = engine.text_model
     if not plain:
         doubled(model.per_layer_model_projection)

@@ -1,4 +1,4 @@
-"""What the other tests rely on: the engine does what its words say."""
+"""What the other tests rely on: the engine does what its docstrings say."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_slot_has_its_own_number_in_the_windows_pool(engine: Engine) -> None:
 
 @pytest.mark.parametrize(("prefix", "rows"), [("0", 20), ("1", 1)])
 def test_who_computes_the_cached_tokens(engine: Engine, prefix: str, rows: int) -> None:
-    """The stock forward, whatever the switch says, unless the fast path is asked for."""
+    """The stock forward, whatever the switch is, unless ``prefix`` is "1"."""
     seen = Observed()
     with switched("1"), watching(engine, seen):
         engine.schedule(batch_of((20, 5)), prefix=prefix)

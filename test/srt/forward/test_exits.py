@@ -102,10 +102,10 @@ def reattached(engine: Engine) -> str | None:
         pass
     prefill_graphs.attach(runner, state)
     found = vars(runner.prefill_cuda_graph_runner).get(ENTRY)
-    told: str = state.facts["exits"]
+    fact: str = state.facts["exits"]
     is_closed = found is None or found.closed
-    assert told.startswith("closed: " if is_closed else f"open after segment {TO_THE_EXIT}")
-    return told if is_closed else None
+    assert fact.startswith("closed: " if is_closed else f"open after segment {TO_THE_EXIT}")
+    return fact if is_closed else None
 
 
 # ---------------------------------------------------------------- what leaves, and what does not
@@ -303,7 +303,7 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
 
 @contextmanager
 def another_exit(change: Callable[[ExitPoint], ExitPoint]) -> Iterator[None]:
-    """What lies at an exit is not what it should be."""
+    """The residual at an exit is not what it should be."""
     stock = exits.replay_to_exit
     with mock.patch.object(exits, "replay_to_exit", lambda graph: change(stock(graph))):
         yield
@@ -518,7 +518,7 @@ def captured_anew(engine: Engine) -> Iterator[None]:
 def test_a_residual_that_is_owed_an_update(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What lies at such an exit is not the residual."""
+    """The tensor at such an exit is not the residual."""
     pending = mock.patch.object(compat, "residual_is_written", return_value=False)
     with pending, captured_anew(engine):
         assert exits.NO_POINT in (exits_of(engine).closed or "")
@@ -548,8 +548,8 @@ def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyP
     reattached(engine)
     segments = dict.fromkeys((128, 64, 32, 16), TO_THE_EXIT)
     assert compared == [f"exits: None, {segments}", "exits agree with stock: True"]
-    for asked in ("exits: ", "exits agree"):
-        differs = lambda found: ranks.NOT_ALIKE if asked in found else None  # noqa: B023, E731
+    for finding in ("exits: ", "exits agree"):
+        differs = lambda found: ranks.NOT_ALIKE if finding in found else None  # noqa: B023, E731
         monkeypatch.setattr(ranks, "reason_ranks_differ", differs)
         assert ranks.NOT_ALIKE in (reattached(engine) or "")
         assert_closed(engine)
@@ -563,7 +563,7 @@ def test_another_sglang(
     caplog: pytest.LogCaptureFixture,
     lacking: str,
 ) -> None:
-    """Where graphs are other than they are known to be, nothing is done with them."""
+    """Where graphs lack an attribute that the exits need, they are left as they are."""
     prefills = engine.runner.prefill_cuda_graph_runner
     exits_of(engine).hooks.close()
     with monkeypatch.context() as patched:

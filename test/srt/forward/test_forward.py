@@ -1,4 +1,4 @@
-"""One forward on the real model: exceptions, fallbacks, and no trace left behind."""
+"""One forward on the real model: exceptions, fallbacks, and what is restored."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_names_of_newer_releases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _anything(*_: Any) -> None:
-    """Takes what it is given, and says nothing of it."""
+    """Accepts any arguments, and does nothing."""
 
 
 SIGNATURES: dict[str, tuple[type, str]] = {

@@ -2,11 +2,11 @@
 
 On a GPU a value that travels from the device to the host stalls the host until all queued kernels
 have run; every launch after it is then paid in full. No GPU is needed to see such reads: each goes
-through one of a few PyTorch operations (``host_reads``), counted here with the code that asked.
+through one of a few PyTorch operations (``host_reads``), counted here with the code that reads.
 
 What a CPU shows: no read by the package's own code at all, and none in a whole forward that the
 stock forward does not do as well. ``triton/test_planning`` shows it of SGLang's Triton backend, and
-``gpu/`` asks CUDA.
+``gpu/`` uses CUDA's own check.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_every_field_is_what_sglang_makes(engine: Engine, kind: str) -> None:
 def test_what_every_batch_of_a_server_captures(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: CaptureHiddenMode
 ) -> None:
-    """A server that may be asked for hidden states: SGLang's batches are all of one mode."""
+    """A server that may return hidden states: SGLang's batches are all of one mode."""
     name = "get_server_return_hidden_states_mode"
     if not hasattr(forward_batch_info, name):
         pytest.skip("in this SGLang a batch captures what its requests want")

@@ -140,7 +140,7 @@ def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
 
 
 def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
-    """What only one rank sees, as K and V of its own heads are, turns the path off on both."""
+    """A defect that only one rank finds, in K and V of its own heads, disables both ranks' path."""
     from sglang_gemma4_yoco.checking import rounding
     from sglang_gemma4_yoco.checking import start as checking
 

@@ -137,7 +137,7 @@ TP, DP = {"tp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": Tru
 MACHINES = {**TP, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000"}
 DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
 
-# What is refused, with what SGLang wants beside it. Several ranks forward in ``test_ranks`` and
+# What is refused, with what SGLang requires for it. Several ranks forward in ``test_ranks`` and
 # ``test_parallel``.
 SERVERS: list[tuple[dict[str, Any], str | None]] = [
     ({"enable_deterministic_inference": True}, "deterministic inference"),

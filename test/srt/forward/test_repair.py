@@ -1,6 +1,6 @@
 """When SGLang's capture of prefills fails, when it is repaired, and when prefills are shortened.
 
-Asked at start and by ``doctor``. On a runner: ``forward/test_exits``, ``forward/test_capturing``.
+Decided at start and by ``doctor``. On a runner: ``forward/test_exits``, ``forward/test_capturing``.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_a_repair(caplog: pytest.LogCaptureFixture) -> None:
 def test_whether_captured_prefills_may_be_shortened(
     setting: Callable[..., None], backend: str, switch: bool, refused: str | None
 ) -> None:
-    """Whoever has chosen the graphs."""
+    """Whether the operator or SGLang has chosen the graphs."""
     setting(prefill_graphs=switch)
     with prefill_graphs(backend):
         assert repair.exits_refused() == refused

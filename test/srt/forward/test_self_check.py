@@ -1,4 +1,4 @@
-"""The check at start: it takes both ways, finds what is broken, and leaves nothing behind."""
+"""The check at start: it runs both paths, finds what is broken, and restores all state."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def test_it_agrees_with_pages(tiny_checkpoint: Path, page: int, dtype: str) -> N
 
 
 def test_one_key_of_many(tmp_path: Path) -> None:
-    """Among 512 values one is near rounding in bf16, and none that a sharp head looks at."""
+    """One key of 512 is near rounding in a mean, and sharp heads may not attend to it at all."""
     shape = dataclasses.replace(E2B_TINY_SHARP, sliding_window=512)
     engine = Engine(write_checkpoint(tmp_path, shape), **(ENGINE | {"dtype": "bfloat16"}))
     state = start.of(engine.text_model)

@@ -182,7 +182,7 @@ class TestPublishedHelpers:
     @MARKS_CHUNKS
     @pytest.mark.usefixtures("planned")
     def test_truncation_of_an_intermediate_chunk(self, engine: Engine) -> None:
-        """The package runs no tail of it; who asks for one gets its attention planned."""
+        """The package runs no tail of it; a caller of the helper gets its attention planned."""
         attention = attention_of(engine)
         batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
         batch.contains_last_prefill_chunk = False

@@ -84,12 +84,12 @@ def test_captured_prefills_run_to_their_end(engine: Engine) -> None:
 
 def test_it_is_said() -> None:
     assert vars(start)["prefill_graphs"] is None
-    told = metrics.state()
-    assert told["active"] is True
-    assert told["exits"] == start.NO_EXITS
+    reported = metrics.state()
+    assert reported["active"] is True
+    assert reported["exits"] == start.NO_EXITS
     findings = Findings()
     with stand_ins.prefill_graphs("breakable"):
         preflight._prefill_graphs(findings, {}, {}.get)
     [line] = findings.lines
     assert (findings.exit_status, start.NO_EXITS in line) == (0, True)
-    assert told["tail"] == f"captured for up to {ROWS} rows"
+    assert reported["tail"] == f"captured for up to {ROWS} rows"

@@ -2,7 +2,7 @@
 
 SGLang cannot capture these models without the package's repair; that repair is all that the first
 tests have of the package. SGLang itself says of multimodal models that their prefills may fault
-where they are replayed, so what these tests find decides what everything after them is worth.
+where they are replayed, so the tests after these are meaningful only if these pass.
 
 ``python3 scripts/run_tests.py --gpu``. With ``YOCO_TEST_GPU=cpu`` the same tests run on a CPU, on
 the smallest model and the reference's recordings.

@@ -48,7 +48,7 @@ class Answer(comparing.Answer):
 
     Attributes:
         loaded_tokens: of the cached ones, those that came back from the host.
-        retractions: how often the request lost its place, and was computed again.
+        retractions: how often the request was retracted, and computed again.
         wanted: how many tokens it must have.
     """
 
@@ -133,9 +133,9 @@ def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
     """Same tokens, and log-probabilities within the tolerance.
 
     Args:
-        close_calls: how many answers may part where stock's two likeliest tokens are as good as
+        close_calls: how many answers may differ where stock's two likeliest tokens are almost
             tied: both servers' log-probabilities of both are compared there, too. For requests
-            whose company in a forward, and so the last bits of every sum, differs from run to run.
+            whose forwards are batched differently from run to run, which changes the last bits.
     """
     assert len(both.on) == len(both.off) > 0
     for on, off in zip(both.on, both.off, strict=True):
@@ -300,7 +300,7 @@ def assert_same_traffic(
 def beside_decoding(server: Server, short: list[int], long: list[int]) -> list[list[int]]:
     """Answers to two prompts, the long one sent while the other's answer is generated.
 
-    That one is of 200 tokens, so that it is not at its end too soon on a busy machine.
+    The short prompt's answer has 200 tokens, so as not to end too soon on a busy machine.
     """
     mark = server.mark()
     with ThreadPoolExecutor(1) as client:

@@ -16,7 +16,7 @@ def tokens(draw: random.Random, count: int) -> tuple[int, ...]:
 
 
 def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
-    """Rows of each request that the scheduler or the sampler reads, by the request's own words."""
+    """Rows of each request that the scheduler or the sampler reads, by the request's fields."""
     kept = []
     for prompt in prompts:
         wanted = 1

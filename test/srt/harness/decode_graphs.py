@@ -1,4 +1,4 @@
-"""SGLang's own decode steps, recorded by its own runner, and the tail after them.
+"""SGLang's own decode steps, captured by its own runner, and the tail after them.
 
 A GPU's server does this at its start; here ``graph_backend`` records.
 """
@@ -20,7 +20,7 @@ from sglang_gemma4_yoco.core.state import find
 
 @contextmanager
 def recorded_decode_steps(engine: Engine) -> Iterator[Any]:
-    """Has SGLang record the engine's decode steps; yields the runner that replays them."""
+    """Has SGLang capture the engine's decode steps; yields the runner that replays them."""
     runner = engine.runner
     releases.record_decode_steps(runner)
     decode_steps = runner.decode_cuda_graph_runner

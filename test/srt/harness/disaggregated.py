@@ -17,11 +17,11 @@ from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco.commands.servers import free_ports
 
-_rooms = count(1)  # where the two servers meet over one request
+_rooms = count(1)  # SGLang's bootstrap_room: one id for a request on both servers
 
 _ENVIRONMENT = {
     "SGLANG_HOST_IP": "127.0.0.1",
-    # A request whose peer is gone is given up after so many seconds; SGLang waits for 300.
+    # A request whose peer is gone is aborted after so many seconds; SGLang's default is 300.
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
 }
@@ -34,7 +34,7 @@ class Disaggregated:
     Attributes:
         prefill: the one that computes the prompts.
         decode: the one that goes on from there.
-        ports: where each of them is met by its peers while it prefills.
+        ports: each one's bootstrap port, which its peers use while it prefills.
     """
 
     prefill: Server
@@ -42,7 +42,7 @@ class Disaggregated:
     ports: list[int]
 
     def peers(self, number: int | None = None) -> dict[str, Any]:
-        """Fields of a request, or of a batch of so many, by which both servers meet."""
+        """The bootstrap fields of a request, or of a batch of so many."""
         rooms = [next(_rooms) for _ in range(number or 1)]
         return {
             "bootstrap_host": "127.0.0.1",

@@ -55,7 +55,7 @@ MARKS_CHUNKS = pytest.mark.skipif(
 )
 NEEDS_GRAPHS = pytest.mark.skipif(
     not hasattr(SRTPlatform, "get_full_graph_backend_cls"),  # 0.5.21
-    reason="this SGLang asks no platform for its graphs",
+    reason="this SGLang takes its graphs from no platform",
 )
 
 
@@ -119,7 +119,7 @@ def assert_stock(engine: Engine, reason: str, prompts: Sequence[Prompt] = TWO_PR
 
 
 def assert_served_by_stock(stock: Observed, seen: Observed) -> None:
-    """Bit for bit what the stock forward gives, from a run of all rows that came last."""
+    """Bit for bit the stock forward's result; the last run was one of all rows."""
     assert seen.rows[-len(stock.rows) :] == stock.rows
     assert_same_objects(seen)
     assert_same_cache(stock, seen)
@@ -154,7 +154,7 @@ def on_one_backend(engine: Engine) -> Iterator[None]:
 
 
 class InjectedError(Exception):
-    """A failure that a test brought about."""
+    """A failure that a test injects."""
 
 
 _PLACES: dict[str, Callable[[Any], torch.nn.Module]] = {

@@ -18,7 +18,7 @@ from sglang_gemma4_yoco.core.gate import is_worth_cutting
 LAYERS = E2B_TINY.layers
 FIRST_SHARED = E2B_TINY.layers - E2B_TINY.kv_shared_layers
 FIRST_CUT = FIRST_SHARED - 1
-# Rows kept of a chunk that does not finish its prompt, where SGLang says so in the batch and not.
+# Rows kept of an intermediate chunk, by whether SGLang marks it as such in the batch.
 CHUNK_KEPT = 0 if releases.marks_intermediate() else 1
 
 

@@ -33,7 +33,7 @@ class MediaPrompt:
     """One request of a batch.
 
     Attributes:
-        text: a token per byte; ``<|image|>``, ``<|video|>`` and ``<|audio|>`` stand for one each.
+        text: a token per byte; ``<|image|>``, ``<|video|>`` and ``<|audio|>`` are one item each.
         cached: how many of the first tokens, all of them text, are in the cache.
         end: where this chunk ends, as an index of the prompt's tokens; None for the prompt's end.
         is_last: the prompt is broken off at ``end``; else what follows is left for later chunks.
@@ -65,7 +65,7 @@ def _encoded(prompt: MediaPrompt) -> Any:
     """What Gemma 4's processor makes of the prompt, images and frames in the size they have."""
     draw = torch.Generator().manual_seed(len(prompt.text))
     media: dict[str, Any] = {
-        # Noise: rows of one colour would hardly tell whom they attend to.
+        # Noise: rows of one colour would hardly show which keys they attend to.
         "images": [
             torch.randint(0, 256, (3, *prompt.size), dtype=torch.uint8, generator=draw)
             for _ in range(prompt.text.count("<|image|>"))
@@ -81,7 +81,7 @@ def _encoded(prompt: MediaPrompt) -> Any:
     }
     given = {name: items for name, items in media.items() if items}
     if "videos" in given:
-        given["do_sample_frames"] = False  # as SGLang asks for it: it has sampled them itself
+        given["do_sample_frames"] = False  # as SGLang sets it: it has sampled them itself
     return _processor(E2B_TINY)(
         text=prompt.text, return_tensors="pt", **given, **({"do_resize": False} if given else {})
     )
@@ -123,7 +123,7 @@ def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[Multim
 
 
 def _inputs(engine: Engine, prompt: MediaPrompt) -> tuple[tuple[int, ...], MultimodalInputs | None]:
-    """The prompt's tokens, and what its placeholders stand for."""
+    """The prompt's tokens, and the media of its placeholders."""
     encoded = _encoded(prompt)
     ids = encoded["input_ids"][0].tolist()
     config = engine.runner.model.config

@@ -29,7 +29,7 @@ class Attended:
 
     Attributes:
         queries: rows that attended.
-        keys: rows whose K and V were handed over to be written; 0 for a layer that writes none.
+        keys: rows whose K and V were passed in to be written; 0 for a layer that writes none.
         mode: the batch's forward mode at the time, by name.
         backend: the backend at the time.
         laid_out: copies of what the batch said of its rows and requests at the time, by field.
@@ -255,7 +255,7 @@ class Expected:
         attended: (queries, keys) of each call of the attention backend.
         front: how many of these calls belong to the front, on the runner's own plan.
         tail_mode: the batch's forward mode in the calls after those.
-        laid_out: what the batch says in those of its kept rows: they are a batch of their own.
+        laid_out: the fields of the batch in those calls: the kept rows are a batch of their own.
         first_position: of the forward's first row, counted from zero.
     """
 
@@ -270,7 +270,7 @@ class Expected:
 
 
 def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
-    """What a forward of ``prompts`` must do, counted from their own words; None: stock."""
+    """What a forward of ``prompts`` must do, counted from their fields; None: stock."""
     config = engine.text_model.config
     layers, first = config.num_hidden_layers, _first_shared(engine)
     total, kept = sum(len(p.new) for p in prompts), sum(kept_rows(prompts))

@@ -86,7 +86,7 @@ class OwnProcess(pytest.Item):
         log = report.with_suffix(".log")
         program = [
             *("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
-            *("-m", self.config.option.markexpr),  # what was left out here is left out there
+            *("-m", self.config.option.markexpr),  # the same tests are deselected there
             *(f"--junitxml={report}", str(self.path)),
         ]
         status = run_elsewhere(program, log, file.environment, self.config.rootpath)
@@ -99,7 +99,7 @@ class OwnProcess(pytest.Item):
         assert counts["tests"] > counts["skipped"], f"nothing ran: {output[-2000:]}"
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        """The other pytest's own words, without this one's frames."""
+        """The other pytest's output, without this one's frames."""
         if isinstance(excinfo.value, FailedInOwnProcessError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)

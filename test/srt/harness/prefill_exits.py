@@ -1,4 +1,4 @@
-"""Forwards of an engine whose prefills, and whose tail, are captured: three ways beside each other.
+"""Forwards of an engine whose prefills, and whose tail, are captured, compared on three paths.
 
 *Eagerly* as stock; *replayed* as stock, to the end of SGLang's graph; and on the fast path, which
 leaves the graph at the exit of layer S-1 where the batch allows it. A replay runs no Python of a
@@ -95,7 +95,7 @@ def is_replayed(rows: int) -> bool:
 
 @contextmanager
 def strict_exits() -> Iterator[None]:
-    """Whatever lies in a graph's memory is spoiled at its exit, but for what may be read."""
+    """A graph's memory is overwritten at its exit, except for what may be read there."""
     stock = exits.replay_to_exit
 
     def replay_to_exit(graph: Any) -> ExitPoint:

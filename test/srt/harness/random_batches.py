@@ -1,4 +1,4 @@
-"""On equals off for random batches of random models: what holds, and what it is tried on.
+"""Fast equals stock for random batches of random models: properties, batches and models.
 
 Lengths are drawn relative to the model's window, so that its edges are met whatever it is. A
 property says of every example whether the fast path was active, by the rows that each layer

@@ -1,4 +1,4 @@
-"""How far rounding takes two forwards apart, whatever the model.
+"""How much rounding alone makes two forwards differ, whatever the model.
 
 End to end that depends on the model: where a head attends to few keys, one rounding can make it
 attend to others. So there are two measures. ``rounded_otherwise`` has stock itself round otherwise,

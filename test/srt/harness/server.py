@@ -100,7 +100,7 @@ class Server(servers.Server):
         failures: the file that says how often its tail is to fail (``tail_failures``).
     """
 
-    PATIENCE = 0.0  # nothing that it would put in order is kept
+    PATIENCE = 0.0  # killed at once: nothing of what it would save on exit is needed
     TIMEOUT = 300.0
 
     def __init__(
@@ -174,7 +174,7 @@ class Server(servers.Server):
             return
         raise ServerDiedError(f"it exited with {self.process.returncode}:\n{self._log_tail()}")
 
-    # -- what it has said and done -----------------------------------------------------------
+    # -- what it has logged and run ---------------------------------------------------------
 
     def log_since_ready(self) -> str:
         """The log without the start: some releases show there what they failed to import."""
@@ -215,7 +215,7 @@ class Server(servers.Server):
         return first
 
     def load(self) -> dict[str, int]:
-        """How many requests are ``running`` and ``waiting`` by the scheduler's own count."""
+        """How many requests are ``running`` and ``waiting``, as the scheduler counts them."""
         loads = self.get("/v1/loads")["loads"]
         return {
             name: sum(load[f"num_{name}_reqs"] for load in loads) for name in ("running", "waiting")

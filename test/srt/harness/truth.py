@@ -72,7 +72,7 @@ class Error:
 _BF16_RMS = 0.1
 # Far less than any rounding to 8 bits of mantissa, far more than fp32's.
 _NOT_FP32 = 1e-3
-# Log-probabilities of one prompt hang on the 64 numbers of its last hidden state.
+# Log-probabilities of one prompt depend on the 64 numbers of its last hidden state.
 _INDEPENDENT = 60
 # The largest error is a single draw, and varies more than the mean.
 _LARGEST = 1.3

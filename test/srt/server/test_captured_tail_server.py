@@ -28,7 +28,7 @@ from server import CHUNK, Pair, Server
 from sglang_gemma4_yoco.loading import metrics
 
 if not hasattr(SRTPlatform, "get_full_graph_backend_cls"):
-    pytest.skip("this SGLang asks no platform for its graphs", allow_module_level=True)
+    pytest.skip("this SGLang takes its graphs from no platform", allow_module_level=True)
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[
 
 
 def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Server) -> None:
-    """It takes its request with it. The prefill server keeps none of its memory, and goes on.
+    """Its request ends with it. The prefill server frees its memory, and continues to serve.
 
     The last test of this file: there is no decode server after it.
     """

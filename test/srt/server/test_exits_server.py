@@ -112,7 +112,7 @@ def assert_as_due(prefills: list[Prefill]) -> None:
 
 
 def forwards(server: Server) -> Counter[str]:
-    """Prefill forwards so far by what became of them, by the server's own word.
+    """Prefill forwards so far by outcome, as the server counts them.
 
     Without those that verify drafts.
     """
@@ -212,7 +212,7 @@ def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
 def assert_same_random_traffic(
     servers: Pair, count: int, seed: int
 ) -> tuple[list[Prefill], Counter[str]]:
-    """Random requests get the same answers from both servers, and leave nothing behind."""
+    """Random requests get the same answers from both servers, and no slot leaks."""
     requests = workload.random_requests(
         count, seed=seed, vocabulary=E2B_TINY.vocab_size, longest=400
     )

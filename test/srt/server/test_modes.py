@@ -176,7 +176,7 @@ def drafting(
 
 
 def ranks_of(server: Server) -> int:
-    """How many ranks the server has, by its own word."""
+    """How many ranks the server reports."""
     ranks: int = server.resolved("tp_size")
     return ranks
 

@@ -2,7 +2,7 @@
 
 What is cached ends at a page's border, so the tail's rows begin anywhere in a page. The pages of 64
 come with a small pool, which runs full, without overlap of scheduling and compute, and with an
-attention backend that the tail does not run on: it asks for such pages.
+attention backend that the tail does not run on: it requires such pages.
 """
 
 from __future__ import annotations

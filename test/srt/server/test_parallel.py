@@ -81,7 +81,7 @@ def both_servers(spread_server: Server, off_server: Server) -> Pair:
 
 
 def turn(mode: Mode, servers: Pair, server: Server, number: int) -> dict[str, Any]:
-    """What a request says so that replicas take turns, whatever SGLang thinks of their load."""
+    """The field of a request that has replicas take turns, whatever load SGLang counts."""
     spread = mode.has_replicas and server is servers[0]
     return {"routed_dp_rank": number % 2} if spread else {}
 
@@ -207,7 +207,7 @@ def test_concurrent_requests(mode: Mode, both_servers: Pair) -> None:
 
 
 def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
-    """Each process that cuts says so."""
+    """Each process that cuts logs it."""
     for i in range(2):
         generate(
             spread_server,
@@ -222,7 +222,7 @@ def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
 
 @pytest.mark.release
 def test_a_pipeline_is_stock(off_server: Server, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Parted where SGLang's own answers are right: all KV-shared layers beside their donors."""
+    """Split where SGLang's own answers are right: all KV-shared layers beside their donors."""
     stages = {PARTITION: f"{WINDOW_DONOR},{LAYERS - WINDOW_DONOR}"}
     prompts = prompts_of(50, 2 * CHUNK + 44)
     with running(tiny_checkpoint, tmp_path, switch=None, arguments=_STAGES, env=stages) as server:

@@ -1,4 +1,4 @@
-"""What a server tells of the fast path, in SGLang's metrics and in /server_info.
+"""What a server reports of the fast path, in SGLang's metrics and in /server_info.
 
 On two ranks, of which one counts for both; and both audit every shortened prefill.
 """

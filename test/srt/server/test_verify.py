@@ -147,8 +147,8 @@ def test_every_kind_of_prompt_is_sent_and_compared(demonstrated: Done) -> None:
 def test_prompts_return_log_probabilities(off_server: Server, tiny_checkpoint: Path) -> None:
     """Those of all their tokens, or of the second half."""
     made = prompts.make(prompts.tokenizer_of(str(tiny_checkpoint)), ["One?", "Two, and more?"])
-    asked = [prompt for prompt in made if prompt.kind == prompts.LOGPROBS]
-    for prompt, part in zip(asked, (1, 2), strict=True):
+    with_logprobs = [prompt for prompt in made if prompt.kind == prompts.LOGPROBS]
+    for prompt, part in zip(with_logprobs, (1, 2), strict=True):
         read = Answer.of(off_server.generate(**prompt.request())).read
         assert len(read) >= len(prompt.body["input_ids"]) // part - 1 > 1
 

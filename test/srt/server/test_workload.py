@@ -73,7 +73,7 @@ def stock(off_server: Server) -> list[Answer]:
             *("captured_server", 1, CAPTURED_ROWS),
             marks=pytest.mark.skipif(
                 not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
-                reason="this SGLang asks no platform for its graphs",
+                reason="this SGLang takes its graphs from no platform",
             ),
         ),
     ],

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
 
 WINDOW = INTERPRETED.sliding_window
-# Pages of 64 and 128 as SGLang asks for them under the first name; the second takes any.
+# Pages of 64 and 128 as SGLang requires them under the first name; the second takes any.
 SERVERS: dict[str, dict[str, Any]] = {
     "pages of 1": {"attention_backend": "fa4", "page_size": 1},
     "pages of 16": {"attention_backend": "fa4", "page_size": 16},
@@ -100,7 +100,7 @@ def test_forward(engine: Engine, name: str) -> None:
 
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It agrees, and sees when the tail's window is one key short, as Triton's own is."""
+    """It agrees, and finds when the tail's window is one key short, as Triton's own is."""
     state = start.of(engine.text_model)
     found = check.check(engine.runner, state)
     assert found.worst is not None

@@ -2,7 +2,7 @@
 
 The platform's mode ``cuda_branches`` says what runs then, and what it cannot show. Of every forward
 it is asserted first which kernels ran, and how often: stock's counts follow from the layers, and
-the fast path's from the rows that it keeps. No oracle is asked about decode steps, in which Triton
+the fast path's from the rows that it keeps. No oracle is used for decode steps, in which Triton
 sees one key fewer than Hugging Face; there on equals off bit for bit.
 """
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from sglang_gemma4_reference import cuda_branches
-from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, untamed, write_checkpoint
+from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, sharpened, write_checkpoint
 from sglang_gemma4_reference.engine import reset_log
 
 if version("sglang") != cuda_branches.SGLANG:
@@ -78,7 +78,7 @@ class Bench:
 _MODELS = {
     "wide": (WIDE, "float32"),
     "bfloat16": (WIDE, "bfloat16"),
-    "sharp": (untamed(dataclasses.replace(WIDE, outlier_share=1 / 8)), "bfloat16"),
+    "sharp": (sharpened(dataclasses.replace(WIDE, outlier_share=1 / 8)), "bfloat16"),
 }
 
 
@@ -111,7 +111,7 @@ KERNELS = (
     *(NORM, ADD_NORM, "run_rope", "store_cache", "run_activation"),
     *(EXTEND, DECODE, "_fwd_kernel_stage2"),
 )
-# How often they run depends on what the backend plans, and on what is asked of the logits.
+# How often they run depends on what the backend plans, and on which logits are wanted.
 ALSO = ("softcap_inplace_logits_kernel", "create_flashinfer_kv_indices_triton", ROW_NORM)
 
 
@@ -127,7 +127,7 @@ def expected_calls(shape: Gemma4Shape, tail: str | None) -> Counter[str]:
     # Layers of which more runs than K and V.
     whole = front if tail == "skipped" else layers
     decoded = layers - front if tail == "decode" else 0
-    # K and V of the donor are normed apart from each other and from q, and k is rotated apart.
+    # The donor's q, K and V are normed in separate calls, and k is rotated in one of its own.
     extra_norms, extra_ropes = (0, 0) if tail is None else (2, 1)
     return +Counter(
         {

@@ -1,7 +1,7 @@
 """SGLang's own fp8 layers (``--quantization fp8``), and caches of another type than the weights'.
 
 Such layers have weights and activations of 8 bits. Activations are scaled row by row, so a row's
-output does not hang on the rows beside it, and the fast path gives what stock gives. The kernel
+output does not depend on the rows beside it, and the fast path gives what stock gives. The kernel
 that scales them is Triton's, which is why these tests run in its interpreter. SGLang quantises no
 checkpoint with an audio encoder when it loads it, so this one has none.
 """

@@ -141,9 +141,9 @@ IMAGE = slice(5, 11)  # the image's own rows in it
     ],
 )
 def test_chunks(engine: Engine, end: int, masked: tuple[bool, bool]) -> None:
-    """Two chunks. An image is masked only if it lies in one of them as a whole.
+    """Two chunks. An image is masked only if one of them contains it as a whole.
 
-    The first computes no tail; the second reads what the first, on the fast path, left behind.
+    The first computes no tail; the second reads K and V that the first wrote on the fast path.
     """
     prompt = MediaPrompt(CHUNKED.text, end=end)
     first = media_batch(engine, prompt)

@@ -52,7 +52,7 @@ def batch(mode: ForwardMode, *, fails: bool = False) -> SimpleNamespace:
 def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
     window: int | None, mode: ForwardMode, planned: int | None, room: int | None
 ) -> None:
-    """And there is room for all of it: a planner that writes past its buffer says nothing."""
+    """And there is room for all of it: a planner that writes past its buffer raises no error."""
     stock = triton_backend.update_sliding_window_buffer
     backend = Planning(window)
     compat.plan(backend, batch(mode))

@@ -28,7 +28,7 @@ def _always_the_same() -> Iterator[None]:
 
 
 # Each kernel with arguments that it takes, which a test changes. Rows are columns of one
-# projection's output, as a layer splits them: they lie apart.
+# projection's output, as a layer splits them: they are not contiguous.
 
 
 def norm_arguments() -> dict[str, Any]:

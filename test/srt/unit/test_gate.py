@@ -123,7 +123,7 @@ def test_graph_capture(capturing: Any) -> None:
 
 
 def test_a_captured_prefill_that_is_replayed() -> None:
-    """The code that replays it knows that nothing is captured now; all other reasons hold."""
+    """While it is replayed nothing counts as being captured; all other reasons hold."""
     state = start.of(model())
     with enable_breakable_cuda_graph(), replaced(state, is_capturing=lambda: False):
         assert isinstance(gate.check_eligibility(state, eligible_batch()), gate.Eligible)
@@ -133,7 +133,7 @@ def test_a_captured_prefill_that_is_replayed() -> None:
 
 # ---------------------------------------------------------------- is it worth it?
 
-# Rows in all, rows that are read, where and how the tail runs, and whether it pays.
+# Rows in all, rows that are read, where and how the tail runs, and whether it is worth it.
 CPU: dict[str, bool] = {}
 GPU, CAPTURED = {"on_gpu": True}, {"eager": False}
 WORTH: list[tuple[int, int, dict[str, Any], bool]] = [

@@ -1,4 +1,4 @@
-"""The way of the counters into SGLang's metrics; on servers: ``server/test_served_metrics``."""
+"""How the counters reach SGLang's metrics; on servers: ``server/test_served_metrics``."""
 
 from __future__ import annotations
 

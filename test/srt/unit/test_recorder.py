@@ -190,7 +190,7 @@ def test_memory_that_was_not_written_is_dirty() -> None:
 
 
 def test_an_input_that_is_written_in_place_grows() -> None:
-    """A body that forgets to copy its static rows: what a replay leaves is the next one's input."""
+    """A body that does not copy its static rows: a replay's result is the next one's input."""
     rows = torch.ones(3)
     graph = RecordedGraph.of(lambda: rows.view(3, 1).add_(1))
     rows.fill_(1)

@@ -29,7 +29,7 @@ def exact(seed: int, rows: int = 18, width: int = 64, *, outliers: float = 1.0) 
 
 
 def rounded_three_times(values: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Each time to a grid that lies otherwise: no rounding of it is like another's."""
+    """Each time to another grid, scaled at random, so the roundings are independent."""
     draw = torch.Generator().manual_seed(seed)
     for _ in range(3):
         shift = torch.rand(values.shape, generator=draw).double() + 0.5

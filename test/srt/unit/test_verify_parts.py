@@ -84,7 +84,7 @@ def test_a_base_model_continues_the_text(tokenizer: Any) -> None:
 
 
 def test_timed_prompts_share_no_first_token(tokenizer: Any) -> None:
-    """Or a prefix cache would know a part of the next one."""
+    """Or a prefix cache would hold a part of the next one."""
     made = [
         prompts.timed(tokenizer, length, number) for number, length in enumerate([1, 2, 64] * 20)
     ]

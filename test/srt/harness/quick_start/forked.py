@@ -8,9 +8,9 @@ anything else. So each process begins as a spawned one does: SGLang imported, no
 no plugin loaded, the environment that of its parent when it was started.
 
 What differs from a spawned process: variables that are read when SGLang is imported are those of
-the test process; ``as_this_process`` tells whether a program may be forked. And between a first
-process and its children stands the fork server, which hands on the signal by which SGLang's
-children tell their parent that they failed.
+the test process; ``as_this_process`` returns whether a program may be forked. And a first
+process is not its children's parent: the fork server is, and it passes on the signal that SGLang's
+children send to their parent when they fail.
 """
 
 from __future__ import annotations
