@@ -219,10 +219,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--lengths, --batch-sizes and both --repeats take numbers above 0")
     if min(args.decoding) < 0 or min(args.read) < 0 or max(args.read) > 1:
         parser.error("--decoding takes numbers from 0, --read shares from 0 to 1")
-    if args.min_skipped_rows is not None:
-        if args.min_skipped_rows < 1:
-            parser.error("--min-skipped-rows takes a number above 0")
-        os.environ[name_of("min_skipped_rows")] = str(args.min_skipped_rows)
+    if args.min_skipped_rows is not None and args.min_skipped_rows < 1:
+        parser.error("--min-skipped-rows takes a number above 0")
     if args.model is not None and not (args.model / "config.json").exists():
         parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
     return args
@@ -637,6 +635,8 @@ def main() -> int:
     """Measure, print, and return the exit status: 1 when an answer differs in float32."""
     args = parse_arguments()
     device = choose_device(args.device)
+    if args.min_skipped_rows is not None:  # the package reads it when SGLang loads it
+        os.environ[name_of("min_skipped_rows")] = str(args.min_skipped_rows)
     import torch
     from tqdm import tqdm
 

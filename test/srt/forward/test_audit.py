@@ -14,6 +14,7 @@ import torch
 from batches import BATCHES, batch_of
 from checking import audited, counts
 from forwards import (
+    MARKS_CHUNKS,
     TWO_PROMPTS,
     InjectedError,
     assert_fast,
@@ -23,7 +24,6 @@ from forwards import (
 )
 from layer_rows import FIRST_CUT, LAYERS
 from observe import assert_same_cache, run
-from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import audit, rounding
@@ -71,7 +71,7 @@ def test_stock_forwards_are_not_audited(engine: Engine) -> None:
     assert counts() == (0, 0)
 
 
-@pytest.mark.skipif(not releases.marks_intermediate(), reason="this SGLang says nothing of them")
+@MARKS_CHUNKS
 def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> None:
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine), pytest.MonkeyPatch.context() as broken, switched("1"):

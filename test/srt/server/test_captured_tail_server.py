@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sglang.srt.platforms.interface import SRTPlatform
 
 from ask import (
     TOLERANCE,
@@ -22,13 +21,13 @@ from ask import (
     tokens,
     with_other_weights,
 )
+from forwards import NEEDS_GRAPHS
 from layer_rows import FIRST_CUT
 from server import CAPTURED_ROWS as ROWS
 from server import CHUNK, Pair, Server
 from sglang_gemma4_yoco.loading import metrics
 
-if not hasattr(SRTPlatform, "get_full_graph_backend_cls"):
-    pytest.skip("this SGLang takes its graphs from no platform", allow_module_level=True)
+pytestmark = NEEDS_GRAPHS
 
 
 @pytest.fixture

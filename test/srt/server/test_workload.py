@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sglang.srt.platforms.interface import SRTPlatform
 
 from ask import assert_same_traffic, traffic
+from forwards import NEEDS_GRAPHS
 from layer_rows import assert_all_fast, fast_rows
 from server import CAPTURED_ROWS, Server
 from sglang_gemma4_reference import tail_failures
@@ -69,13 +69,7 @@ def stock(off_server: Server) -> list[Answer]:
     [
         ("on_server", 1, ()),
         ("default_server", None, ()),
-        pytest.param(
-            *("captured_server", 1, CAPTURED_ROWS),
-            marks=pytest.mark.skipif(
-                not hasattr(SRTPlatform, "get_full_graph_backend_cls"),
-                reason="this SGLang takes its graphs from no platform",
-            ),
-        ),
+        pytest.param("captured_server", 1, CAPTURED_ROWS, marks=NEEDS_GRAPHS),
     ],
     ids=["any row", "default settings", "captured tail"],
 )
