@@ -146,12 +146,6 @@ def checks_in_short() -> str:
         _found_by_checks("checks_cpu.json", ""),
         _found_by_checks("checks_triton.json", TRITON),
     ]
-    [mutations] = results("mutations.json")
-    lines.append(
-        f"- **The tests** were run on {mutations['mutations']} broken plugins, each broken in "
-        f"another way: {len(mutations['survivors'])} of them pass all tests of behaviour, and "
-        f"{len(mutations['not judged'])} are not judged yet ([by file](results/mutations.md))."
-    )
     lines.append(f"- **Cost on a busy CPU.** {cost_of_a_start()} {cost_of_an_audit()}")
     return "\n".join(lines)
 

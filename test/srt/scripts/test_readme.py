@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -16,7 +15,6 @@ import document_tables
 import draw_idea
 import gpu_report
 import mode_table
-import mutation_check
 import plot_prefill
 import result_ages
 import version_matrix
@@ -106,19 +104,6 @@ def test_figures_in_prose_are_those_of_the_results() -> None:
         for compared in document["comparisons"]:
             assert compared["largest_difference"] < 2e-5
             assert compared["differences"] == []
-
-
-def test_mutation_table_is_up_to_date() -> None:
-    page = (version_matrix.RESULTS.parent / "mutations.md").read_text()
-    document = json.loads((version_matrix.RESULTS.parent / mutation_check.RESULTS).read_text())
-    assert inserted(page, mutation_check.PART_OF_DOCUMENT, mutation_check.table(document)) == page
-    assert document["survivors"] == []
-
-
-@pytest.mark.release
-def test_every_mutation_is_judged() -> None:
-    document = json.loads((version_matrix.RESULTS.parent / mutation_check.RESULTS).read_text())
-    assert document["not judged"] == []
 
 
 def test_measurements_are_up_to_date() -> None:

@@ -25,7 +25,6 @@ from tqdm import tqdm
 import forked
 import sglang_gemma4_yoco
 from environment import REPO
-from mutations import MUTATIONS, PACKAGE, broken
 from server import Server, python_path, stand_in_for_sglang, wait_until
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco import commands, log, settings
@@ -177,11 +176,13 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     nothing is reported of a package that is right.
     """
     sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
-    (mutation,) = (m for m in MUTATIONS if m.name == "wrong row: the one before the last")
-    copy = tmp_path / "copy" / PACKAGE
+    copy = tmp_path / "copy" / "sglang_gemma4_yoco"
     shutil.copytree(Path(sglang_gemma4_yoco.__file__).parent, copy)
-    file = copy / mutation.file
-    file.write_text(broken(mutation, file.read_text()))
+    file = copy / "core" / "kept.py"
+    source = file.read_text()
+    last_row, row_before = "range(end - m, end)", "range(end - m - (n > m), end - (n > m))"
+    assert source.count(last_row) == 1
+    file.write_text(source.replace(last_row, row_before))
     mine = tmp_path / "mine.txt"
     mine.write_text("Is this one right?")
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
