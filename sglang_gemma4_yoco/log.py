@@ -23,7 +23,12 @@ TAIL_SKIPPED = "active_intermediate_chunk"
 EXIT_CAPTURED = "exit_captured"
 EXIT_SKIPPED = "exit_intermediate_chunk"
 FAILED = "failed"
+UNSEEN = "unseen"  # planned to be cut, and its forward did not come by this package
 CUT = frozenset({TAIL_EAGER, TAIL_CAPTURED, TAIL_SKIPPED, EXIT_CAPTURED, EXIT_SKIPPED})
+
+#: What holds where so many prefills were unseen, and none was cut.
+NOT_CUT = "set up, but no prefill was cut"
+_MANY_UNSEEN = 20
 
 PARTS = COMPUTED, SKIPPED = "computed", "skipped"
 
@@ -133,6 +138,22 @@ def server_refused(reason: str, level: int = logging.INFO, *, logged: bool = Tru
     server_reasons.add(reason)
     if logged:
         once(f"Gemma 4 fast prefill falls back to stock for this server: {reason}", level)
+
+
+def unseen(rows_in_all: int) -> None:
+    """Count a prefill that was to be cut and that some other code has run; warn of many."""
+    _count(UNSEEN, rows_in_all)
+    if is_unused():
+        once(
+            f"Gemma 4 fast prefill: {NOT_CUT}: {_MANY_UNSEEN} prefills that could be cut did not "
+            "come by this package's forward; SGLang's CUDA graphs or another plugin run them",
+            logging.WARNING,
+        )
+
+
+def is_unused() -> bool:
+    """Whether many prefills were unseen, and none was cut."""
+    return forwards[UNSEEN] >= _MANY_UNSEEN and CUT.isdisjoint(forwards)
 
 
 def failed(error: Exception, rows_in_all: int) -> None:

@@ -253,7 +253,7 @@ def judge(
     state = start.of(engine.text_model)
     checked = check.check(engine.runner, state)
     if checked.worst is None:
-        raise SystemExit(f"{result.model}: {checked.describe()}")
+        raise SystemExit(f"{result.model}: {checked}")
     result.check, result.seconds = checked.worst.excess, checked.seconds
     if isinstance(state.captured, TailGraphs):
         proved(state, engine.runner, result)

@@ -44,11 +44,6 @@ def capturing(decode_steps: Any, backend: Any) -> Iterator[None]:
         yield
 
 
-def is_allocated_after_capture(pool: Any) -> bool:
-    """Whether a pool gets most of its memory after SGLang's graphs are captured (0.5.23)."""
-    return bool(getattr(pool, "post_capture_active", False))
-
-
 def loads_kv_layerwise(pool: Any) -> bool:
     """Whether layers wait for their K and V in this pool: a cache loads them while others run."""
     pools = (pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")))

@@ -34,7 +34,6 @@ NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
 NOT_DECODING = "its rows are no decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
 NONE_GOOD = "no graph gave what the eager layers give"
-ALLOCATED_LATER = "K and V get their memory after capture"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
 # Server arguments with which a replay may differ from its capture, and why.
 _REFUSED = {
@@ -64,8 +63,6 @@ def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | N
     has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
     if has_inputs and not state.splits_per_layer_inputs:
         return QUANTISED
-    if backend.is_allocated_after_capture(tail.token_to_kv_pool):
-        return ALLOCATED_LATER
     if backend.loads_kv_layerwise(tail.token_to_kv_pool):
         return LOADED_MEANWHILE
     argument = compat.server_arguments()

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.captured.backend import is_allocated_after_capture
 from sglang_gemma4_yoco.checking import layerwise, requests, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.requests import NotComparableError, Run, SyntheticRequests
@@ -33,7 +32,7 @@ from sglang_gemma4_yoco.core.state import ModelState
 
 OFF = f"{settings.name_of('self_check')}=0"
 FAILED = "its self-check at start failed"
-ALLOCATED_LATER = "K and V get their memory later"
+UNCHECKED = "its self-check at start could not be run"
 NOT_FINITE = "stock's own answers are not finite numbers"
 NOT_SEEN = "such prefills run in no way that could be seen"  # replayed from a CUDA graph
 NOT_REPLAYED = "the captured tail was not replayed"
@@ -57,10 +56,13 @@ class Checked:
     unchecked: str | None = None
 
     @property
-    def agrees(self) -> bool:  # or nothing was compared
-        return self.worst is None or self.worst.is_rounding
+    def agrees(self) -> bool:
+        """Whether prefills may be cut: nothing differs, or the operator wants no check."""
+        if self.worst is None:
+            return self.unchecked == OFF
+        return self.worst.is_rounding
 
-    def describe(self) -> str:  # for the log
+    def __str__(self) -> str:  # for the log
         if self.worst is None:
             return f"not checked: {self.unchecked}"
         return f"checked layer by layer: {'at most ' if self.agrees else ''}{self.worst}"
@@ -76,11 +78,9 @@ class Checked:
         }
 
 
-def why_not(runner: Any) -> str | None:
+def why_not() -> str | None:
     """Why the check is not made on this server, or None; the same on all ranks."""
-    if not settings.current.self_check:
-        return OFF
-    return ALLOCATED_LATER if is_allocated_after_capture(runner.token_to_kv_pool) else None
+    return None if settings.current.self_check else OFF
 
 
 def check(runner: Any, state: ModelState) -> Checked:

@@ -88,6 +88,9 @@ def plan_batch(
     make: Callable[[ModelState, Any], Plan | str] | None = None,
 ) -> None:
     """Decide on a batch whose attention SGLang has planned, and store the decision on it."""
+    planned_again = getattr(forward_batch, ENTRY, None) is not None
+    if state.planned_rows is not None and not planned_again:
+        log.unseen(state.planned_rows)
     try:
         decided: Plan | str = (make or make_plan)(state, forward_batch)
     except Exception as failure:
@@ -95,6 +98,7 @@ def plan_batch(
             raise  # the other ranks go on with a tail
         log.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
         decided = NOT_PLANNED
+    state.planned_rows = None if isinstance(decided, str) else decided.tail.kept.total
     setattr(forward_batch, ENTRY, decided)
 
 
@@ -127,6 +131,7 @@ def decision(state: ModelState, forward_batch: Any) -> Plan | str:
     after planning), or another attention backend is current. In the supported releases nothing else
     that the decision depends on changes between planning and the forward.
     """
+    state.planned_rows = None
     decided: Plan | str | None = getattr(forward_batch, ENTRY, None)
     if decided is None:
         return ineligible_reason(state, forward_batch) or NOT_PLANNED

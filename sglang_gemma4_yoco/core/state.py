@@ -57,6 +57,7 @@ class ModelState:
         after_cut: called with each forward that was cut, its plan and its output; returns the
             output for the model. None if there is nothing to do.
         failures_in_a_row: of the fast path.
+        planned_rows: rows of a batch that is to be cut, until the model's forward takes its plan.
         facts: entries for /server_info, by key, from the parts that use this object.
     """
 
@@ -71,6 +72,7 @@ class ModelState:
         self.is_capturing: Callable[[], bool] = compat.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
+        self.planned_rows: int | None = None
         self.facts: dict[str, Any] = {}
         self.splits_per_layer_inputs = can_be_split(model)
         self._patches = ExitStack()

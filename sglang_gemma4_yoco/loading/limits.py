@@ -131,6 +131,11 @@ TAIL_BACKENDS = {"TritonAttnBackend"}
 # Run it captured: its decode steps read only buffers that planning fills.
 CAPTURABLE_BACKENDS = {"TritonAttnBackend"}
 
+# A variable of SGLang 0.5.23. When the tail is captured and compared, the pools are not there yet.
+ALLOCATED_LATER = (
+    "K and V get their memory after CUDA graphs are captured: unset "
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+)
 NO_TAIL = "no attention backend could be built for the tail"
 _SGLANG = "sglang.srt."  # its image models' classes have the same names
 
@@ -168,6 +173,8 @@ def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
     for part in (pool.full_kv_pool, pool.swa_kv_pool) if windowed else (pool,):
         if type(part) is not MHATokenToKVPool:
             return f"K and V are in a {type(part).__name__}, whose layout is not known"
+        if getattr(part, "post_capture_active", False):
+            return ALLOCATED_LATER
         method = getattr(getattr(part, "quant_method", None), "name", "unquantized")
         if method != "unquantized":
             return f"K and V are quantised ({method})"

@@ -47,6 +47,8 @@ def state() -> dict[str, Any]:
     """
     served = attached()
     reason = NO_MODEL if served is None else served.refused
+    if reason is None and log.is_unused():
+        reason = log.NOT_CUT
     facts = {} if served is None else dict(served.facts)
     if reason is not None:  # no prefill is cut, so how is of no interest
         facts |= {"tail": None, "exits": None}

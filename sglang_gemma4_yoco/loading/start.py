@@ -131,28 +131,36 @@ def set_up(runner: Any, state: ModelState) -> None:
     if checked is not None and state.refused is None:
         state.after_cut = audit.auditor(runner, state)
         log.once(
-            f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked.describe()}"
+            f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked}"
         )
 
 
 def _check(runner: Any, state: ModelState) -> Checked:
-    """Compare with stock, unless that is refused; with several ranks, all agree or none.
+    """Compare with stock, unless the operator wants no check; with several ranks, all or none.
 
-    With several ranks a failure is raised: the others wait for this rank.
+    Where nothing could be compared the path is off as well: it is not known to be right. With
+    several ranks a failure is raised: the others wait for this rank.
     """
-    unchecked = check.why_not(runner)
+    unchecked = check.why_not()
     try:
         checked = Checked(unchecked=unchecked) if unchecked else check.check(runner, state)
     except Exception as failure:
         if not compat.is_single_rank():
             raise
         log.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
-        checked = Checked(unchecked=f"it could not be run: {type(failure).__name__}")
+        checked = Checked(unchecked=f"it failed: {type(failure).__name__}")
     state.facts["check"] = checked.facts()
-    others = ranks.reason_ranks_differ(f"agrees with stock: {checked.agrees}")
-    if others is not None or not checked.agrees:
-        state.refuse(check.FAILED)
-        log.server_refused(check.FAILED, logged=False)
-        found = "another rank's differs" if checked.agrees else checked.describe()
-        log.error(f"Gemma 4 fast prefill is off for this server: {check.FAILED}; {found}")
+    differ = ranks.reason_ranks_differ(f"agrees with stock: {checked.agrees}")
+    if state.refused is not None:  # a forward of the check could not be cut, and has said why
+        return checked
+    if not checked.agrees:
+        _turn_off(state, check.UNCHECKED if checked.worst is None else check.FAILED, checked)
+    elif differ is not None:
+        _turn_off(state, check.FAILED, "another rank's differs")
     return checked
+
+
+def _turn_off(state: ModelState, reason: str, found: object) -> None:
+    state.refuse(reason)
+    log.server_refused(reason, logged=False)
+    log.error(f"Gemma 4 fast prefill is off for this server: {reason}; {found}")

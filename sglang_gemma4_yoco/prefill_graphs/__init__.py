@@ -102,7 +102,7 @@ def _check(runner: Any, state: ModelState, longest: int) -> Checked:
     Raises:
         Exception: one of them failed, and other ranks wait for this one.
     """
-    unchecked = start.why_not(runner)
+    unchecked = start.why_not()
     if unchecked is not None:
         return Checked(unchecked=unchecked)
     found, finished, tail = list[Finding](), list[bool](), state.captured

@@ -212,6 +212,7 @@ POOLS = {
     "quant_method": (SimpleNamespace(name="nvfp4"), "K and V are quantised (nvfp4)"),
     "k_buffer": ([torch.zeros(1, 2, 3, 4)], BY_PAGES),
     "v_buffer": ([torch.zeros(1, 2, 3, 4)], BY_PAGES),
+    "post_capture_active": (True, limits.ALLOCATED_LATER),
 }
 
 

@@ -633,15 +633,6 @@ class TestReasons:
         why = graphs.why_not(SimpleNamespace(device="cuda"), known, can_be_captured=True)
         assert why == ("only 900 MiB of the GPU's memory are free" if free < 1 << 30 else None)
 
-    def test_pools_that_get_their_memory_later(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """SGLang 0.5.23 can size them when its graphs are captured."""
-        pool = engine.runner.token_to_kv_pool
-        monkeypatch.setattr(pool.full_kv_pool, "post_capture_active", True, raising=False)
-        monkeypatch.setattr(type(pool), "post_capture_active", True, raising=False)
-        assert reason(engine) == graphs.ALLOCATED_LATER
-
     @pytest.mark.parametrize(
         ("place", "name", "value", "why"),
         [

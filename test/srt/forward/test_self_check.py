@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,9 +35,10 @@ from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.requests import synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import cut, gate
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.loading import metrics, start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -186,7 +188,7 @@ def test_answers_of_another_request(
 def test_a_fast_path_that_fails_is_no_rounding(engine: Engine) -> None:
     with failing(engine, "first tail layer", calls=(1,)):  # the first is stock's
         found = checked(engine)
-    assert found.describe() == f"checked layer by layer: {check.RAISED}"
+    assert str(found) == f"checked layer by layer: {check.RAISED}"
     assert not found.agrees
 
 
@@ -257,9 +259,6 @@ def test_the_operator_has_a_say(
 
 def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     state, norm = start.of(engine.text_model), engine.text_model.norm.weight.data
-    with monkeypatch.context() as later:
-        later.setattr(check, "is_allocated_after_capture", lambda _: True)
-        assert check.why_not(engine.runner) == check.ALLOCATED_LATER
     for owner, name, value, reason in (
         (requests, "_lengths", lambda *_: [(5000, 5)], requests.NO_ROOM),
         (state, "is_capturing", lambda: True, gate.CAPTURING),
@@ -270,22 +269,75 @@ def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, value)
-            assert checked(engine) == Checked(unchecked=reason)
+            found = checked(engine)
+            assert found == Checked(unchecked=reason)
+            assert not found.agrees
     assert checked(engine).agrees
 
 
-def test_a_check_that_cannot_be_run_costs_nothing(
+def test_a_server_that_cannot_be_checked_is_stock(
     started: ModelState,
     engine: Engine,
     caplog: pytest.LogCaptureFixture,
     said: Callable[..., list[str]],
 ) -> None:
+    """Its own forwards may fail, or run in no way that could be seen: it is not known to be right."""
     with failing(engine, "first layer"):
-        _, [error] = lines_of_start(engine, said)
-    assert "could not be run" in error
+        on, [failed, off] = lines_of_start(engine, said)
+    assert on == []
+    assert "could not be run" in failed
     assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] != [None]
-    assert started.facts["check"]["unchecked"] == "it could not be run: InjectedError"
-    assert_fast(engine)
+    assert f"is off for this server: {check.UNCHECKED}; not checked: it failed" in off
+    assert started.facts["check"]["unchecked"] == "it failed: InjectedError"
+    assert_stock(engine, check.UNCHECKED)
+
+
+# ---------------------------------------------------------------- a forward of somebody else's
+
+
+@contextmanager
+def another_forward(engine: Engine) -> Iterator[None]:
+    """Another plugin has put a forward of its own, here SGLang's, in the place of the package's."""
+    kind = type(engine.text_model)
+    with mock.patch.object(kind, "forward", kind.forward.__wrapped__):
+        yield
+
+
+def test_a_forward_that_is_not_seen_at_start(
+    started: ModelState, engine: Engine, said: Callable[..., list[str]]
+) -> None:
+    """Without its own forward in the check there is nothing that says that prefills are cut."""
+    with another_forward(engine):
+        on, [off] = lines_of_start(engine, said)
+        assert on == []
+        assert f"{check.UNCHECKED}; not checked: {check.NOT_SEEN}" in off
+        assert metrics.state()["active"] is False
+
+
+def test_prefills_that_never_come_by(engine: Engine, said: Callable[..., list[str]]) -> None:
+    """What was set up is not what happens: twenty such prefills, and it is no longer "active"."""
+    batch = engine.schedule(TWO_PROMPTS)
+    with another_forward(engine):
+        for _ in range(20):
+            assert run(engine, batch, "1").rows == [43] * LAYERS
+        assert metrics.state()["active"] is True
+        assert said(logging.WARNING) == []
+        for _ in range(3):
+            run(engine, batch, "1")
+    [warning] = said(logging.WARNING)
+    assert log.NOT_CUT in warning
+    state = metrics.state()
+    assert (state["active"], state["reason"]) == (False, "set up, but no prefill was cut")
+    assert state["forwards"][log.UNSEEN] == 22  # the last one may still come by
+    assert status.verdict([state]) == (False, "set up, but no prefill was cut")
+
+
+def test_prefills_that_are_cut_are_not_unseen(engine: Engine) -> None:
+    assert_fast(engine)  # an earlier test may have left one that has not come by
+    log.forwards.clear()
+    for _ in range(3):
+        assert_fast(engine)
+    assert log.forwards[log.UNSEEN] == 0
 
 
 # ---------------------------------------------------------------- another SGLang
