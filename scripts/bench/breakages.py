@@ -147,7 +147,7 @@ def _positions(stock: Callable[..., Any], positions: torch.Tensor, **others: Any
 def _next_request(stock: Callable[..., KeptRows], *args: Any) -> KeptRows:
     right = stock(*args)
     last = right.indices[-1]
-    return replace(right, indices=[min(row + 1, last) for row in right.indices])
+    return replace(right, indices=(right.indices + 1).clip(max=last))
 
 
 def _keys(stock: Callable[..., Any], *args: Any, k: float, v: float) -> Any:

@@ -62,7 +62,8 @@ def lacks_memory(device: torch.device) -> str | None:
         return None
     torch.cuda.empty_cache()  # what PyTorch keeps in reserve is free
     free, _ = torch.cuda.mem_get_info(device)
-    return None if free >= _RESERVE else f"only {free >> 20} MiB of the GPU's memory are free"
+    # Without the number: ranks compare their reasons, and each has another number.
+    return None if free >= _RESERVE else f"less than {_RESERVE >> 20} MiB of the GPU are free"
 
 
 def end_failed_capture(device: torch.device, backend: Any) -> None:

@@ -1,7 +1,8 @@
 """A captured tail must give what the same layers give eagerly, or it is not used.
 
-Each graph is replayed on random inputs, over the longest of the synthetic requests: full, and with
-as much padding as a batch can have.
+Each graph is replayed on random inputs, over the synthetic requests: full, and with as much padding
+as a batch can have. Two rows that follow each other differ in every input, request, position and
+length included: a graph that takes one row's for another's gives other numbers.
 
 The eager layers get the same numbers, padding included, in other memory. So both run the same
 kernels on the same shapes. Both plan over the same widened window: that it is right is shown by the
@@ -10,6 +11,7 @@ comparisons with stock (``checking.start``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +19,8 @@ import torch
 
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured.graphs import Inputs, TailGraphs
-from sglang_gemma4_yoco.checking import requests, rounding
-from sglang_gemma4_yoco.checking.requests import Request
+from sglang_gemma4_yoco.checking import rounding
+from sglang_gemma4_yoco.checking.requests import Request, random_like, synthetic_requests
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
@@ -43,21 +45,28 @@ def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
     compared = []
-    with requests.synthetic_requests(runner, graphs.state) as synthetic:
+    with synthetic_requests(runner, graphs.state) as synthetic:
         for rows in sorted({fewest, size}):
-            fill = partial(_fill, request=synthetic.requests[-1], generator=generator)
+            fill = partial(_fill, requests=synthetic.requests, generator=generator)
             captured = graphs.replayed(size, rows, fill)
             compared.append(Comparison.of(TAIL, graphs.eager(size, rows), captured, ROUNDINGS))
     return rounding.findings(compared)
 
 
-def _fill(inputs: Inputs, request: Request, generator: torch.Generator) -> None:
-    """Fill in random rows of one request: n rows are at 1/n, 2/n, ... of its length."""
-    rows, tokens = inputs.rows.shape[0], len(request.slots)
+def _fill(inputs: Inputs, requests: Sequence[Request], generator: torch.Generator) -> None:
+    """Fill in random rows, of the requests in turn: row i of n at (n - i) / n of its request.
+
+    With requests of 7, 514 and 1030 tokens, 4 rows have 1030, 385, 3 and 257 keys.
+    """
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
         if tensor is not None:
-            tensor.copy_(requests.random_like(tensor, generator))
-    lengths = [max(1, tokens * (row + 1) // rows) for row in range(rows)]
+            tensor.copy_(random_like(tensor, generator))
+    rows = inputs.rows.shape[0]
+    places, lengths = list[int](), list[int]()
+    for row in range(rows):
+        request = requests[-1 - row % len(requests)]
+        places.append(request.row)
+        lengths.append(max(1, len(request.slots) * (rows - row) // rows))
+    inputs.requests.copy_(torch.tensor(places))
     inputs.lengths.copy_(torch.tensor(lengths))
     inputs.positions.copy_(inputs.lengths - 1)
-    inputs.requests.fill_(request.row)

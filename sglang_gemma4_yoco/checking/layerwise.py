@@ -79,9 +79,9 @@ class Stock:
     embedded: torch.Tensor | None = None
     keys: Sequence[torch.Tensor] = ()
 
-    def of_rows(self, chosen: Sequence[int]) -> Stock:
-        """The same for some of the kept rows, given by their places among them."""
-        places = torch.tensor(chosen, device=self.index.device)
+    def of_rows(self, chosen: Any) -> Stock:
+        """The same for some of the kept rows, given by their places among them, [n]."""
+        places = torch.as_tensor(chosen, device=self.index.device)
         kept = {step: rows[places] for step, rows in self.kept.items()}
         return replace(self, index=self.index[places], kept=kept)
 

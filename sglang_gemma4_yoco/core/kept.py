@@ -14,13 +14,13 @@ an extend kernel processes it with a handful of thread blocks.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_gemma4_yoco import compat
@@ -38,7 +38,7 @@ class KeptRows:
         lens: m_i, rows kept of request i.
         prefix_lens: tokens of request i before its first kept row.
         start_loc: the place of request i's first kept row among the kept ones.
-        indices: the kept rows among the T rows, ascending.
+        indices: [count] int64, the kept rows among the T rows, ascending; ``lens`` has the same.
         total: T.
         count: rows kept, m_0 + m_1 + ...
         one_per_request: every request keeps exactly its last row: the tail is a decode step.
@@ -47,7 +47,7 @@ class KeptRows:
     lens: list[int]
     prefix_lens: list[int]
     start_loc: list[int]
-    indices: list[int]
+    indices: np.ndarray[Any, np.dtype[np.int64]] = field(compare=False)
     total: int
     count: int
     one_per_request: bool
@@ -67,7 +67,7 @@ class KeptRows:
             logprob_starts: the first new row of request i whose logits are read, relative to its
                 new rows (n_i or more means none); None when no request reads more than its last.
 
-        >>> KeptRows.suffixes(extend_lens=[3, 4, 2], prefix_lens=[0, 10, 0]).indices
+        >>> KeptRows.suffixes(extend_lens=[3, 4, 2], prefix_lens=[0, 10, 0]).indices.tolist()
         [2, 6, 8]
         >>> KeptRows.suffixes([5, 4, 3], [0, 0, 7], logprob_starts=[2, 4, 0]).lens
         [3, 1, 3]
@@ -75,16 +75,18 @@ class KeptRows:
         lens: list[int] = []
         kept_prefixes: list[int] = []
         start_loc: list[int] = []
-        indices: list[int] = []
-        end = 0
+        skipped: list[int] = []  # rows before those of request i that are not kept
+        count = end = 0
         for request, n in enumerate(extend_lens):
             m = 1 if logprob_starts is None else min(max(n - logprob_starts[request], 1), n)
             end += n
             lens.append(m)
             kept_prefixes.append(prefix_lens[request] + n - m)
-            start_loc.append(len(indices))
-            indices.extend(range(end - m, end))
-        count = len(indices)
+            start_loc.append(count)
+            skipped.append(end - m - count)
+            count += m
+        # In NumPy: a Python list of 131,072 rows, as of a long prompt's logprobs, takes 33 ms.
+        indices = np.repeat(np.array(skipped, dtype=np.int64), lens) + np.arange(count)
         return cls(lens, kept_prefixes, start_loc, indices, end, count, count == len(lens))
 
 
@@ -116,8 +118,8 @@ class TailBatch:
         """
         device = forward_batch.extend_seq_lens.device
         padding = [0] * (-len(kept.lens) % _ALIGNMENT)
-        columns = (kept.lens, padding, kept.prefix_lens, padding, kept.start_loc, padding)
-        packed = torch.frombuffer(array("q", sum(columns, kept.indices)), dtype=torch.int64)
+        columns = [*kept.lens, *padding, *kept.prefix_lens, *padding, *kept.start_loc, *padding]
+        packed = torch.from_numpy(np.concatenate((kept.indices, np.array(columns, np.int64))))
         if device.type == "cuda":
             packed = packed.pin_memory()
         packed = packed.to(device, non_blocking=True)

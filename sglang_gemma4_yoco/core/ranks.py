@@ -20,11 +20,12 @@ from sglang_gemma4_yoco import compat
 NOT_ALIKE = "the tensor-parallel ranks were not set up alike"
 
 
-def reason_ranks_differ(findings: str) -> str | None:
-    """Compare the findings of this rank with those of the others of its group.
+def reason_ranks_differ(found: str) -> str | None:
+    """Compare what this rank has found with what the others of its group have found.
 
     Args:
-        findings: what must be the same on every rank.
+        found: what must be the same on every rank. It holds no measured number, which differs
+            where the cause is the same.
 
     Returns:
         Why no batch may be cut, the same on every rank of the group, or None.
@@ -33,8 +34,9 @@ def reason_ranks_differ(findings: str) -> str | None:
     if group is None:
         return None
     everyone: list[str] = [""] * len(group.ranks)
-    distributed.all_gather_object(everyone, findings, group=group.cpu_group)
-    return None if len(set(everyone)) == 1 else NOT_ALIKE
+    distributed.all_gather_object(everyone, found, group=group.cpu_group)
+    different = sorted(set(everyone))
+    return None if len(different) == 1 else f"{NOT_ALIKE}: {' / '.join(different)}"
 
 
 def largest(number: float) -> float:

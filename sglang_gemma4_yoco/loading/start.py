@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+
 from sglang_gemma4_yoco import __version__, compat, log, settings
 from sglang_gemma4_yoco.captured import graphs, proof
 from sglang_gemma4_yoco.checking import audit
@@ -114,7 +116,21 @@ def capturing(runner: Any, model: Any) -> Iterator[None]:
             span.enter_context(prefill_graphs.capturing(runner, state))
         yield
     if state is not None and state.refused is None:
-        set_up(runner, state)
+        with unused_generators(runner.device):
+            set_up(runner, state)
+
+
+@contextmanager
+def unused_generators(device: str) -> Iterator[None]:
+    """PyTorch's random generators are afterwards where they were before.
+
+    Else a layer that draws numbers in a check, as stochastic rounding does, would change what a
+    server with ``--random-seed`` samples.
+    """
+    kind = torch.device(device).type
+    on_device = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+    with torch.random.fork_rng(on_device, device_type=kind):
+        yield
 
 
 def set_up(runner: Any, state: ModelState) -> None:
@@ -130,9 +146,7 @@ def set_up(runner: Any, state: ModelState) -> None:
         prefill_graphs.attach(runner, state)
     if checked is not None and state.refused is None:
         state.after_cut = audit.auditor(runner, state)
-        log.once(
-            f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked}"
-        )
+        log.once(f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked}")
 
 
 def _check(runner: Any, state: ModelState) -> Checked:

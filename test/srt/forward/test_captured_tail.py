@@ -6,6 +6,7 @@ and modules of the tail are not seen, which shows that it ran. On Triton: ``test
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import operator
@@ -123,6 +124,43 @@ def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
     """The recorder's own graphs, by row count."""
     found: dict[int, RecordedGraph] = tail._captured.graphs
     return found
+
+
+# ---------------------------------------------------------------- what must not be replayed
+
+
+@contextmanager
+def rows_swapped_in_graphs(static_input: str) -> Iterator[None]:
+    """What is captured in the span takes one of its inputs from another row."""
+    layers = TailGraphs._layers
+    field = {"requests": "req_pool_indices", "lengths": "seq_lens"}.get(static_input)
+
+    def captured(self: TailGraphs, inputs: graphs.Inputs, batch: Any) -> torch.Tensor:
+        if not any(batch is own for own in self._batches.values()):  # it is run eagerly
+            return layers(self, inputs, batch)
+        swapped = getattr(inputs, static_input).flip(0)
+        if field is not None:
+            with replaced(batch, **{field: swapped}):
+                return layers(self, inputs, batch)
+        return layers(self, dataclasses.replace(inputs, **{static_input: swapped}), batch)
+
+    with mock.patch.object(TailGraphs, "_layers", captured):
+        yield
+
+
+@pytest.mark.parametrize(
+    "static_input", ["rows", "positions", "requests", "lengths", "embeds", "embedded"]
+)
+def test_a_graph_that_takes_a_row_for_another_is_not_used(
+    engine: Engine, known: ModelState, said: Callable[..., list[str]], static_input: str
+) -> None:
+    """Of several prompts: a user would get an answer from another one's words, or length."""
+    with rows_swapped_in_graphs(static_input), pytest.raises(AssertionError):
+        record_tail(engine, MOST)  # which wants graphs for so many rows
+    assert known.captured.rows == (1,)
+    assert len([line for line in said(logging.ERROR) if "differs from the eager one" in line]) == 2
+    assert_replayed(engine, BATCHES["one prompt"])
+    assert_fast(engine, TWO_PROMPTS)
 
 
 # ---------------------------------------------------------------- what is replayed
@@ -631,7 +669,7 @@ class TestReasons:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
         why = graphs.why_not(SimpleNamespace(device="cuda"), known, can_be_captured=True)
-        assert why == ("only 900 MiB of the GPU's memory are free" if free < 1 << 30 else None)
+        assert why == ("less than 1024 MiB of the GPU are free" if free < 1 << 30 else None)
 
     @pytest.mark.parametrize(
         ("place", "name", "value", "why"),

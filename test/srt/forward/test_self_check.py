@@ -281,7 +281,7 @@ def test_a_server_that_cannot_be_checked_is_stock(
     caplog: pytest.LogCaptureFixture,
     said: Callable[..., list[str]],
 ) -> None:
-    """Its own forwards may fail, or run in no way that could be seen: it is not known to be right."""
+    """It is not known to be right."""
     with failing(engine, "first layer"):
         on, [failed, off] = lines_of_start(engine, said)
     assert on == []
@@ -290,6 +290,25 @@ def test_a_server_that_cannot_be_checked_is_stock(
     assert f"is off for this server: {check.UNCHECKED}; not checked: it failed" in off
     assert started.facts["check"]["unchecked"] == "it failed: InjectedError"
     assert_stock(engine, check.UNCHECKED)
+
+
+def test_samples_are_those_of_a_server_without_the_check(
+    started: ModelState, engine: Engine
+) -> None:
+    """Even where a layer draws random numbers, as stochastic rounding does."""
+
+    def draw(*_: Any) -> None:
+        torch.rand(1)
+
+    torch.manual_seed(7)
+    wanted = torch.rand(8)
+    torch.manual_seed(7)
+    hook = engine.text_model.layers[0].register_forward_hook(draw)
+    with hook, counted(engine) as forwards, start.capturing(engine.runner, engine.text_model):
+        pass
+    assert len(forwards) == LAST
+    assert started.facts["check"]["unchecked"] is None
+    assert torch.equal(torch.rand(8), wanted)
 
 
 # ---------------------------------------------------------------- a forward of somebody else's

@@ -154,6 +154,8 @@ class Server(servers.Server):
         """
         self.wait_until(self.is_healthy, "a healthy server", timeout)
         self._start_up = len(self.log())
+        no_request = "nobody has sent a batch that could fall back"
+        assert self.log_lines("falls back to stock: ") == [], no_request
 
     def wait_until(self, condition: Callable[[], T], what: str, seconds: float = TIMEOUT) -> T:
         """``wait_until``, as long as the server lives; the log's end explains what goes wrong."""

@@ -28,7 +28,7 @@ def test_kept_rows_are_the_suffix_of_every_request(batch: list[tuple[int, int, i
         # A row is read when a logprob is wanted from it, and the last row always is.
         expected += [offset + row for row in range(n) if row >= start or row == n - 1]
         offset += n
-    assert kept.indices == expected
+    assert kept.indices.tolist() == expected
     assert (kept.count, kept.total) == (len(expected), offset)
     assert kept.one_per_request == (kept.lens == [1] * len(lens))
     for n, p, m, q in zip(lens, prefixes, kept.lens, kept.prefix_lens, strict=True):
