@@ -144,11 +144,8 @@ def unseen(rows_in_all: int) -> None:
     """Count a prefill that was to be cut and that some other code has run; warn of many."""
     _count(UNSEEN, rows_in_all)
     if is_unused():
-        once(
-            f"Gemma 4 fast prefill: {NOT_CUT}: {_MANY_UNSEEN} prefills that could be cut did not "
-            "come by this package's forward; SGLang's CUDA graphs or another plugin run them",
-            logging.WARNING,
-        )
+        runs = f"{_MANY_UNSEEN} that could be were run by SGLang's CUDA graphs or another plugin"
+        once(f"Gemma 4 fast prefill is set up, but no prefill was cut: {runs}", logging.WARNING)
 
 
 def is_unused() -> bool:
