@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -147,7 +148,7 @@ def _positions(stock: Callable[..., Any], positions: torch.Tensor, **others: Any
 def _next_request(stock: Callable[..., KeptRows], *args: Any) -> KeptRows:
     right = stock(*args)
     last = right.indices[-1]
-    return replace(right, indices=(right.indices + 1).clip(max=last))
+    return replace(right, indices=array("q", [min(row + 1, last) for row in right.indices]))
 
 
 def _keys(stock: Callable[..., Any], *args: Any, k: float, v: float) -> Any:

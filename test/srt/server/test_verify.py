@@ -180,10 +180,7 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     shutil.copytree(Path(sglang_gemma4_yoco.__file__).parent, copy)
     file = copy / "core" / "kept.py"
     source = file.read_text()
-    last_row, row_before = (
-        "skipped.append(end - m - count)",
-        "skipped.append(end - m - count - (n > m))",
-    )
+    last_row, row_before = "first_rows.append(end - m)", "first_rows.append(end - m - (n > m))"
     assert source.count(last_row) == 1
     file.write_text(source.replace(last_row, row_before))
     mine = tmp_path / "mine.txt"
