@@ -230,8 +230,10 @@ class TailGraphs:
         if rows < bucket:
             self._inputs.requests[rows:].zero_()
             self._inputs.lengths[rows:].fill_(1)
-        self._plan_captured(bucket, live)
-        self._backend.forward_metadata = None  # a graph reads its buffers alone
+        try:
+            self._plan_captured(bucket, live)
+        finally:
+            self._backend.forward_metadata = None  # a graph reads its buffers alone
 
     def _plan_captured(self, bucket: int, live: Any | None = None) -> None:
         """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
@@ -325,41 +327,38 @@ def capture(
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    drop(state, NOT_YET)
-    reason = _attempt(state, partial(why_not, runner, state, can_be_captured=can_be_captured))
-    reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
-    if reason is None:
-        reason = _attempt(state, partial(_capture, runner, state, prove))
-        # A graph that one rank drops, no rank may replay: they would add up different rows.
-        differ = ranks.reason_ranks_differ(f"replayed: {reason or state.captured.rows}")
-        reason = reason or differ
+    try:
+        drop(state, NOT_YET)
+        reason = why_not(runner, state, can_be_captured=can_be_captured)
+        reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
+        if reason is None:
+            reason = _capture(runner, state, prove)
+    except BaseException as failure:
+        drop(state, NOT_YET)
+        if not isinstance(failure, Exception) or not compat.is_single_rank():
+            raise
+        log.failure("Gemma 4 fast prefill: capturing the tail failed", failure)
+        reason = f"capturing failed: {type(failure).__name__}"
     if reason is not None:
         drop(state, reason)
-        return
-    tail: TailGraphs = state.captured
-    state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
-    log.once(
-        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
-        f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
-    )
 
 
 def _capture(
     runner: Any, state: ModelState, prove: Callable[[TailGraphs, Any], None]
 ) -> str | None:
+    """Capture the tail; returns why it is not used, or None."""
     state.captured = tail = TailGraphs(runner, state)
     tail.capture()
     prove(tail, runner)
-    return None if tail.rows else NONE_GOOD
-
-
-def _attempt(state: ModelState, step: Callable[[], str | None]) -> str | None:
-    """What ``step`` returns. If it fails on a single rank: why; with several ranks, raise."""
-    try:
-        return step()
-    except Exception as failure:
-        drop(state, NOT_YET)
-        if not compat.is_single_rank():
-            raise
-        log.failure("Gemma 4 fast prefill: capturing the tail failed", failure)
-        return f"capturing failed: {type(failure).__name__}"
+    # A graph that one rank drops, no rank may replay: they would add up different rows.
+    differ = ranks.reason_ranks_differ(f"replayed: {tail.rows}")
+    if not tail.rows:
+        return NONE_GOOD
+    if differ is not None:
+        return differ
+    state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
+    log.once(
+        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
+        f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
+    )
+    return None

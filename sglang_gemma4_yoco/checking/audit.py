@@ -9,6 +9,7 @@ The client gets the fast path's answer, or stock's after a defect.
 from __future__ import annotations
 
 import logging
+import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.cut import EagerTail, Plan
+from sglang_gemma4_yoco.core.kept import rewritten
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
@@ -57,26 +59,43 @@ class Auditor:
         self._forwards += 1
         if self._forwards % self._every:
             return output
+        try:
+            return self._audit(forward, plan, output)
+        except Exception as failure:
+            self._end(failure)
+        return output
+
+    def _audit(self, forward: Any, plan: Plan, output: Any) -> Any:
+        """Audit one forward; if this fails, ``output`` is as it was, and K and V are complete."""
         self._waiting.close()  # the logits of the last one were never made
         rows = compat.layer_rows(output)
         fast = rows.clone()  # stock may run in the memory that holds them
         try:
-            if hasattr(forward, "findings"):  # a replay; it runs to its end in that memory
-                stock, forced, found = output, None, forward.findings(plan, output)
+            with rewritten(plan.batch, {}):  # a forward that fails leaves its residual there
+                if hasattr(forward, "findings"):  # a replay; it runs to its end in that memory
+                    stock, forced, found = output, None, forward.findings(plan, output)
+                else:
+                    stock, forced, found = self._run_again(forward, plan)
+            if plan.runner is None:
+                self._judge(plan, found, 0)
             else:
-                stock, forced, found = self._run_again(forward, plan)
-        except Exception as failure:
-            if not compat.is_single_rank():
-                raise
-            self._state.after_cut = None
-            log.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
+                self._compare_logits(plan, fast, forced, found)
+        except BaseException:
             rows.copy_(fast)
-            return output
-        if plan.runner is None:
-            self._judge(plan, found, 0)
-        else:
-            self._compare_logits(plan, fast, forced, found)
+            raise
         return stock
+
+    def _end(self, failure: Exception) -> None:
+        """Make no more audits after one that failed; the fast path has served, and stays on.
+
+        Raises:
+            Exception: ``failure``, if other ranks wait for this one.
+        """
+        if not compat.is_single_rank():
+            raise failure
+        self._state.after_cut = None
+        log.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
+        traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
     def _run_again(self, forward: Any, plan: Plan) -> tuple[Any, torch.Tensor, list[Finding]]:
         """What stock gives, what the cut gives on stock's rows, and what was found."""
@@ -99,8 +118,7 @@ class Auditor:
         """When SGLang computes the logits of stock's rows, compute those of the fast ones too."""
         processor = self._processor.forward
 
-        def forward(input_ids: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._waiting.close()
+        def compare(input_ids: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             expected = processor(input_ids, rows, *args, **kwargs)
             logits = expected.next_token_logits.clone()  # they may be in a buffer of all calls
             if forced is not None:
@@ -112,6 +130,14 @@ class Auditor:
                 return answer
             expected.next_token_logits = logits
             return expected
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._waiting.close()
+            try:
+                return compare(*args, **kwargs)
+            except Exception as failure:
+                self._end(failure)
+            return processor(*args, **kwargs)  # stock's rows, and its K and V are in the pool
 
         self._waiting.enter_context(replaced(self._processor, forward=forward))
 

@@ -183,15 +183,14 @@ def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, 
     Returns:
         What the model would continue with, [T, hidden], and the findings of all steps.
     """
-    forced, found = _Forced(state, plan, stock), list[Finding]()
     assert stock.positions is not None
-    try:
+    forced, found = _Forced(state, plan, stock), list[Finding]()
+    with zeroed(forced.caches, forced.slots, stock.keys):
         with _steps(state, forced.visit):
             output = compat.layer_rows(cut.prefill(state, plan, stock.positions, forced.front))
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
             forced.compared.append(_captured(state, plan, stock, rows))
-    finally:
         forced.keys_and_values()
     if isinstance(plan.runner, EagerTail):
         forced.visit(_FINAL, 0, rows)
@@ -210,9 +209,7 @@ class _Forced:
         self._batch = plan.batch
         self._stock = stock
         # Now: the tail's batch has other slots.
-        self._caches, self._slots = donor_cache(state, plan)
-        for cache in self._caches:  # what is not written must not look as if it were
-            cache[self._slots] = 0
+        self.caches, self.slots = donor_cache(state, plan)
 
     def front(self) -> torch.Tensor:
         """Replaces the model's forward up to the cut: per-layer inputs, stock's rows, norm."""
@@ -228,10 +225,10 @@ class _Forced:
 
     def keys_and_values(self) -> None:
         """Compare K and V of layer S-1 in the pool, and replace them by stock's."""
-        found = [cache[self._slots] for cache in self._caches]
+        found = [cache[self.slots] for cache in self.caches]
         self.compared += compare_keys_and_values(self._state.cut_layer, self._stock.keys, found)
-        for cache, values in zip(self._caches, self._stock.keys, strict=True):
-            cache[self._slots] = values
+        for cache, values in zip(self.caches, self._stock.keys, strict=True):
+            cache[self.slots] = values
 
     def visit(self, step: str, layer: int, found: torch.Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
@@ -301,6 +298,25 @@ def donor_cache(
     """K and V of layer S-1, and where in them the batch's new tokens are."""
     layer = state.tail_layers[0].self_attn.attn.layer_id
     return compat.cache_of(plan.attention.tail, layer, plan.batch.out_cache_loc)
+
+
+@contextmanager
+def zeroed(
+    caches: Iterable[torch.Tensor], slots: torch.Tensor, otherwise: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Zeros at the slots of these caches: what is not written must not look as if it were.
+
+    What is written in the span stays. If it fails, the slots get their values of ``otherwise``:
+    later forwards read them.
+    """
+    try:
+        for cache in caches:
+            cache[slots] = 0
+        yield
+    except BaseException:
+        for cache, values in zip(caches, otherwise, strict=True):
+            cache[slots] = values
+        raise
 
 
 def compare_keys_and_values(

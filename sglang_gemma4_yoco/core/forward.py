@@ -1,11 +1,12 @@
 """One prefill forward: cut if it has a plan, and run as stock if it has none or if the cut fails.
 
 An exception in a forward ends SGLang's scheduler, and with it the server. So after a failure of the
-fast path the same batch is run again, as stock, and only time is lost. The second run starts from
+fast path, from planning on, the batch is run as stock, and only time is lost. That run starts from
 the same state as the first: the batch's fields, the attention state and the model have been
 restored; K and V go to the same slots with the same values; and the input embeddings, which layer
 0's fused add-norm overwrites, are restored here. If stock fails too, its exception goes to the
-scheduler, as without this package. After ``LIMIT`` failures in a row the fast path is off.
+scheduler, as without this package. ``serve`` alone counts failures; after ``LIMIT`` of them in a
+row the fast path is off.
 
 With several ranks nothing is run again: the others wait in collectives, and this rank's second run
 would enter these with other rows.
@@ -67,22 +68,24 @@ def serve(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
         decided = gate.decision(state, forward_batch)
         if not isinstance(decided, str):
             return _cut(state, decided, forward)
+        log.batch_refused(decided, rows, logged=gate.is_news(decided))
     except NotCuttableError as late:  # on all ranks alike, as any refusal
-        decided = str(late)
-        state.refuse(decided)
-        log.server_refused(decided, logging.ERROR)
+        reason = str(late)
+        state.refuse(reason)
+        log.server_refused(reason, logging.ERROR)
+        log.batch_refused(reason, rows)
     except Exception as failure:
         if not compat.is_single_rank():
             raise
         _failed(state, failure, rows)
         return forward.stock()
-    log.batch_refused(decided, rows, logged=gate.is_news(decided))
     return forward.stock()
 
 
 def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     output = forward.fast(plan)
-    state.failures_in_a_row = 0
+    if state.after_cut is not None:
+        output = state.after_cut(forward, plan, output)
     kept = plan.tail.kept
     computed = 0 if plan.runner is None else kept.count
     log.active(
@@ -92,7 +95,8 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
         computed=computed,
         skipped=kept.total - computed,
     )
-    return output if state.after_cut is None else state.after_cut(forward, plan, output)
+    state.failures_in_a_row = 0  # now nothing is left that can fail
+    return output
 
 
 def _failed(state: ModelState, failure: Exception, rows: int) -> None:

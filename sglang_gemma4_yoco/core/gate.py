@@ -8,6 +8,7 @@ a server are in ``loading/limits.py``.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -87,18 +88,26 @@ def plan_batch(
     forward_batch: Any,
     make: Callable[[ModelState, Any], Plan | str] | None = None,
 ) -> None:
-    """Decide on a batch whose attention SGLang has planned, and store the decision on it."""
+    """Decide on a batch whose attention SGLang has planned, and store the decision on it.
+
+    If that fails, the failure is stored: the batch's forward counts it, as any other. A batch that
+    is never run loses nothing.
+    """
     planned_again = getattr(forward_batch, ENTRY, None) is not None
-    if state.planned_rows is not None and not planned_again:
-        log.unseen(state.planned_rows)
     try:
-        decided: Plan | str = (make or make_plan)(state, forward_batch)
+        if state.planned_rows is not None and not planned_again:
+            log.unseen(state.planned_rows)
+        decided: Plan | str | Exception = (make or make_plan)(state, forward_batch)
     except Exception as failure:
         if not compat.is_single_rank():
             raise  # the other ranks go on with a tail
-        log.failure("Gemma 4 fast prefill: planning the tail's attention failed", failure)
-        decided = NOT_PLANNED
-    state.planned_rows = None if isinstance(decided, str) else decided.tail.kept.total
+        # The frames would hold the batch, which holds the failure.
+        traceback.clear_frames(failure.__traceback__)
+        below = failure.__traceback__ and failure.__traceback__.tb_next
+        decided = failure.with_traceback(below)
+    state.planned_rows = None
+    if isinstance(decided, Plan):
+        state.planned_rows = decided.tail.kept.total
     setattr(forward_batch, ENTRY, decided)
 
 
@@ -130,14 +139,19 @@ def decision(state: ModelState, forward_batch: Any) -> Plan | str:
     Two things can have changed since: a graph is being captured (on AMD SGLang begins the capture
     after planning), or another attention backend is current. In the supported releases nothing else
     that the decision depends on changes between planning and the forward.
+
+    Raises:
+        Exception: the batch's planning has failed with it.
     """
     state.planned_rows = None
-    decided: Plan | str | None = getattr(forward_batch, ENTRY, None)
+    decided: Plan | str | Exception | None = getattr(forward_batch, ENTRY, None)
     if decided is None:
         return ineligible_reason(state, forward_batch) or NOT_PLANNED
     setattr(forward_batch, ENTRY, None)  # else batch and plan would hold each other
     if isinstance(decided, str):
         return decided
+    if isinstance(decided, Exception):
+        raise decided
     if state.is_capturing():
         return CAPTURING
     current = compat.current_attn_backend()

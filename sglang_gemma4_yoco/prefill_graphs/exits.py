@@ -208,12 +208,11 @@ class ExitForward:
             compared.append(Comparison.of(proof.TAIL, eager, rows, proof.ROUNDINGS))
         caches, slots = layerwise.donor_cache(state, plan)
         written = [cache[slots] for cache in caches]
-        for cache in caches:
-            cache[slots] = 0  # else a graph that wrote none would be compared with the exit's
-        self.stock()
-        stock = [cache[slots] for cache in caches]
-        compared += layerwise.compare_keys_and_values(state.cut_layer, stock, written)
-        return rounding.findings(compared)
+        with layerwise.zeroed(caches, slots, written):
+            self.stock()
+            stock = [cache[slots] for cache in caches]
+            compared += layerwise.compare_keys_and_values(state.cut_layer, stock, written)
+            return rounding.findings(compared)
 
     def _at_the_exit(self, plan: Plan) -> list[Comparison]:
         point, rows, layer = self.point, plan.tail.kept.total, self.state.tail_layers[0]

@@ -1,0 +1,555 @@
+"""Each call that the package makes fails once: no answer is lost, and nothing that lives changes.
+
+A *site* is a call that a line of the package makes: file and line, what is called, and the phase
+in which that happens. One site of a prefill whose tail runs eagerly, for example, is::
+
+    K and V: core/donor.py:47 calls linear
+
+No site is written down here. A forward, or a part of the start, runs once as it works, and Python's
+profiler (``sys.setprofile``), which sees every call, notes those that lines of the package make.
+Then it runs again for each site, and at the site's first call in that phase the profiler raises:
+the line sees an exception in place of what it calls. Python turns a profiler off that has raised,
+so nothing else fails. What Python itself brings is no site (``len``, ``dict.get``, ``contextlib``).
+
+What comes of it is compared with stock: the answer, K and V of all layers, the fields of the batch,
+the next decode step, the free slots, and every attribute of what outlives a forward.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from sglang.srt.model_executor import forward_context
+
+from batches import BATCHES, batch_of
+from checking import audited, tensors_unchanged
+from decode_graphs import recorded_decode_steps
+from forwards import ENGINE, InjectedError, attention_of, state_of
+from observe import TOLERANCE, batch_in
+from prefill_exits import RECORDED
+from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.engine import (
+    SWITCHED_OFF,
+    Engine,
+    Prompt,
+    reset_log,
+    settings_changed,
+    switched,
+)
+from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
+from sglang_gemma4_yoco.captured import graphs, proof
+from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco.loading import start
+
+pytestmark = [
+    pytest.mark.skipif(
+        not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
+    ),
+    pytest.mark.usefixtures("forgotten_reports"),
+]
+
+ERRORS = (InjectedError, torch.OutOfMemoryError)
+PACKAGE = f"{Path(settings.__file__).parent}/"
+STANDARD_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
+GRAPH_REPLAYED = "RecordedGraphBackend.replay"  # when this fails the tail is eager from then on
+
+# By function of the package the phase of the calls that are made while it runs. Several of them run
+# at a time: a check cuts batches, and an audit runs tails. The first one of the list counts.
+PHASES = {
+    "prove": "graphs compared",
+    "capture": "capture",
+    "_check": "check",
+    "attach": "exits opened",
+    "Auditor.__call__": "audit",
+    "Auditor._compare_logits.<locals>.forward": "audit",
+    "plan_batch": "planning",
+    "PerLayerInputs.project": "layers before the cut",
+    "write_keys_and_values": "K and V",
+    "EagerTail.run": "tail",
+    "Replay.run": "replay",
+    "serve": "the rest of the forward",  # the decision, the scatter, the counters
+}
+
+
+# ---------------------------------------------------------------- sites
+
+
+class Site(NamedTuple):
+    """A call of the package, as above."""
+
+    phase: str
+    file: str
+    line: int
+    callee: str
+
+    def __str__(self) -> str:
+        return f"{self.phase}: {self.file}:{self.line} calls {self.callee}"
+
+
+def caller_and_callee(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
+    """Of a profiler's event the frame that calls and the name of what it calls, if it is a site.
+
+    Args:
+        frame: of the function that is entered (``call``), or that calls one of C (``c_call``).
+    """
+    if event == "call":
+        caller = frame.f_back
+        if caller is None or not caller.f_code.co_filename.startswith(PACKAGE):
+            return None
+        file = frame.f_code.co_filename
+        generated = file.startswith("<")  # such as the ``__init__`` of a dataclass
+        if generated or (file.startswith(STANDARD_LIBRARY) and "site-packages" not in file):
+            return None
+        return caller, frame.f_code.co_qualname
+    if event != "c_call" or not frame.f_code.co_filename.startswith(PACKAGE):
+        return None
+    name = called.__qualname__
+    if called.__module__ in sys.stdlib_module_names or hasattr(builtins, name.split(".")[0]):
+        return None
+    return frame, name
+
+
+def site_of(caller: Any, callee: str) -> Site | None:
+    """The site of a call; None outside of all phases."""
+    running, frame = set(), caller
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            running.add(frame.f_code.co_qualname)
+        frame = frame.f_back
+    for function, phase in PHASES.items():
+        if function in running:
+            file = caller.f_code.co_filename.removeprefix(PACKAGE)
+            return Site(phase, file, caller.f_lineno, callee)
+    return None
+
+
+@contextmanager
+def profiled(by: Callable[[Site], None]) -> Iterator[None]:
+    """In the span ``by`` is called with each site, before its call; what it raises, that raises."""
+
+    def profiler(frame: Any, event: str, called: Any) -> None:
+        found = caller_and_callee(frame, event, called)
+        if found is not None:
+            site = site_of(*found)
+            if site is not None:
+                by(site)
+
+    sys.setprofile(profiler)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@contextmanager
+def failing_at(wanted: Site, error: type[BaseException]) -> Iterator[None]:
+    """The first call of this site in the span, which must come, raises."""
+    failed = []
+
+    def fail(site: Site) -> None:
+        if site == wanted:
+            failed.append(site)
+            raise error(str(site))
+
+    with profiled(fail):
+        yield
+    assert failed == [wanted]
+
+
+def some_of(sites: list[Site], every: int) -> list[Site]:
+    """Of each phase the first site and every so many-th one after it."""
+    chosen = []
+    for phase in dict.fromkeys(site.phase for site in sites):
+        of_phase = [site for site in sites if site.phase == phase]
+        chosen += of_phase[::every]
+    return chosen
+
+
+# ---------------------------------------------------------------- forwards, and what they leave
+
+
+ROWS = 2  # prompts of a batch whose tail is captured
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    """Its prefills and its tail are captured, and can be captured anew."""
+    recorded = RECORDED | {"cuda_graph_bs_decode": [ROWS], "cuda_graph_bs_prefill": [64]}
+    with graphs_on_a_cpu.recordable(), settings_changed(graph_rows=ROWS):
+        engine = Engine(tiny_checkpoint, **ENGINE, **recorded)
+        with recorded_decode_steps(engine):
+            yield engine
+
+
+def capture_tail(engine: Engine) -> None:
+    """As when SGLang has captured its decode steps: capture the tail, and compare the graphs."""
+    graphs.capture(engine.runner, state_of(engine), proof.prove, can_be_captured=True)
+
+
+def check_at_start(engine: Engine) -> None:
+    """As before the first request: compare with stock."""
+    start._check(engine.runner, state_of(engine))
+
+
+def open_exits(engine: Engine) -> None:
+    """As when SGLang has captured its prefills: open their exits, once compared with stock."""
+    exits = exits_of(engine)
+    if exits is not None:
+        exits.hooks.close()
+    prefill_graphs.attach(engine.runner, state_of(engine))
+
+
+def exits_of(engine: Engine) -> Any:
+    """The exits of its captured prefills, or None."""
+    return getattr(engine.runner.prefill_cuda_graph_runner, ENTRY, None)
+
+
+def turn_on(engine: Engine) -> None:
+    """Turn on again what the failures before have turned off; nothing is counted or logged yet."""
+    state = state_of(engine)
+    state.refused, state.after_cut, state.failures_in_a_row = None, None, 0
+    if state.captured is None:
+        capture_tail(engine)
+    if exits_of(engine) is None or exits_of(engine).closed is not None:
+        open_exits(engine)
+    reset_log()
+
+
+def eagerly(engine: Engine) -> AbstractContextManager[Any]:
+    """In the span no prefill is replayed."""
+    prefills = engine.runner.prefill_cuda_graph_runner
+    return mock.patch.object(prefills, "can_run_graph", return_value=False)
+
+
+def as_captured(_: Engine) -> AbstractContextManager[Any]:
+    """In the span prefills are replayed if they can be."""
+    return nullcontext()
+
+
+class Way(NamedTuple):
+    """A way through the package: prompts, whether SGLang replays them, how they are counted."""
+
+    prompts: list[Prompt]
+    prefills: Callable[[Engine], AbstractContextManager[Any]]
+    outcome: str
+
+
+WAYS = {
+    "eager": Way(BATCHES["input logprobs"], eagerly, log.TAIL_EAGER),
+    "captured": Way(batch_of((0, 40), (9, 3)), eagerly, log.TAIL_CAPTURED),
+    "exit": Way(batch_of((0, 30), (4, 5)), as_captured, log.EXIT_CAPTURED),
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A prefill, and the decode step after it, which stock makes.
+
+    Attributes:
+        logits: of the prefill; None if it raised.
+        step: logits of the decode step.
+        cache: K and V of each layer with some after the prefill, at all slots but padding's.
+        free: free slots of each pool in the end.
+        changed: fields of the batch that the prefill has left with other objects.
+    """
+
+    logits: torch.Tensor | None
+    step: torch.Tensor
+    cache: list[torch.Tensor]
+    free: list[torch.Tensor]
+    changed: set[str]
+
+
+def serve(
+    engine: Engine,
+    way: Way,
+    span: AbstractContextManager[Any] | None = None,
+    raises: type[BaseException] | None = None,
+) -> Served:
+    """Serve the prompts in ``span``, or as stock; with ``raises`` the prefill must end with it."""
+    scheduled = engine.schedule(way.prompts)
+    engine.poison(scheduled)
+    batch = releases.forward_batch(scheduled, engine.runner)
+    seen = [(batch, fields_of(batch))]
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = batch_in(args, kwargs)  # SGLang's eager runner copies the batch
+        seen.append((given, fields_of(given)))
+
+    logits, expected = None, nullcontext() if raises is None else pytest.raises(raises)
+    noted = engine.text_model.register_forward_pre_hook(note, with_kwargs=True)
+    with way.prefills(engine), torch.no_grad(), noted, expected, span or switched("0"):
+        logits = engine.runner.forward(batch).logits_output.next_token_logits.clone()
+    changed = set()
+    for one, before in seen:
+        changed |= {name for name, value in fields_of(one).items() if value is not before[name]}
+    cache = [part[1:] for pair in engine.kv() for part in pair]
+    with eagerly(engine), switched("0"):
+        step = engine.decode(scheduled, [30] * len(way.prompts)).next_token_logits.clone()
+    allocator = engine.runner.token_to_kv_pool_allocator
+    parts = allocator.full_attn_allocator, allocator.swa_attn_allocator
+    return Served(logits, step, cache, [part.free_pages.clone() for part in parts], changed)
+
+
+def fields_of(batch: Any) -> dict[str, Any]:
+    """The fields of a batch."""
+    return {field.name: getattr(batch, field.name) for field in fields(batch)}
+
+
+def what_lives(engine: Engine) -> dict[str, Any]:
+    """The attributes of everything that outlives a forward, by owner and name."""
+    runner, state, attention = engine.runner, state_of(engine), attention_of(engine)
+    prefills = runner.prefill_cuda_graph_runner
+    owners = dict(runner.model.named_modules()) | {
+        "state": state,
+        "runner": runner,
+        "runner's backend": runner.attn_backend,
+        "tail's backend": attention.tail,
+        "prefills": prefills,
+        "prefills' backend": prefills.backend,
+        "pool": runner.token_to_kv_pool,
+    }
+    found: dict[str, Any] = {"context": forward_context.has_forward_context()}
+    for owner, one in owners.items():
+        found |= {f"{owner}.{name}": value for name, value in vars(one).items()}
+        if isinstance(one, torch.nn.Module):
+            hooks = *one._forward_hooks.values(), *one._forward_pre_hooks.values()
+            found[f"hooks of {owner}"] = len(hooks)
+    for name in COUNT_FORWARDS:
+        found.pop(name)
+    return found
+
+
+# Attributes that stock changes with each forward.
+COUNT_FORWARDS = ("runner.forward_pass_id", "runner.shared_read_done_event")
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The names of what is another object, or another number or word."""
+
+    def is_same(name: str) -> bool:
+        if name not in before or name not in after:
+            return False
+        one, other = before[name], after[name]
+        plain = isinstance(one, (bool, int, float, str, tuple))
+        return one is other or (plain and bool(one == other))
+
+    return {name for name in before.keys() | after.keys() if not is_same(name)}
+
+
+# ---------------------------------------------------------------- each of them fails
+
+
+def outcomes() -> dict[str, int]:
+    """How forwards with the path on were counted."""
+    return {outcome: n for outcome, n in log.forwards.items() if outcome != SWITCHED_OFF}
+
+
+def assert_left_as_by(stock: Served, seen: Served) -> None:
+    """The pools, the batch and the next decode step are those of the stock forward."""
+    assert all(map(torch.equal, seen.cache, stock.cache)), "K and V"
+    assert torch.equal(seen.step, stock.step), "the next decode step"
+    assert all(map(torch.equal, seen.free, stock.free)), "free slots"
+    assert seen.changed == stock.changed, "fields of the batch"
+
+
+def assert_nothing_else_changed(engine: Engine, before: dict[str, Any], *but: str) -> None:
+    """All that outlives a forward is as it was, but for these attributes."""
+    changed = changes(before, what_lives(engine)).difference(but)
+    # Where a capture is done anew, its buffers are.
+    assert not [name for name in changed if not name.startswith("tail's backend.cuda_graph_")]
+
+
+def serve_failing(engine: Engine, way: Way, site: Site, error: type[BaseException]) -> None:
+    """A call of the fast path fails: stock serves, and one failure is counted."""
+    turn_on(engine)
+    stock, before = serve(engine, way), what_lives(engine)
+    seen = serve(engine, way, failing_at(site, error))
+    assert seen.logits is not None
+    assert stock.logits is not None
+    assert torch.equal(seen.logits, stock.logits), "the answer"
+    assert_left_as_by(stock, seen)
+    assert log.forwards[log.FAILED] == 1, outcomes()
+    assert state_of(engine).failures_in_a_row == 1
+    dropped = ["state.captured"] * (site.callee == GRAPH_REPLAYED)
+    assert_nothing_else_changed(engine, before, "state.failures_in_a_row", *dropped)
+
+
+def audit_failing(engine: Engine, way: Way, site: Site, error: type[BaseException]) -> None:
+    """A call of an audit fails: the path has served, no failure of it is counted, audits end."""
+    turn_on(engine)
+    stock, before = serve(engine, way), what_lives(engine)
+    with audited(engine) as state:
+        seen = serve(engine, way, failing_at(site, error))
+        assert state.after_cut is None
+    assert seen.logits is not None
+    assert stock.logits is not None
+    torch.testing.assert_close(seen.logits, stock.logits, atol=TOLERANCE, rtol=0)
+    assert_left_as_by(stock, seen)
+    assert outcomes() == {way.outcome: 1}
+    dropped = ["state.captured"] * (site.callee == GRAPH_REPLAYED)
+    assert_nothing_else_changed(engine, before, *dropped)
+
+
+def start_failing(
+    engine: Engine, part: Callable[[Engine], None], site: Site, error: type[BaseException]
+) -> None:
+    """A call of the start fails: it goes on, has borrowed nothing, and serves stock's answers."""
+    turn_on(engine)
+    if part is open_exits:
+        exits_of(engine).hooks.close()
+    before = what_lives(engine)
+    with tensors_unchanged(engine), failing_at(site, error):
+        part(engine)
+    off = ("state.captured", "state.refused", "state.failures_in_a_row")
+    of_exits = (f"prefills.{ENTRY}", "prefills.execute", "prefills' backend.replay")
+    assert_nothing_else_changed(engine, before, *off, *of_exits)
+    assert not log.forwards
+    for way in (WAYS["captured"], WAYS["exit"]):
+        stock, seen = serve(engine, way), serve(engine, way, nullcontext())
+        torch.testing.assert_close(seen.logits, stock.logits, atol=TOLERANCE, rtol=0)
+        assert_left_as_by(stock, seen)
+    assert log.FAILED not in log.forwards
+
+
+class Work(NamedTuple):
+    """Something that works, and what must hold when one of its calls fails.
+
+    Attributes:
+        run: do it; the part of it in which calls fail runs in the given span.
+        fail: do it with this call failing, and judge what comes of it.
+        every: by default one in so many of its sites fails.
+        phase: the only phase whose sites are meant; None for all.
+    """
+
+    run: Callable[[Engine, AbstractContextManager[Any]], object]
+    fail: Callable[[Engine, Site, type[BaseException]], None]
+    every: int
+    phase: str | None = None
+
+    def sites(self, engine: Engine) -> list[Site]:
+        """All of them."""
+        turn_on(engine)
+        found: dict[Site, None] = {}
+        self.run(engine, profiled(lambda site: found.setdefault(site)))
+        return [site for site in found if self.phase in (None, site.phase)]
+
+
+def served(way: Way) -> Work:
+    """A prefill."""
+
+    def run(engine: Engine, span: AbstractContextManager[Any]) -> None:
+        serve(engine, way, span)
+
+    def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
+        serve_failing(engine, way, site, error)
+
+    return Work(run, fail, every=5)
+
+
+def served_and_audited(way: Way) -> Work:
+    """A prefill that is audited; sites are those of the audit."""
+
+    def run(engine: Engine, span: AbstractContextManager[Any]) -> None:
+        with audited(engine):
+            serve(engine, way, span)
+
+    def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
+        audit_failing(engine, way, site, error)
+
+    return Work(run, fail, every=12, phase="audit")
+
+
+def started(part: Callable[[Engine], None], every: int) -> Work:
+    """A part of the start."""
+
+    def run(engine: Engine, span: AbstractContextManager[Any]) -> None:
+        with span:
+            part(engine)
+
+    def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
+        start_failing(engine, part, site, error)
+
+    return Work(run, fail, every)
+
+
+WORKS = {
+    **{name: served(way) for name, way in WAYS.items()},
+    **{f"{name}, audited": served_and_audited(way) for name, way in WAYS.items()},
+    "capture": started(capture_tail, every=40),
+    "check": started(check_at_start, every=30),
+    "exits": started(open_exits, every=30),
+}
+
+
+@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.release)])
+def test_each_call_fails_once(engine: Engine, name: str, which: str) -> None:
+    """Some of them with one error or the other; before a release all of them with both."""
+    work, wrong = WORKS[name], []
+    sites = work.sites(engine)
+    assert len(sites) > 50
+    if which == "some":
+        sites = some_of(sites, work.every)
+    for number, site in enumerate(sites):
+        errors = ERRORS if which == "all" else [ERRORS[number % 2]]
+        for error in errors:
+            try:
+                work.fail(engine, site, error)
+            except (Exception, pytest.fail.Exception) as why:  # noqa: BLE001 - all are reported
+                wrong.append(f"{site}: {type(why).__name__}: {why}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["eager", "captured, audited", "exit, audited"])
+@pytest.mark.parametrize("kind", ["several ranks", "interrupted"])
+def test_what_must_be_raised_leaves_all_as_it_was(engine: Engine, name: str, kind: str) -> None:
+    """A failure that other ranks would wait for, and what ends the process."""
+    name, _, is_audited = name.partition(", ")
+    way, work = WAYS[name], WORKS[f"{name}, audited" if is_audited else name]
+    errors = ERRORS if kind == "several ranks" else (KeyboardInterrupt, SystemExit)
+    for number, site in enumerate(some_of(work.sites(engine), every=25)):
+        turn_on(engine)
+        stock, before, error = serve(engine, way), what_lives(engine), errors[number % 2]
+        alone = mock.patch.object(compat, "is_single_rank", return_value=kind == "interrupted")
+        with alone, audited(engine) if is_audited else nullcontext():
+            seen = serve(engine, way, failing_at(site, error), raises=error)
+        # A forward that raises leaves its residual on the batch, with or without this package.
+        assert seen.changed <= stock.changed | {"residual_stream"}, site
+        if is_audited:
+            assert all(map(torch.equal, seen.cache, stock.cache)), site
+            assert torch.equal(seen.step, stock.step), site
+        assert all(map(torch.equal, seen.free, stock.free)), site
+        assert log.FAILED not in log.forwards
+        assert_nothing_else_changed(engine, before)
+
+
+@pytest.mark.parametrize("part", [capture_tail, check_at_start, open_exits])
+@pytest.mark.parametrize("kind", ["several ranks", "interrupted"])
+@pytest.mark.release
+def test_a_start_that_must_raise_gives_back_what_it_borrowed(
+    engine: Engine, part: Callable[[Engine], None], kind: str
+) -> None:
+    errors = ERRORS if kind == "several ranks" else (KeyboardInterrupt, SystemExit)
+    sites = started(part, every=1).sites(engine)
+    for number, site in enumerate(some_of(sites, every=40)):
+        turn_on(engine)
+        if part is open_exits:
+            exits_of(engine).hooks.close()
+        before, error = what_lives(engine), errors[number % 2]
+        alone = mock.patch.object(compat, "is_single_rank", return_value=kind == "interrupted")
+        with alone, tensors_unchanged(engine), pytest.raises(error), failing_at(site, error):
+            part(engine)
+        of_exits = (f"prefills.{ENTRY}", "prefills.execute", "prefills' backend.replay")
+        assert_nothing_else_changed(engine, before, "state.captured", *of_exits)
