@@ -61,7 +61,7 @@ class Auditor:
             return output
         try:
             return self._audit(forward, plan, output)
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001 - it is raised where other ranks wait
             self._end(failure)
         return output
 
@@ -135,7 +135,7 @@ class Auditor:
             self._waiting.close()
             try:
                 return compare(*args, **kwargs)
-            except Exception as failure:
+            except Exception as failure:  # noqa: BLE001 - as above
                 self._end(failure)
             return processor(*args, **kwargs)  # stock's rows, and its K and V are in the pool
 

@@ -64,6 +64,7 @@ def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
 def serve(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
     """Run a forward on the path that was chosen for its batch; returns the model's output."""
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
+    state.planned_rows = None
     try:
         decided = gate.decision(state, forward_batch)
         if not isinstance(decided, str):

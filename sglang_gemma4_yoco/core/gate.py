@@ -143,7 +143,6 @@ def decision(state: ModelState, forward_batch: Any) -> Plan | str:
     Raises:
         Exception: the batch's planning has failed with it.
     """
-    state.planned_rows = None
     decided: Plan | str | Exception | None = getattr(forward_batch, ENTRY, None)
     if decided is None:
         return ineligible_reason(state, forward_batch) or NOT_PLANNED

@@ -25,6 +25,7 @@ except ImportError:  # left out, or this SGLang captures prefills differently: t
     prefill_graphs = None  # type: ignore[assignment]
 
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
+NOT_SET_UP = "it could not be set up"
 NO_EXITS = "closed: captured prefills run to their end, in this SGLang or without that part"
 
 
@@ -134,7 +135,20 @@ def unused_generators(device: str) -> Iterator[None]:
 
 
 def set_up(runner: Any, state: ModelState) -> None:
-    """Capture the tail; and, the first time, compare the model with stock."""
+    """Capture the tail; and, the first time, compare the model with stock.
+
+    If that fails, stock serves; with several ranks the failure is raised: the others wait.
+    """
+    try:
+        _set_up(runner, state)
+    except Exception as failure:
+        if not compat.is_single_rank():
+            raise
+        log.failure("Gemma 4 fast prefill: its setup failed", failure)
+        _turn_off(state, NOT_SET_UP, type(failure).__name__)
+
+
+def _set_up(runner: Any, state: ModelState) -> None:
     assert state.attention is not None
     able = limits.backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
     graphs.capture(runner, state, proof.prove, can_be_captured=able)

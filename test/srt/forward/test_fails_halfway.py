@@ -21,7 +21,7 @@ import builtins
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from sglang_gemma4_reference.engine import (
     switched,
 )
 from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
-from sglang_gemma4_yoco.captured import graphs, proof
+from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.core.state import ENTRY
 from sglang_gemma4_yoco.loading import start
 
@@ -71,6 +71,7 @@ PHASES = {
     "capture": "capture",
     "_check": "check",
     "attach": "exits opened",
+    "set_up": "the rest of the start",
     "Auditor.__call__": "audit",
     "Auditor._compare_logits.<locals>.forward": "audit",
     "plan_batch": "planning",
@@ -192,22 +193,19 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
             yield engine
 
 
-def capture_tail(engine: Engine) -> None:
-    """As when SGLang has captured its decode steps: capture the tail, and compare the graphs."""
-    graphs.capture(engine.runner, state_of(engine), proof.prove, can_be_captured=True)
-
-
-def check_at_start(engine: Engine) -> None:
-    """As before the first request: compare with stock."""
-    start._check(engine.runner, state_of(engine))
-
-
-def open_exits(engine: Engine) -> None:
-    """As when SGLang has captured its prefills: open their exits, once compared with stock."""
-    exits = exits_of(engine)
-    if exits is not None:
-        exits.hooks.close()
-    prefill_graphs.attach(engine.runner, state_of(engine))
+def set_up(engine: Engine, part: str) -> None:
+    """Run a part of what follows SGLang's own captures: ``capture``, ``check`` or ``exits``."""
+    state = state_of(engine)
+    with ExitStack() as without:
+        if part != "capture":
+            without.enter_context(mock.patch.object(graphs, "capture"))
+        if part == "check":
+            state.facts.pop("check", None)
+        if part != "exits":
+            without.enter_context(mock.patch.object(prefill_graphs, "attach"))
+        elif exits_of(engine) is not None:
+            exits_of(engine).hooks.close()
+        start.set_up(engine.runner, state)
 
 
 def exits_of(engine: Engine) -> Any:
@@ -219,10 +217,12 @@ def turn_on(engine: Engine) -> None:
     """Turn on again what the failures before have turned off; nothing is counted or logged yet."""
     state = state_of(engine)
     state.refused, state.after_cut, state.failures_in_a_row = None, None, 0
+    state.facts.setdefault("check", {})
     if state.captured is None:
-        capture_tail(engine)
+        set_up(engine, "capture")
     if exits_of(engine) is None or exits_of(engine).closed is not None:
-        open_exits(engine)
+        set_up(engine, "exits")
+    assert state.refused is None
     reset_log()
 
 
@@ -402,19 +402,20 @@ def audit_failing(engine: Engine, way: Way, site: Site, error: type[BaseExceptio
     assert_nothing_else_changed(engine, before, *dropped)
 
 
-def start_failing(
-    engine: Engine, part: Callable[[Engine], None], site: Site, error: type[BaseException]
-) -> None:
+# What the start itself sets.
+SET_UP = (
+    *("state.captured", "state.refused", "state.failures_in_a_row"),
+    *(f"prefills.{ENTRY}", "prefills.execute", "prefills' backend.replay"),
+)
+
+
+def start_failing(engine: Engine, part: str, site: Site, error: type[BaseException]) -> None:
     """A call of the start fails: it goes on, has borrowed nothing, and serves stock's answers."""
     turn_on(engine)
-    if part is open_exits:
-        exits_of(engine).hooks.close()
     before = what_lives(engine)
     with tensors_unchanged(engine), failing_at(site, error):
-        part(engine)
-    off = ("state.captured", "state.refused", "state.failures_in_a_row")
-    of_exits = (f"prefills.{ENTRY}", "prefills.execute", "prefills' backend.replay")
-    assert_nothing_else_changed(engine, before, *off, *of_exits)
+        set_up(engine, part)
+    assert_nothing_else_changed(engine, before, *SET_UP)
     assert not log.forwards
     for way in (WAYS["captured"], WAYS["exit"]):
         stock, seen = serve(engine, way), serve(engine, way, nullcontext())
@@ -471,12 +472,12 @@ def served_and_audited(way: Way) -> Work:
     return Work(run, fail, every=12, phase="audit")
 
 
-def started(part: Callable[[Engine], None], every: int) -> Work:
+def started(part: str, every: int) -> Work:
     """A part of the start."""
 
     def run(engine: Engine, span: AbstractContextManager[Any]) -> None:
         with span:
-            part(engine)
+            set_up(engine, part)
 
     def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
         start_failing(engine, part, site, error)
@@ -487,9 +488,10 @@ def started(part: Callable[[Engine], None], every: int) -> Work:
 WORKS = {
     **{name: served(way) for name, way in WAYS.items()},
     **{f"{name}, audited": served_and_audited(way) for name, way in WAYS.items()},
-    "capture": started(capture_tail, every=40),
-    "check": started(check_at_start, every=30),
-    "exits": started(open_exits, every=30),
+    **{
+        part: started(part, every)
+        for part, every in (("capture", 60), ("check", 40), ("exits", 40))
+    },
 }
 
 
@@ -535,21 +537,17 @@ def test_what_must_be_raised_leaves_all_as_it_was(engine: Engine, name: str, kin
         assert_nothing_else_changed(engine, before)
 
 
-@pytest.mark.parametrize("part", [capture_tail, check_at_start, open_exits])
-@pytest.mark.parametrize("kind", ["several ranks", "interrupted"])
 @pytest.mark.release
+@pytest.mark.parametrize("part", ["capture", "check", "exits"])
+@pytest.mark.parametrize("kind", ["several ranks", "interrupted"])
 def test_a_start_that_must_raise_gives_back_what_it_borrowed(
-    engine: Engine, part: Callable[[Engine], None], kind: str
+    engine: Engine, part: str, kind: str
 ) -> None:
     errors = ERRORS if kind == "several ranks" else (KeyboardInterrupt, SystemExit)
-    sites = started(part, every=1).sites(engine)
-    for number, site in enumerate(some_of(sites, every=40)):
+    for number, site in enumerate(some_of(WORKS[part].sites(engine), every=40)):
         turn_on(engine)
-        if part is open_exits:
-            exits_of(engine).hooks.close()
         before, error = what_lives(engine), errors[number % 2]
         alone = mock.patch.object(compat, "is_single_rank", return_value=kind == "interrupted")
         with alone, tensors_unchanged(engine), pytest.raises(error), failing_at(site, error):
-            part(engine)
-        of_exits = (f"prefills.{ENTRY}", "prefills.execute", "prefills' backend.replay")
-        assert_nothing_else_changed(engine, before, "state.captured", *of_exits)
+            set_up(engine, part)
+        assert_nothing_else_changed(engine, before, *SET_UP)
