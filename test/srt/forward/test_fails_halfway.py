@@ -18,6 +18,7 @@ the next decode step, the free slots, and every attribute of what outlives a for
 from __future__ import annotations
 
 import builtins
+import functools
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -98,7 +99,21 @@ class Site(NamedTuple):
         return f"{self.phase}: {self.file}:{self.line} calls {self.callee}"
 
 
-def caller_and_callee(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
+@functools.cache
+def is_of_package(file: str) -> bool:
+    """Whether this is a file of the package."""
+    return file.startswith(PACKAGE)
+
+
+@functools.cache
+def is_of_python(file: str) -> bool:
+    """Whether Python itself brings this file, or makes it (``<string>``: a dataclass's methods)."""
+    return file.startswith("<") or (
+        file.startswith(STANDARD_LIBRARY) and "site-packages" not in file
+    )
+
+
+def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
     """Of a profiler's event the frame that calls and the name of what it calls, if it is a site.
 
     Args:
@@ -106,14 +121,11 @@ def caller_and_callee(frame: Any, event: str, called: Any) -> tuple[Any, str] | 
     """
     if event == "call":
         caller = frame.f_back
-        if caller is None or not caller.f_code.co_filename.startswith(PACKAGE):
+        if caller is None or not is_of_package(caller.f_code.co_filename):
             return None
-        file = frame.f_code.co_filename
-        generated = file.startswith("<")  # such as the ``__init__`` of a dataclass
-        if generated or (file.startswith(STANDARD_LIBRARY) and "site-packages" not in file):
-            return None
-        return caller, frame.f_code.co_qualname
-    if event != "c_call" or not frame.f_code.co_filename.startswith(PACKAGE):
+        entered = frame.f_code
+        return None if is_of_python(entered.co_filename) else (caller, entered.co_qualname)
+    if event != "c_call" or not is_of_package(frame.f_code.co_filename):
         return None
     name = called.__qualname__
     if called.__module__ in sys.stdlib_module_names or hasattr(builtins, name.split(".")[0]):
@@ -121,31 +133,22 @@ def caller_and_callee(frame: Any, event: str, called: Any) -> tuple[Any, str] | 
     return frame, name
 
 
-def site_of(caller: Any, callee: str) -> Site | None:
-    """The site of a call; None outside of all phases."""
-    running, frame = set(), caller
+def phase_of(frame: Any) -> str | None:
+    """The phase of what this frame does; None outside of all phases."""
+    running = set()
     while frame is not None:
-        if frame.f_code.co_filename.startswith(PACKAGE):
+        if is_of_package(frame.f_code.co_filename):
             running.add(frame.f_code.co_qualname)
         frame = frame.f_back
     for function, phase in PHASES.items():
         if function in running:
-            file = caller.f_code.co_filename.removeprefix(PACKAGE)
-            return Site(phase, file, caller.f_lineno, callee)
+            return phase
     return None
 
 
 @contextmanager
-def profiled(by: Callable[[Site], None]) -> Iterator[None]:
-    """In the span ``by`` is called with each site, before its call; what it raises, that raises."""
-
-    def profiler(frame: Any, event: str, called: Any) -> None:
-        found = caller_and_callee(frame, event, called)
-        if found is not None:
-            site = site_of(*found)
-            if site is not None:
-                by(site)
-
+def profiled(profiler: Callable[[Any, str, Any], None]) -> Iterator[None]:
+    """In the span ``profiler`` is called with each event; what it raises, the caller sees."""
     sys.setprofile(profiler)
     try:
         yield
@@ -154,18 +157,42 @@ def profiled(by: Callable[[Site], None]) -> Iterator[None]:
 
 
 @contextmanager
-def failing_at(wanted: Site, error: type[BaseException]) -> Iterator[None]:
+def noting(sites: dict[Site, None]) -> Iterator[None]:
+    """Add the sites of the span to ``sites``, in the order of their first calls."""
+
+    def note(*event: Any) -> None:
+        call = call_of(*event)
+        if call is None:
+            return
+        caller, callee = call
+        phase = phase_of(caller)
+        if phase is not None:
+            file = caller.f_code.co_filename.removeprefix(PACKAGE)
+            sites[Site(phase, file, caller.f_lineno, callee)] = None
+
+    with profiled(note):
+        yield
+
+
+@contextmanager
+def failing_at(site: Site, error: type[BaseException]) -> Iterator[None]:
     """The first call of this site in the span, which must come, raises."""
     failed = []
 
-    def fail(site: Site) -> None:
-        if site == wanted:
+    def fail(*event: Any) -> None:
+        call = call_of(*event)
+        if call is None:
+            return
+        caller, callee = call
+        if callee != site.callee or caller.f_code.co_filename != f"{PACKAGE}{site.file}":
+            return
+        if caller.f_lineno == site.line and phase_of(caller) == site.phase:
             failed.append(site)
             raise error(str(site))
 
     with profiled(fail):
         yield
-    assert failed == [wanted]
+    assert failed == [site]
 
 
 def some_of(sites: list[Site], every: int) -> list[Site]:
@@ -180,7 +207,7 @@ def some_of(sites: list[Site], every: int) -> list[Site]:
 # ---------------------------------------------------------------- forwards, and what they leave
 
 
-ROWS = 2  # prompts of a batch whose tail is captured
+ROWS = 1  # prompts of a batch whose tail is captured
 
 
 @pytest.fixture(scope="module")
@@ -240,15 +267,15 @@ def as_captured(_: Engine) -> AbstractContextManager[Any]:
 class Way(NamedTuple):
     """A way through the package: prompts, whether SGLang replays them, how they are counted."""
 
-    prompts: list[Prompt]
+    prompts: tuple[Prompt, ...]
     prefills: Callable[[Engine], AbstractContextManager[Any]]
     outcome: str
 
 
 WAYS = {
-    "eager": Way(BATCHES["input logprobs"], eagerly, log.TAIL_EAGER),
-    "captured": Way(batch_of((0, 40), (9, 3)), eagerly, log.TAIL_CAPTURED),
-    "exit": Way(batch_of((0, 30), (4, 5)), as_captured, log.EXIT_CAPTURED),
+    "eager": Way(tuple(BATCHES["input logprobs"]), eagerly, log.TAIL_EAGER),
+    "captured": Way(tuple(batch_of((9, 40))), eagerly, log.TAIL_CAPTURED),
+    "exit": Way(tuple(batch_of((4, 40))), as_captured, log.EXIT_CAPTURED),
 }
 
 
@@ -300,6 +327,12 @@ def serve(
     allocator = engine.runner.token_to_kv_pool_allocator
     parts = allocator.full_attn_allocator, allocator.swa_attn_allocator
     return Served(logits, step, cache, [part.free_pages.clone() for part in parts], changed)
+
+
+@functools.cache
+def served_by_stock(engine: Engine, way: Way) -> Served:
+    """What stock gives and leaves."""
+    return serve(engine, way)
 
 
 def fields_of(batch: Any) -> dict[str, Any]:
@@ -374,7 +407,7 @@ def assert_nothing_else_changed(engine: Engine, before: dict[str, Any], *but: st
 def serve_failing(engine: Engine, way: Way, site: Site, error: type[BaseException]) -> None:
     """A call of the fast path fails: stock serves, and one failure is counted."""
     turn_on(engine)
-    stock, before = serve(engine, way), what_lives(engine)
+    stock, before = served_by_stock(engine, way), what_lives(engine)
     seen = serve(engine, way, failing_at(site, error))
     assert seen.logits is not None
     assert stock.logits is not None
@@ -389,7 +422,7 @@ def serve_failing(engine: Engine, way: Way, site: Site, error: type[BaseExceptio
 def audit_failing(engine: Engine, way: Way, site: Site, error: type[BaseException]) -> None:
     """A call of an audit fails: the path has served, no failure of it is counted, audits end."""
     turn_on(engine)
-    stock, before = serve(engine, way), what_lives(engine)
+    stock, before = served_by_stock(engine, way), what_lives(engine)
     with audited(engine) as state:
         seen = serve(engine, way, failing_at(site, error))
         assert state.after_cut is None
@@ -418,7 +451,7 @@ def start_failing(engine: Engine, part: str, site: Site, error: type[BaseExcepti
     assert_nothing_else_changed(engine, before, *SET_UP)
     assert not log.forwards
     for way in (WAYS["captured"], WAYS["exit"]):
-        stock, seen = serve(engine, way), serve(engine, way, nullcontext())
+        stock, seen = served_by_stock(engine, way), serve(engine, way, nullcontext())
         torch.testing.assert_close(seen.logits, stock.logits, atol=TOLERANCE, rtol=0)
         assert_left_as_by(stock, seen)
     assert log.FAILED not in log.forwards
@@ -443,7 +476,7 @@ class Work(NamedTuple):
         """All of them."""
         turn_on(engine)
         found: dict[Site, None] = {}
-        self.run(engine, profiled(lambda site: found.setdefault(site)))
+        self.run(engine, noting(found))
         return [site for site in found if self.phase in (None, site.phase)]
 
 
@@ -456,7 +489,7 @@ def served(way: Way) -> Work:
     def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
         serve_failing(engine, way, site, error)
 
-    return Work(run, fail, every=5)
+    return Work(run, fail, every=8)
 
 
 def served_and_audited(way: Way) -> Work:
@@ -469,7 +502,7 @@ def served_and_audited(way: Way) -> Work:
     def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
         audit_failing(engine, way, site, error)
 
-    return Work(run, fail, every=12, phase="audit")
+    return Work(run, fail, every=16, phase="audit")
 
 
 def started(part: str, every: int) -> Work:
@@ -490,7 +523,7 @@ WORKS = {
     **{f"{name}, audited": served_and_audited(way) for name, way in WAYS.items()},
     **{
         part: started(part, every)
-        for part, every in (("capture", 60), ("check", 40), ("exits", 40))
+        for part, every in (("capture", 100), ("check", 50), ("exits", 50))
     },
 }
 
@@ -518,12 +551,12 @@ def test_each_call_fails_once(engine: Engine, name: str, which: str) -> None:
 @pytest.mark.parametrize("kind", ["several ranks", "interrupted"])
 def test_what_must_be_raised_leaves_all_as_it_was(engine: Engine, name: str, kind: str) -> None:
     """A failure that other ranks would wait for, and what ends the process."""
-    name, _, is_audited = name.partition(", ")
-    way, work = WAYS[name], WORKS[f"{name}, audited" if is_audited else name]
+    way, is_audited = WAYS[name.removesuffix(", audited")], name.endswith(", audited")
+    stock = served_by_stock(engine, way)
     errors = ERRORS if kind == "several ranks" else (KeyboardInterrupt, SystemExit)
-    for number, site in enumerate(some_of(work.sites(engine), every=25)):
+    for number, site in enumerate(some_of(WORKS[name].sites(engine), every=50)):
         turn_on(engine)
-        stock, before, error = serve(engine, way), what_lives(engine), errors[number % 2]
+        before, error = what_lives(engine), errors[number % 2]
         alone = mock.patch.object(compat, "is_single_rank", return_value=kind == "interrupted")
         with alone, audited(engine) if is_audited else nullcontext():
             seen = serve(engine, way, failing_at(site, error), raises=error)
