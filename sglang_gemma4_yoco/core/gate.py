@@ -8,7 +8,6 @@ a server are in ``loading/limits.py``.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,8 +89,7 @@ def plan_batch(
 ) -> None:
     """Decide on a batch whose attention SGLang has planned, and store the decision on it.
 
-    If that fails, the failure is stored: the batch's forward counts it, as any other. A batch that
-    is never run loses nothing.
+    If that fails, the failure is stored, and the batch's forward counts it as any other.
     """
     planned_again = getattr(forward_batch, ENTRY, None) is not None
     try:
@@ -101,10 +99,7 @@ def plan_batch(
     except Exception as failure:
         if not compat.is_single_rank():
             raise  # the other ranks go on with a tail
-        # The frames would hold the batch, which holds the failure.
-        traceback.clear_frames(failure.__traceback__)
-        below = failure.__traceback__ and failure.__traceback__.tb_next
-        decided = failure.with_traceback(below)
+        decided = failure
     state.planned_rows = None
     if isinstance(decided, Plan):
         state.planned_rows = decided.tail.kept.total

@@ -23,12 +23,12 @@ from forwards import (
     with_larger_keys,
 )
 from layer_rows import FIRST_CUT, LAYERS
-from observe import assert_same_cache, run
+from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.checking import audit, rounding
+from sglang_gemma4_yoco.checking import audit, layerwise, rounding
 from sglang_gemma4_yoco.checking.rounding import Finding
-from sglang_gemma4_yoco.core import cut
+from sglang_gemma4_yoco.core import cut, donor
 from sglang_gemma4_yoco.core.forward import EagerForward
 from sglang_gemma4_yoco.loading import metrics, start
 
@@ -250,6 +250,32 @@ def test_an_audit_that_fails_costs_nothing(
     assert record.exc_info
     assert counts() == (0, 0)
     assert_fast(engine)
+
+
+def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory in its own K and V, and again when they are compared: none is missing."""
+    scheduled = engine.schedule(TWO_PROMPTS)
+    stock = run(engine, scheduled, "0")
+    made, calls = donor.keys_and_values, list[int]()
+
+    def keys_and_values(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the first are those of the forward that is audited
+            raise torch.OutOfMemoryError
+        return made(*args)
+
+    monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
+    compare = mock.Mock(side_effect=torch.OutOfMemoryError)
+    monkeypatch.setattr(layerwise, "compare_keys_and_values", compare)
+    with audited(engine) as state:
+        seen = run(engine, scheduled, "1")
+        assert state.after_cut is None
+    assert len(calls) == 2
+    assert log.forwards[log.TAIL_EAGER] == 1
+    assert_same_cache(stock, seen)
+    assert_same_answers(stock, seen, TOLERANCE)
 
 
 def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:

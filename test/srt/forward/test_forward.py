@@ -364,7 +364,7 @@ def test_a_failing_gate_is_served_by_stock(
         broken.setattr(compat, "is_single_rank", lambda: False)
         with pytest.raises(InjectedError):
             run(engine, scheduled, "1")
-    assert log.forwards == {gate.NOT_PLANNED: 1}
+    assert log.forwards == {log.FAILED: 1}
     [_] = said(logging.WARNING)
     assert_fast(engine, BATCHES["one prompt"])
 
@@ -408,17 +408,32 @@ def test_metadata_is_given_back(engine: Engine) -> None:
     assert tail.forward_metadata is None
 
 
-def test_an_exception_while_planning_the_tail_costs_one_stock_forward(
-    engine: Engine, caplog: pytest.LogCaptureFixture
+def test_planning_that_fails_is_counted_and_turns_the_path_off(
+    engine: Engine, said: Callable[..., list[str]]
 ) -> None:
     scheduled, tail = engine.schedule(BATCHES["one prompt"]), attention_of(engine).tail
+    stock = run(engine, scheduled, "0")
+    reset_log()
     with mock.patch.object(tail, "init_forward_metadata", side_effect=InjectedError):
-        stock, fast = both_ways(engine, scheduled, 0.0)
-    assert fast.rows == stock.rows
-    assert log.forwards[gate.NOT_PLANNED] == 1
-    (record,) = [r for r in caplog.records if "planning the tail" in r.getMessage()]
-    assert record.exc_info
+        for _ in range(forward.LIMIT):
+            assert start.of(engine.text_model).refused is None
+            assert_served_by_stock(stock, run(engine, scheduled, "1"))
+        assert_served_by_stock(stock, run(engine, scheduled, "1"))
+    assert log.forwards == {log.FAILED: forward.LIMIT, forward.GIVEN_UP: 1}
+    failed, off = said(logging.WARNING)
+    assert "InjectedError" in failed
+    assert forward.GIVEN_UP in off
+
+
+def test_a_batch_whose_planning_failed_and_that_never_runs(engine: Engine) -> None:
+    """It has lost nothing: no failure is counted, neither then nor with the next batch."""
+    batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
+    attention = attention_of(engine)
+    with mock.patch.object(attention.tail, "init_forward_metadata", side_effect=InjectedError):
+        attention.main.init_forward_metadata(batch)
+    assert isinstance(planned_for(batch), InjectedError)
     assert_fast(engine, BATCHES["one prompt"])
+    assert log.FAILED not in log.forwards
 
 
 def test_a_batch_that_was_not_planned_runs_as_stock(engine: Engine) -> None:

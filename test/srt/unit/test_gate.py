@@ -283,14 +283,17 @@ class TestDecisions:
             assert gate.decision(attached, batch) == gate.NOT_PLANNED
 
     def test_a_plan_that_fails(self, attached: ModelState, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With other ranks it ends the forward: they go on with a tail, which stock does not."""
+        """The forward counts it; with other ranks it is raised at once: they go on with a tail."""
 
         def out_of_memory(_: Any) -> None:
             raise MemoryError
 
         assert attached.attention is not None
         monkeypatch.setattr(attached.attention.tail, "init_forward_metadata", out_of_memory)
-        assert gate.decision(attached, planned(attached)) == gate.NOT_PLANNED
+        batch = planned(attached)
+        with pytest.raises(MemoryError):
+            gate.decision(attached, batch)
+        assert gate.decision(attached, batch) == gate.NOT_PLANNED  # it is taken from the batch
         monkeypatch.setattr(compat, "is_single_rank", lambda: False)
         with pytest.raises(MemoryError):
             planned(attached)
