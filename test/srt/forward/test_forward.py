@@ -320,16 +320,17 @@ def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
         engine.runner.init_attention_backends()
 
 
-def test_when_stock_fails_too_its_error_propagates(engine: Engine) -> None:
+@pytest.mark.parametrize("error", [InjectedError, torch.OutOfMemoryError])
+def test_when_stock_fails_too_its_error_propagates(engine: Engine, error: type[Exception]) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     with (
         switched("1"),
-        failing(engine, "last tail layer", calls=EVERY_CALL) as calls,
-        pytest.raises(InjectedError) as caught,
+        failing(engine, "last tail layer", calls=EVERY_CALL, error=error) as calls,
+        pytest.raises(error) as caught,
     ):
         engine.forward(scheduled)
     assert calls == [0, 1]
-    assert isinstance(caught.value.__context__, InjectedError)
+    assert isinstance(caught.value.__context__, error)
     assert caught.value.__context__ is not caught.value
     assert_untouched(engine)
     assert_fast(engine, BATCHES["one prompt"])
