@@ -58,8 +58,8 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
 }
 #: Attributes of these classes that see no rows, whoever has replaced them.
 WITHOUT_ROWS = {
-    *("__init__", "config_class", "load_weights", "pad_input_ids", "post_init", "tie_weights"),
-    *("get_image_feature", "get_video_feature", "get_audio_feature"),
+    *("__init__", "__new__", "config_class", "load_weights", "pad_input_ids", "post_init"),
+    *("tie_weights", "get_image_feature", "get_video_feature", "get_audio_feature"),
 }
 #: Packages whose code is known: SGLang, what the modules above import, and this one. The standard
 #: library's as well, but for its mocks, which hide what they call.
