@@ -6,11 +6,14 @@ this module imports neither torch nor SGLang.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
+#: Names with dots in them, and commas between.
+_NAMES = r"\w+(\.\w+)*(, *\w+(\.\w+)*)*"
 
 
 def _setting(
@@ -101,9 +104,8 @@ def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
     setting = VARIABLES[variable]
     minimum = setting.metadata["minimum"]
     if has_names(setting):
-        names = tuple(name.strip() for name in value.split(","))
-        if all(part.isidentifier() for name in names for part in name.split(".")):
-            return names
+        if re.fullmatch(_NAMES, value):
+            return tuple(re.split(", *", value))
     elif minimum is None and value in ("0", "1"):
         return value == "1"
     is_number = minimum is not None and value.isascii() and value.isdecimal()

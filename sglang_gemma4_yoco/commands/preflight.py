@@ -172,14 +172,11 @@ def _judge(findings: Findings, argument: Any) -> None:
 
 def _judge_classes(findings: Findings, architectures: Sequence[str]) -> None:
     """Judge the class that SGLang would load, and its own classes as plugins have left them."""
-    from sglang.srt.models.registry import ModelRegistry  # it imports the models of all packages
+    from sglang.srt.models.registry import ModelRegistry  # it imports all models
 
     outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
-    found = [*classes.find_unknown(outer, {})]
-    findings.refusals += filter(None, (classes.give_reason(found),))
-    unmatched = classes.find_unmatched(found)
-    name = f"{outer.__module__}.{outer.__qualname__}"
-    findings.add("model's class", name, trusted_not_found=unmatched)
+    reason, unmatched = classes.judge(classes.find_unknown(outer, {}))
+    findings.refusals += filter(None, (reason,))
     if unmatched:
-        line = f"nothing is named {', '.join(unmatched)}, as far as there is no model: misspelt?"
-        findings.add(classes.VARIABLE, line)
+        line = f"no class or method is of {unmatched}: misspelt, unless it is a hook"
+        findings.add(classes.VARIABLE, line, trusted_not_found=unmatched)

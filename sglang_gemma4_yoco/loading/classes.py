@@ -10,11 +10,12 @@ All is judged when a runner starts. What functions call in turn, such as kernels
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch.nn.modules import module as torch_module
@@ -23,43 +24,55 @@ from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core import forward
 
 #: The models around a text model that were read: they give its rows to their logits processor.
-OUTER_MODELS = {
-    "sglang.srt.models.gemma4_causal.Gemma4ForCausalLM",
+OUTER_MODELS = (
     "sglang.srt.models.gemma4_mm.Gemma4ForConditionalGeneration",
+    "sglang.srt.models.gemma4_causal.Gemma4ForCausalLM",
     "sglang.srt.models.gemma4_unified.Gemma4UnifiedForConditionalGeneration",
-}
-LOGITS_PROCESSOR = "sglang.srt.layers.logits_processor.LogitsProcessor"
+)
 #: Their parts that run before the text model, and see none of its rows.
 TOWERS = {"vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio"}
 
-#: Modules of SGLang whose functions are judged, and classes in them whose methods are, before there
-#: is a model: rows pass through them in all models. Not every release has all of them.
-CLASSES: Mapping[str, tuple[str, ...]] = {
-    "sglang.srt.models.gemma4_causal": (
-        *("Gemma4TextModel", "Gemma4DecoderLayer", "Gemma4Attention"),
-    ),
-    "sglang.srt.models.gemma4_mm": (),
-    "sglang.srt.models.gemma4_unified": (),
-    "sglang.srt.models.gemma3_causal": ("Gemma3MLP", "Gemma3TextScaledWordEmbedding"),
-    "sglang.srt.layers.activation": ("GeluAndMul",),
-    "sglang.srt.layers.layernorm": ("RMSNorm", "Gemma4RMSNorm"),
-    "sglang.srt.layers.layer_boundary.residual.batch": (),
-    "sglang.srt.layers.layer_boundary.residual.stream": ("ResidualStream",),
-    "sglang.srt.layers.layer_boundary.stage": ("StageBoundary",),
-    "sglang.srt.layers.linear": (
-        *("ReplicatedLinear", "QKVParallelLinear", "MergedColumnParallelLinear"),
-        "RowParallelLinear",
-    ),
-    "sglang.srt.layers.logits_processor": ("LogitsProcessor", "LogitsMetadata"),
-    "sglang.srt.layers.logprob_processor": ("InputLogprobProcessor",),
-    "sglang.srt.layers.quantization.unquant": ("UnquantizedLinearMethod",),
-    "sglang.srt.layers.radix_attention": ("RadixAttention",),
-    "sglang.srt.layers.rotary_embedding.base": ("RotaryEmbedding",),
-}
+#: What rows pass through in all models: SGLang's classes, whose methods are judged before there is
+#: a model, and so are the functions of their modules. Not every release has all of them.
+CLASSES = (
+    *OUTER_MODELS,
+    "sglang.srt.models.gemma4_causal.Gemma4TextModel",
+    "sglang.srt.models.gemma4_causal.Gemma4DecoderLayer",
+    "sglang.srt.models.gemma4_causal.Gemma4Attention",
+    "sglang.srt.models.gemma3_causal.Gemma3MLP",
+    "sglang.srt.models.gemma3_causal.Gemma3TextScaledWordEmbedding",
+    "sglang.srt.layers.activation.GeluAndMul",
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+    "sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend",
+    "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend",
+    "sglang.srt.layers.attention.triton_backend.TritonAttnBackend",
+    "sglang.srt.layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend",
+    "sglang.srt.layers.attention.xpu_backend.XPUAttentionBackend",
+    "sglang.srt.layers.layernorm.RMSNorm",
+    "sglang.srt.layers.layernorm.Gemma4RMSNorm",
+    "sglang.srt.layers.layer_boundary.residual.batch.ReplayHandoff",
+    "sglang.srt.layers.layer_boundary.residual.stream.ResidualStream",
+    "sglang.srt.layers.layer_boundary.stage.StageBoundary",
+    "sglang.srt.layers.linear.ReplicatedLinear",
+    "sglang.srt.layers.linear.QKVParallelLinear",
+    "sglang.srt.layers.linear.MergedColumnParallelLinear",
+    "sglang.srt.layers.linear.RowParallelLinear",
+    "sglang.srt.layers.logits_processor.LogitsProcessor",
+    "sglang.srt.layers.logits_processor.LogitsMetadata",
+    "sglang.srt.layers.logprob_processor.InputLogprobProcessor",
+    "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod",
+    "sglang.srt.layers.radix_attention.RadixAttention",
+    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding",
+)
 #: Attributes of these classes that see no rows, whoever has replaced them.
 WITHOUT_ROWS = {
     *("__init__", "__new__", "config_class", "load_weights", "pad_input_ids", "post_init"),
     *("tie_weights", "get_image_feature", "get_video_feature", "get_audio_feature"),
+}
+#: Attributes of modules, and of torch for all of them, that are hooks by their numbers.
+HOOKS = {
+    *("_forward_pre_hooks", "_forward_hooks"),
+    *("_global_forward_pre_hooks", "_global_forward_hooks"),
 }
 #: Packages whose code is known: SGLang, what the modules above import, and this one. The standard
 #: library's as well, but for its mocks, which hide what they call.
@@ -80,52 +93,44 @@ class Unknown(NamedTuple):
     module: str
     name: str
 
-    def is_meant_by(self, trusted: str) -> bool:
-        """Whether a name in the setting is its module's, or its own."""
-        return trusted in (self.module, f"{self.module}.{self.name}")
-
 
 def why_not(runner: Any) -> str | None:
     """Why rows may be read that this runner's model has not computed, or None."""
-    model = runner.model
+    model, backend = runner.model, runner.attn_backend  # whose class ``limits`` judges
     found = [*find_unknown(type(model), _list_objects(model))]
-    found += _find_in_backend(runner.attn_backend)
-    unmatched = find_unmatched(found)
+    found += _find_in(type(backend).__name__, vars(backend))
+    reason, unmatched = judge(found)
     if unmatched:
         log.once(
-            f"Gemma 4 fast prefill: {VARIABLE} has {', '.join(unmatched)}, but nothing of that "
-            "name is in this server's model: is it misspelt?",
+            f"Gemma 4 fast prefill: {VARIABLE} has {unmatched}, but nothing of that name is in "
+            "this server's model: is it misspelt?",
             logging.WARNING,
         )
-    return give_reason(found)
+    return reason
 
 
-def find_unmatched(found: Iterable[Unknown]) -> list[str]:
-    """The names in the setting that mean nothing of this."""
-    names = settings.current.trust
-    return [name for name in names if not any(one.is_meant_by(name) for one in found)]
+def judge(found: Iterable[Unknown]) -> tuple[str | None, str]:
+    """Why this code refuses a server, or None; and the trusted names that mean nothing of it."""
+    trust, matched, refused = settings.current.trust, set[str](), list[Unknown]()
+    for one in found:
+        meant = {one.module, f"{one.module}.{one.name}"}.intersection(trust)
+        matched |= meant
+        if not meant:
+            refused.append(one)
+    unmatched = ", ".join(name for name in trust if name not in matched)
+    if refused:
+        place, module, name = refused[0]
+        modules = ",".join(dict.fromkeys(one.module for one in refused))
+        return (
+            f"{place} {module}.{name}, which may read rows that are not computed: see "
+            f"docs/help.md; {VARIABLE}={modules} accepts it"
+        ), unmatched
+    stock = inspect.unwrap(compat.gemma4_causal.Gemma4TextModel.forward, stop=_is_ours)
+    return None if _is_ours(stock) else REPLACED, unmatched
 
 
-def give_reason(found: Iterable[Unknown]) -> str | None:
-    """Why this code refuses a server; None if all of it is trusted."""
-    refused = [one for one in found if not any(map(one.is_meant_by, settings.current.trust))]
-    if not refused:
-        return None if _is_wrapped() else REPLACED
-    first, modules = refused[0], dict.fromkeys(one.module for one in refused)
-    return (
-        f"{first.place} {first.module}.{first.name}, which may read rows that are not computed: "
-        f"see docs/help.md; {VARIABLE}={','.join(modules)} accepts it"
-    )
-
-
-def _is_wrapped() -> bool:
-    """Whether the text model's forward is this package's, or one that is wrapped around it."""
-    function = compat.gemma4_causal.Gemma4TextModel.forward
-    while function is not None:
-        if getattr(function, "__globals__", None) is vars(forward):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "__globals__", None) is vars(forward)
 
 
 def find_unknown(outer: type, objects: Mapping[str, Any]) -> Iterator[Unknown]:
@@ -135,28 +140,22 @@ def find_unknown(outer: type, objects: Mapping[str, Any]) -> Iterator[Unknown]:
         outer: the class of the model around the text model.
         objects: what the model has, by where it is; empty where none is loaded.
     """
-    if _name_of(outer) not in OUTER_MODELS:
+    if f"{outer.__module__}.{outer.__qualname__}" not in OUTER_MODELS:
         yield Unknown("the model is a", outer.__module__, outer.__qualname__)
-    processor = type(objects.get("logits_processor"))
-    if objects and _name_of(processor) != LOGITS_PROCESSOR:
-        yield Unknown("its logits processor is a", processor.__module__, processor.__qualname__)
-    classes = {type(part): place for place, part in objects.items()} | {outer: "the model"}
-    for name, kinds in CLASSES.items():
-        module = sys.modules.get(name)  # what a release does not have, nothing can call
-        classes |= {getattr(module, kind, object): kind for kind in kinds}
-        yield from _find_in(name, module)
-    for kind, place in classes.items():
-        for base in kind.__mro__:
-            if _is_known(base.__module__):
-                yield from _find_in(base.__qualname__, base)
-            else:
-                yield Unknown(f"{place} is a", base.__module__, base.__qualname__)
+    classes = [outer, *map(type, objects.values())]
+    for name in CLASSES:
+        path, _, kind = name.rpartition(".")
+        module = sys.modules.get(path)  # what a release does not have, nothing can call
+        classes.append(getattr(module, kind, object))
+        yield from _find_in(path, getattr(module, "__dict__", {}))
+    for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
+        if _is_known(base.__module__):
+            yield from _find_in(base.__qualname__, vars(base))
+        else:
+            yield Unknown("the model has a", base.__module__, base.__qualname__)
     for place, part in objects.items():
-        yield from _find_in(place, part)
-        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
-            yield from _find_in_values(f"a hook of {place}", getattr(part, hooks, {}))
-    for hooks in ("_global_forward_pre_hooks", "_global_forward_hooks"):
-        yield from _find_in_values("a hook of all modules", getattr(torch_module, hooks))
+        yield from _find_in(place, getattr(part, "__dict__", {}))
+    yield from _find_in("all modules", vars(torch_module))
 
 
 def _list_objects(model: Any) -> dict[str, Any]:
@@ -165,58 +164,40 @@ def _list_objects(model: Any) -> dict[str, Any]:
     for name, module in model.named_modules():
         if name.partition(".")[0] in TOWERS:
             continue
-        place = name or "the model"
-        objects[place] = module
+        objects[name or "the model"] = module
         for attribute, value in vars(module).items():
             if any(base.__module__.startswith("sglang.") for base in type(value).__mro__):
-                objects[f"{place}.{attribute}"] = value
+                objects[f"{name}.{attribute}"] = value
     return objects
 
 
-def _find_in_backend(backend: Any) -> Iterator[Unknown]:
-    """The code that is not known in an attention backend; ``limits`` judges its class itself."""
-    for name in (None, "prefill_backend", "decode_backend"):
-        part = backend if name is None else getattr(backend, name, None)
-        yield from _find_in(type(part).__name__, part)
-        for base in type(part).__mro__:
-            if _is_known(base.__module__):
-                yield from _find_in(base.__qualname__, base)
-
-
-def _find_in(place: str, owner: Any) -> Iterator[Unknown]:
-    """The code that is not known in the attributes of a module, a class or an object."""
-    for name, value in getattr(owner, "__dict__", {}).items():
-        if name not in WITHOUT_ROWS:
-            yield from _find_in_values(f"{place}.{name}", {name: value})
-
-
-def _find_in_values(place: str, values: Mapping[Any, Any]) -> Iterator[Unknown]:
-    """The code that is not known among what these values are or call.
+def _find_in(place: str, attributes: Mapping[str, Any]) -> Iterator[Unknown]:
+    """The code that is not known among what these attributes are, or call.
 
     A wrapper has what it wraps, and the hooks that it calls, in its closure or its attributes.
     """
-    pending, seen = [*values.values()], dict[int, Any]()
-    while pending:
-        part = pending.pop()
-        if id(part) in seen or not (callable(part) or hasattr(type(part), "__get__")):
-            continue
-        seen[id(part)] = part  # kept, so that no other object gets its id
-        module, name = _definition_of(part)
-        if _is_known(module):
-            pending += _list_called(part)
-        else:
-            yield Unknown(f"{place} runs", module, name)
+    for name, value in attributes.items():
+        pending, seen = [value], dict[int, Any]()
+        if name in HOOKS:
+            pending = [*value.values()]
+        while pending and name not in WITHOUT_ROWS:
+            part = pending.pop()
+            if id(part) in seen or not (callable(part) or hasattr(type(part), "__get__")):
+                continue
+            seen[id(part)] = part  # kept, so that no other object gets its id
+            module, defined = _definition_of(part)
+            if _is_known(module):
+                pending += _list_called(part)
+            else:
+                yield Unknown(f"{place}.{name} runs", module, defined)
 
 
 def _definition_of(part: Any) -> tuple[str, str]:
-    """The module in which a function or class is defined, or else its class; and its name."""
-    kind = type(part)  # ``isinstance`` asks the object, and a proxy answers for what is in it
-    if kind is FunctionType:
+    """The module in which a function or class is defined, or an object's class; and its name."""
+    if type(part) is FunctionType:
         return str(part.__globals__.get("__name__")), part.__code__.co_name
-    if issubclass(kind, type):
-        return part.__module__, part.__qualname__
-    if kind is BuiltinFunctionType and part.__module__ is not None:
-        return part.__module__, part.__name__
+    # ``isinstance`` would ask the object, and a proxy answers for what is in it.
+    kind = part if issubclass(type(part), type) else type(part)
     return kind.__module__, kind.__qualname__
 
 
@@ -226,20 +207,13 @@ def _list_called(part: Any) -> Iterator[Any]:
     if issubclass(kind, type):
         return
     yield from getattr(part, "__dict__", {}).values()
-    if kind.__module__ not in ("builtins", "functools"):
-        return
-    for name in ("__func__", "func", "fget", "fset"):
-        yield getattr(part, name, None)
-    yield from getattr(part, "args", ())
-    yield from getattr(part, "keywords", {}).values()
-    for cell in getattr(part, "__closure__", None) or ():
-        with suppress(ValueError):  # an empty cell
-            yield cell.cell_contents
+    if kind.__module__ in ("builtins", "functools"):
+        for name in ("__func__", "func", "fget", "fset"):
+            yield getattr(part, name, None)
+        for cell in getattr(part, "__closure__", None) or ():
+            with suppress(ValueError):  # an empty cell
+                yield cell.cell_contents
 
 
 def _is_known(module: str) -> bool:
     return module.partition(".")[0] in PACKAGES
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

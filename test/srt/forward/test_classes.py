@@ -18,6 +18,8 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt.layers import layernorm, logits_processor, radix_attention
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.models import gemma4_causal, gemma4_mm
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -73,6 +75,13 @@ def another_class(part: Any, kind: type) -> Iterator[None]:
         part.__class__ = before
 
 
+def built_differently(runner: Any, build: Any = ATTENTION_BACKENDS["triton"]) -> Any:
+    """An attention backend whose forward is wrapped."""
+    backend = build(runner)
+    backend.forward = wrapped(backend.forward)
+    return backend
+
+
 class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):  # type: ignore[misc]
     """It overrides nothing."""
 
@@ -104,7 +113,9 @@ def registered(target: str, hook: Callable[..., Any], kind: HookType) -> Iterato
     path, _, name = target.rpartition(".")
     owner = MODEL if path == f"{TEXT}.Gemma4TextModel" else gemma4_mm
     with mock.patch.object(owner, name, vars(owner)[name]), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(HookRegistry, "_hooks", {target: [(kind, hook, None)]}))
+        stack.enter_context(
+            mock.patch.object(HookRegistry, "_hooks", {target: [(kind, hook, None)]})
+        )
         stack.enter_context(mock.patch.object(HookRegistry, "_patched", set[str]()))
         HookRegistry.apply_hooks()
         assert vars(owner)[name].__module__.startswith("sglang")  # it looks like SGLang's
@@ -128,22 +139,24 @@ CASES: dict[str, tuple[Foreign, str]] = {
     ),
     "a subclass of the logits processor": (
         lambda engine: another_class(engine.runner.model.logits_processor, MyLogits),
-        "its logits processor is a test_classes.MyLogits",
+        "the model has a test_classes.MyLogits",
     ),
     "a subclass of the head": (
         lambda engine: another_class(engine.runner.model.language_model.embed_tokens, MyHead),
-        "language_model.embed_tokens is a test_classes.MyHead",
+        "the model has a test_classes.MyHead",
     ),
     "a subclass of a norm": (
         lambda engine: another_class(engine.text_model.norm, MyNorm),
-        "language_model.norm is a test_classes.MyNorm",
+        "the model has a test_classes.MyNorm",
     ),
     "a method that is wrapped": (
         lambda _: assigned(gemma4_causal.Gemma4DecoderLayer, "forward", wrapped),
         "Gemma4DecoderLayer.forward runs test_classes.theirs",
     ),
     "a method that is wrapped, in torch's wrapper": (
-        lambda _: assigned(MODEL, "project_per_layer_inputs", lambda f: torch.no_grad()(wrapped(f))),
+        lambda _: assigned(
+            MODEL, "project_per_layer_inputs", lambda f: torch.no_grad()(wrapped(f))
+        ),
         "Gemma4TextModel.project_per_layer_inputs runs test_classes.theirs",
     ),
     "a method of torch's": (
@@ -155,7 +168,9 @@ CASES: dict[str, tuple[Foreign, str]] = {
         "RadixAttention.forward runs test_classes.Callback",
     ),
     "a property": (
-        lambda _: assigned(gemma4_mm.Gemma4ForConditionalGeneration, "model", lambda _: property(seen)),
+        lambda _: assigned(
+            gemma4_mm.Gemma4ForConditionalGeneration, "model", lambda _: property(seen)
+        ),
         "Gemma4ForConditionalGeneration.model runs test_classes.seen",
     ),
     "a static method": (
@@ -171,8 +186,12 @@ CASES: dict[str, tuple[Foreign, str]] = {
         "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.theirs",
     ),
     "a method of the attention backend": (
-        lambda engine: assigned(_backend_base(engine), "forward_extend", wrapped),
-        "TorchNativeAttnBackend.forward_extend runs test_classes.theirs",
+        lambda _: assigned(AttentionBackend, "forward", wrapped),
+        "AttentionBackend.forward runs test_classes.theirs",
+    ),
+    "an attention backend's own method": (
+        lambda _: mock.patch.dict(ATTENTION_BACKENDS, triton=built_differently),
+        "WindowedTorchNativeBackend.forward runs test_classes.theirs",
     ),
     "AROUND": (
         lambda _: registered(FORWARD, passed_on, HookType.AROUND),
@@ -198,23 +217,23 @@ CASES: dict[str, tuple[Foreign, str]] = {
     ),
     "a hook after a layer": (
         lambda engine: layer(engine).register_forward_hook(seen),
-        "a hook of language_model.layers.7 runs test_classes.seen",
+        "language_model.layers.7._forward_hooks runs test_classes.seen",
     ),
     "a hook before a norm": (
         lambda engine: engine.text_model.norm.register_forward_pre_hook(seen),
-        "a hook of language_model.norm runs test_classes.seen",
+        "language_model.norm._forward_pre_hooks runs test_classes.seen",
     ),
     "a hook after the logits processor": (
         lambda engine: engine.runner.model.logits_processor.register_forward_hook(Callback()),
-        "a hook of logits_processor runs test_classes.Callback",
+        "logits_processor._forward_hooks runs test_classes.Callback",
     ),
     "a hook of the head": (
         lambda engine: engine.runner.model.lm_head.register_forward_hook(Callback().__call__),
-        "a hook of language_model.embed_tokens runs test_classes.__call__",
+        "language_model.embed_tokens._forward_hooks runs test_classes.__call__",
     ),
     "a hook of all modules": (
         lambda _: torch.nn.modules.module.register_module_forward_hook(seen),
-        "a hook of all modules runs test_classes.seen",
+        "all modules._global_forward_hooks runs test_classes.seen",
     ),
     "an instance's method": (
         lambda engine: replaced(layer(engine), forward=wrapped(layer(engine).forward)),
@@ -240,10 +259,6 @@ CASES: dict[str, tuple[Foreign, str]] = {
         "language_model.layers.7.mlp.down_proj.quant_method.apply runs test_classes.theirs",
     ),
 }
-
-
-def _backend_base(engine: Engine) -> type:
-    return type(engine.runner.attn_backend).__mro__[1]
 
 
 @pytest.fixture
@@ -308,10 +323,10 @@ HEAD, NORM = f"{__name__}.MyHead", f"{__name__}.MyNorm"
     [
         ((HEAD, NORM), None, None),
         ((__name__,), None, None),
-        ((HEAD,), f"language_model.norm is a {NORM},", None),
-        ((HEAD, f"{NORM}s"), f"language_model.norm is a {NORM},", f"{NORM}s"),
+        ((HEAD,), f"the model has a {NORM},", None),
+        ((HEAD, f"{NORM}s"), f"the model has a {NORM},", f"{NORM}s"),
         (("test", f"{__name__}_2", HEAD, NORM), None, f"test, {__name__}_2"),
-        ((), f"language_model.embed_tokens is a {HEAD},", None),
+        ((), f"the model has a {HEAD},", None),
     ],
 )
 def test_names_that_are_trusted(
@@ -383,12 +398,12 @@ def test_doctor_judges_what_needs_no_weights(setting: Callable[..., None], engin
         reason = state_of(engine).refused
     engine.runner.init_attention_backends()
     assert trusting.refusals == []
-    assert trusting.facts["trusted_not_found"] == ["theirs"]
-    assert any("nothing is named theirs" in line for line in trusting.lines)
+    assert trusting.facts["trusted_not_found"] == "theirs"
+    assert any("no class or method is of theirs" in line for line in trusting.lines)
     assert refusing.refusals == [reason]
     assert reason is not None
     assert examined().refusals == []
-    assert examined().facts["trusted_not_found"] == []
+    assert examined().facts["trusted_not_found"] is None
 
 
 def examined() -> Findings:

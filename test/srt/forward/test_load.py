@@ -45,7 +45,7 @@ SETTINGS = {
     "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 or 0, or leave it unset (0): 1 to turn"),
     "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "or leave it unset (1): 1 to shorten"),
     "SGLANG_GEMMA4_YOCO_TRUST": (
-        ("", "a module", "theirs,", "theirs..Model", "*", "0"),
+        ("", "a module", "theirs,", "theirs..Model", "*"),
         "use names of Python modules or classes, with commas between, or leave it unset (none): ",
     ),
 }
