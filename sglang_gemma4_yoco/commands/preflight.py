@@ -174,7 +174,10 @@ def _judge_classes(findings: Findings, architectures: Sequence[str]) -> None:
     """Judge the class that SGLang would load, and its own classes as plugins have left them."""
     from sglang.srt.models.registry import ModelRegistry  # it imports all models
 
-    outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
+    try:
+        outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
+    except ValueError as failure:
+        raise CommandError(f"SGLang loads no {' or '.join(architectures)} here") from failure
     reason, unmatched = classes.judge(classes.find_unknown(outer, {}))
     findings.refusals += filter(None, (reason,))
     if unmatched:

@@ -84,6 +84,7 @@ PACKAGES = {
 }
 VARIABLE = settings.name_of("trust")
 REPLACED = "Gemma4TextModel.forward is no longer this package's: something else is in its place"
+NOT_JUDGED = "it could not be found out whose code reads the model's rows"
 
 
 class Unknown(NamedTuple):
@@ -95,11 +96,15 @@ class Unknown(NamedTuple):
 
 
 def why_not(runner: Any) -> str | None:
-    """Why rows may be read that this runner's model has not computed, or None."""
+    """Why rows may be read that this runner's model has not computed, or None. Never raises."""
     model, backend = runner.model, runner.attn_backend  # whose class ``limits`` judges
-    found = [*find_unknown(type(model), _list_objects(model))]
-    found += _find_in(type(backend).__name__, vars(backend))
-    reason, unmatched = judge(found)
+    try:
+        found = [*find_unknown(type(model), _list_objects(model))]
+        found += _find_in(type(backend).__name__, vars(backend))
+        reason, unmatched = judge(found)
+    except Exception as failure:  # noqa: BLE001 - of objects that are like no others
+        log.failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
+        return NOT_JUDGED
     if unmatched:
         log.once(
             f"Gemma 4 fast prefill: {VARIABLE} has {unmatched}, but nothing of that name is in "

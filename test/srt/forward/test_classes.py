@@ -374,6 +374,21 @@ def test_a_forward_that_is_not_ours_any_more(
         assert judged() is None
 
 
+def test_what_cannot_be_judged(
+    engine: Engine, judged: Callable[[], str | None], said: Callable[..., list[str]]
+) -> None:
+    """An object that cannot be looked at refuses the server, and does not end it."""
+
+    class Odd(logits_processor.LogitsMetadata):  # type: ignore[misc]
+        __dict__ = property(lambda _: {}[0])
+
+    with replaced(layer(engine), router=Odd.__new__(Odd)):
+        assert [judged(), judged()] == [classes.NOT_JUDGED] * 2
+    failed = "Gemma 4 fast prefill: looking for other people's code failed: KeyError(0)"
+    assert said(logging.ERROR) == [failed]
+    assert judged() is None
+
+
 def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> None:
     """Hooks in the vision tower, and wrappers of what loads and starts a model, refuse nothing."""
     outer = type(engine.runner.model)
