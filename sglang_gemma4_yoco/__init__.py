@@ -28,6 +28,7 @@ From the top down; imports go down, and both ways between captured/ and checking
     loading/           when a process and a runner start
         patch.py           SGLang's methods wrapped
         start.py           may this server's prefills be cut? capture the tail, check, announce
+        classes.py         why not: somebody else's code where rows pass
         limits.py          why not: server arguments, attention, pools, linear layers
         metrics.py         /server_info and /metrics
         published.py       two helpers for code that cuts a batch itself

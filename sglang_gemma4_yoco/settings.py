@@ -6,14 +6,19 @@ this module imports neither torch nor SGLang.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
+#: Names with dots in them, and commas between.
+_NAMES = r"\w+(\.\w+)*(, *\w+(\.\w+)*)*"
 
 
-def _setting(default: int | None, explanation: str, *, minimum: int | None = None) -> Any:
+def _setting(
+    default: int | tuple[str, ...] | None, explanation: str, *, minimum: int | None = None
+) -> Any:
     return field(default=default, metadata={"help": explanation, "minimum": minimum})
 
 
@@ -21,7 +26,8 @@ def _setting(default: int | None, explanation: str, *, minimum: int | None = Non
 class Settings:
     """Every setting of this process: its type, its default, and what its values do.
 
-    A setting with a ``minimum`` is a whole number from there up; others are 1 or 0.
+    A setting with a ``minimum`` is a whole number from there up; one whose default is a tuple is
+    names, with commas between; others are 1 or 0.
     """
 
     enabled: bool = _setting(
@@ -56,6 +62,11 @@ class Settings:
         "1 to shorten prefills that SGLang replays from CUDA graphs as well, and to repair their "
         "capture where --cuda-graph-backend-prefill asks for it; 0 for neither",
     )
+    trust: tuple[str, ...] = _setting(
+        (),
+        "other people's code that reads no row but the kept ones: `module`, or `module.Class`; see "
+        "docs/help.md",
+    )
 
 
 def name_of(setting: str) -> str:
@@ -67,8 +78,15 @@ def name_of(setting: str) -> str:
 VARIABLES: Mapping[str, Field[Any]] = {name_of(one.name): one for one in fields(Settings)}
 
 
+def has_names(setting: Field[Any]) -> bool:
+    """Whether a setting's value is a tuple of names."""
+    return isinstance(setting.default, tuple)
+
+
 def accepted(setting: Field[Any]) -> str:
     """The values that a setting accepts, in words."""
+    if has_names(setting):
+        return "names of Python modules or classes, with commas between"
     minimum = setting.metadata["minimum"]
     return "1 or 0" if minimum is None else f"a whole number from {minimum} up"
 
@@ -76,14 +94,19 @@ def accepted(setting: Field[Any]) -> str:
 def unset(setting: Field[Any]) -> str:
     """What holds where a setting is not set, in words."""
     default: Any = setting.default
+    if has_names(setting):
+        return "none"
     return "automatic" if default is None else str(int(default))
 
 
-def parse(variable: str, value: str) -> bool | int:
+def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:
     """Parse a variable's value; a ``ValueError`` names the variable and what it accepts."""
     setting = VARIABLES[variable]
     minimum = setting.metadata["minimum"]
-    if minimum is None and value in ("0", "1"):
+    if has_names(setting):
+        if re.fullmatch(_NAMES, value):
+            return tuple(re.split(", *", value))
+    elif minimum is None and value in ("0", "1"):
         return value == "1"
     is_number = minimum is not None and value.isascii() and value.isdecimal()
     if is_number and int(value) >= minimum:

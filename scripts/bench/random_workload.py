@@ -240,6 +240,7 @@ def build_servers(checkpoint: Path, logs: Path, captured: bool) -> tuple[Server,
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
             row_trace.VARIABLE: str(trace_of(server)),
             tail_failures.VARIABLE: str(failures_of(server)),
+            settings.name_of("trust"): f"{row_trace.__name__},{tail_failures.__name__}",
             **(graphs if captured else {}),
         }
     return both

@@ -10,7 +10,7 @@ from typing import Any
 #: What --json always has, beside the verdict; null where it was not determined.
 FACTS = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
-    *("model", "layers", "first_shared", "quantisation", "attention"),
+    *("model", "layers", "first_shared", "quantisation", "attention", "trusted_not_found"),
 )
 
 

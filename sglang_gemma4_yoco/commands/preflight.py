@@ -19,7 +19,7 @@ from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands.console import CommandError, Findings
 from sglang_gemma4_yoco.core.gate import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
-from sglang_gemma4_yoco.loading import limits, metrics, patch, start
+from sglang_gemma4_yoco.loading import classes, limits, metrics, patch, start
 
 try:
     from sglang_gemma4_yoco.prefill_graphs import repair, sglang
@@ -112,6 +112,8 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
     assert argument is not None, "they have been published"
     _prefill_graphs(findings, config, argument)
     _judge(findings, argument)
+    if patch.installed and argument("model_impl") != "transformers":
+        _judge_classes(findings, config.get("architectures") or [])
 
 
 def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
@@ -166,3 +168,18 @@ def _judge(findings: Findings, argument: Any) -> None:
             "triton, trtllm_mha, fa4, intel_xpu, and hybrids of them"
         )
     findings.add("settled at start", AT_START)
+
+
+def _judge_classes(findings: Findings, architectures: Sequence[str]) -> None:
+    """Judge the class that SGLang would load, and its own classes as plugins have left them."""
+    from sglang.srt.models.registry import ModelRegistry  # it imports all models
+
+    try:
+        outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
+    except ValueError as failure:
+        raise CommandError(f"SGLang loads no {' or '.join(architectures)} here") from failure
+    reason, unmatched = classes.judge(classes.find_unknown(outer, {}))
+    findings.refusals += filter(None, (reason,))
+    if unmatched:
+        line = f"no class or method is of {unmatched}: misspelt, unless it is a hook"
+        findings.add(classes.VARIABLE, line, trusted_not_found=unmatched)

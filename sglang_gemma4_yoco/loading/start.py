@@ -17,7 +17,7 @@ from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import donor, gate, ranks
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.state import ModelState, find, first_shared_layer
-from sglang_gemma4_yoco.loading import limits
+from sglang_gemma4_yoco.loading import classes, limits
 
 try:
     from sglang_gemma4_yoco import prefill_graphs
@@ -75,6 +75,7 @@ def _runner_reason(runner: Any, model: Any) -> str | None:
         return gate.EMBEDDINGS
     return (
         model_reason(model)
+        or classes.why_not(runner)
         or donor.why_not(model)
         or limits.backend_reason(runner.attn_backend)
         or limits.pool_reason(runner.token_to_kv_pool, runner.dtype)

@@ -136,7 +136,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         if cuda_branches.is_wanted():
             cuda_branches.install()
         else:
-            logits_processor.fused_softcap = softcap_inplace_logits
+            logits_processor._is_cpu = True  # else the softcap is a kernel of Triton's
         # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
         if not triton_is_interpreted():
             ATTENTION_BACKENDS["triton"] = partial(_backend, "WindowedTorchNativeBackend")
@@ -162,8 +162,3 @@ def _backend(kind: str, runner: ModelRunner) -> AttentionBackend:
     attention.register_as_proven()
     backend: AttentionBackend = getattr(attention, kind)(runner)
     return backend
-
-
-def softcap_inplace_logits(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """Write ``cap * tanh(logits / cap)`` into ``logits`` (any shape) and return it."""
-    return logits.div_(cap).tanh_().mul_(cap)

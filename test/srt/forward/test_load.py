@@ -44,6 +44,10 @@ SETTINGS = {
     "SGLANG_GEMMA4_YOCO_AUDIT": (NOT_A_NUMBER, "use a whole number from 0 up"),
     "SGLANG_GEMMA4_YOCO_AUDIT_STRICT": (NO_ANSWER, "use 1 or 0, or leave it unset (0): 1 to turn"),
     "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS": (NO_ANSWER, "or leave it unset (1): 1 to shorten"),
+    "SGLANG_GEMMA4_YOCO_TRUST": (
+        ("", "a module", "theirs,", "theirs..Model", "*"),
+        "use names of Python modules or classes, with commas between, or leave it unset (none): ",
+    ),
 }
 
 
@@ -67,6 +71,8 @@ def test_a_setting_that_means_something(name: str) -> None:
     values: dict[str, Any] = {"0": False, "1": True}
     if minimum is not None:
         values = {str(number): number for number in (minimum, 4096)}
+    elif settings.has_names(setting):
+        values = {"theirs": ("theirs",), "a.B, c_1.d": ("a.B", "c_1.d")}
     for value, meaning in values.items():
         expected = dataclasses.replace(settings.Settings(), **{setting.name: meaning})
         assert settings.read({name: value}) == expected

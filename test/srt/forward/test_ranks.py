@@ -188,7 +188,8 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     def other(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call(self, *args, *[None] * (self is model.norm), **kwargs)
 
-    with mock.patch.object(type(model.norm), "__call__", other):
+    trusted = settings_changed(trust=(__name__,))  # it is to be taken for SGLang's own
+    with trusted, mock.patch.object(type(model.norm), "__call__", other):
         assert starting.of(model).refused is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
         assert_stock(engine, core_cut.OTHER_NORM)

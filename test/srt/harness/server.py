@@ -45,6 +45,9 @@ def drafting_with(assistant: Path) -> tuple[str, ...]:
     )
 
 
+#: The observers put hooks on the model, which the package would refuse.
+_TRUST = settings.name_of("trust")
+_OBSERVERS = (row_trace.__name__, tail_failures.__name__)
 _ARGUMENTS = (
     *("--device", "cpu"),
     *("--dtype", "float32"),
@@ -126,6 +129,7 @@ class Server(servers.Server):
             **environment,
             row_trace.VARIABLE: str(self._trace.path),
             tail_failures.VARIABLE: str(self.failures),
+            _TRUST: ",".join([*filter(None, [environment.get(_TRUST)]), *_OBSERVERS]),
         }
         self._is_forked = not spawned and forked.as_this_process(self.env)
         self._starts = 0

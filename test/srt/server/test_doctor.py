@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
-from test_load_faults import AROUND, plugin
+from test_load_faults import plugin
 from test_refused_flags import REFUSED
 
 import forked
@@ -163,7 +163,8 @@ def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str)
 def test_what_is_known_of_a_server(answers: Any) -> None:
     found = answers[0][()].document
     assert set(FACTS) <= found.keys()
-    assert None not in [found[name] for name in FACTS if name != "quantisation"]
+    unknown = {name for name in FACTS if found[name] is None}
+    assert unknown == {"quantisation", "trusted_not_found"}
     assert (found["layers"], found["first_shared"]) == (8, 4)
     assert found["plugins"]["installed"] is True
     for call, attention in (
@@ -302,6 +303,7 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
         "AUDIT": ("often", "a whole number from 0"),
         "AUDIT_STRICT": ("very", "1 or 0"),
         "PREFILL_GRAPHS": ("some", "1 or 0"),
+        "TRUST": ("their model", "names of Python modules or classes"),
     }
     variables = {f"{settings.SWITCH}_{name}": value for name, (value, _) in wrong.items()}
     [answer], _ = doctor(
@@ -318,6 +320,15 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
     assert answer.document["settings"].items() >= variables.items()
 
 
+AROUND = """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    def around(forward, *args, **kwargs):
+        print("their hook saw a forward", flush=True)
+        return forward(*args, **kwargs)
+    HookRegistry.register(
+        "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward", around, HookType.AROUND
+    )
+"""
 TALKING = """
     import sys
     print("their plugin prints")
@@ -326,18 +337,20 @@ TALKING = """
 
 
 def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """With another plugin beside this one, which prints, and a setting that does not exist."""
+    """With a trusted plugin beside this one, which prints, and a setting that does not exist."""
     [answer], _ = doctor(
         tmp_path,
         ("--model-path", str(tiny_checkpoint), "--", *_CPU),
         PYTHONPATH=python_path(plugin(tmp_path / "path", "a_hook", AROUND + TALKING)),
         SGLANG_GEMMA4_YOCO_GRAPHS="0",
+        SGLANG_GEMMA4_YOCO_TRUST="a_hook,another",
     )
     assert (answer.status, answer.err) == (0, "")
     assert answer.out.splitlines()[-1] == "It would be active."
     assert "their plugin prints" not in answer.out
     for words in (
         r"SGLANG_GEMMA4_YOCO_GRAPHS +is no setting of this version, and is ignored",
+        r"SGLANG_GEMMA4_YOCO_TRUST +no class or method is of another: misspelt, unless",
         r"first shared layer +4: layers 4 to 7 have no K/V",
         r"found by SGLang +a_hook, gemma4_",
         r"settled at start +whether K and V can be read, whether the tail is captured, whether",

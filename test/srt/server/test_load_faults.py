@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import forked
-from layer_rows import cut
-from server import python_path, running
+from server import python_path
 
 _SECONDS = 300  # for a process that imports SGLang, on a busy machine too
 
@@ -264,42 +263,3 @@ if __name__ == "__main__":
     lines = ours(done.stdout)
     assert all("is installed" in line and line.startswith("INFO") for line in lines)
     assert len(lines) == (2 if method == "spawn" else 1)
-
-
-AROUND = """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    def around(forward, *args, **kwargs):
-        print("their hook saw a forward", flush=True)
-        return forward(*args, **kwargs)
-    HookRegistry.register(
-        "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward", around, HookType.AROUND
-    )
-"""
-WRAPPED_BEFORE = """
-    import functools
-    from sglang.srt.models.gemma4_causal import Gemma4TextModel
-    stock = Gemma4TextModel.forward
-    @functools.wraps(stock)
-    def forward(*args, **kwargs):
-        print("their hook saw a forward", flush=True)
-        return stock(*args, **kwargs)
-    Gemma4TextModel.forward = forward
-"""
-
-
-@pytest.mark.parametrize(
-    "code",
-    [pytest.param(AROUND, marks=pytest.mark.release), WRAPPED_BEFORE],
-    ids=["after ours", "before ours"],
-)
-def test_another_plugin_on_the_same_method(
-    tiny_checkpoint: Path, tmp_path: Path, code: str
-) -> None:
-    """Both plugins work on a real server, whichever wraps first."""
-    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code))}
-    with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
-        server.generate(
-            input_ids=list(range(20, 90)), sampling_params={"temperature": 0, "max_new_tokens": 2}
-        )
-    assert server.prefills()[-1].rows == cut(70, 1)
-    assert server.log_lines("their hook saw a forward")

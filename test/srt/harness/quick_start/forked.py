@@ -177,3 +177,5 @@ class _Environment(dict[str, str]):
 def _in_environment(env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
+    if env.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):  # read when this module is imported
+        sys.modules.pop("sglang.srt.models.registry", None)

@@ -1,0 +1,428 @@
+"""Somebody else's code where rows pass: it refuses the server, by name, unless it is trusted.
+
+On SGLang's ModelRunner, whose attention backends are built anew: then a server decides.
+``server/test_foreign_code`` has what users see of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sglang.srt.layers import layernorm, logits_processor, radix_attention
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.models import gemma4_causal, gemma4_mm
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from forwards import assert_fast, assert_stock, state_of
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.commands import preflight
+from sglang_gemma4_yoco.commands.console import Findings
+from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.loading import classes
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+MODEL = gemma4_causal.Gemma4TextModel
+TEXT = "sglang.srt.models.gemma4_causal"
+Foreign = Callable[[Engine], AbstractContextManager[object]]
+
+
+def wrapped(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Their wrapper, which calls itself by the name of what it wraps."""
+
+    @functools.wraps(stock)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs)
+
+    return theirs
+
+
+def passed_on(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Their hook around a method."""
+    return forward(*args, **kwargs)
+
+
+def seen(*_: Any, **__: Any) -> None:
+    """Their hook that changes nothing."""
+
+
+class Callback:
+    """Their object, which can be called."""
+
+    def __call__(self, *_: Any) -> None:
+        """See what a module has returned."""
+
+
+@contextmanager
+def another_class(part: Any, kind: type) -> Iterator[None]:
+    """A module is of this class."""
+    before = type(part)
+    part.__class__ = kind
+    try:
+        yield
+    finally:
+        part.__class__ = before
+
+
+def built_differently(runner: Any, build: Any = ATTENTION_BACKENDS["triton"]) -> Any:
+    """An attention backend whose forward is wrapped."""
+    backend = build(runner)
+    backend.forward = wrapped(backend.forward)
+    return backend
+
+
+class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):  # type: ignore[misc]
+    """It overrides nothing."""
+
+
+class MyLogits(logits_processor.LogitsProcessor):  # type: ignore[misc]
+    """It overrides nothing."""
+
+
+class MyHead(gemma4_causal.Gemma4TextScaledWordEmbedding):  # type: ignore[misc]
+    """It overrides nothing."""
+
+
+class MyNorm(layernorm.RMSNorm):  # type: ignore[misc]
+    """It overrides what a platform would."""
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        """Norm rows."""
+        return super().forward_native(*args, **kwargs)
+
+
+def assigned(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractContextManager[object]:
+    """An attribute of a class or module is what ``make`` makes of it."""
+    return mock.patch.object(owner, name, make(vars(owner)[name]))
+
+
+@contextmanager
+def registered(target: str, hook: Callable[..., Any], kind: HookType) -> Iterator[None]:
+    """A plugin has registered a hook, and SGLang has applied it."""
+    path, _, name = target.rpartition(".")
+    owner = MODEL if path == f"{TEXT}.Gemma4TextModel" else gemma4_mm
+    with mock.patch.object(owner, name, vars(owner)[name]), ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(HookRegistry, "_hooks", {target: [(kind, hook, None)]})
+        )
+        stack.enter_context(mock.patch.object(HookRegistry, "_patched", set[str]()))
+        HookRegistry.apply_hooks()
+        assert vars(owner)[name].__module__.startswith("sglang")  # it looks like SGLang's
+        yield
+
+
+def layer(engine: Engine) -> Any:
+    return engine.text_model.layers[-1]
+
+
+FORWARD = f"{TEXT}.Gemma4TextModel.forward"
+#: What is foreign, and the beginning of the reason.
+CASES: dict[str, tuple[Foreign, str]] = {
+    "a subclass of the model": (
+        lambda engine: another_class(engine.runner.model, MyModel),
+        "the model is a test_classes.MyModel",
+    ),
+    "another class of SGLang's": (
+        lambda engine: another_class(engine.runner.model, gemma4_mm.Gemma4MultimodalEmbedder),
+        "the model is a sglang.srt.models.gemma4_mm.Gemma4MultimodalEmbedder",
+    ),
+    "a subclass of the logits processor": (
+        lambda engine: another_class(engine.runner.model.logits_processor, MyLogits),
+        "the model has a test_classes.MyLogits",
+    ),
+    "a subclass of the head": (
+        lambda engine: another_class(engine.runner.model.language_model.embed_tokens, MyHead),
+        "the model has a test_classes.MyHead",
+    ),
+    "a subclass of a norm": (
+        lambda engine: another_class(engine.text_model.norm, MyNorm),
+        "the model has a test_classes.MyNorm",
+    ),
+    "a method that is wrapped": (
+        lambda _: assigned(gemma4_causal.Gemma4DecoderLayer, "forward", wrapped),
+        "Gemma4DecoderLayer.forward runs test_classes.theirs",
+    ),
+    "a method that is wrapped, in torch's wrapper": (
+        lambda _: assigned(
+            MODEL, "project_per_layer_inputs", lambda f: torch.no_grad()(wrapped(f))
+        ),
+        "Gemma4TextModel.project_per_layer_inputs runs test_classes.theirs",
+    ),
+    "a method of torch's": (
+        lambda _: assigned(torch.nn.Module, "_call_impl", wrapped),
+        "Module._call_impl runs test_classes.theirs",
+    ),
+    "a method that is replaced by an object": (
+        lambda _: assigned(radix_attention.RadixAttention, "forward", lambda _: Callback()),
+        "RadixAttention.forward runs test_classes.Callback",
+    ),
+    "a property": (
+        lambda _: assigned(
+            gemma4_mm.Gemma4ForConditionalGeneration, "model", lambda _: property(seen)
+        ),
+        "Gemma4ForConditionalGeneration.model runs test_classes.seen",
+    ),
+    "a static method": (
+        lambda _: assigned(
+            logits_processor.LogitsMetadata,
+            "from_forward_batch",
+            lambda _: staticmethod(functools.partial(passed_on, seen)),
+        ),
+        "LogitsMetadata.from_forward_batch runs test_classes.",
+    ),
+    "a function": (
+        lambda _: assigned(gemma4_mm, "general_mm_embed_routine", wrapped),
+        "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.theirs",
+    ),
+    "a method of the attention backend": (
+        lambda _: assigned(AttentionBackend, "forward", wrapped),
+        "AttentionBackend.forward runs test_classes.theirs",
+    ),
+    "an attention backend's own method": (
+        lambda _: mock.patch.dict(ATTENTION_BACKENDS, triton=built_differently),
+        "WindowedTorchNativeBackend.forward runs test_classes.theirs",
+    ),
+    "AROUND": (
+        lambda _: registered(FORWARD, passed_on, HookType.AROUND),
+        "Gemma4TextModel.forward runs test_classes.passed_on",
+    ),
+    "AFTER": (
+        lambda _: registered(FORWARD, seen, HookType.AFTER),
+        "Gemma4TextModel.forward runs test_classes.seen",
+    ),
+    "BEFORE": (
+        lambda _: registered(FORWARD, seen, HookType.BEFORE),
+        "Gemma4TextModel.forward runs test_classes.seen",
+    ),
+    "REPLACE": (
+        lambda _: registered(FORWARD, wrapped(MODEL.forward), HookType.REPLACE),
+        "Gemma4TextModel.forward runs test_classes.theirs",
+    ),
+    "AFTER a function": (
+        lambda _: registered(
+            "sglang.srt.models.gemma4_mm.general_mm_embed_routine", seen, HookType.AFTER
+        ),
+        "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.seen",
+    ),
+    "a hook after a layer": (
+        lambda engine: layer(engine).register_forward_hook(seen),
+        "language_model.layers.7._forward_hooks runs test_classes.seen",
+    ),
+    "a hook before a norm": (
+        lambda engine: engine.text_model.norm.register_forward_pre_hook(seen),
+        "language_model.norm._forward_pre_hooks runs test_classes.seen",
+    ),
+    "a hook after the logits processor": (
+        lambda engine: engine.runner.model.logits_processor.register_forward_hook(Callback()),
+        "logits_processor._forward_hooks runs test_classes.Callback",
+    ),
+    "a hook of the head": (
+        lambda engine: engine.runner.model.lm_head.register_forward_hook(Callback().__call__),
+        "language_model.embed_tokens._forward_hooks runs test_classes.__call__",
+    ),
+    "a hook of all modules": (
+        lambda _: torch.nn.modules.module.register_module_forward_hook(seen),
+        "all modules._global_forward_hooks runs test_classes.seen",
+    ),
+    "an instance's method": (
+        lambda engine: replaced(layer(engine), forward=wrapped(layer(engine).forward)),
+        "language_model.layers.7.forward runs test_classes.theirs",
+    ),
+    "an instance's method, bound": (
+        lambda engine: replaced(
+            layer(engine).self_attn.attn, forward=types.MethodType(passed_on, engine)
+        ),
+        "language_model.layers.7.self_attn.attn.forward runs test_classes.passed_on",
+    ),
+    "what a norm's forward calls": (
+        lambda engine: replaced(
+            layer(engine).self_attn.q_norm, _forward_method=functools.partial(passed_on, torch.abs)
+        ),
+        "language_model.layers.7.self_attn.q_norm._forward_method runs test_classes.passed_on",
+    ),
+    "a method of a linear layer's method": (
+        lambda engine: replaced(
+            layer(engine).mlp.down_proj.quant_method,
+            apply=wrapped(layer(engine).mlp.down_proj.quant_method.apply),
+        ),
+        "language_model.layers.7.mlp.down_proj.quant_method.apply runs test_classes.theirs",
+    ),
+}
+
+
+@pytest.fixture
+def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
+    """Have the server decide anew; returns why it refuses, or None."""
+
+    def decide() -> str | None:
+        engine.runner.init_attention_backends()
+        return state_of(engine).refused
+
+    yield decide
+    engine.runner.init_attention_backends()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_foreign_code_refuses_a_server(
+    engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None], name: str
+) -> None:
+    """The reason has its place, module and name, and the setting that accepts it; which it does."""
+    foreign, beginning = CASES[name]
+    with foreign(engine):
+        reason = judged() or ""
+        module, accepts = reason.partition("_TRUST=")[::2]
+        setting(trust=tuple(accepts.removesuffix(" accepts it").split(",")))
+        trusted = judged()
+    assert reason.startswith(beginning)
+    assert "may read rows that are not computed" in module
+    assert accepts
+    assert trusted is None
+    assert judged() is None
+
+
+def test_a_refused_server_answers_as_stock(
+    engine: Engine,
+    judged: Callable[[], str | None],
+    setting: Callable[..., None],
+    said: Callable[..., list[str]],
+) -> None:
+    """Whoever looks at a layer sees all rows. Where it is trusted, prefills are cut."""
+    rows: list[int] = []
+
+    def count(_: Any, __: Any, output: Any) -> None:
+        rows.append(len(compat.layer_rows(output)))
+
+    with layer(engine).register_forward_hook(count):
+        reason = judged()
+        assert reason is not None
+        assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
+        assert_stock(engine, reason)
+        assert rows == [43, 43]
+        setting(trust=(__name__,))
+        assert judged() is None
+        assert_fast(engine)
+        assert rows == [43, 43, 43, 2]
+
+
+HEAD, NORM = f"{__name__}.MyHead", f"{__name__}.MyNorm"
+
+
+@pytest.mark.parametrize(
+    ("trust", "refused", "unmatched"),
+    [
+        ((HEAD, NORM), None, None),
+        ((__name__,), None, None),
+        ((HEAD,), f"the model has a {NORM},", None),
+        ((HEAD, f"{NORM}s"), f"the model has a {NORM},", f"{NORM}s"),
+        (("test", f"{__name__}_2", HEAD, NORM), None, f"test, {__name__}_2"),
+        ((), f"the model has a {HEAD},", None),
+    ],
+)
+def test_names_that_are_trusted(
+    engine: Engine,
+    judged: Callable[[], str | None],
+    setting: Callable[..., None],
+    said: Callable[..., list[str]],
+    trust: tuple[str, ...],
+    refused: str | None,
+    unmatched: str | None,
+) -> None:
+    """A module, or a class in it, and no other. A name that means nothing is said, once."""
+    setting(trust=trust)
+    embed_tokens = engine.runner.model.language_model.embed_tokens
+    with another_class(embed_tokens, MyHead), another_class(engine.text_model.norm, MyNorm):
+        reasons = [judged(), judged()]
+    assert [reason and reason.partition(" which")[0] for reason in reasons] == [refused] * 2
+    start = "Gemma 4 fast prefill: SGLANG_GEMMA4_YOCO_TRUST has "
+    names = [
+        line.removeprefix(start).partition(", but nothing")[0] for line in said(logging.WARNING)
+    ]
+    assert names == ([] if unmatched is None else [unmatched])
+
+
+def test_all_that_is_foreign_is_said_at_once(
+    engine: Engine, judged: Callable[[], str | None]
+) -> None:
+    """A server need not be started once for each."""
+    with ExitStack() as stack:
+        stack.enter_context(engine.text_model.norm.register_forward_hook(mock.Mock()))
+        stack.enter_context(another_class(engine.text_model.norm, MyNorm))
+        reason = judged()
+    assert reason is not None
+    assert reason.endswith(f"_TRUST={__name__},unittest.mock accepts it")
+
+
+def test_a_forward_that_is_not_ours_any_more(
+    engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
+) -> None:
+    """Somebody has put back what they found: no prefill would be cut."""
+    stock = inspect.unwrap(MODEL.forward)
+    with mock.patch.object(MODEL, "forward", stock):
+        assert judged() == classes.REPLACED
+    with mock.patch.object(MODEL, "forward", torch.no_grad()(MODEL.forward)):
+        assert judged() is None
+
+
+def test_what_cannot_be_judged(
+    engine: Engine, judged: Callable[[], str | None], said: Callable[..., list[str]]
+) -> None:
+    """An object that cannot be looked at refuses the server, and does not end it."""
+
+    class Odd(logits_processor.LogitsMetadata):  # type: ignore[misc]
+        __dict__ = property(lambda _: {}[0])
+
+    with replaced(layer(engine), router=Odd.__new__(Odd)):
+        assert [judged(), judged()] == [classes.NOT_JUDGED] * 2
+    failed = "Gemma 4 fast prefill: looking for other people's code failed: KeyError(0)"
+    assert said(logging.ERROR) == [failed]
+    assert judged() is None
+
+
+def test_what_sees_no_rows(engine: Engine, judged: Callable[[], str | None]) -> None:
+    """Hooks in the vision tower, and wrappers of what loads and starts a model, refuse nothing."""
+    outer = type(engine.runner.model)
+    with ExitStack() as stack:
+        for name in ("__init__", "load_weights", "get_image_feature"):
+            stack.enter_context(assigned(outer, name, wrapped))
+        tower = engine.runner.model.vision_tower
+        stack.enter_context(tower.register_forward_hook(seen))
+        stack.enter_context(assigned(type(engine.runner), "forward", wrapped))
+        assert judged() is None
+        assert_fast(engine)
+
+
+def test_doctor_judges_what_needs_no_weights(setting: Callable[..., None], engine: Engine) -> None:
+    """By the code of a server, in the same words."""
+    setting(trust=("theirs", __name__))
+    with assigned(logits_processor.LogitsProcessor, "forward", wrapped):
+        trusting = examined()
+        setting(trust=())
+        refusing = examined()
+        engine.runner.init_attention_backends()
+        reason = state_of(engine).refused
+    engine.runner.init_attention_backends()
+    assert trusting.refusals == []
+    assert trusting.facts["trusted_not_found"] == "theirs"
+    assert any("no class or method is of theirs" in line for line in trusting.lines)
+    assert refusing.refusals == [reason]
+    assert reason is not None
+    assert examined().refusals == []
+    assert examined().facts["trusted_not_found"] is None
+
+
+def examined() -> Findings:
+    """What doctor finds of the class of the tiny model."""
+    findings = Findings()
+    preflight._judge_classes(findings, ["Gemma4ForConditionalGeneration"])
+    return findings

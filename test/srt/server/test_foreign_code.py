@@ -1,0 +1,163 @@
+"""Servers whose rows other code reads: they answer as stock, and ``status`` has the reason.
+
+``forward/test_classes`` has what is foreign, kind by kind.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_doctor import AROUND, doctor
+from test_load_faults import plugin
+from test_status import Captured, report
+
+from ask import Answer, assert_same_answers, compare, one_by_one, prompts_of
+from layer_rows import assert_all_stock, cut
+from server import Server, pair, python_path, running
+from sglang_gemma4_yoco import settings
+
+# A model of somebody's, found by SGLANG_EXTERNAL_MODEL_PACKAGE under the name of SGLang's: it
+# writes a score of every row to a file, and answers prompts that are longer than the check's from
+# the mean of their last rows.
+MY_MODELS = """
+import json
+import os
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.models import gemma4_mm
+
+class RowReader(LogitsProcessor):
+    def forward(self, input_ids, hidden_states, lm_head, batch, *others, **more):
+        if batch.forward_mode.is_extend() and batch.rids is not None:
+            with open(os.environ["MY_SCORES"], "a") as scores:
+                print(json.dumps(hidden_states.sum(dim=-1).tolist()), file=scores)
+        if batch.forward_mode.is_extend() and len(hidden_states) > 32:
+            hidden_states = hidden_states.clone()
+            hidden_states[-1] = hidden_states[-16:].mean(dim=0)
+        return super().forward(input_ids, hidden_states, lm_head, batch, *others, **more)
+
+class Gemma4ForConditionalGeneration(gemma4_mm.Gemma4ForConditionalGeneration):
+    def __init__(self, config, *others, **more):
+        super().__init__(config, *others, **more)
+        self.logits_processor = RowReader(config.text_config)
+
+EntryClass = Gemma4ForConditionalGeneration
+"""
+MODEL_REASON = (
+    "the model is a my_models.gemma4.Gemma4ForConditionalGeneration, which may read rows that are "
+    "not computed: see docs/help.md; SGLANG_GEMMA4_YOCO_TRUST=my_models.gemma4 accepts it"
+)
+
+LENGTHS = (70, 40, 3)
+
+
+def ask(server: Server) -> list[Answer]:
+    """Single prompts, one after the other."""
+    return one_by_one(*prompts_of(*LENGTHS))(server)
+
+
+def reason_of(server: Server, capsys: Captured) -> str:
+    """Why ``status`` says that the path is not active."""
+    _, out, _ = report(capsys, server.url)
+    return out[-1].removeprefix("The fast path is NOT active: ")
+
+
+def test_a_model_that_reads_every_row(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """Of a package that SGLang is told of; ``doctor`` gives the server's verdict."""
+    package = tmp_path / "path" / "my_models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "gemma4.py").write_text(MY_MODELS)
+    env = {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": package.name,
+        "PYTHONPATH": python_path(package.parent),
+        "MY_SCORES": "scores.jsonl",  # in the directory of each server
+    }
+    with pair(tiny_checkpoint, tmp_path, env=env) as both:
+        asked = compare(both, ask)
+        scores = [rows_of(server) for server in both]
+        shown = reason_of(both[0], capsys)
+    assert_same_answers(asked)
+    assert shown == MODEL_REASON
+    assert [len(rows) for rows in scores[0]] == [*LENGTHS]
+    for on, off in zip(*scores, strict=True):
+        assert on == pytest.approx(off, abs=1e-4)
+    assert_all_stock(asked.prefills)
+    [answer], _ = doctor(
+        tmp_path, ("--json", "--model-path", str(tiny_checkpoint), "--", "--device", "cpu"), **env
+    )
+    assert (answer.status, answer.document["refusals"]) == (1, [MODEL_REASON])
+
+
+def rows_of(server: Server) -> list[list[float]]:
+    """The scores that a server has written for what it was asked, by prompt."""
+    written = server.log_file.with_name("scores.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in written[-len(LENGTHS) :]]  # its warm-up comes before
+
+
+REPLACE = """
+    from sglang.srt.models.gemma4_causal import Gemma4TextModel
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    found = Gemma4TextModel.forward
+    def of_their_own(*args, **kwargs):
+        return found(*args, **kwargs)
+    HookRegistry.register(
+        "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward", of_their_own, HookType.REPLACE
+    )
+"""
+WRAPPED_BEFORE = """
+    import functools
+    from sglang.srt.models.gemma4_causal import Gemma4TextModel
+    stock = Gemma4TextModel.forward
+    @functools.wraps(stock)
+    def around(*args, **kwargs):
+        print("their hook saw a forward", flush=True)
+        return stock(*args, **kwargs)
+    Gemma4TextModel.forward = around
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        pytest.param(REPLACE, "of_their_own", id="replaced"),
+        pytest.param(AROUND, "around", id="wrapped after ours", marks=pytest.mark.release),
+        pytest.param(WRAPPED_BEFORE, "around", id="wrapped before ours", marks=pytest.mark.release),
+    ],
+)
+def test_another_plugin_on_the_same_method(
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    off_server: Server,
+    capsys: Captured,
+    code: str,
+    name: str,
+) -> None:
+    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code))}
+    with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
+        both = compare((server, off_server), ask)
+        reason = reason_of(server, capsys)
+    assert reason.startswith(f"Gemma4TextModel.forward runs a_hook.{name}, which may read rows")
+    assert_all_stock(both.prefills)
+    assert_same_answers(both)
+
+
+@pytest.mark.release
+def test_another_plugin_that_is_trusted(
+    tiny_checkpoint: Path, tmp_path: Path, off_server: Server
+) -> None:
+    """It sees the forwards, which are cut."""
+    env: Any = {
+        "PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", AROUND)),
+        settings.name_of("trust"): "a_hook",
+    }
+    with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
+        both = compare((server, off_server), ask)
+        assert server.log_lines("their hook saw a forward")
+        assert server.log_lines("is it misspelt?") == []
+    assert both.rows[0] == cut(70, 1)
+    assert_same_answers(both)
