@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 import torch
 from packaging.version import Version
-from sglang.srt.environ import envs
+from sglang.srt.debug_utils.dumper import DumperConfig, dumper
+from sglang.srt.environ import EnvField, envs
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.linear import LinearBase as LinearBase
@@ -158,6 +159,33 @@ def arguments_set() -> dict[str, bool]:
     return given
 
 
+def variables_set() -> dict[str, bool]:
+    """Every environment variable of SGLang and of its dumper, and whether it is set here.
+
+    One that is set to its default is not: SGLang sets some itself.
+    """
+    fields = {n: field for n, field in vars(type(envs)).items() if isinstance(field, EnvField)}
+    given = {n: field.is_set() and field.get() != field.default for n, field in fields.items()}
+    config = DumperConfig.from_env()
+    for field in dataclasses.fields(DumperConfig):
+        given[f"DUMPER_{field.name.upper()}"] = getattr(config, field.name) != field.default
+    return given
+
+
+def variable(name: str) -> Any | None:
+    """The value of an environment variable of SGLang's; None if this SGLang does not have it."""
+    field = getattr(envs, name, None)
+    return None if field is None else field.get()
+
+
+def may_dump() -> bool:
+    """Whether SGLang's dumper is on, or can be turned on over HTTP while the server serves.
+
+    Where neither holds when the model is loaded, it has no hooks, and never dumps a tensor.
+    """
+    return bool(dumper.may_enable)
+
+
 def _published() -> Any | None:
     try:
         return get_server_args()
@@ -194,8 +222,7 @@ def captured_prefills(runner: Any) -> Any | None:
 
 def copies_positions() -> bool:
     """Whether Gemma 4 adds 1 to a copy of the positions: captured prefills read the original."""
-    variable = getattr(envs, POSITIONS_VARIABLE, None)
-    return variable is not None and bool(variable.get())
+    return bool(variable(POSITIONS_VARIABLE))
 
 
 def is_capturing() -> bool:
