@@ -23,6 +23,7 @@ import torch
 from packaging.version import Version
 from sglang.srt.debug_utils.dumper import DumperConfig, dumper
 from sglang.srt.environ import EnvField, envs
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.linear import LinearBase as LinearBase

@@ -166,7 +166,7 @@ def test_profile(servers: Pair, tmp_path: Path) -> None:
         if server is servers[0]:
             how = {"activities": ["CPU"], "with_stack": False, "record_shapes": False}
             server.post("/start_profile", {"output_dir": str(tmp_path), **how})
-        answers = generate(server, tokens(70, seed=33))
+        answers = generate(server, tokens(70, seed=33), new_tokens=2)
         if server is servers[0]:
             server.post("/stop_profile", {})
             server.wait_until(lambda: [*tmp_path.glob("*.trace.json.gz")], "a profile")
