@@ -19,6 +19,7 @@ import pytest
 import torch
 from packaging.version import Version
 from sglang.srt.environ import envs
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -453,6 +454,15 @@ def test_a_kind_of_linear_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch,
         known.refused = start.model_reason(engine.text_model)
     total, kept = sum(len(prompt.new) for prompt in TWO_PROMPTS), len(TWO_PROMPTS)
     assert seen.rows == (cut_rows(total, kept) if kind.apart else [total] * LAYERS)
+
+
+def test_the_method_of_a_cache_refuses_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As attentions of fp8 checkpoints have one; the pools are judged by themselves."""
+    for layer in engine.text_model.layers:
+        monkeypatch.setattr(layer.self_attn.attn, "quant_method", BaseKVCacheMethod(None))
+    assert start.model_reason(engine.text_model) is None
 
 
 def test_no_other_kind_is_known() -> None:

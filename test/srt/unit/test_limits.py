@@ -25,6 +25,8 @@ from sglang.srt.layers.quantization import get_quantization_config, marlin_utils
 from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.commands import preflight
+from sglang_gemma4_yoco.commands.console import Findings
 from sglang_gemma4_yoco.loading import limits
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -153,8 +155,12 @@ def test_the_dumper(
     """It may be on from the start, or be turned on while the server serves; ``doctor`` asks too."""
     monkeypatch.setattr(dumper, "_config", dumper._config)
     dumper.configure(**config)
+    findings = Findings()
+    findings.facts["quantisation"] = None
     with releases.published():
         assert limits.server_reason() == reason
+        preflight._judge(findings, {}.get)
+    assert findings.refusals == ([reason] if reason else [])
 
 
 def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
