@@ -165,18 +165,21 @@ def variables_set() -> dict[str, bool]:
 
     One that is set to its default is not: SGLang sets some itself.
     """
-    fields = {n: field for n, field in vars(type(envs)).items() if isinstance(field, EnvField)}
-    given = {n: field.is_set() and field.get() != field.default for n, field in fields.items()}
+    given = {}
+    for name, field in vars(type(envs)).items():
+        if isinstance(field, EnvField):
+            given[name] = field.is_set() and field.get() != field.default
     config = DumperConfig.from_env()
-    for field in dataclasses.fields(DumperConfig):
-        given[f"DUMPER_{field.name.upper()}"] = getattr(config, field.name) != field.default
+    for option in dataclasses.fields(DumperConfig):
+        given[f"DUMPER_{option.name.upper()}"] = getattr(config, option.name) != option.default
     return given
 
 
 def variable(name: str) -> Any | None:
     """The value of an environment variable of SGLang's; None if this SGLang does not have it."""
-    field = getattr(envs, name, None)
-    return None if field is None else field.get()
+    if not hasattr(envs, name):
+        return None
+    return getattr(envs, name).get()
 
 
 def may_dump() -> bool:

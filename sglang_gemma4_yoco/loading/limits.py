@@ -83,7 +83,9 @@ def _unknown_reason() -> str | None:
 
 
 def _flag(name: str) -> str:
-    return name if name.isupper() else f"--{name.replace('_', '-')}"
+    if name.isupper():
+        return name
+    return f"--{name.replace('_', '-')}"
 
 
 def _speculation_reason(argument: Callable[[str], Any]) -> str | None:
@@ -109,7 +111,9 @@ def _hidden_state_reason(argument: Callable[[str], Any]) -> str | None:
 def _table_reason(argument: Callable[[str], Any]) -> str | None:
     for reason, names in REFUSING_ARGUMENTS.items():
         for name, harmless in names.items():
-            value = compat.variable(name) if name.isupper() else argument(name)
+            value = argument(name)
+            if name.isupper():
+                value = compat.variable(name)
             if value > harmless if isinstance(value, int | float) else value:
                 return reason
     return None
