@@ -21,7 +21,9 @@ from typing import Any
 import msgspec
 import torch
 from packaging.version import Version
-from sglang.srt.environ import envs
+from sglang.srt.debug_utils.dumper import DumperConfig, dumper
+from sglang.srt.environ import EnvField, envs
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.linear import LinearBase as LinearBase
@@ -158,6 +160,36 @@ def arguments_set() -> dict[str, bool]:
     return given
 
 
+def variables_set() -> dict[str, bool]:
+    """Every environment variable of SGLang and of its dumper, and whether it is set here.
+
+    One that is set to its default is not: SGLang sets some itself.
+    """
+    given = {}
+    for name, field in vars(type(envs)).items():
+        if isinstance(field, EnvField):
+            given[name] = field.is_set() and field.get() != field.default
+    config = DumperConfig.from_env()
+    for option in dataclasses.fields(DumperConfig):
+        given[f"DUMPER_{option.name.upper()}"] = getattr(config, option.name) != option.default
+    return given
+
+
+def variable(name: str) -> Any | None:
+    """The value of an environment variable of SGLang's; None if this SGLang does not have it."""
+    if not hasattr(envs, name):
+        return None
+    return getattr(envs, name).get()
+
+
+def may_dump() -> bool:
+    """Whether SGLang's dumper is on, or can be turned on over HTTP while the server serves.
+
+    Where neither holds when the model is loaded, it has no hooks, and never dumps a tensor.
+    """
+    return bool(dumper.may_enable)
+
+
 def _published() -> Any | None:
     try:
         return get_server_args()
@@ -194,8 +226,7 @@ def captured_prefills(runner: Any) -> Any | None:
 
 def copies_positions() -> bool:
     """Whether Gemma 4 adds 1 to a copy of the positions: captured prefills read the original."""
-    variable = getattr(envs, POSITIONS_VARIABLE, None)
-    return variable is not None and bool(variable.get())
+    return bool(variable(POSITIONS_VARIABLE))
 
 
 def is_capturing() -> bool:

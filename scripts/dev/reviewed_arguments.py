@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
-"""Add what the installed SGLang's server arguments have come to be to the list of reviewed ones.
+"""Add the installed SGLang's new server arguments and environment variables to the reviewed ones.
 
-Each that is added is printed: read what SGLang's code does with it before you commit the list. It
-belongs there if it changes neither which rows of a prefill are read, nor where K and V are stored,
-nor how the layers are laid out, split or replayed; or if what it makes is judged in any case: the
-attention backend, the pools, the linear layers, each batch, the captured graphs. One that does not
-belongs into another section of ``loading/limits.ini``, and is then left out here. None is ever
-taken out: an older release may have it.
+Variables are those of SGLang's ``Envs`` and of its dumper. Each name that is added is printed: read
+what SGLang's code does with it before you commit the list. It belongs there if it changes neither
+which rows of a prefill are read, nor where K and V are stored, nor how the layers are laid out,
+split or replayed; or if what it makes is judged in any case: the attention backend, the pools, the
+linear layers, each batch, the captured graphs. One that does not belongs into another section of
+``loading/limits.ini``, and is then left out here. None is ever taken out: an older release may have
+it.
 """
 
 from __future__ import annotations
 
 from sglang.srt.server_args import ServerArgs
 
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.loading import limits
 
 
 def installed() -> frozenset[str]:
-    """The names of all server arguments of the installed SGLang."""
+    """The names of all server arguments and environment variables of the installed SGLang."""
     listed = getattr(ServerArgs, "__struct_fields__", None)  # 0.5.21; before, a dataclass
-    return frozenset(listed or ServerArgs.__dataclass_fields__)
+    return frozenset(listed or ServerArgs.__dataclass_fields__).union(compat.variables_set())
 
 
 def main() -> None:

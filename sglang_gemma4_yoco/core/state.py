@@ -91,9 +91,9 @@ class ModelState:
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether it runs on a GPU, where launches take time."""
+        """Whether it runs on a GPU of any kind, where launches take time."""
         device = getattr(getattr(self.attention, "tail", None), "device", "cpu")
-        return torch.device(device).type == "cuda"
+        return torch.device(device).type != "cpu"
 
     def describe(self) -> str:
         """Where it is cut, and on which attention, for the log and /server_info."""

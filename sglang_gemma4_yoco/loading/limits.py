@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 
-# -- server arguments ------------------------------------------------------------------------------
+# -- server arguments and environment variables ----------------------------------------------------
 
 # SGLang's own defect. It is refused because it would be taken for one of this package.
 WRONG_REPLAYS = (
@@ -26,34 +27,38 @@ WRONG_REPLAYS = (
     "unset it"
 )
 
-#: The names that are judged here, and why.
+DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
+
+#: The names that are judged here, and why: arguments, and in capitals environment variables.
 LISTS = Path(__file__).with_name("limits.ini")
 NO_REFUSAL = "no refusal"
 _SECTIONS = compat.listed_in(LISTS)
-#: The arguments that refuse if they are set, numbers if they are above the one here, by reason.
+#: What refuses if it is set, a number if it is above the one here, by reason.
 REFUSING_ARGUMENTS = {
     section.removeprefix("refused: "): {name: int(above or 0) for name, above in names.items()}
     for section, names in _SECTIONS.items()
     if section.startswith("refused: ")
 }
-# The arguments that need no refusal, by reading SGLang's code; and what functions below judge.
+# What needs no refusal, by reading SGLang's code; and what functions below judge.
 REVIEWED_ARGUMENTS = {*_SECTIONS[NO_REFUSAL]}
 _HIDDEN_STATE_ARGUMENTS = {*_SECTIONS["refused beside speculative decoding"]}
 _OTHER_ARGUMENTS = {*_SECTIONS["refused by value"]}
 
 
 def judged_arguments() -> set[str]:
-    """The server arguments that can refuse a server."""
+    """The server arguments and environment variables that can refuse a server."""
     return (_OTHER_ARGUMENTS | _HIDDEN_STATE_ARGUMENTS).union(*REFUSING_ARGUMENTS.values())
 
 
 def server_reason() -> str | None:
-    """Why the arguments of this server refuse every batch of it, or None."""
+    """Why the arguments or variables of this server refuse every batch of it, or None."""
     argument = compat.server_arguments()
     if argument is None:
         return None
     if compat.cuda_graph_backend("prefill") is not None and compat.copies_positions():
         return WRONG_REPLAYS
+    if compat.may_dump():
+        return DUMPER
     return (
         (_unknown_reason() if compat.is_newer_than_tested() else None)
         or _speculation_reason(argument)
@@ -63,9 +68,9 @@ def server_reason() -> str | None:
 
 
 def _unknown_reason() -> str | None:
-    """Why the arguments of a newer SGLang cannot be judged, or None."""
+    """Why the arguments or variables of a newer SGLang cannot be judged, or None."""
     try:
-        is_set = compat.arguments_set()
+        is_set = compat.arguments_set() | compat.variables_set()
     except compat.IncompatibleError as unlisted:
         return str(unlisted)
     judged = judged_arguments()
@@ -74,11 +79,13 @@ def _unknown_reason() -> str | None:
         return f"this SGLang lacks {', '.join(gone)}, which may go by another name now"
     known = judged | REVIEWED_ARGUMENTS
     new = sorted(_flag(name) for name in is_set if is_set[name] and name not in known)
-    return f"{new[0]} is set, an argument that this version has not judged" if new else None
+    return f"{new[0]} is set, which this version has not judged" if new else None
 
 
-def _flag(argument: str) -> str:
-    return f"--{argument.replace('_', '-')}"
+def _flag(name: str) -> str:
+    if name.isupper():
+        return name
+    return f"--{name.replace('_', '-')}"
 
 
 def _speculation_reason(argument: Callable[[str], Any]) -> str | None:
@@ -102,9 +109,11 @@ def _hidden_state_reason(argument: Callable[[str], Any]) -> str | None:
 
 
 def _table_reason(argument: Callable[[str], Any]) -> str | None:
-    for reason, arguments in REFUSING_ARGUMENTS.items():
-        for name, harmless in arguments.items():
+    for reason, names in REFUSING_ARGUMENTS.items():
+        for name, harmless in names.items():
             value = argument(name)
+            if name.isupper():
+                value = compat.variable(name)
             if value > harmless if isinstance(value, int | float) else value:
                 return reason
     return None
@@ -184,7 +193,7 @@ def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
     return None if pool.dtype == dtype else f"a KV cache of {pool.dtype} beside weights of {dtype}"
 
 
-# -- linear layers ---------------------------------------------------------------------------------
+# -- layers with weights ---------------------------------------------------------------------------
 
 # A kind is SGLang's class and, where that class has schemes, the scheme's. Refused are all others,
 # and the classes of other packages and platforms.
@@ -200,21 +209,31 @@ def linear_reason(model: Any, first: int) -> str | None:
     """
     for layer in list(getattr(model, "layers", ()))[first - 1 :]:
         for part in layer.modules():
-            if isinstance(part, compat.LinearBase) and not has_independent_rows(part):
+            if _computes_rows(part) and not has_independent_rows(part):
                 return f"rows of {linear_kind(part)} may depend on each other"
     return None
 
 
+def _computes_rows(part: Any) -> bool:
+    """Whether a module computes rows by a method that may be quantised: linear, or of experts."""
+    if type(part) is RadixAttention:
+        return False  # its method is of its cache, which ``pool_reason`` judges
+    return isinstance(part, compat.LinearBase) or getattr(part, "quant_method", None) is not None
+
+
 def linear_kind(layer: Any) -> str:
-    """The class of a linear layer's method, and of its scheme where it has one."""
+    """The class of a layer's method, and of its scheme where it has one."""
     method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
     return method if scheme is None else f"{method}.{type(scheme).__name__}"
 
 
 def has_independent_rows(layer: Any) -> bool:
-    """Whether each row that a linear layer returns is known to depend on its own input alone."""
+    """Whether each row that a layer returns is known to depend on its own input alone.
+
+    No kind of a mixture of experts is: experts may be chosen, or rounded, for a batch as a whole.
+    """
     method, kind = layer.quant_method, linear_kind(layer)
-    if not type(method).__module__.startswith(_SGLANG):
+    if not (isinstance(layer, compat.LinearBase) and type(method).__module__.startswith(_SGLANG)):
         return False
     if kind == "UnquantizedLinearMethod":
         return compat.is_plain_tensor(layer.weight)

@@ -118,8 +118,17 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Server, Server]]:
-    """Two servers of one checkpoint: the fast path on (by default), and switched off."""
-    with pair(tiny_checkpoint, tmp_path_factory.mktemp("servers")) as both:
+    """Two servers of one checkpoint: the fast path on (by default), and switched off.
+
+    SGLang checks them, and ends them if it finds something: its pools after every batch and when
+    nothing runs (the default), who owns which page, and whether logits are numbers.
+    """
+    checks: dict[str, str | None] = {
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+        "SGLANG_ENABLE_NAN_LOGITS_CHECK": "1",
+    }
+    with pair(tiny_checkpoint, tmp_path_factory.mktemp("servers"), env=checks) as both:
         yield both
 
 

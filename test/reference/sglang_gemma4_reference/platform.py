@@ -73,6 +73,12 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_dispatch_key_name(self) -> str:
         return "cuda" if cuda_branches.is_wanted() else "native"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Choose what a CPU needs and what a reference wants, where the operator has not."""
         # SGLang has put its own default for a CPU here by now, which Gemma 4 does not accept.

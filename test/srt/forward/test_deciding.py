@@ -18,6 +18,8 @@ from unittest import mock
 import pytest
 import torch
 from packaging.version import Version
+from sglang.srt.environ import envs
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -25,7 +27,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from batches import batch_of
@@ -33,6 +34,7 @@ from forwards import CHUNKS, MARKS_CHUNKS, TWO_PROMPTS, assert_fast, assert_stoc
 from layer_rows import FIRST_CUT, LAYERS
 from layer_rows import cut as cut_rows
 from observe import TOLERANCE, batch_in, both_ways, run
+from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import compat, log
@@ -197,7 +199,7 @@ DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
 HIDDEN_STATES_OF_DRAFTS = f"{gate.HIDDEN_STATES}, beside speculative decoding"
 DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
 LAST = {"return_hidden_states_mode": "last"}
-# An argument -> what it is set to; each refuses alone.
+# An argument, or in capitals an environment variable -> what it is set to; each refuses alone.
 REFUSING: dict[str, Any] = {
     "attn_cp_size": 2,
     "attn_dp_size": 2,
@@ -217,6 +219,7 @@ REFUSING: dict[str, Any] = {
     "enable_flexkv": True,
     "enable_kv_cache_sharding": True,
     "enable_layernorm_sp": True,
+    "enable_layerwise_nvtx_marker": True,
     "enable_lmcache": True,
     "enable_lora": True,
     "enable_nvidia_megakernel": True,
@@ -238,6 +241,8 @@ REFUSING: dict[str, Any] = {
     "pp_size": 2,
     "radix_cache_backend": "flexkv",
     "use_ray": True,
+    "SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY": True,
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR": 0.5,
 }
 ARGUMENTS: list[tuple[dict[str, Any], str | None]] = [
     *(
@@ -264,12 +269,24 @@ ARGUMENTS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
+@contextmanager
+def given(arguments: dict[str, Any]) -> Iterator[None]:
+    """A server with these arguments and, in capitals, environment variables."""
+    variables = {name: value for name, value in arguments.items() if name.isupper()}
+    others = {name: value for name, value in arguments.items() if name not in variables}
+    with ExitStack() as stack:
+        for name, value in variables.items():
+            stack.enter_context(getattr(envs, name).override(value))
+        stack.enter_context(releases.published(**others))
+        yield
+
+
 @pytest.mark.parametrize(("arguments", "reason"), ARGUMENTS)
 def test_an_argument_of_the_server(
     engine: Engine, arguments: dict[str, Any], reason: str | None
 ) -> None:
-    skip_on_older("ServerArgs", releases.unknown_arguments(arguments))
-    assert_decided(engine, reason, lambda _: releases.published(**arguments))
+    skip_on_older("SGLang", arguments.keys() - installed())
+    assert_decided(engine, reason, lambda _: given(arguments))
 
 
 def test_every_argument_that_refuses_has_a_row() -> None:
@@ -279,7 +296,7 @@ def test_every_argument_that_refuses_has_a_row() -> None:
 
 
 AS_IN_A_NEWER_ONE = pytest.mark.skipif(
-    not limits.judged_arguments() <= {*getattr(ServerArgs, "__struct_fields__", ())},
+    not limits.judged_arguments() <= installed(),
     reason="a release newer than 0.5.23 has what 0.5.23 has",
 )
 
@@ -302,8 +319,18 @@ def newer(*unknown: str, **arguments: Any) -> Iterator[None]:
 @AS_IN_A_NEWER_ONE
 def test_an_argument_that_is_not_judged(engine: Engine) -> None:
     """As a server of a later release might set what is new there."""
-    reason = "--max-total-tokens is set, an argument that this version has not judged"
+    reason = "--max-total-tokens is set, which this version has not judged"
     assert_decided(engine, reason, lambda _: newer("max_total_tokens", max_total_tokens=9))
+
+
+@AS_IN_A_NEWER_ONE
+@pytest.mark.parametrize(("value", "refuses"), [("1", True), ("0", False)])  # 0 is its default
+def test_a_variable_that_is_not_judged(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, value: str, refuses: bool
+) -> None:
+    monkeypatch.setenv("SGLANG_LOG_MS", value)
+    reason = "SGLANG_LOG_MS is set, which this version has not judged"
+    assert_decided(engine, reason if refuses else None, lambda _: newer("SGLANG_LOG_MS"))
 
 
 @AS_IN_A_NEWER_ONE
@@ -427,6 +454,15 @@ def test_a_kind_of_linear_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch,
         known.refused = start.model_reason(engine.text_model)
     total, kept = sum(len(prompt.new) for prompt in TWO_PROMPTS), len(TWO_PROMPTS)
     assert seen.rows == (cut_rows(total, kept) if kind.apart else [total] * LAYERS)
+
+
+def test_the_method_of_a_cache_refuses_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As attentions of fp8 checkpoints have one; the pools are judged by themselves."""
+    for layer in engine.text_model.layers:
+        monkeypatch.setattr(layer.self_attn.attn, "quant_method", BaseKVCacheMethod(None))
+    assert start.model_reason(engine.text_model) is None
 
 
 def test_no_other_kind_is_known() -> None:

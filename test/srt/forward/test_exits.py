@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -583,6 +584,17 @@ def test_the_setting(engine: Engine) -> None:
         assert repair.OFF in (reattached(engine) or "")
         assert repair.needed(multimodal=True) is None
         assert_closed(engine)
+
+
+def test_beside_a_canary(engine: Engine) -> None:
+    """Its marks at the end of a captured prefill must be written: exits stay closed.
+
+    A stand-in: without a GPU SGLang refuses a canary beside graphs.
+    """
+    with replaced(engine.runner, canary_manager=SimpleNamespace()):
+        assert prefill_graphs.CANARY in (reattached(engine) or "")
+    assert_closed(engine)
+    assert reattached(engine) is None
 
 
 # ---------------------------------------------------------------- repaired

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +63,23 @@ def test_projections_with_a_bias(tmp_path: Path) -> None:
     assert all(layer.self_attn.qkv_proj.bias.any() for layer in engine.text_model.layers)
     for prompts in BATCHES.values():
         assert_fast(engine, prompts)
+
+
+def test_experts_in_the_tail_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """No such model is published: a Gemma 4 with shared layers and a mixture of experts."""
+    shutil.copytree(tiny_checkpoint, tmp_path / "experts")
+    file = tmp_path / "experts" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"] |= {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    }
+    file.write_text(json.dumps(config))
+    engine = Engine(tmp_path / "experts", **ENGINE, load_format="dummy")
+    assert engine.text_model.layers[-1].moe is not None
+    assert_stock(engine, "rows of UnquantizedFusedMoEMethod may depend on each other")
 
 
 def test_an_embedding_server_is_refused(

@@ -15,12 +15,12 @@ import torch
 from packaging.version import Version
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from forwards import TWO_PROMPTS, assert_fast, assert_stock
 from layer_rows import FIRST_CUT, LAYERS
 from observe import TOLERANCE, run
+from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, switched
@@ -207,7 +207,7 @@ def test_a_refused_server_logs_why_and_plans_nothing(
 
 
 @pytest.mark.skipif(
-    not limits.judged_arguments() <= {*getattr(ServerArgs, "__struct_fields__", ())},
+    not limits.judged_arguments() <= installed(),
     reason="a release newer than 0.5.23 has what 0.5.23 has",
 )
 def test_a_renamed_name_is_logged_when_the_server_starts(

@@ -159,6 +159,22 @@ def test_session(servers: Pair) -> None:
     assert both.prefills[-1].prefix_lens[0] > 80, "the turns before are not in the cache"
 
 
+def test_profile(servers: Pair, tmp_path: Path) -> None:
+    """SGLang's profiler, started and stopped while the server serves, writes what it has seen."""
+
+    def ask(server: Server) -> list[Answer]:
+        if server is servers[0]:
+            how = {"activities": ["CPU"], "with_stack": False, "record_shapes": False}
+            server.post("/start_profile", {"output_dir": str(tmp_path), **how})
+        answers = generate(server, tokens(70, seed=33), new_tokens=2)
+        if server is servers[0]:
+            server.post("/stop_profile", {})
+            server.wait_until(lambda: [*tmp_path.glob("*.trace.json.gz")], "a profile")
+        return answers + generate(server, tokens(71, seed=34))
+
+    assert_alike(servers, ask, rows=[cut(70, 1), cut(71, 1)])
+
+
 def test_weight_update(servers: Pair, tmp_path: Path) -> None:
     """After an update the fast path computes with the new weights, of the donor layer as well."""
     both = assert_alike(

@@ -83,6 +83,27 @@ def test_refused_argument(
 
 
 @pytest.mark.release
+def test_the_dumper(off_server: Server, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Turned on over HTTP while the server serves: it dumps all rows, and nothing else changes."""
+    env = {"DUMPER_SERVER_PORT": "reuse", "DUMPER_DIR": str(tmp_path / "dumps")}
+    how = {"enable": True, "exp_name": "one", "non_intrusive_mode": "all"}
+    [short] = prompts_of(50)
+    # Spawned: SGLang looks at the variable when it is imported.
+    with running(tiny_checkpoint, tmp_path, switch=None, env=env, spawned=True) as server:
+        both = compare((server, off_server), one_by_one(short))
+        server.post("/dumper/configure", how | {"enable_output_console": False})
+        again = one_by_one(short + tokens(30, seed=3))
+        both_dumped = compare((server, off_server), again)
+        [line] = server.log_lines(FALLBACK)
+    assert "DUMPER_SERVER_PORT" in line
+    assert both.rows == [whole(50)]
+    assert_all_stock(both_dumped.prefills)
+    assert_same_answers(both)
+    assert_same_answers(both_dumped)
+    assert [*(tmp_path / "dumps" / "one").iterdir()]
+
+
+@pytest.mark.release
 def test_embeddings(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """SGLang's own Gemma 4 has no embeddings, and ends the server at the first request for one.
 

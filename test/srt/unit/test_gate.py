@@ -220,6 +220,25 @@ def test_the_gate_knows_how_the_tail_runs(
     assert gate.ineligible_reason(state, eligible_batch(**changes)) == reason
 
 
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("cpu", None),
+        ("cuda", gate.TOO_LITTLE),
+        ("cuda:1", gate.TOO_LITTLE),
+        ("xpu", gate.TOO_LITTLE),
+    ],
+)
+def test_an_eager_tail_pays_later_on_a_gpu(
+    setting: Callable[..., None], device: str, reason: str | None
+) -> None:
+    """Of whichever maker: its host launches kernels, as that of CUDA does."""
+    setting(min_skipped_rows=None)
+    attention: Any = SimpleNamespace(tail=SimpleNamespace(device=device))
+    state = ModelState(model(), None, attention)
+    assert gate.ineligible_reason(state, eligible_batch()) == reason
+
+
 # ---------------------------------------------------------------- planned, and then run
 
 

@@ -18,12 +18,15 @@ import msgspec
 import pytest
 import torch
 from packaging.version import Version
+from sglang.srt.debug_utils.dumper import dumper
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization import get_quantization_config, marlin_utils
 
 from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.commands import preflight
+from sglang_gemma4_yoco.commands.console import Findings
 from sglang_gemma4_yoco.loading import limits
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -34,10 +37,11 @@ NAMES_CHANGE = pytest.mark.skipif(
 # ---------------------------------------------------------------- all arguments there are
 
 
-def test_every_argument_of_this_release_is_judged_in_one_place() -> None:
+def test_every_argument_and_variable_is_judged_in_one_place() -> None:
     """What SGLang has changed since shows here first: scripts/dev/reviewed_arguments.py."""
     judged, reviewed = limits.judged_arguments(), limits.REVIEWED_ARGUMENTS
-    assert installed() - judged - reviewed == set()
+    unread = installed() - judged - reviewed
+    assert unread == set(), f"read what SGLang does with {sorted(unread)}, and list them"
     assert judged & reviewed == set()
     if Version(version("sglang")) == compat.LAST_TESTED:
         assert judged - installed() == set()
@@ -53,13 +57,14 @@ def test_every_argument_that_is_read_is_judged() -> None:
         and node.func.id == "argument"
         and isinstance(node.args[0], ast.Constant)
     }
-    assert read - limits._HIDDEN_STATE_ARGUMENTS == limits._OTHER_ARGUMENTS
+    arguments = {name for name in limits._OTHER_ARGUMENTS if not name.isupper()}
+    assert read - limits._HIDDEN_STATE_ARGUMENTS == arguments
 
 
 JUDGED = sorted(limits.judged_arguments())
 LIST = {**dict.fromkeys(limits.REVIEWED_ARGUMENTS, True), **dict.fromkeys(JUDGED, False)}
-NEW = "--enable-surprises is set, an argument that this version has not judged"
-GONE = "this SGLang lacks --{}, which may go by another name now"
+NEW = "{} is set, which this version has not judged"
+GONE = "this SGLang lacks {}, which may go by another name now"
 
 
 def test_a_newer_release(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +72,16 @@ def test_a_newer_release(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [
         (LIST, None),
         (LIST | {"enable_surprises": False}, None),
-        (LIST | {"enable_surprises": True, "surprise_size": True}, NEW),
+        (
+            LIST | {"enable_surprises": True, "surprise_size": True},
+            NEW.format("--enable-surprises"),
+        ),
+        (LIST | {"SGLANG_SURPRISE": False, "DUMPER_SURPRISE": False}, None),
+        (LIST | {"SGLANG_SURPRISE": True}, NEW.format("SGLANG_SURPRISE")),
+        (LIST | {"DUMPER_SURPRISE": True}, NEW.format("DUMPER_SURPRISE")),
         (LIST | {"enable_lora": True}, None),  # what is set is looked at in a server
         *(
-            ({name: LIST[name] for name in LIST if name != gone}, GONE.format(gone))
+            ({name: LIST[name] for name in LIST if name != gone}, GONE.format(limits._flag(gone)))
             for gone in JUDGED
         ),
     ]
@@ -78,10 +89,11 @@ def test_a_newer_release(monkeypatch: pytest.MonkeyPatch) -> None:
         for given, reason in cases:
             assert limits.server_reason() is None
             with monkeypatch.context() as newer:
+                variables = {name: value for name, value in given.items() if name.isupper()}
                 newer.setattr(compat, "arguments_set", lambda given=given: given)
+                newer.setattr(compat, "variables_set", lambda variables=variables: variables)
                 newer.setattr(compat, "is_newer_than_tested", lambda: True)
-                found = limits.server_reason()
-            assert found == (reason and reason.replace("_", "-"))
+                assert limits.server_reason() == reason
 
 
 class Later(msgspec.Struct):
@@ -107,6 +119,48 @@ def test_what_is_set(
     monkeypatch.setattr(compat, "get_server_args", lambda: SimpleNamespace(**given))
     names = ("model_path", "sizes", "mode")
     assert compat.arguments_set() == {name: name in is_set for name in names}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_set"),
+    [
+        ("SGLANG_LOG_MS", "1", True),
+        ("SGLANG_LOG_MS", "false", False),
+        ("SGLANG_CACHE_DIR", "/elsewhere", True),
+        ("DUMPER_DIR", "/elsewhere", True),
+        ("DUMPER_COLLECTIVE_TIMEOUT", "60", False),
+    ],
+)
+def test_which_variable_is_set(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_set: bool
+) -> None:
+    """One that has its default is not, as SGLang itself sets some."""
+    before = compat.variables_set()
+    monkeypatch.setenv(name, value)
+    assert compat.variables_set() == before | {name: is_set}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"enable": True}, limits.DUMPER),
+        ({"server_port": "reuse"}, limits.DUMPER),
+        ({"server_port": "40000"}, limits.DUMPER),
+        ({"server_port": "-1", "filter": "layer_id=1"}, None),
+    ],
+)
+def test_the_dumper(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], reason: str | None
+) -> None:
+    """It may be on from the start, or be turned on while the server serves; ``doctor`` asks too."""
+    monkeypatch.setattr(dumper, "_config", dumper._config)
+    dumper.configure(**config)
+    findings = Findings()
+    findings.facts["quantisation"] = None
+    with releases.published():
+        assert limits.server_reason() == reason
+        preflight._judge(findings, {}.get)
+    assert findings.refusals == ([reason] if reason else [])
 
 
 def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
