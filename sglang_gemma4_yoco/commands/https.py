@@ -20,8 +20,8 @@ def explain_failure(failure: BaseException, url: str) -> str:
         return "there is no certificate in PEM in the file of --cacert, or of SSL_CERT_FILE"
     if isinstance(cause, ssl.SSLError):
         why = "it does not speak https, or not as this machine does"
-    elif not isinstance(failure, ValueError):
-        with suppress(OSError):  # a handshake, and nothing else
+    elif url.startswith("http:") and not isinstance(failure, ValueError):
+        with suppress(OSError):  # a handshake, and nothing more
             where = urlsplit(url)
             ssl.get_server_certificate((where.hostname, where.port or 80), timeout=5)
             return f"this server speaks https: use https://{where.netloc}"

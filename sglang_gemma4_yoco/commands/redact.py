@@ -17,7 +17,8 @@ from typing import Any
 
 #: What stands in the place of a secret.
 HIDDEN = "..."
-_LISTED = Path(__file__).with_name("shown_flags.txt").read_text("utf-8").splitlines()
+_FILE = Path(__file__).with_name("shown_flags.txt")
+_SHOWN = frozenset(re.findall("(?m)^--.*", _FILE.read_text("utf-8")))
 # A flag begins so, also where an editor has made one long dash of two; a negative number does not.
 _FLAG = re.compile(r"[-\u2010-\u2015\u2212]+[^\W\d]")
 _VARIABLE = re.compile(r"(?i)(^|_)(API)?(KEY|TOKEN|SECRET|PASS(W(OR)?D|PHRASE)?|CREDENTIAL)S?(_|$)")
@@ -77,7 +78,7 @@ def _split_flags(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     hides = is_value = False
     for word in words:
         flag, equals, value = word.partition("=")
-        if flag in _LISTED:
+        if flag in _SHOWN:
             hides = is_value = False
             yield word, ""
         elif _FLAG.match(word) and not is_value:
