@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import filterfalse
+from contextlib import suppress
+from itertools import filterfalse, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ _secrets: list[str] = []  # of this process's command, the longest first
 
 def learn_secrets(words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Have ``redact`` hide the secrets of a command line and of its environment, and no others."""
+    for flag, file in pairwise(words):
+        if flag == "--config":  # of SGLang
+            words = [*words, *_flags_of_file(file)]
     found = [secret for _, secret in _split_flags(words)]
     found += [environment[name] for name in environment if _VARIABLE.search(name)]
     found += _PASSWORD.findall("\n".join((*words, *environment.values())))
@@ -47,6 +51,14 @@ def learn_secrets(words: Sequence[str], environment: Mapping[str, str]) -> None:
     found += [repr(secret)[1:-1] for secret in found]
     found += [" ".join(secret.split()) for secret in found]  # messages are put on one line
     _secrets[:] = sorted(filterfalse(_PLAIN.fullmatch, found), key=len, reverse=True)
+
+
+def _flags_of_file(path: str) -> Iterator[str]:
+    with suppress(Exception):  # SGLang has its own message for what is no such file
+        import yaml  # comes with SGLang
+
+        for name, value in yaml.safe_load(Path(path).read_text("utf-8")).items():
+            yield f"--{name.replace('_', '-')}={value}"
 
 
 def redact(value: Any) -> Any:

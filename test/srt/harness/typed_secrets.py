@@ -51,6 +51,11 @@ FLAGS |= {
 }
 #: Whose reports are made for people as well: all that list the flags, and an error.
 SHOWN_IN_TEXT = [*ACCEPTED, "misspelt"]
+#: The same in files of --config; SGLang refuses what is here.
+FILES = {
+    "misspelt in a file": f"device: cpu\nlet_me_in: {MARK}  # ours\n",
+    "in a file": f"preferred-sampling-params: 'a \"{MARK}\" b'\n",
+}
 #: By variable, its value.
 VARIABLES = {
     "SGLANG_API_KEY": OTHER_MARK,

@@ -217,6 +217,9 @@ def with_secrets(
         if name in typed_secrets.SHOWN_IN_TEXT:
             calls[name, "text"] = [*model, *flags]
     directory = tmp_path_factory.mktemp("secrets")
+    for name, text in typed_secrets.FILES.items():
+        (directory / f"{name}.yaml").write_text(text)
+        calls[name, "json"] = ["--json", *model, "--config", str(directory / f"{name}.yaml")]
     found, _ = doctor(directory, *calls.values(), **typed_secrets.VARIABLES)
     return dict(zip(calls, found, strict=True))
 
@@ -224,7 +227,7 @@ def with_secrets(
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *((name, "json") for name in typed_secrets.FLAGS),
+        *((name, "json") for name in (*typed_secrets.FLAGS, *typed_secrets.FILES)),
         *((name, "text") for name in typed_secrets.SHOWN_IN_TEXT),
     ],
 )
