@@ -321,7 +321,8 @@ def hide_servers_secrets(words: Sequence[str]) -> str:
         of_server += shlex.split(flags)
         shown.append(before + redact_flags(shlex.split(flags)))
     learn_secrets(of_server, os.environ)
-    return redact(f"{shlex.join(shown)} {redact_flags(after)}".rstrip())
+    command: str = redact(f"{shlex.join(shown)} {redact_flags(after)}".rstrip())
+    return command
 
 
 def heading(text: str) -> None:

@@ -23,6 +23,6 @@ def explain_failure(failure: BaseException, url: str) -> str:
     elif url.startswith("http:") and not isinstance(failure, ValueError):
         with suppress(OSError):  # a handshake, and nothing more
             where = urlsplit(url)
-            ssl.get_server_certificate((where.hostname, where.port or 80), timeout=5)
+            ssl.get_server_certificate((str(where.hostname), where.port or 80), timeout=5)
             return f"this server speaks https: use https://{where.netloc}"
     return f"no answer ({why}); expected http://HOST:PORT"

@@ -22,8 +22,12 @@ _FILE = Path(__file__).with_name("shown_flags.txt")
 _SHOWN = frozenset(re.findall("(?m)^--.*", _FILE.read_text("utf-8")))
 # A flag begins so, also where an editor has made one long dash of two; a negative number does not.
 _FLAG = re.compile(r"[-\u2010-\u2015\u2212]+[^\W\d]")
-_VARIABLE = re.compile(r"(?i)(^|_)(API)?(KEY|TOKEN|SECRET|PASS(W(OR)?D|PHRASE)?|CREDENTIAL)S?(_|$)")
-_PASSWORD = re.compile("://(?:[^:@]*:)?(.+)@")  # or a token in its place
+# Not of a number of tokens.
+_VARIABLE = re.compile(
+    r"(?i)(_|API|^)(KEYS?|TOKEN|PASS)$|_PWD$|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL"
+)
+# Of an address, or a token in its place, which is longer than a name.
+_PASSWORD = re.compile(r"://(?:[^:@\n]*:|(?=[^@\n]{8}))(.+)@")
 # What may be quoted alone of JSON, of a list, or of several lines.
 _PART = re.compile(r"[^\n\"'{}\[\],:]{8,}")
 # Not searched for: what is too short, and words that reports need and new flags may have.

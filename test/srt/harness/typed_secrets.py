@@ -61,6 +61,8 @@ VARIABLES = {
     "SGLANG_API_KEY": OTHER_MARK,
     "HF_TOKEN": f"hf_{OTHER_MARK}",
     "AWS_SECRET_ACCESS_KEY": OTHER_MARK,
+    "OPENAI_APIKEY": OTHER_MARK,
+    "PGPASSWORD": OTHER_MARK,
     "DB_PASSWORD": f"a {OTHER_MARK} b",
     "https_proxy": f"http://user:{OTHER_MARK}@127.0.0.1:9",
 }

@@ -234,6 +234,10 @@ def test_reports_keep_their_words() -> None:
     report = "attention by triton, bfloat16, 2 layers of 1"
     assert redact.redact(report) == report
     assert redact.redact({"at": [report], "layers": 2}) == {"at": [report], "layers": 2}
+    redact.learn_secrets([], {"MAX_TOKENS": "2048", "PWD": "/home", "NEW_TOKEN_RATIO": "half"})
+    assert redact.redact("half of 2048 in /home") == "half of 2048 in /home"
+    redact.learn_secrets(["status", "http://reader@host", "http://host"], {"A": "more: a@b"})
+    assert redact.redact("a reader has more") == "a reader has more"
 
 
 def test_another_command_has_other_secrets() -> None:
