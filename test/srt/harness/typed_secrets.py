@@ -25,6 +25,7 @@ FLAGS: dict[str, list[str]] = {
     "a dash before it": [f"--api-key=-{MARK}"],
     "two dashes and a space in it": ["--api-key", f"--{MARK} b"],
     "an address": ["--tool-server", f"https://user:{MARK}@host:1/x"],
+    "an address with a secret in its path": ["--tool-server", f"https://host/{MARK}"],
     "a shown flag's address": ["--tokenizer-path", f"https://user:{MARK}@host:1/x"],
     "a token in an address": ["--tokenizer-path", f"https://{MARK}@host/x"],
     "a password with an @ and a slash": ["--tokenizer-path", f"https://u:p@/{MARK}@host/x"],

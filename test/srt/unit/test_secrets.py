@@ -247,6 +247,15 @@ def test_another_command_has_other_secrets() -> None:
     assert redact.redact("first-one second-one") == "first-one second-one"
 
 
+def test_secrets_as_they_are_quoted() -> None:
+    """Escaped, by another one that it begins with, and without the address that it stood in."""
+    escaped, longer = "p\\q'r s", "first-one-and-more"
+    words = ["--api-key", escaped, "--apikey", "first-one", "--watermark-key", longer]
+    redact.learn_secrets([*words, "https://user:third-one@host"], {})
+    report = f"{escaped} {escaped!r} first-one {longer} third-one"
+    assert redact.redact(report) == '... "..." ... ... ...'
+
+
 def test_only_sglangs_flags_are_listed() -> None:
     """None whose name says what it is; a new one of SGLang's is not shown until it is listed."""
     parser = ArgumentParser()
