@@ -24,19 +24,16 @@ class CommandError(Exception):
         self.log = log
 
 
-def say(text: str = "", file: TextIO | None = None) -> None:
-    """Print a line at once, also into a pipe, on stdout or into a file."""
-    print(redact(text), file=file, flush=True)
+def say(content: Any = "", file: TextIO | None = None, indent: int | None = None) -> None:
+    """Print a line or a JSON document at once, also into a pipe; on stdout, or into a file.
 
-
-def as_json(document: Any, indent: int | None = None) -> str:
-    """A document as JSON. Of numbers nothing is hidden, so print it as it is."""
-    return json.dumps(redact(document), indent=indent)
-
-
-def say_json(document: Any, indent: int | None = None) -> None:
-    """Print a document; without ``indent`` it is one line."""
-    print(as_json(document, indent), flush=True)
+    Args:
+        indent: of the document; without it, it is one line.
+    """
+    shown = redact(content)
+    if not isinstance(shown, str):
+        shown = json.dumps(shown, indent=indent)
+    print(shown, file=file, flush=True)
 
 
 def tail(log: Path, lines: int = 25) -> str:
@@ -74,7 +71,7 @@ class Findings:
         if as_json:
             judged = {"active": (True, False, None)[status], "reason": next(iter(reasons), None)}
             why = {"refusals": self.refusals, "unknowns": self.unknowns}
-            say_json({**judged, **self.facts, **why})
+            say({**judged, **self.facts, **why})
             return
         cannot = "Whether it would be active cannot be determined here:"
         verdict = ("It would be active.", "It would NOT be active:", cannot)[status]

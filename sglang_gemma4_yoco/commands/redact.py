@@ -71,7 +71,7 @@ def redact(value: Any) -> Any:
         for secret in _secrets:
             value = value.replace(secret, HIDDEN)
         for before in _BEFORE:
-            value = before.sub(rf"\1{HIDDEN}", value)
+            value = before.sub(r"\1...", value)
         return value
     if isinstance(value, dict):
         return {key: redact(item) for key, item in value.items()}

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from sglang_gemma4_yoco.commands.console import CommandError, say, say_json
+from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.https import explain_failure
 from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY, session
 
@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
     active, reason = verdict(states)
     if args.json:
         document = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
-        say_json({**document, "schedulers": states})
+        say({**document, "schedulers": states})
     else:
-        say_json(states, indent=1)  # null for a scheduler without an entry
+        say(states, indent=1)  # null for a scheduler without an entry
         say(f"The fast path is {'active.' if active else f'NOT active: {reason}'}")
     return int(not active)
 

@@ -37,7 +37,7 @@ from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import prompts as kinds
 from sglang_gemma4_yoco.commands import servers
 from sglang_gemma4_yoco.commands.compare import Answer, Compared, Comparison, Times, beyond, finite
-from sglang_gemma4_yoco.commands.console import CommandError, as_json, say, say_json
+from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.prompts import Prompt
 from sglang_gemma4_yoco.commands.redact import redact, redact_flags
 from sglang_gemma4_yoco.commands.servers import Server, WrongPathError
@@ -306,6 +306,7 @@ def run(args: argparse.Namespace) -> int:
         page.show(document)
         (args.output / "verify.html").write_text(page.render(document, *compared), "utf-8")
         say(f"Report: {args.output / 'verify.html'}\n")
-    (args.output / "verify.json").write_text(as_json(document, indent=1) + "\n")
-    say_json(document)
+    with (args.output / "verify.json").open("w") as file:
+        say(document, file, indent=1)
+    say(document)
     return 0 if document["agrees"] else 1
