@@ -65,9 +65,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 import bench_prefill
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, NotActiveError, switched
-from environment import REPO, SetupError, command_line, commit, failed, heading, say, write_whole
+from environment import (
+    REPO,
+    SetupError,
+    command_line,
+    commit,
+    failed,
+    heading,
+    hide_servers_secrets,
+    say,
+    write_whole,
+)
 from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco.commands.compare import Times
+from sglang_gemma4_yoco.commands.redact import redact_flags
 from sglang_gemma4_yoco.commands.servers import (
     Server,
     WrongPathError,
@@ -208,7 +219,7 @@ class Results:
             "title": title,
             "commit": self._commit,
             "settings": json.loads(json.dumps(settings)),
-            "command": shlex.join(["python", *sys.argv]),
+            "command": hide_servers_secrets(["python", *sys.argv]),
         }
         before = self._document["parts"].get(part, {})
         same = all(before.get(key) == now[key] for key in ("commit", "settings"))
@@ -917,7 +928,9 @@ def run_part(key: str, machine: Machine, results: Results, deadline: float) -> N
     part, work = PARTS[key], machine.workload
     heading(f"({key}) {part.title}")
     settings = {name: value for name, value in asdict(work).items() if name in part.settings}
-    settings["server_args"] = machine._args.server_args if part.on_servers else None
+    settings["server_args"] = None
+    if part.on_servers:
+        settings["server_args"] = redact_flags(shlex.split(machine._args.server_args))
     results.begin(key, part.title, settings)
     done = results.steps(key)
     for name, step in part.steps(work).items():

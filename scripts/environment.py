@@ -24,11 +24,13 @@ sys.path.insert(0, str(REPO))  # what is imported next is standard library, and 
 from sglang_gemma4_yoco.commands.console import CommandError  # noqa: E402
 from sglang_gemma4_yoco.commands.console import say as say  # noqa: E402
 from sglang_gemma4_yoco.commands.console import tail as tail  # noqa: E402
+from sglang_gemma4_yoco.commands.redact import learn_secrets, redact, redact_flags  # noqa: E402
 
 SetupError = CommandError
 REFERENCE = REPO / "test" / "reference"
 SGLANG_VERSION = "0.5.23"
 INSTALL_BYTES = 12e9
+_SERVER_ARGS = "--server-args"
 
 # Isolated (-I), so that a package counts as installed only if it is, whatever the directory.
 _PROBE = """
@@ -290,8 +292,37 @@ class _Defaults(argparse.RawDescriptionHelpFormatter):
 
 
 def command_line(about: str | None) -> argparse.ArgumentParser:
-    """A parser whose ``--help`` shows ``about`` as it is, and the defaults."""
-    return argparse.ArgumentParser(description=about, formatter_class=_Defaults)
+    """A parser whose ``--help`` shows ``about`` as it is, and the defaults.
+
+    It takes no shortened flags: servers' secrets are looked for behind ``--server-args``.
+    """
+    hide_servers_secrets(sys.argv)
+    return argparse.ArgumentParser(description=about, formatter_class=_Defaults, allow_abbrev=False)
+
+
+def hide_servers_secrets(words: Sequence[str]) -> str:
+    """A script's command line for a shell, without secrets; none of them is printed from now on.
+
+    A script's own flags have none. A server's flags are in the one word of ``--server-args``, or
+    they are what follows ``--``.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    after = list(words[end:])
+    of_server, shown = after[1:], list[str]()
+    for word in words[:end]:
+        flag, equals, flags = word.partition("=")
+        if shown[-1:] == [_SERVER_ARGS]:
+            before, flags = "", word
+        elif flag == _SERVER_ARGS and equals:
+            before = f"{flag}="
+        else:
+            shown.append(word)
+            continue
+        of_server += shlex.split(flags)
+        shown.append(before + redact_flags(shlex.split(flags)))
+    learn_secrets(of_server, os.environ)
+    command: str = redact(f"{shlex.join(shown)} {redact_flags(after)}".rstrip())
+    return command
 
 
 def heading(text: str) -> None:
@@ -303,8 +334,8 @@ def failed(failure: Exception) -> int:
     """Print why a command cannot go on, after the end of its log; return its exit status, 2."""
     log = getattr(failure, "log", None)
     if log is not None:
-        print(tail(log), file=sys.stderr)
-    print(f"error: {failure}", file=sys.stderr)
+        say(tail(log), sys.stderr)
+    say(f"error: {failure}", sys.stderr)
     return 2
 
 
@@ -319,7 +350,7 @@ def write_whole(path: Path, text: str) -> None:
 def origin() -> dict[str, str]:
     """Where a result comes from: command, commit, package and machine."""
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": hide_servers_secrets(["python", *sys.argv]),
         "commit": commit(),
         "package": package_of(),
         "machine": platform.machine(),

@@ -1,11 +1,13 @@
-"""What commands print. Standard library only."""
+"""What commands print and write, without secrets. Standard library only."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from sglang_gemma4_yoco.commands.redact import redact
 
 #: What --json always has, beside the verdict; null where it was not determined.
 FACTS = (
@@ -22,9 +24,16 @@ class CommandError(Exception):
         self.log = log
 
 
-def say(text: str = "") -> None:
-    """Print a line at once, also into a pipe."""
-    print(text, flush=True)
+def say(content: Any = "", file: TextIO | None = None, indent: int | None = None) -> None:
+    """Print a line or a JSON document at once, also into a pipe; on stdout, or into a file.
+
+    Args:
+        indent: of the document; without it, it is one line.
+    """
+    shown = redact(content)
+    if not isinstance(shown, str):
+        shown = json.dumps(shown, indent=indent)
+    print(shown, file=file, flush=True)
 
 
 def tail(log: Path, lines: int = 25) -> str:
@@ -62,7 +71,7 @@ class Findings:
         if as_json:
             judged = {"active": (True, False, None)[status], "reason": next(iter(reasons), None)}
             why = {"refusals": self.refusals, "unknowns": self.unknowns}
-            say(json.dumps({**judged, **self.facts, **why}))
+            say({**judged, **self.facts, **why})
             return
         cannot = "Whether it would be active cannot be determined here:"
         verdict = ("It would be active.", "It would NOT be active:", cannot)[status]

@@ -92,7 +92,8 @@ def _discovery(findings: Findings) -> None:
         missing = "the plugin is not registered in this environment"
         findings.refusals.append(f"{missing}: pip install . in a checkout of it")
     if allowed is not None:
-        findings.add(RESTRICTION, allowed)
-        if plugin.NAME not in map(str.strip, allowed.split(",")):
-            left_out = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
-            findings.refusals.append(f"{left_out}: add it, or unset it")
+        left_out = sorted({*found} - {name.strip() for name in allowed.split(",")})
+        findings.add(RESTRICTION, f"{allowed}; left out: {', '.join(left_out) or 'none'}")
+        if plugin.NAME in left_out:
+            wrong = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
+            findings.refusals.append(f"{wrong}: add it, or unset it")

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import doctor, status, verify
-from sglang_gemma4_yoco.commands.console import CommandError, tail
+from sglang_gemma4_yoco.commands.console import CommandError, say, tail
+from sglang_gemma4_yoco.commands.redact import learn_secrets, redact
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors quote no secret."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the command."""
+        super().error(redact(message))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 where it could not do its work."""
-    parser = argparse.ArgumentParser(
+    words = sys.argv[1:] if argv is None else argv
+    learn_secrets(words, os.environ)
+    parser = Parser(
         prog="sglang-gemma4-yoco", description="Commands for YOCO fast prefill of Gemma 4 in SGLang"
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -25,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_options(one)
         one.set_defaults(run=command.run)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     # They end the command on the way that stops whatever it has started.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda signum, _: sys.exit(128 + signum))
@@ -33,9 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except (CommandError, OSError) as failure:  # OSError: of a file or a folder
         if log := getattr(failure, "log", None):
-            print(tail(log), file=sys.stderr)
-        print(f"error: {failure}", file=sys.stderr)
+            say(tail(log), sys.stderr)
+        say(f"error: {failure}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; all that was started is stopped", file=sys.stderr)
+        say("interrupted; all that was started is stopped", sys.stderr)
         return 130
+    except Exception:  # noqa: BLE001 - Python would print it with whatever it quotes
+        say(traceback.format_exc(), sys.stderr)
+        return 2

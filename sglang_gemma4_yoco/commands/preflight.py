@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands.console import CommandError, Findings
+from sglang_gemma4_yoco.commands.redact import redact_flags
 from sglang_gemma4_yoco.core.gate import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits, metrics, patch, start
@@ -90,7 +91,7 @@ def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any
 def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str]) -> None:
     """Have SGLang resolve the flags, as in a server's scheduler; nothing is started."""
     findings.begin("A server with these flags")
-    findings.add("flags", " ".join(flags))
+    findings.add("flags", redact_flags(flags))
     spawn = getattr(runtime_context, "SpawnRanks", None)  # from 0.5.21 on
     ranks = {"ranks": spawn(world_rank=0, gpu_id=0)} if spawn else {}
     try:

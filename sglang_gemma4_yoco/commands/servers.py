@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.commands.console import CommandError, say
+from sglang_gemma4_yoco.commands.redact import redact
 from sglang_gemma4_yoco.settings import SWITCH
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ class WrongPathError(Exception):
 
 def session(url: str, key: str | None = None) -> requests.Session:
     """An HTTP client for a server, with its API key; to this machine it uses no proxy."""
-    import requests  # comes with SGLang
+    import requests  # both come with SGLang
+    import urllib3
 
+    urllib3.disable_warnings()  # of a certificate that is not to be checked
     client = requests.Session()
     client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")
     client.headers["Connection"] = "close"  # an idle connection may be closed as it is used again
@@ -102,6 +105,8 @@ class Server:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        with suppress(OSError):  # SGLang logs its arguments; the file may be gone
+            self.log_file.write_text(redact(self.log()), "utf-8")
 
     def is_healthy(self) -> bool:
         """Whether it answers; it does not while it loads."""

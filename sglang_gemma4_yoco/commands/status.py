@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 from typing import Any
 
 from sglang_gemma4_yoco.commands.console import CommandError, say
+from sglang_gemma4_yoco.commands.https import explain_failure
 from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY, session
 
 
@@ -15,18 +16,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="for example http://localhost:30000")
     of_key = f"the server's API key (default: the variable {API_KEY}, which `ps` does not show)"
     parser.add_argument("--api-key", metavar="KEY", help=of_key)
+    variables = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
+    of_file = "certificates to trust, in PEM (default: REQUESTS_CA_BUNDLE, SSL_CERT_FILE)"
+    parser.add_argument("--cacert", metavar="FILE", default=variables, help=of_file)
+    parser.add_argument("--insecure", action="store_true", help="trust any certificate")
     parser.add_argument("--json", action="store_true", help="one line of JSON, for a program")
 
 
 def run(args: argparse.Namespace) -> int:
     """Query the server, and report; returns the exit status."""
-    sglang, states = schedulers(args.url, args.api_key)
+    sglang, states = schedulers(args)
     active, reason = verdict(states)
     if args.json:
         document = {"active": active, "reason": reason, "sglang": sglang, "url": args.url}
-        say(json.dumps({**document, "schedulers": states}))
+        say({**document, "schedulers": states})
     else:
-        say(json.dumps(states, indent=1))  # null for a scheduler without an entry
+        say(states, indent=1)  # null for a scheduler without an entry
         say(f"The fast path is {'active.' if active else f'NOT active: {reason}'}")
     return int(not active)
 
@@ -39,17 +44,20 @@ def verdict(states: list[dict[str, Any] | None]) -> tuple[bool, str | None]:
     return bool(states), None if states else "the server names no scheduler"
 
 
-def schedulers(url: str, key: str | None) -> tuple[str, list[dict[str, Any] | None]]:
+def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | None]]:
     """A server's SGLang, and the state of each scheduler; CommandError where none answers."""
+    url, address = args.url, f"{args.url.rstrip('/')}/server_info"
+    trusted = not args.insecure and (args.cacert or True)
     try:
-        reply = session(url, key).get(f"{url.rstrip('/')}/server_info", timeout=30)
-    except OSError as failure:
-        raise CommandError(f"{url}: no answer ({failure}); expected http://HOST:PORT") from None
+        # As an argument: variables have precedence over what a session has.
+        reply = session(url, args.api_key).get(address, timeout=30, verify=trusted)
+    except (OSError, ValueError) as failure:  # ValueError: it is no URL
+        raise CommandError(f"{url}: {explain_failure(failure, url)}") from None
     if reply.status_code in (401, 403):
         raise CommandError(f"{url} wants another key: put it into {API_KEY}, or use --api-key")
     try:
         info = reply.json()
         return info.get("version"), [state.get(ENTRY) for state in info["internal_states"]]
     except (ValueError, TypeError, KeyError, AttributeError):
-        problem = f"{url}/server_info answers {reply.status_code}, not as an SGLang server does"
+        problem = f"{address} answers {reply.status_code}, not as an SGLang server does"
         raise CommandError(f"{problem}: give the server's own URL, as http://HOST:PORT") from None

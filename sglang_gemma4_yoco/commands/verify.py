@@ -21,9 +21,6 @@ verified, with the reason on stderr.
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import shlex
 import subprocess
 import sys
 import time
@@ -42,6 +39,7 @@ from sglang_gemma4_yoco.commands import servers
 from sglang_gemma4_yoco.commands.compare import Answer, Compared, Comparison, Times, beyond, finite
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.prompts import Prompt
+from sglang_gemma4_yoco.commands.redact import redact, redact_flags
 from sglang_gemma4_yoco.commands.servers import Server, WrongPathError
 
 ALONE, AGAIN, AT_ONCE, TIMED = "one at a time", "once more", "several at once", "timed"
@@ -252,6 +250,8 @@ def serve(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Fo
     tokenizer = kinds.tokenizer_of(args.model_path)
     flags = ["--model-path", args.model_path, *args.server_args]
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
+    if any(flag.startswith("--ssl-") for flag in flags):
+        raise CommandError("verify speaks http to its servers: leave out what begins with --ssl-")
     say("Both servers at once." if together else "One server after the other.")
     how = {"device": args.device, "together": together, "port": args.port}
     stock, fast = servers.pair(flags, args.output, **how)
@@ -283,7 +283,7 @@ def run(args: argparse.Namespace) -> int:
         "device": args.device,
         "sglang": sglang,
         "package": __version__,
-        "server_args": re.sub(r"(api-key[ =])\S+", r"\1...", shlex.join(args.server_args)),
+        "server_args": redact_flags(args.server_args),
         "prompt_tokens": max(args.prompt_tokens),
         "active": False,
         "repeats": args.repeats,
@@ -302,9 +302,11 @@ def run(args: argparse.Namespace) -> int:
         document["problems"] = str(wrong).splitlines()[:1]
     else:
         compared = conclude(document, stock, fast)
+        document = redact(document)  # before lines are broken
         page.show(document)
         (args.output / "verify.html").write_text(page.render(document, *compared), "utf-8")
         say(f"Report: {args.output / 'verify.html'}\n")
-    (args.output / "verify.json").write_text(json.dumps(document, indent=1) + "\n")
-    say(json.dumps(document))
+    with (args.output / "verify.json").open("w") as file:
+        say(document, file, indent=1)
+    say(document)
     return 0 if document["agrees"] else 1

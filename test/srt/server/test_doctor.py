@@ -19,6 +19,7 @@ from test_load_faults import plugin
 from test_refused_flags import REFUSED
 
 import forked
+import typed_secrets
 from server import python_path
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import settings_changed
@@ -202,6 +203,51 @@ def test_prefill_graphs_of_multimodal_models(
     ] * refused
 
 
+# ---------------------------------------------------------------- secrets
+
+
+@pytest.fixture(scope="module")
+def with_secrets(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Answer]:
+    """The reports of servers with secrets, by how these are given, as JSON and as text."""
+    model = ["--model-path", str(tiny_checkpoint), "--", *_CPU]
+    calls: dict[tuple[str, str], list[str]] = {}
+    for name, flags in typed_secrets.FLAGS.items():
+        calls[name, "json"] = ["--json", *model, *flags]
+        if name in typed_secrets.SHOWN_IN_TEXT:
+            calls[name, "text"] = [*model, *flags]
+    directory = tmp_path_factory.mktemp("secrets")
+    for name, text in typed_secrets.FILES.items():
+        (directory / f"{name}.yaml").write_text(text)
+        calls[name, "json"] = ["--json", *model, "--config", str(directory / f"{name}.yaml")]
+    found, _ = doctor(directory, *calls.values(), **typed_secrets.VARIABLES)
+    return dict(zip(calls, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "json") for name in (*typed_secrets.FLAGS, *typed_secrets.FILES)),
+        *((name, "text") for name in typed_secrets.SHOWN_IN_TEXT),
+    ],
+)
+def test_no_secret_is_shown(
+    with_secrets: dict[tuple[str, str], Answer], name: str, how: str, tmp_path: Path
+) -> None:
+    """While all else is: the flag's name, and what the secret is not in the way of."""
+    answer = with_secrets[name, how]
+    assert not list(typed_secrets.places(out=answer.out, err=answer.err, folder=tmp_path))
+    accepted = name in typed_secrets.ACCEPTED
+    assert answer.status == (0 if accepted else 2), answer.out
+    if accepted and how == "text":
+        [flags] = [line for line in answer.out.splitlines() if line.startswith("  flags  ")]
+        flag = typed_secrets.FLAGS[name][0].partition("=")[0]
+        assert "--device cpu --dtype float32" in flags
+        assert f" {flag}" in flags
+        assert "..." in flags
+
+
 REPAIRED = f"backend 'breakable': SGLang's capture is repaired ({sglang.SHARED_LAYER_IDS})"
 UNREPAIRED = "backend 'breakable': SGLang cannot capture this model"
 SHORTENED = "replayed prefills are shortened, where the check at start agrees"
@@ -279,6 +325,22 @@ def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> Non
         command._discovery(findings)
         assert findings.refusals == refusals
         assert findings.facts["plugins"]["found"] == sorted(names)
+
+
+def test_plugins_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come with SGLang, when the variable has our name alone."""
+    names = ["gemma4_yoco", "smg-servicer", "smg-zmq"]
+    found = {"sglang.srt.plugins": [SimpleNamespace(name=name) for name in names]}
+    monkeypatch.setattr(command, "entry_points", lambda group: found[group])
+    for allowed, left_out in (
+        ("gemma4_yoco", "smg-servicer, smg-zmq"),
+        ("smg-zmq, gemma4_yoco,smg-servicer", "none"),
+    ):
+        monkeypatch.setenv(command.RESTRICTION, allowed)
+        findings = Findings()
+        command._discovery(findings)
+        assert findings.lines[-1].endswith(f"{allowed}; left out: {left_out}")
+        assert findings.refusals == []
 
 
 def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

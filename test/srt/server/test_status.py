@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from ask import generate, tokens
-from server import Server, running
+from server import Server, running, started, wait_until
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY
 from sglang_gemma4_yoco.core import forward
+from typed_secrets import FLAGS, MARK, VARIABLES, places
 
 Captured = pytest.CaptureFixture[str]
 
@@ -88,8 +95,11 @@ def test_a_server_that_gave_up_is_not_active(
 
 
 @contextmanager
-def http(code: int, document: Any) -> Iterator[str]:
-    """The URL of an HTTP server that answers this; 200 where the key is ``right``."""
+def http(code: int, document: Any, certificate: Path | None = None) -> Iterator[str]:
+    """The URL of an HTTP server that answers this; 200 where the key is ``right``.
+
+    With a certificate, the server speaks https; it is one for localhost.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -101,10 +111,16 @@ def http(code: int, document: Any) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    url = f"http://127.0.0.1:{server.server_port}"
+    if certificate is not None:
+        url = f"https://localhost:{server.server_port}"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield url
     finally:
         server.shutdown()
         thread.join()
@@ -156,6 +172,151 @@ def test_no_proxy_stands_between_a_machine_and_itself(
     monkeypatch.delenv("no_proxy", raising=False)
     with http(200, ACTIVE) as url:
         assert report(capsys, url)[0] == 0
+
+
+# ---------------------------------------------------------------- https
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a certificate for localhost that nobody but itself has issued, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    day = datetime.timedelta(days=1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(now - day).not_valid_after(now + day)
+    made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), False)
+    pem, whole = serialization.Encoding.PEM, tmp_path_factory.mktemp("https") / "whole.pem"
+    own = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    whole.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(pem) + own)
+    return whole
+
+
+@pytest.fixture(autouse=True)
+def no_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine has."""
+    for variable in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def of_https(line: str) -> str:
+    """A reason as people read it: no exception stands in it, and nothing of Python."""
+    assert not re.search(r"Error|Exception|Errno|HTTPS?Connection|\.c:|Max retries|<", line)
+    return line
+
+
+def test_a_certificate_that_is_trusted(
+    certificate: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an option, or by a variable; on this machine as well, where no proxy is used."""
+    with http(200, ACTIVE, certificate) as url:
+        assert report(capsys, url, "--cacert", str(certificate))[0] == 0
+        for variable in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
+            with monkeypatch.context() as context:
+                context.setenv(variable, str(certificate))
+                assert report(capsys, url)[0] == 0
+        # The option counts.
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/no/such/file")
+        assert report(capsys, url, "--cacert", str(certificate))[0] == 0
+
+
+def test_any_certificate(
+    certificate: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a warning, by any name, and whatever a variable says."""
+    with http(200, ACTIVE, certificate) as url:
+        for address in (url, url.replace("localhost", "127.0.0.1")):
+            code, out, err = report(capsys, address, "--insecure")
+            assert (code, err) == (0, [])
+            assert out[-1] == "The fast path is active."
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/no/such/file")
+        assert report(capsys, url, "--insecure")[0] == 0
+
+
+def test_a_certificate_that_is_not_trusted(certificate: Path, capsys: Captured) -> None:
+    with http(200, ACTIVE, certificate) as url:
+        line = of_https(refusal(capsys, url))
+        assert line.startswith(f"error: {url}: its certificate is not trusted (self-signed cert")
+        assert "--cacert FILE" in line
+        assert "--insecure" in line
+        other = url.replace("localhost", "127.0.0.1")
+        line = of_https(refusal(capsys, other, "--cacert", str(certificate)))
+        assert "certificate is not valid for '127.0.0.1'" in line
+        assert "use a name that is in it" in line
+
+
+def test_a_file_without_certificates(
+    certificate: Path, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It matters only where there is a certificate to check."""
+    text = tmp_path / "text"
+    text.write_text("none")
+    for file in (str(text), str(tmp_path / "missing")):
+        with http(200, ACTIVE, certificate) as url:
+            line = of_https(refusal(capsys, url, "--cacert", file))
+            assert line.startswith(f"error: {url}: there is no certificate in PEM in the file of")
+        monkeypatch.setenv("SSL_CERT_FILE", file)
+        with http(200, ACTIVE) as url:
+            assert report(capsys, url)[0] == 0
+
+
+def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) -> None:
+    """And the other way round."""
+    with http(200, ACTIVE, certificate) as url:
+        asked = url.replace("https", "http")
+        line = of_https(refusal(capsys, asked))
+        assert line == f"error: {asked}: this server speaks https: use {url}"
+    with http(200, ACTIVE) as url:
+        asked = url.replace("http", "https")
+        line = of_https(refusal(capsys, asked))
+        assert line.startswith(f"error: {asked}: no answer (it does not speak https")
+        assert line.endswith("expected http://HOST:PORT")
+    assert "no answer (Connection refused)" in of_https(refusal(capsys, url))
+    assert "no answer (Connection refused)" in of_https(refusal(capsys, asked))
+
+
+@pytest.mark.release
+def test_a_server_that_speaks_https(
+    tiny_checkpoint: Path, certificate: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    own = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(certificate)]
+    with started(tiny_checkpoint, tmp_path, switch=None, arguments=own) as server:
+        url = f"https://localhost:{server.port}"
+        trusted = ("--cacert", str(certificate))
+        wait_until(lambda: report(capsys, url, *trusted)[0] == 0, "a server", 300, server.log)
+        assert report(capsys, url, "--insecure")[1][-1] == "The fast path is active."
+        assert "its certificate is not trusted" in of_https(refusal(capsys, url))
+        asked = url.replace("https", "http")
+        assert f"this server speaks https: use {url}" in of_https(refusal(capsys, asked))
+
+
+# ---------------------------------------------------------------- secrets
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_no_secret_of_a_server_is_shown(
+    name: str, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that quotes its flags, asked with these keys, and by an address with a password."""
+    for variable, value in VARIABLES.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(tmp_path)
+    words = " ".join(FLAGS[name])
+    entry = {
+        "active": False,
+        "reason": f"{words} is set",
+        "more": {"typed": [words, MARK, *VARIABLES.values()]},
+    }
+    document = {"version": words, "internal_states": [{ENTRY: entry}, {ENTRY: None}]}
+    with http(200, document) as url:
+        address = url.replace("://", f"://user:{MARK}@")
+        for how in ([], ["--json"], ["--api-key", MARK], ["--api-k", f"a {MARK}", "--json"]):
+            code, out, err = report(capsys, address, *how)
+            assert (code, err) == (1, [])
+            texts = {"out": "\n".join(out), "err": "\n".join(err)}
+            assert not list(places(**texts, folder=tmp_path))
+            assert "is set" in texts["out"]
 
 
 @pytest.mark.parametrize(

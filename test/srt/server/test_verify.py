@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,10 +29,11 @@ from environment import REPO
 from server import Server, python_path, stand_in_for_sglang, wait_until
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco import commands, log, settings
-from sglang_gemma4_yoco.commands import prompts, servers, verify
+from sglang_gemma4_yoco.commands import prompts, redact, servers, verify
 from sglang_gemma4_yoco.commands.compare import Answer
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
+from typed_secrets import MARK, places
 
 CONTRACT = {
     "model", "device", "sglang", "prompt_tokens", "active", "answers_equal", "max_logprob_diff",
@@ -82,8 +84,12 @@ def by_the_demo(_: Path, directory: Path) -> Done:
     return run([*command, f"--server-args={' '.join(CHUNKED)}"], directory)
 
 
+#: The servers' logs as SGLang wrote them, of the servers that have ended.
+LOGS: list[str] = []
+
+
 def in_this_process(checkpoint: Path, directory: Path) -> Done:
-    """What the demo ends in, with servers that are forked."""
+    """What the demo ends in, with servers that are forked, and that want a key."""
 
     def popen(command: Sequence[str], *, cwd: Path, stdout: Any, **how: Any) -> forked.Program:
         assert forked.as_this_process(how["env"])
@@ -91,12 +97,18 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
         return forked.Program(command[1:], **where)
 
     command = ["verify", "--model-path", str(checkpoint), "--label", LABEL, "--device", "cpu"]
-    command += [*HOW, "--output", str(directory / "logs"), "--", *CHUNKED]
+    command += [*HOW, "--output", str(directory / "logs"), "--", *CHUNKED, "--api-key", MARK]
+
+    def keep(text: str) -> Any:
+        LOGS.append(text)
+        return redact.redact(text)
+
     found = {**vars(subprocess), "Popen": popen}
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.dict(os.environ, environment(), clear=True),
+        mock.patch.dict(os.environ, environment({servers.API_KEY: MARK}), clear=True),
         mock.patch.object(servers, "subprocess", SimpleNamespace(**found)),
+        mock.patch.object(servers, "redact", keep),
         redirect_stdout(out),
         redirect_stderr(err),
     ):
@@ -126,6 +138,24 @@ def test_the_document_of_the_demo(demonstrated: Done) -> None:
     assert document["ttft_off_s"] > 0 < document["ttft_on_s"]
     ratio = document["ttft_off_s"] / document["ttft_on_s"]
     assert document["ratio"] == pytest.approx(ratio, abs=1e-3)
+
+
+def test_the_servers_key_is_nowhere(demonstrated: Done) -> None:
+    """SGLang logs it; the log that is left has it no more, nor has anything that was printed."""
+    if "--api-key" not in demonstrated.args:
+        pytest.skip("the demo's own servers want none")
+    assert demonstrated.returncode == 0
+    assert len(LOGS) == 2
+    for log_of_sglang in LOGS:
+        assert MARK in log_of_sglang
+        ours = [line for line in log_of_sglang.splitlines() if "Gemma 4 fast prefill" in line]
+        assert ours
+        assert MARK not in "".join(ours)
+    document = document_of(demonstrated)
+    assert document["server_args"] == "--chunked-prefill-size 128 --api-key ..."
+    folder = Path(document["output"])
+    assert re.search(r"api_key\W+\.\.\.", (folder / "server-on.log").read_text())
+    assert not list(places(out=demonstrated.stdout, err=demonstrated.stderr, folder=folder))
 
 
 def test_every_kind_of_prompt_is_sent_and_compared(demonstrated: Done) -> None:
@@ -339,6 +369,7 @@ def test_the_switch_is_checked(
         (["--prompts", "{tmp}/empty"], "/empty has no prompt"),
         (["--output", "{tmp}/empty/dir"], "Not a directory: '"),
         (["--port", "65535"], "--port 65535 cannot be used"),
+        (["--", "--ssl-certfile", "x"], "verify speaks http to its servers: leave out what begins"),
     ],
 )
 def test_what_cannot_be_verified(
