@@ -229,6 +229,11 @@ def copies_positions() -> bool:
     return bool(variable(POSITIONS_VARIABLE))
 
 
+def wait_for_device(device: str) -> None:
+    """Wait until all has run that was launched on it, on whichever stream; a CPU has no such."""
+    torch.get_device_module(device).synchronize()
+
+
 def is_capturing() -> bool:
     """Whether this forward is being captured into a CUDA graph, or is replayed around one.
 

@@ -319,17 +319,21 @@ def capture(
     runner: Any,
     state: ModelState,
     prove: Callable[[TailGraphs, Any], None],
+    unshown: str | None = None,
     *,
     can_be_captured: bool,
 ) -> None:
     """Capture the tail anew and have its graphs proven, on all ranks or on none.
+
+    Args:
+        unshown: why they cannot be proven now, if so; then nothing is captured.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
     try:
         drop(state, NOT_YET)
-        reason = why_not(runner, state, can_be_captured=can_be_captured)
+        reason = unshown or why_not(runner, state, can_be_captured=can_be_captured)
         reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
         if reason is None:
             reason = _capture(runner, state, prove)

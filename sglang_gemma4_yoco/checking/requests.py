@@ -19,10 +19,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco.captured.backend import loads_kv_layerwise
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
 NO_ROOM = "the pools are too small for it"
+SHARED = "K and V of a server that serves are read or written by more than its forwards"
 _NEW = 7  # tokens of a request
 _BEYOND = 2  # tokens of the second request, beyond one window
 
@@ -105,12 +107,27 @@ class SyntheticRequests:
         ]
 
 
+def why_not_borrowed(runner: Any) -> str | None:
+    """Why slots of a server that serves may not be borrowed for a moment, or None.
+
+    SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
+    keep their K and V. So nothing reads or writes the pools once the device has been waited for,
+    except for what the scheduler does not launch: transfers to and from other machines, and what
+    a hierarchical cache copies.
+    """
+    argument = compat.server_arguments()
+    assert argument is not None, "a server that serves has been given its arguments"
+    transfers = argument("disaggregation_mode") != "null"
+    copies = argument("enable_hierarchical_cache") or loads_kv_layerwise(runner.token_to_kv_pool)
+    return SHARED if transfers or copies else None
+
+
 @contextmanager
 def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequests]:
     """Requests to run in the span, on whichever path is on; it skips every row that it can.
 
     Args:
-        runner: SGLang's ``ModelRunner``, which serves no request at the moment.
+        runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools in the span.
 
     Raises:
         NotComparableError: the pools have no room for them.

@@ -107,6 +107,7 @@ class ModelState:
 
     def attach(self, planner: Callable[[ModelState, Any], None]) -> None:
         """Become the state of the model, and have ``planner`` called."""
+        self.close()
         self.model.__dict__[ENTRY] = self
         _attached.add(self)
         self.planner = planner

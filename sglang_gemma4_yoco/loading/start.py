@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from sglang_gemma4_yoco import __version__, compat, log, settings
 from sglang_gemma4_yoco.captured import graphs, proof
-from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco.checking import audit, requests
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import donor, gate, ranks
@@ -62,7 +63,9 @@ def start(runner: Any, model: Any) -> None:
         reason = ranks.reason_ranks_differ(found) or reason
     state = ModelState(model, reason, attention if reason is None else None)
     state.attach(gate.plan_batch)
-    state.on_close(lambda: graphs.drop(state, graphs.NOT_YET))
+    state.on_close(partial(graphs.drop, state, graphs.NOT_YET))
+    if prefill_graphs is not None:
+        state.on_close(partial(prefill_graphs.close, runner))
     if reason is None:
         _compile_kernels(state)
     else:
@@ -151,14 +154,19 @@ def set_up(runner: Any, state: ModelState) -> None:
 
 def _set_up(runner: Any, state: ModelState) -> None:
     assert state.attention is not None
-    able = limits.backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
-    graphs.capture(runner, state, proof.prove, can_be_captured=able)
+    # At a recapture the server serves already. SGLang's scheduler, which captures between two
+    # batches, may have launched the last one on another stream: nothing is freed, zeroed or
+    # borrowed below before it has run.
+    compat.wait_for_device(runner.device)
     first = "check" not in state.facts
+    unshown = None if first else requests.why_not_borrowed(runner)
+    able = limits.backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
+    graphs.capture(runner, state, proof.prove, unshown, can_be_captured=able)
     checked = _check(runner, state) if first else None
     if prefill_graphs is None:
         state.facts["exits"] = NO_EXITS
     elif state.refused is None:
-        prefill_graphs.attach(runner, state)
+        prefill_graphs.attach(runner, state, unshown)
     if checked is not None and state.refused is None:
         state.after_cut = audit.auditor(runner, state)
         log.once(f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked}")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.checking import requests, rounding, start
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.checking.start import Checked
@@ -20,11 +21,14 @@ from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
-from sglang_gemma4_yoco.prefill_graphs import repair, sglang
+from sglang_gemma4_yoco.prefill_graphs import inputs, repair, sglang
 from sglang_gemma4_yoco.prefill_graphs.exits import NO_POINT, PrefillGraphExits, noting
 
 NOT_TAKEN = "not every prefill of the check has left at an exit"
 CANARY = "SGLang's KV canary writes its marks at the end of a captured prefill"
+OTHER_INPUTS = "captured prefills make other inputs of text than SGLang does eagerly"
+#: In what SGLang replays captured prefills with, where they were captured from ids alone.
+_OF_IDS = "_yoco_of_ids"
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
     Its capture of prefills is repaired where the operator has asked for them, but not on a server
     of which no batch may be cut: its setup was never tried with a repair.
     """
-    _detach(runner)
+    _close_exits(runner)
     multimodal, why = runner.model_config.is_multimodal, None
     with ExitStack() as span:
         if state.refused is None:
@@ -42,21 +46,64 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
             if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
                 span.enter_context(noting(state.tail_layers[0]))
         if why is not None:
-            span.enter_context(repair.repaired(state.model, why))
+            span.enter_context(repair.repaired(state.model, runner.model.config, why))
         else:
             repair.warn_that_capture_fails(multimodal=multimodal)
         yield
     prefills = compat.captured_prefills(runner)
-    if why is not None and prefills is not None:
-        # It was captured from ids alone: images, video or audio would be answered as text.
-        fits = prefills.can_run_graph
-        prefills.can_run_graph = lambda batch: not batch.contains_mm_inputs() and fits(batch)
-        # Without this package they would serve media as well: then prefills run eagerly.
-        state.on_close(lambda: setattr(runner, "prefill_cuda_graph_runner", None))
+    # When SGLang captures decode steps anew, the graphs of prefills stay.
+    if why is not None and prefills is not None and not hasattr(prefills, _OF_IDS):
+        _serve_text_alone(prefills)
+        if settings.current.self_check:
+            _compare_inputs(runner, state)
 
 
-def attach(runner: Any, state: ModelState) -> None:
+def close(runner: Any) -> None:
+    """Leave SGLang's captured prefills as they were.
+
+    Those that were captured from ids go: without this package they would serve media as well.
+    """
+    _close_exits(runner)
+    if hasattr(compat.captured_prefills(runner), _OF_IDS):
+        runner.prefill_cuda_graph_runner = None
+
+
+def _serve_text_alone(prefills: Any) -> None:
+    """Have prompts with media, which graphs of ids would answer as text, run eagerly."""
+    fits = prefills.can_run_graph
+
+    def can_run_graph(batch: Any) -> bool:
+        return not batch.contains_mm_inputs() and bool(fits(batch))
+
+    prefills.can_run_graph = can_run_graph
+    setattr(prefills, _OF_IDS, True)
+
+
+def _compare_inputs(runner: Any, state: ModelState) -> None:
+    """Compare what graphs make of ids with SGLang's eager model; if it differs, they go.
+
+    Raises:
+        Exception: it failed, and other ranks wait for this one.
+    """
+    model, agree = state.model, False
+    forward = repair.forward_of_ids(model, runner.model.config)
+    try:
+        agree = inputs.agree(runner, model, partial(inputs.given, runner, model, forward))
+    except Exception as failure:
+        if not compat.is_single_rank():
+            raise
+        log.failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
+    if ranks.reason_ranks_differ(f"inputs: {agree}") or not agree:
+        runner.prefill_cuda_graph_runner = None  # then SGLang runs prefills eagerly
+        state.facts["exits"] = f"closed: {OTHER_INPUTS}"
+        log.error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
+
+
+def attach(runner: Any, state: ModelState, unshown: str | None = None) -> None:
     """Open the exits of what SGLang has captured; with several ranks on all, or on none.
+
+    Args:
+        unshown: why they cannot be checked now, if so.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
@@ -64,25 +111,28 @@ def attach(runner: Any, state: ModelState) -> None:
     prefills, exits, level = compat.captured_prefills(runner), None, logging.WARNING
     if prefills is None:
         return
-    reason = repair.exits_refused()
+    _close_exits(runner)
+    reason = unshown or repair.exits_refused()
     if getattr(runner, "canary_manager", None) is not None:
         reason = reason or CANARY
     if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
+        config = runner.model.config if hasattr(prefills, _OF_IDS) else None
         try:
-            exits = PrefillGraphExits(state, prefills)
-            state.on_close(lambda: _detach(runner))
+            exits = PrefillGraphExits(state, prefills, config)
             reason = reason or (None if all(exits.segments.values()) else NO_POINT)
         except AttributeError as missing:
             reason = str(missing)
     reason = ranks.reason_ranks_differ(f"exits: {reason}, {exits and exits.segments}") or reason
     if exits is not None and reason is None:
         exits.closed = None
-        checked = _check(runner, state, max(exits.segments))
+        checked = _check(runner, state, exits)
         state.facts["exits_check"] = checked.facts()
         # A rank that leaves a graph would wait for one that runs it to its end.
         reason = ranks.reason_ranks_differ(f"exits agree with stock: {checked.agrees}")
         if not checked.agrees:
             reason, level = f"the check found {checked.worst}", logging.ERROR
+            if checked.worst is None:
+                reason = f"they are not checked: {checked.unchecked}"
     if reason is None:
         state.facts["exits"] = f"open {exits}"
         log.once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
@@ -97,10 +147,8 @@ def attach(runner: Any, state: ModelState) -> None:
     )
 
 
-def _check(runner: Any, state: ModelState, longest: int) -> Checked:
+def _check(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
     """Run synthetic prompts and intermediate chunks, which leave at the open exits.
-
-    ``longest``: tokens of the largest bucket.
 
     Raises:
         Exception: one of them failed, and other ranks wait for this one.
@@ -109,6 +157,9 @@ def _check(runner: Any, state: ModelState, longest: int) -> Checked:
     if unchecked is not None:
         return Checked(unchecked=unchecked)
     found, finished, tail = list[Finding](), list[bool](), state.captured
+    longest = max(exits.segments)
+    # Up to now a graph that needs no repair has the text model's own embeddings, as its exit has.
+    of_ids = hasattr(runner.prefill_cuda_graph_runner, _OF_IDS) or compat.is_newer_than_tested()
 
     def compared(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
         found.extend(forward.findings(plan, output))
@@ -119,14 +170,18 @@ def _check(runner: Any, state: ModelState, longest: int) -> Checked:
     always = replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
     comparing = replaced(state, after_cut=compared)
     try:
+        if of_ids and not inputs.agree(runner, state.model, exits.embed, state.cut_layer):
+            return Checked(rounding.defect(OTHER_INPUTS))
         with requests.synthetic_requests(runner, state) as chunks, always, comparing:
             if sum(chunks.lens) > longest:
                 return Checked(rounding.defect(f"{NOT_TAKEN}: they have up to {longest} tokens"))
+            expected = [False]
             if tail is not None:
                 few = chunks.requests[: tail.rows[-1]]
                 requests.SyntheticRequests(runner, state, few).run()
+                expected = [True, False]
             chunks.run(finishes=False)
-            if finished != [True, False][tail is None :]:
+            if finished != expected:
                 found.append(rounding.defect(NOT_TAKEN))
             if chunks.others_changed():
                 found.append(rounding.defect(start.OTHERS_SLOTS))
@@ -140,7 +195,7 @@ def _check(runner: Any, state: ModelState, longest: int) -> Checked:
     return Checked(rounding.worst(found))
 
 
-def _detach(runner: Any) -> None:
+def _close_exits(runner: Any) -> None:
     exits = getattr(compat.captured_prefills(runner), ENTRY, None)
     if exits is not None:
         exits.hooks.close()

@@ -33,7 +33,7 @@ from sglang_gemma4_yoco.core.forward import serve
 from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
-from sglang_gemma4_yoco.prefill_graphs import sglang
+from sglang_gemma4_yoco.prefill_graphs import inputs, sglang
 
 NO_POINT = "some captured prefill does not run the layer inside which batches are cut"
 # Why a batch runs SGLang's graph to its end.
@@ -96,6 +96,7 @@ class PrefillGraphExits:
     ``hooks`` closed, that runner is as it was.
 
     Attributes:
+        embed: what the tail is given for ids, as the graphs were captured: see ``inputs.embed``.
         closed: why no batch may take them; None if they are open.
         segments: how many run before the exit, by bucket; 0 for a graph that has no exit.
 
@@ -103,7 +104,8 @@ class PrefillGraphExits:
         AttributeError: this SGLang captures prefills differently; nothing is changed.
     """
 
-    def __init__(self, state: ModelState, prefills: Any) -> None:
+    def __init__(self, state: ModelState, prefills: Any, config: Any) -> None:
+        self.embed = partial(embed_for_tail, state, config)
         self.closed: str | None = "they are not open yet"
         self._graphs = graphs = sglang.graphs(prefills)
         self.segments = {
@@ -133,7 +135,7 @@ class PrefillGraphExits:
 
     def _replay(self, stock: Callable[..., Any], bucket: Any, batch: Any, **kwargs: Any) -> Any:
         to_its_end = partial(stock, bucket, batch, **kwargs)
-        forward = ExitForward(self._state, *self._graphs[bucket], batch, to_its_end)
+        forward = ExitForward(self._state, *self._graphs[bucket], batch, to_its_end, self.embed)
         return serve(self._state, self._batch, forward)
 
     def _make_plan(self, state: ModelState, forward_batch: Any) -> Plan | str:
@@ -166,6 +168,7 @@ class ExitForward:
     #: Gemma 4 has added 1 to its positions, in place.
     batch: Any
     stock: Callable[[], torch.Tensor]  # runs the graph to its end; returns ``output``
+    embed: Callable[[torch.Tensor], inputs.Inputs]  # of the tail's layers
     point: ExitPoint | None = None  # what can be read until the next replay, after ``fast``
 
     def fast(self, plan: Plan) -> torch.Tensor:
@@ -185,7 +188,7 @@ class ExitForward:
 
     def fill(self, buffers: Buffers, index: torch.Tensor) -> None:
         """Make the embeddings of the kept rows anew: the graph's own are overwritten by now."""
-        embeds, embedded = _embeddings(self.state, self.batch.input_ids.index_select(0, index))
+        embeds, embedded = self.embed(self.batch.input_ids.index_select(0, index))
         buffers.embeds.copy_(embeds)
         if buffers.embedded is not None and embedded is not None:
             buffers.embedded.copy_(embedded)
@@ -202,7 +205,7 @@ class ExitForward:
         if plan.runner is not None:
             assert isinstance(plan.runner, Replay)
             index = plan.tail.index
-            embeds, embedded = _embeddings(state, plan.batch.input_ids.index_select(0, index))
+            embeds, embedded = self.embed(plan.batch.input_ids.index_select(0, index))
             eager = plan.runner.eager(embeds=embeds, embedded=embedded)
             rows = output.index_select(0, index)
             compared.append(Comparison.of(proof.TAIL, eager, rows, proof.ROUNDINGS))
@@ -223,7 +226,7 @@ class ExitForward:
         return layerwise.compare_keys_and_values(self.state.cut_layer, made, found, "at the exit")
 
 
-def _embeddings(state: ModelState, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def embed_for_tail(state: ModelState, config: Any, ids: torch.Tensor) -> inputs.Inputs:
     """Input embeddings of these rows, and the per-layer ones of the tail's layers, if any."""
-    embeds, embedded = state.model.embed_tokens(ids), state.model.get_per_layer_inputs(ids)
+    embeds, embedded = inputs.embed(state.model, config, ids)
     return embeds, None if embedded is None else embedded[:, state.cut_layer :]

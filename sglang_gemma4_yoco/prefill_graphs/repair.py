@@ -5,19 +5,21 @@ as an error, and a multimodal model is captured with ids and embeddings at once 
 has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server does not start.
 
 So while SGLang captures, layers that it cannot index are left unindexed, and text is captured from
-its ids alone. Such a graph would answer a prompt with images as if it were text: those run eagerly.
+its ids alone, which become what they become eagerly (``inputs``). Such a graph would answer a
+prompt with images as if it were text: those run eagerly.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.prefill_graphs import sglang
+from sglang_gemma4_yoco.prefill_graphs import inputs, sglang
 
 OFF = f"{settings.name_of('prefill_graphs')}=0"
 NO_BREAKS = "it is captured without breaks"
@@ -38,14 +40,19 @@ def exits_refused() -> str | None:
     return None if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE else NO_BREAKS
 
 
+def forward_of_ids(model: Any, config: Any) -> Callable[..., Any]:
+    """This ``Gemma4TextModel``'s forward, for ids; ``config`` is its multimodal model's."""
+    return sglang.taking_ids(model.forward, partial(inputs.embed, model, config))
+
+
 @contextmanager
-def repaired(model: Any, why: str) -> Iterator[None]:
+def repaired(model: Any, config: Any, why: str) -> Iterator[None]:
     """SGLang can capture prefills of this ``Gemma4TextModel`` in the span."""
     log.once(
         "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is repaired for this "
         f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it"
     )
-    of_ids = sglang.without_embeddings_beside_ids(model.forward)
+    of_ids = forward_of_ids(model, config)
     with sglang.indexing_shared_layers(), replaced(model, forward=of_ids):
         yield
 

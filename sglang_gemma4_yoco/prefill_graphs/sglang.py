@@ -69,15 +69,21 @@ def indexing_shared_layers() -> Iterator[None]:
         yield
 
 
-def without_embeddings_beside_ids(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``Gemma4TextModel.forward`` that takes the ids where it is given embeddings as well."""
+def taking_ids(
+    forward: Callable[..., Any], embed: Callable[[torch.Tensor], tuple[Any, Any]]
+) -> Callable[..., Any]:
+    """``Gemma4TextModel.forward``, which makes the inputs of ids by ``embed``.
+
+    Embeddings that it is given beside ids are not read.
+    """
 
     @functools.wraps(forward)  # SGLang reads its parameters
     def of_ids(
         input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **kwargs: Any
     ) -> Any:
-        embeds = input_embeds if input_ids is None else None
-        return forward(input_ids, positions, forward_batch, embeds, **kwargs)
+        if input_ids is not None:
+            input_embeds, kwargs["per_layer_inputs"] = embed(input_ids)
+        return forward(None, positions, forward_batch, input_embeds, **kwargs)
 
     return of_ids
 

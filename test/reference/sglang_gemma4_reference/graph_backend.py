@@ -7,6 +7,7 @@ outputs of the later one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +25,23 @@ _WARM_UPS = 2
 
 
 class Pool:
-    """A memory pool of graphs: those that were recorded in it, in this order."""
+    """A memory pool of graphs, which frees those that nothing else holds."""
 
     def __init__(self) -> None:
-        self.graphs: list[RecordedGraph] = []
+        self._recorded: list[weakref.ref[RecordedGraph]] = []
+
+    @property
+    def graphs(self) -> list[RecordedGraph]:
+        """Those that were recorded in it and are not freed, in this order."""
+        return [graph for held in self._recorded if (graph := held()) is not None]
+
+    def add(self, graph: RecordedGraph) -> None:
+        """A graph that was recorded in it."""
+        self._recorded = [weakref.ref(other) for other in (*self.graphs, graph)]
+
+    def remove(self, graph: RecordedGraph) -> None:
+        """A graph that is not replayed any more."""
+        self._recorded.remove(weakref.ref(graph))
 
     def replay(self, graph: RecordedGraph) -> None:
         """Run one of them. It overwrites what the later ones have left."""
@@ -36,7 +50,8 @@ class Pool:
 
     def spoil_later(self, graph: RecordedGraph) -> None:
         """Overwrite what the graphs that were recorded after this one have left."""
-        for later in self.graphs[self.graphs.index(graph) + 1 :]:
+        graphs = self.graphs
+        for later in graphs[graphs.index(graph) + 1 :]:
             later.spoil()
 
 
@@ -85,7 +100,7 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
             if post_warmup_hook is not None:
                 post_warmup_hook()
         graph = RecordedGraph.of(forward_fn)
-        self._pool.graphs.append(graph)
+        self._pool.add(graph)
         self._graphs[shape_key] = graph
 
     def can_run(self, forward_batch: Any, shape_key: Any) -> bool:  # noqa: ARG002 - SGLang's
@@ -113,7 +128,7 @@ class RecordedGraphBackend(BaseCudaGraphBackend):
         """Drop all graphs."""
         if self._pool is not None:
             for graph in self._graphs.values():
-                self._pool.graphs.remove(graph)
+                self._pool.remove(graph)
         self._graphs.clear()
         self._pool = None
 

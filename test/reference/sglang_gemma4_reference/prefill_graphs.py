@@ -45,7 +45,7 @@ class RecordedPrefill(RecordedGraph):
         self.segments: list[Segment] = []
         self.ran = 0
         if pool is not None:
-            pool.graphs.append(self)
+            pool.add(self)
 
 
 class Segment:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
+from sglang.srt.environ import envs
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+from sglang.srt.model_executor.runner_utils import pool
+from sglang.srt.models import gemma4_mm
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -46,9 +50,9 @@ from sglang_gemma4_yoco.checking.requests import SyntheticRequests
 from sglang_gemma4_yoco.core import gate, ranks
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco.core.state import ENTRY, ModelState
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.prefill_graphs import exits, repair, sglang
+from sglang_gemma4_yoco.prefill_graphs import exits, inputs, repair, sglang
 from sglang_gemma4_yoco.prefill_graphs.exits import ExitForward, ExitPoint
 
 pytestmark = [
@@ -156,6 +160,47 @@ def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
 
 def test_one_row_beside_two(engine: Engine) -> None:
     assert assert_served_alike(engine, ONE_BESIDE_TWO) == exits.TAIL_NOT_CAPTURED
+
+
+@pytest.mark.parametrize("kind", ["image", "video", "audio"])
+def test_text_with_a_literal_placeholder(engine: Engine, kind: str) -> None:
+    """SGLang's eager model takes its per-layer embeddings from the padding; so must a graph."""
+    placeholder = getattr(engine.runner.model.config, f"{kind}_token_id")
+    [plain] = FULL
+    for places in ((31,), (63,), (0, 5, 6, 63)):
+        ids = list(plain.new)
+        for place in places:
+            ids[place] = placeholder
+        assert assert_served_alike(engine, [Prompt((), tuple(ids))]) == log.EXIT_CAPTURED
+    first, second = tuple(ids[:20]), tuple(ids[20:])
+    assert assert_served_alike(engine, [Prompt((), first, to_come=second)]) == log.EXIT_SKIPPED
+
+
+def test_memory_is_not_lent_while_segments_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang can lend what its graphs do not use while none is replayed. Attentions run eagerly
+    between the segments, and find the graph there on the way to an exit as well.
+    """
+    monkeypatch.setattr(pool, "is_cuda", lambda: True)
+    attention, users = engine.runner.attn_backend, list[str | None]()
+    attend = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        users.append(pool._get_graph_pool_borrow_state().active_user)
+        return attend(*args, **kwargs)
+
+    batch = engine.schedule(FULL)
+    with envs.SGLANG_ENABLE_GRAPH_POOL_BORROW.override(True), replaced(attention, forward=forward):
+        assert run(engine, batch).segments == WHOLE
+        assert users == ["CUDA graph"] * LAYERS
+        users.clear()
+        assert run(engine, batch, fast=True).outcomes == {log.EXIT_CAPTURED: 1}
+        assert users == ["CUDA graph"] * FIRST_CUT
+        lent = pytest.raises(RuntimeError, match="already has live user 'an image'")
+        for fast in (False, True):
+            with pool.graph_pool_user_scope("an image"), lent:
+                run(engine, batch, fast=fast)
 
 
 def test_media_run_eagerly(engine: Engine) -> None:
@@ -423,6 +468,54 @@ def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> Non
     graphs.drop(state, "fewer rows")
 
 
+def as_if_unrepaired(state: ModelState, _: Any, ids: torch.Tensor) -> inputs.Inputs:
+    return embed_for_tail(state, None, ids)
+
+
+def of_other_layers(state: ModelState, config: Any, ids: torch.Tensor) -> inputs.Inputs:
+    embeds, embedded = embed_for_tail(state, config, ids)
+    assert embedded is not None
+    return embeds, embedded.roll(1, 1)
+
+
+embed_for_tail = exits.embed_for_tail
+
+
+@pytest.mark.parametrize("embed", [as_if_unrepaired, of_other_layers])
+def test_exits_that_make_other_inputs_are_closed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, embed: Callable[..., Any]
+) -> None:
+    """Both sides of the comparison with the graph have them, and SGLang's eager model has not."""
+    monkeypatch.setattr(exits, "embed_for_tail", embed)
+    reason = reattached(engine)
+    assert prefill_graphs.OTHER_INPUTS in (reason or "")
+    assert_closed(engine)
+    monkeypatch.undo()
+
+
+def test_a_newer_sglang_may_make_other_inputs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not known here what its graphs make of placeholders when it needs no repair."""
+    prefills, state = engine.runner.prefill_cuda_graph_runner, start.of(engine.text_model)
+    monkeypatch.delattr(prefills, prefill_graphs._OF_IDS)
+    monkeypatch.setattr(compat, "is_newer_than_tested", lambda: True)
+    prefill_graphs.attach(engine.runner, state)
+    assert prefill_graphs.OTHER_INPUTS in (exits_of(engine).closed or "")
+    assert_closed(engine)
+    monkeypatch.undo()
+
+
+def test_exits_that_cannot_be_checked_are_closed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_at_start, "why_not", lambda _: check_at_start.ALLOCATED_LATER)
+    reason = reattached(engine)
+    assert f"they are not checked: {check_at_start.ALLOCATED_LATER}" in (reason or "")
+    assert_closed(engine)
+    monkeypatch.undo()
+
+
 # ---------------------------------------------------------------- audited
 
 
@@ -615,6 +708,58 @@ def test_the_repair_lasts_while_sglang_captures(
     reattached(engine)
 
 
+def eager_model_of(**more: int) -> Any:
+    """An SGLang whose eager model takes these ids, by their names, from the padding as well."""
+    model = gemma4_mm.Gemma4ForConditionalGeneration
+    stock = model.get_per_layer_inputs
+
+    def get_per_layer_inputs(self: Any, ids: torch.Tensor) -> Any:
+        for name in more:
+            ids = ids.masked_fill(ids == getattr(self.config, name), 0)
+        return stock(self, ids)
+
+    return mock.patch.object(model, "get_per_layer_inputs", get_per_layer_inputs)
+
+
+OTHERWISE: dict[str, Callable[[], Any]] = {
+    "an id is missed": lambda: mock.patch.object(inputs, "_PLACEHOLDERS", ("image_token_id",)),
+    "SGLang has another": lambda: eager_model_of(boi_token_id=7),
+    "it fails": lambda: mock.patch.object(inputs, "given", side_effect=InjectedError),
+}
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [pytest.param("an id is missed", marks=pytest.mark.release), "SGLang has another", "it fails"],
+)
+def test_graphs_that_make_other_inputs_are_not_used(
+    engine: Engine, caplog: pytest.LogCaptureFixture, otherwise: str
+) -> None:
+    """Prefills run eagerly then, and are cut."""
+    with OTHERWISE[otherwise](), captured_anew(engine):
+        assert engine.runner.prefill_cuda_graph_runner is None
+        assert f"no captured prefill is used: {prefill_graphs.OTHER_INPUTS}" in caplog.text
+        assert start.of(engine.text_model).facts["exits"].startswith("closed: ")
+        log.forwards.clear()
+        engine.forward(engine.schedule(FULL))
+        assert log.forwards == {log.TAIL_EAGER: 1}
+
+
+def test_inputs_are_compared_once_for_each_capture(engine: Engine) -> None:
+    """And those of the exits; nothing is counted, and with the checks off nothing is compared."""
+    with mock.patch.object(inputs, "given", wraps=inputs.given) as compared:
+        with captured_anew(engine):
+            # By SGLang, by the repair, and by SGLang for the exits.
+            assert compared.call_count == 3
+            assert set(log.forwards) == {gate.CAPTURING}
+        with prefill_graphs.capturing(engine.runner, start.of(engine.text_model)):
+            compared.reset_mock()
+        with settings_changed(self_check=False), captured_anew(engine):
+            pass
+        assert not compared.called
+    reattached(engine)
+
+
 def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
     """Nothing else would keep media out of them."""
     runner, state = engine.runner, start.of(engine.text_model)
@@ -627,4 +772,5 @@ def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
     finally:
         runner.prefill_cuda_graph_runner = before
         state.attach(gate.plan_batch)
+        state.on_close(partial(prefill_graphs.close, runner))
         reattached(engine)

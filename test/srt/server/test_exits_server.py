@@ -7,6 +7,7 @@ server's own counters show by which path its forwards went.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,6 +186,20 @@ def test_prompts_of_all_lengths(both_servers: Pair) -> None:
     both, counted = through_exits(both_servers, one_by_one(*prompts_of(*lengths)))
     assert counted[log.EXIT_CAPTURED] == sum(bucket_of_text(n) for n in lengths) == 10
     assert counted[log.TAIL_CAPTURED] == 2
+    assert_same_answers(both)
+
+
+def test_text_with_literal_placeholders(both_servers: Pair, tiny_checkpoint: Path) -> None:
+    """SGLang takes their per-layer embeddings from its padding, where nothing is captured."""
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    prompts: list[list[int]] = []
+    for name in ("image_token_id", "video_token_id", "audio_token_id"):
+        for place in (0, 20, 59):
+            ids = tokens(60, seed=len(prompts))
+            ids[place] = config[name]
+            prompts.append(ids)
+    both, counted = through_exits(both_servers, one_by_one(*prompts))
+    assert counted == {log.EXIT_CAPTURED: len(prompts)}
     assert_same_answers(both)
 
 

@@ -254,8 +254,9 @@ def test_a_replay_overwrites_the_outputs_of_later_graphs() -> None:
     )
     x, pool, other = torch.ones(2), backend.Pool(), backend.Pool()
     first, second, apart = (RecordedGraph.of(partial(torch.mul, x, n)) for n in (2, 3, 4))
-    pool.graphs += [first, second]
-    other.graphs += [apart]
+    pool.add(first)
+    pool.add(second)
+    other.add(apart)
     other.replay(apart)
     pool.replay(second)
     assert second.outputs.tolist() == [3, 3]

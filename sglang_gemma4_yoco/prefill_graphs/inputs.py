@@ -1,0 +1,95 @@
+"""What the text model is given for a prompt of text: made of its ids, and by SGLang's eager model.
+
+SGLang's multimodal model takes the per-layer embeddings of ids that stand for media (of a literal
+``<image>`` in a text, say) from its padding. A graph that is captured from ids must do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.checking.requests import NotComparableError, Request, prefill_batch
+from sglang_gemma4_yoco.core.replaced import replaced
+
+#: Where the configuration of a multimodal model has these ids.
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
+#: Of T ids the embeddings [T, hidden], and the per-layer ones [T, layers, width], if there are any.
+Inputs = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class _Given(Exception):  # noqa: N818 - it ends a forward that has done what it was run for
+    """The inputs of the text model, whose layers do not run."""
+
+
+def embed(model: Any, config: Any, ids: torch.Tensor) -> Inputs:
+    """The embeddings of text, as SGLang's eager model makes them; can be captured.
+
+    Args:
+        model: a ``Gemma4TextModel``.
+        config: of the multimodal model around it; None for the text model's own embeddings.
+        ids: [T].
+    """
+    embeds = model.embed_tokens(ids)
+    for name in _PLACEHOLDERS:
+        placeholder = getattr(config, name, None)
+        if placeholder is not None:
+            ids = ids.masked_fill(ids == placeholder, config.text_config.pad_token_id)
+    return embeds, model.get_per_layer_inputs(ids)
+
+
+@torch.no_grad()
+def agree(
+    runner: Any, model: Any, make: Callable[[torch.Tensor], Any], first_layer: int = 0
+) -> bool:
+    """Whether ``make`` makes of ids what SGLang's eager model makes of them, bit for bit.
+
+    The prompt has every id that the configuration names, not only those that are known to be
+    special. It needs no slots: no layer runs.
+
+    Args:
+        first_layer: the first one of which ``make`` gives per-layer embeddings.
+
+    Raises:
+        NotComparableError: SGLang gives its text model something else than what is known here.
+    """
+    ids = _named_ids(runner)
+    embeds, embedded = given(runner, model, runner.model.forward, ids)
+    own_embeds, own_embedded = make(ids)
+    same = torch.equal(embeds, own_embeds)
+    if embedded is not None:
+        same = same and torch.equal(embedded[:, first_layer:], own_embedded)
+    return same
+
+
+def given(runner: Any, model: Any, forward: Callable[..., Any], ids: torch.Tensor) -> Any:
+    """What the text model is given for these ids by ``forward``: ``Inputs``.
+
+    ``forward`` is called as SGLang calls its models; a batch that was not planned runs as stock.
+    """
+    no_slots = torch.zeros_like(ids)
+    text = Request(0, 0, ids, no_slots, no_slots)
+    batch = prefill_batch(runner, [text], starts=None, finishes=True)
+
+    def project(embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> None:
+        raise _Given(embeds, embedded)
+
+    try:
+        with log.not_counted(), replaced(model, project_per_layer_inputs=project):
+            forward(ids, batch.positions, batch)
+    except _Given as inputs:
+        return inputs.args
+    raise NotComparableError("the text model has not projected its inputs")
+
+
+def _named_ids(runner: Any) -> torch.Tensor:
+    """Every id that the model's configuration names; others take the place of unknown ones."""
+    config = runner.model.config
+    names = vars(getattr(config, "text_config", config)) | vars(config)
+    named = {value for name, value in names.items() if "_token_" in name and type(value) is int}
+    vocabulary: int = runner.model_config.vocab_size
+    return torch.tensor(sorted(named), device=runner.device) % vocabulary

@@ -1,0 +1,356 @@
+"""What SGLang does to a server many times leaves no more behind than the first time.
+
+Counted is from outside: attributes and hooks on SGLang's objects, the package's functions and
+objects that are alive, graphs, entries in the package's lists, and how deep the calls of a forward
+go. Graphs are recorded on a CPU (``graph_backend``, ``prefill_graphs``).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.managers.scheduler_components import weight_updater
+
+import prefill_exits
+from batches import batch_of
+from forwards import ENGINE
+from layer_rows import LAYERS
+from prefill_exits import assert_served_alike, close, run
+from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
+from sglang_gemma4_reference import recorder, releases
+from sglang_gemma4_reference.engine import Engine, reset_log, settings_changed
+from sglang_gemma4_reference.platform import CAPTURED
+from sglang_gemma4_reference.recorder import RecordedGraph
+from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.prefill_graphs import exits
+
+pytestmark = [
+    pytest.mark.skipif(
+        not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"
+    ),
+    pytest.mark.usefixtures("forgotten_reports"),
+]
+
+PACKAGE = "sglang_gemma4_yoco"
+FILES = str(Path(log.__file__).parent)
+SHARED = "K and V of a server that serves are read or written by more than its forwards"
+TO_THE_EXIT = batch_of((0, 30))
+WITHOUT_A_BUCKET = batch_of((0, 40))
+# At each capture SGLang collects the garbage of a process with millions of objects, and freezes
+# the others meanwhile. Here all that was there before is frozen, and collected is what came since.
+collect, freeze, unfreeze = gc.collect, gc.freeze, gc.unfreeze
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+    """It captures decode steps, prefills of up to 32 tokens, and the tail of one prompt.
+
+    Each test leaves all of it captured, and the exits open.
+    """
+    graphs: dict[str, Any] = {
+        "cuda_graph_bs_decode": [1],
+        "cuda_graph_backend_prefill": "breakable",
+        "cuda_graph_bs_prefill": [32],
+    }
+    with pytest.MonkeyPatch.context() as patched, graphs_on_a_cpu.recordable():
+        patched.setenv(CAPTURED, "decode")
+        for name in ("collect", "freeze", "unfreeze"):
+            patched.setattr(gc, name, lambda *_: 0)
+        patched.setattr(prefill_exits, "BUCKETS", [32])
+        engine = Engine(tiny_checkpoint, **ENGINE, **graphs)
+        freeze()
+        with settings_changed(graph_rows=1):
+            start_anew(engine)
+            yield engine
+        unfreeze()
+
+
+def assert_served_at_the_exit(engine: Engine) -> None:
+    assert assert_served_alike(engine, TO_THE_EXIT) == log.EXIT_CAPTURED
+
+
+# ---------------------------------------------------------------- what is left
+
+
+def is_of_the_package(value: Any) -> bool:
+    """Whether this is one of its functions or objects, or a function that would call one."""
+    if isinstance(value, partial):
+        return any(map(is_of_the_package, (value.func, *value.args)))
+    owner = value if isinstance(value, FunctionType) else type(value)
+    return str(getattr(owner, "__module__", "")).startswith(PACKAGE)
+
+
+def count_attributes(engine: Engine) -> Counter[str]:
+    """Those of SGLang's objects that are the package's, and the hooks on its modules."""
+    runner, found = engine.runner, Counter[str]()
+    prefills = runner.prefill_cuda_graph_runner
+    owners = [
+        *runner.model.modules(),
+        *(runner, runner.attn_backend, runner.token_to_kv_pool, runner.decode_cuda_graph_runner),
+        *(prefills, getattr(prefills, "backend", None)),
+    ]
+    for owner in filter(None, owners):
+        for name, value in vars(owner).items():
+            kind = f"{type(owner).__name__}.{name}"
+            found[kind] += is_of_the_package(value)
+            if name.endswith("_hooks"):
+                found[kind] += len(value)
+    return +found
+
+
+def count_what_is_alive() -> Counter[str]:
+    """The package's functions and objects, all attention backends, and graphs."""
+    recorder.replays.clear()
+    collect()
+    found = Counter[str]()
+    for value in gc.get_objects():
+        if isinstance(value, FunctionType):
+            if str(value.__module__).startswith(PACKAGE):
+                found[value.__qualname__] += 1
+        elif isinstance(value, AttentionBackend | RecordedGraph) or is_of_the_package(value):
+            found[type(value).__name__] += 1
+    return found
+
+
+def count_entries() -> Counter[str]:
+    """What is in the lists, sets and tables of the package's modules."""
+    found = Counter[str]()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PACKAGE) and "_reference" not in name:
+            for attribute, value in vars(module).items():
+                if not attribute.startswith("__") and hasattr(type(value), "__len__"):
+                    found[f"{name}.{attribute}"] = len(value)
+    return found
+
+
+def calls_of(call: Callable[[], object]) -> tuple[int, int]:
+    """How many functions are entered within one another, and how many of the package in all."""
+    depth = deepest = entered = 0
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal depth, deepest, entered
+        depth += {"call": 1, "return": -1}.get(event, 0)
+        deepest = max(deepest, depth)
+        entered += event == "call" and frame.f_code.co_filename.startswith(FILES)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return deepest, entered
+
+
+def what_is_left(engine: Engine) -> dict[str, Any]:
+    """All that is counted, after some forwards."""
+    reset_log()
+    calls, outcomes = [], []
+    for prompts in (TO_THE_EXIT, WITHOUT_A_BUCKET):
+        batch = engine.schedule(prompts)
+        engine.forward(batch)  # what is logged once is logged now
+        log.forwards.clear()
+        calls.append(calls_of(partial(engine.forward, batch)))
+        outcomes.append(dict(log.forwards))  # each batch is counted once
+        calls.append(calls_of(partial(engine.decode, batch, [7])))
+    return {
+        "outcomes": outcomes,
+        "calls": calls,
+        "attributes": count_attributes(engine),
+        "alive": count_what_is_alive(),
+        "entries": count_entries(),
+    }
+
+
+# ---------------------------------------------------------------- what happens again and again
+
+
+def start_anew(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.runner.init_attention_backends()
+        engine.runner.init_cuda_graphs()
+
+
+def capture_all(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.runner.init_cuda_graphs()
+
+
+def capture_prefills(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.runner.init_prefill_cuda_graph()
+
+
+def capture_decode_steps(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.runner.recapture_decode_cuda_graph()
+
+
+def update_from_disk(engine: Engine, *, recapture: bool) -> None:
+    runner = engine.runner
+    with torch.no_grad():
+        updated, message = runner.weight_updater.update_weights_from_disk(
+            runner.model_config.model_path, "auto", recapture_cuda_graph=recapture
+        )
+    assert updated, message
+
+
+def update_from_tensors(engine: Engine) -> None:
+    updater = engine.runner.weight_updater
+    weights = [(name, weight.clone()) for name, weight in engine.runner.model.named_parameters()]
+    updater.begin_weight_update()
+    updated, message = updater.update_weights_from_tensor(weights, load_format="direct")
+    updater.end_weight_update(run_post_load=False)
+    assert updated, message
+
+
+def release_and_resume_memory(engine: Engine) -> None:
+    """What reaches the model; the memory itself is kept by a library for CUDA."""
+    model = engine.runner.model
+    kept = weight_updater._export_static_state(model)
+    weight_updater._import_static_state(model, kept)
+
+
+def close_and_start_anew(engine: Engine) -> None:
+    start.of(engine.text_model).close()
+    start_anew(engine)
+
+
+CYCLES = [
+    pytest.param(start_anew, id="start"),
+    pytest.param(close_and_start_anew, id="close and start", marks=pytest.mark.release),
+    pytest.param(capture_all, id="all graphs", marks=pytest.mark.release),
+    pytest.param(capture_prefills, id="graphs of prefills", marks=pytest.mark.release),
+    pytest.param(capture_decode_steps, id="graphs of decode steps", marks=pytest.mark.release),
+    pytest.param(partial(update_from_disk, recapture=True), id="new weights and graphs"),
+    pytest.param(partial(update_from_disk, recapture=False), id="new weights"),
+    pytest.param(update_from_tensors, id="new weights from tensors"),
+    pytest.param(release_and_resume_memory, id="memory released and resumed"),
+]
+
+
+@pytest.mark.parametrize("cycle", CYCLES)
+def test_ten_times_leave_what_one_leaves(engine: Engine, cycle: Callable[[Engine], None]) -> None:
+    cycle(engine)
+    once = what_is_left(engine)
+    assert once["outcomes"] == [{log.EXIT_CAPTURED: 1}, {log.TAIL_CAPTURED: 1}]
+    cycle(engine)
+    assert what_is_left(engine) == once
+    for _ in range(8):
+        cycle(engine)
+    assert what_is_left(engine) == once
+    assert_served_at_the_exit(engine)
+
+
+# ---------------------------------------------------------------- graphs anew, while it serves
+
+
+def test_exits_that_are_closed_at_a_recapture(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of the graphs before, which are the same ones, are not taken any more."""
+    stock = exits.replay_to_exit
+
+    def with_other_values(graph: Any) -> exits.ExitPoint:
+        point = stock(graph)
+        return replace(point, values=point.values * 1.001)
+
+    with mock.patch.object(exits, "replay_to_exit", with_other_values):
+        capture_decode_steps(engine)
+    assert "exits from captured prefills are closed: the check found" in caplog.text
+    seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
+    assert seen.segments == LAYERS + 1
+    assert seen.outcomes == {exits.CLOSED: 1}
+    capture_decode_steps(engine)
+    assert_served_at_the_exit(engine)
+
+
+def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
+    """Their K and V, and where these are, are what they were; they go on as if nothing was."""
+    steps = []
+    for recaptured in (False, True):
+        batch = engine.schedule(batch_of((0, 60)))
+        engine.forward(batch)
+        tables = [engine.runner.req_to_token_pool.req_to_token]
+        tables.append(engine.runner.token_to_kv_pool.full_to_swa_index_mapping)
+        before = [table.clone() for table in (*tables, *without_padding(engine))]
+        if recaptured:
+            capture_decode_steps(engine)
+            assert all(map(torch.equal, before, (*tables, *without_padding(engine))))
+        steps.append(engine.decode(batch, [7]).next_token_logits.clone())
+    close(*steps)
+
+
+def without_padding(engine: Engine) -> list[torch.Tensor]:
+    """K and V at all slots but the one of padding."""
+    return [part[1:] for pair in engine.kv_buffers() for part in pair]
+
+
+def test_a_batch_that_still_runs_at_a_recapture(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device has not done yet is waited for before its slots are borrowed.
+
+    Here the last batch writes its K and V when the device is waited for, or at the latest when a
+    synthetic request runs.
+    """
+    kept = without_padding(engine)
+    waiting: list[Callable[[], object]] = []
+
+    def finish(*_: Any) -> None:
+        while waiting:
+            waiting.pop()()
+
+    def forward(batch: Any) -> Any:
+        finish()
+        return stock(batch)
+
+    stock = engine.runner.forward
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cpu, "synchronize", finish)
+        patched.setattr(engine.runner, "forward", forward)
+        # SGLang waits as well where it captures, so this is a server without captured decode steps.
+        patched.setenv(CAPTURED, "")
+        waiting.append(lambda: [part.fill_(3) for part in kept])
+        capture_decode_steps(engine)
+    assert waiting == []
+    assert all((part == 3).all() for part in kept)
+    capture_decode_steps(engine)
+    assert_served_at_the_exit(engine)
+
+
+@pytest.mark.parametrize(
+    "shared", [{"disaggregation_mode": "prefill"}, {"enable_hierarchical_cache": True}]
+)
+def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
+    engine: Engine, said: Callable[..., list[str]], shared: dict[str, Any]
+) -> None:
+    """A transfer, or a copy to the host, does not wait. What cannot be shown is not used."""
+    table = engine.runner.req_to_token_pool.req_to_token
+    written = table._version
+    read = compat.server_arguments()
+    assert read is not None
+    graphs = read("cuda_graph_config")
+    with releases.published(**shared, cuda_graph_config=graphs):
+        capture_decode_steps(engine)
+    assert table._version == written
+    assert f"Gemma 4 fast prefill: the tail runs eagerly: {SHARED}" in said()
+    assert any(f"captured prefills are closed: {SHARED}" in line for line in said())
+    seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
+    assert seen.outcomes == {exits.CLOSED: 1}
+    assert assert_served_alike(engine, WITHOUT_A_BUCKET) == log.TAIL_EAGER
+    capture_decode_steps(engine)
+    assert table._version > written
+    assert_served_at_the_exit(engine)
