@@ -367,12 +367,15 @@ def what_lives(engine: Engine) -> dict[str, Any]:
             hooks = *one._forward_hooks.values(), *one._forward_pre_hooks.values()
             found[f"hooks of {owner}"] = len(hooks)
     for name in COUNT_FORWARDS:
-        found.pop(name)
+        found.pop(name, None)
     return found
 
 
 # Attributes that stock changes with each forward.
-COUNT_FORWARDS = ("runner.forward_pass_id", "runner.shared_read_done_event")
+COUNT_FORWARDS = (
+    *("runner.forward_pass_id", "runner.shared_read_done_event"),
+    *("prefills.raw_bs", "prefills.raw_num_tokens"),
+)
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
