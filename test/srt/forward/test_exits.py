@@ -509,7 +509,7 @@ def test_a_newer_sglang_may_make_other_inputs(
 def test_exits_that_cannot_be_checked_are_closed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_at_start, "why_not", lambda _: check_at_start.ALLOCATED_LATER)
+    monkeypatch.setattr(check_at_start, "why_not", lambda: check_at_start.ALLOCATED_LATER)
     reason = reattached(engine)
     assert f"they are not checked: {check_at_start.ALLOCATED_LATER}" in (reason or "")
     assert_closed(engine)
