@@ -71,6 +71,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     assert inside == modules | {
         "py.typed",
         "commands/prompts.txt",
+        "commands/shown_flags.txt",
         "compat.ini",
         "loading/limits.ini",
     }
