@@ -363,6 +363,20 @@ def test_all_that_is_foreign_is_said_at_once(
     assert reason.endswith(f"_TRUST={__name__},unittest.mock accepts it")
 
 
+def test_what_is_trusted_vouches_for_nothing_else(
+    engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
+) -> None:
+    """Another plugin's wrapper around their method, and one inside their wrapper."""
+    setting(trust=(__name__,))
+    calls = mock.Mock(wraps=MyNorm.forward_native)
+    with another_class(engine.text_model.norm, MyNorm):
+        assert judged() is None
+        with mock.patch.object(MyNorm, "forward_native", calls):
+            assert (judged() or "").startswith("MyNorm.forward_native runs unittest.mock.")
+    with assigned(MODEL, "forward", lambda forward: wrapped(mock.Mock(wraps=forward))):
+        assert (judged() or "").startswith("Gemma4TextModel.forward runs unittest.mock.")
+
+
 def test_a_forward_that_is_not_ours_any_more(
     engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
 ) -> None:
