@@ -82,19 +82,19 @@ def built_differently(runner: Any, build: Any = ATTENTION_BACKENDS["triton"]) ->
     return backend
 
 
-class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):  # type: ignore[misc]
+class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):
     """It overrides nothing."""
 
 
-class MyLogits(logits_processor.LogitsProcessor):  # type: ignore[misc]
+class MyLogits(logits_processor.LogitsProcessor):
     """It overrides nothing."""
 
 
-class MyHead(gemma4_causal.Gemma4TextScaledWordEmbedding):  # type: ignore[misc]
+class MyHead(gemma4_causal.Gemma4TextScaledWordEmbedding):
     """It overrides nothing."""
 
 
-class MyNorm(layernorm.RMSNorm):  # type: ignore[misc]
+class MyNorm(layernorm.RMSNorm):
     """It overrides what a platform would."""
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
@@ -393,12 +393,17 @@ def test_what_cannot_be_judged(
 ) -> None:
     """An object that cannot be looked at refuses the server, and does not end it."""
 
-    class Odd(logits_processor.LogitsMetadata):  # type: ignore[misc]
-        __dict__ = property(lambda _: {}[0])
+    def refuse(_: object) -> None:
+        raise RuntimeError("not here")
+
+    class Odd(logits_processor.LogitsMetadata):
+        __dict__ = property(refuse)  # type: ignore[assignment]
 
     with replaced(layer(engine), router=Odd.__new__(Odd)):
         assert [judged(), judged()] == [classes.NOT_JUDGED] * 2
-    failed = "Gemma 4 fast prefill: looking for other people's code failed: KeyError(0)"
+    failed = (
+        "Gemma 4 fast prefill: looking for other people's code failed: RuntimeError('not here')"
+    )
     assert said(logging.ERROR) == [failed]
     assert judged() is None
 
