@@ -154,10 +154,11 @@ def find_unknown(outer: type, objects: Mapping[str, Any]) -> Iterator[Unknown]:
         classes.append(getattr(module, kind, object))
         yield from _find_in(path, getattr(module, "__dict__", {}))
     for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
-        if _is_known(base.__module__):
-            yield from _find_in(base.__qualname__, vars(base))
-        else:
+        if not _is_known(base.__module__):
             yield Unknown("the model has a", base.__module__, base.__qualname__)
+        for one in _find_in(base.__qualname__, vars(base)):
+            if one.module != base.__module__:  # a class that is trusted has its own methods
+                yield one
     for place, part in objects.items():
         yield from _find_in(place, getattr(part, "__dict__", {}))
     yield from _find_in("all modules", vars(torch_module))
@@ -191,10 +192,9 @@ def _find_in(place: str, attributes: Mapping[str, Any]) -> Iterator[Unknown]:
                 continue
             seen[id(part)] = part  # kept, so that no other object gets its id
             module, defined = _definition_of(part)
-            if _is_known(module):
-                pending += _list_called(part)
-            else:
+            if not _is_known(module):
                 yield Unknown(f"{place}.{name} runs", module, defined)
+            pending += _list_called(part)
 
 
 def _definition_of(part: Any) -> tuple[str, str]:

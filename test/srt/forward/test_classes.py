@@ -82,19 +82,19 @@ def built_differently(runner: Any, build: Any = ATTENTION_BACKENDS["triton"]) ->
     return backend
 
 
-class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):  # type: ignore[misc]
+class MyModel(gemma4_mm.Gemma4ForConditionalGeneration):
     """It overrides nothing."""
 
 
-class MyLogits(logits_processor.LogitsProcessor):  # type: ignore[misc]
+class MyLogits(logits_processor.LogitsProcessor):
     """It overrides nothing."""
 
 
-class MyHead(gemma4_causal.Gemma4TextScaledWordEmbedding):  # type: ignore[misc]
+class MyHead(gemma4_causal.Gemma4TextScaledWordEmbedding):
     """It overrides nothing."""
 
 
-class MyNorm(layernorm.RMSNorm):  # type: ignore[misc]
+class MyNorm(layernorm.RMSNorm):
     """It overrides what a platform would."""
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
@@ -363,6 +363,20 @@ def test_all_that_is_foreign_is_said_at_once(
     assert reason.endswith(f"_TRUST={__name__},unittest.mock accepts it")
 
 
+def test_what_is_trusted_vouches_for_nothing_else(
+    engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
+) -> None:
+    """Another plugin's wrapper around their method, and one inside their wrapper."""
+    setting(trust=(__name__,))
+    calls = mock.Mock(wraps=MyNorm.forward_native)
+    with another_class(engine.text_model.norm, MyNorm):
+        assert judged() is None
+        with mock.patch.object(MyNorm, "forward_native", calls):
+            assert (judged() or "").startswith("MyNorm.forward_native runs unittest.mock.")
+    with assigned(MODEL, "forward", lambda forward: wrapped(mock.Mock(wraps=forward))):
+        assert (judged() or "").startswith("Gemma4TextModel.forward runs unittest.mock.")
+
+
 def test_a_forward_that_is_not_ours_any_more(
     engine: Engine, judged: Callable[[], str | None], setting: Callable[..., None]
 ) -> None:
@@ -379,12 +393,17 @@ def test_what_cannot_be_judged(
 ) -> None:
     """An object that cannot be looked at refuses the server, and does not end it."""
 
-    class Odd(logits_processor.LogitsMetadata):  # type: ignore[misc]
-        __dict__ = property(lambda _: {}[0])
+    def refuse(_: object) -> None:
+        raise RuntimeError("not here")
+
+    class Odd(logits_processor.LogitsMetadata):
+        __dict__ = property(refuse)  # type: ignore[assignment]
 
     with replaced(layer(engine), router=Odd.__new__(Odd)):
         assert [judged(), judged()] == [classes.NOT_JUDGED] * 2
-    failed = "Gemma 4 fast prefill: looking for other people's code failed: KeyError(0)"
+    failed = (
+        "Gemma 4 fast prefill: looking for other people's code failed: RuntimeError('not here')"
+    )
     assert said(logging.ERROR) == [failed]
     assert judged() is None
 
