@@ -333,7 +333,7 @@ def capture(
     """
     try:
         drop(state, NOT_YET)
-        reason = unshown or why_not(runner, state, can_be_captured=can_be_captured)
+        reason = why_not(runner, state, can_be_captured=can_be_captured) or unshown
         reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
         if reason is None:
             reason = _capture(runner, state, prove)

@@ -34,6 +34,7 @@ from sglang_gemma4_reference.engine import Engine, reset_log, settings_changed
 from sglang_gemma4_reference.platform import CAPTURED
 from sglang_gemma4_reference.recorder import RecordedGraph
 from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.prefill_graphs import exits
 
@@ -60,7 +61,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
     Each test leaves all of it captured, and the exits open.
     """
-    graphs: dict[str, Any] = {
+    captured: dict[str, Any] = {
         "cuda_graph_bs_decode": [1],
         "cuda_graph_backend_prefill": "breakable",
         "cuda_graph_bs_prefill": [32],
@@ -70,7 +71,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
         for name in ("collect", "freeze", "unfreeze"):
             patched.setattr(gc, name, lambda *_: 0)
         patched.setattr(prefill_exits, "BUCKETS", [32])
-        engine = Engine(tiny_checkpoint, **ENGINE, **graphs)
+        engine = Engine(tiny_checkpoint, **ENGINE, **captured)
         freeze()
         with settings_changed(graph_rows=1):
             start_anew(engine)
@@ -332,21 +333,28 @@ def test_a_batch_that_still_runs_at_a_recapture(
 
 
 @pytest.mark.parametrize(
-    "shared", [{"disaggregation_mode": "prefill"}, {"enable_hierarchical_cache": True}]
+    ("shared", "eager"),
+    [
+        ({"disaggregation_mode": "prefill"}, SHARED),
+        (
+            {"enable_hierarchical_cache": True},
+            f"--enable-hierarchical-cache: {graphs.LOADED_MEANWHILE}",
+        ),
+    ],
 )
 def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
-    engine: Engine, said: Callable[..., list[str]], shared: dict[str, Any]
+    engine: Engine, said: Callable[..., list[str]], shared: dict[str, Any], eager: str
 ) -> None:
     """A transfer, or a copy to the host, does not wait. What cannot be shown is not used."""
     table = engine.runner.req_to_token_pool.req_to_token
     written = table._version
     read = compat.server_arguments()
     assert read is not None
-    graphs = read("cuda_graph_config")
-    with releases.published(**shared, cuda_graph_config=graphs):
+    captured = read("cuda_graph_config")
+    with releases.published(**shared, cuda_graph_config=captured):
         capture_decode_steps(engine)
     assert table._version == written
-    assert f"Gemma 4 fast prefill: the tail runs eagerly: {SHARED}" in said()
+    assert f"Gemma 4 fast prefill: the tail runs eagerly: {eager}" in said()
     assert any(f"captured prefills are closed: {SHARED}" in line for line in said())
     seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
     assert seen.outcomes == {exits.CLOSED: 1}
