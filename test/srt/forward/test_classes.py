@@ -185,6 +185,12 @@ CASES: dict[str, tuple[Foreign, str]] = {
         lambda _: assigned(gemma4_mm, "general_mm_embed_routine", wrapped),
         "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.theirs",
     ),
+    "a function, in a cache of the standard library's": (
+        lambda _: assigned(
+            gemma4_mm, "general_mm_embed_routine", lambda f: functools.cache(wrapped(f))
+        ),
+        "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.theirs",
+    ),
     "a method of the attention backend": (
         lambda _: assigned(AttentionBackend, "forward", wrapped),
         "AttentionBackend.forward runs test_classes.theirs",
@@ -397,7 +403,7 @@ def test_what_cannot_be_judged(
         raise RuntimeError("not here")
 
     class Odd(logits_processor.LogitsMetadata):
-        __dict__ = property(refuse)  # type: ignore[assignment]
+        __dict__ = property(refuse)
 
     with replaced(layer(engine), router=Odd.__new__(Odd)):
         assert [judged(), judged()] == [classes.NOT_JUDGED] * 2
