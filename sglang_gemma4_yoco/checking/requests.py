@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -142,7 +142,8 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
     places += [] if mapping is None else [mapping[:end]]
     places += [table[r.row, : len(r.slots)] for r in requests]
     each = replaced(settings, current=replace(settings.current, min_skipped_rows=1))
-    with torch.no_grad(), each, unseen_by_canary(runner), borrowed(places):
+    seen_by_none = replaced(state, planned_rows=None)  # a plan may be left by one that fails
+    with torch.no_grad(), each, seen_by_none, unseen_by_canary(runner), borrowed(places):
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
             if mapping is not None:
@@ -169,12 +170,10 @@ def unseen_by_canary(runner: Any) -> Iterator[None]:
 @contextmanager
 def borrowed(places: Sequence[torch.Tensor]) -> Iterator[None]:
     """Restore the contents of these views at the end of the span."""
-    saved = [place.clone() for place in places]
-    try:
+    with ExitStack() as span:  # which goes on with the others where one cannot be restored
+        for place in places:
+            span.callback(place.copy_, place.clone())
         yield
-    finally:
-        for place, values in zip(places, saved, strict=True):
-            place.copy_(values)
 
 
 def random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -49,6 +49,11 @@ def of(model: Any) -> ModelState:
 
 def start(runner: Any, model: Any) -> None:
     """Decide anew whether prefills may be cut; with several ranks, the same on all of them."""
+    with _stock_if_it_fails(model):
+        _start(runner, model)
+
+
+def _start(runner: Any, model: Any) -> None:
     previous = find(model)
     if previous is not None:
         previous.close()
@@ -109,6 +114,25 @@ def _compile_kernels(state: ModelState) -> None:
         log.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
 
+@contextmanager
+def _stock_if_it_fails(model: Any) -> Iterator[None]:
+    """Where a part of the start fails, stock serves this model, and the server goes on.
+
+    With several ranks the failure is raised: the others wait for this rank.
+    """
+    try:
+        yield
+    except Exception as failure:
+        if not compat.is_single_rank():
+            raise
+        log.failure("Gemma 4 fast prefill: its setup failed", failure)
+        state = find(model)
+        if state is None:
+            state = ModelState(model, NOT_SET_UP)
+            state.attach(gate.plan_batch)
+        _turn_off(state, NOT_SET_UP, type(failure).__name__)
+
+
 # -- SGLang captures its own graphs ----------------------------------------------------------------
 
 
@@ -118,9 +142,14 @@ def capturing(runner: Any, model: Any) -> Iterator[None]:
     state = find(model)
     with ExitStack() as span:
         if state is not None and prefill_graphs is not None:
-            span.enter_context(prefill_graphs.capturing(runner, state))
+            with _stock_if_it_fails(model):
+                span.enter_context(prefill_graphs.capturing(runner, state))
         yield
-    if state is not None and state.refused is None:
+    if state is None or state.refused is not None:
+        return
+    with _stock_if_it_fails(model):
+        if prefill_graphs is not None:
+            prefill_graphs.keep_to_text(runner, state)
         with unused_generators(runner.device):
             set_up(runner, state)
 
@@ -139,17 +168,9 @@ def unused_generators(device: str) -> Iterator[None]:
 
 
 def set_up(runner: Any, state: ModelState) -> None:
-    """Capture the tail; and, the first time, compare the model with stock.
-
-    If that fails, stock serves; with several ranks the failure is raised: the others wait.
-    """
-    try:
+    """Capture the tail; and, the first time, compare the model with stock."""
+    with _stock_if_it_fails(state.model):
         _set_up(runner, state)
-    except Exception as failure:
-        if not compat.is_single_rank():
-            raise
-        log.failure("Gemma 4 fast prefill: its setup failed", failure)
-        _turn_off(state, NOT_SET_UP, type(failure).__name__)
 
 
 def _set_up(runner: Any, state: ModelState) -> None:

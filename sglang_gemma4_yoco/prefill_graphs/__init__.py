@@ -39,23 +39,41 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
     of which no batch may be cut: its setup was never tried with a repair.
     """
     _close_exits(runner)
-    multimodal, why = runner.model_config.is_multimodal, None
+    why = _reason_to_repair(runner, state)
     with ExitStack() as span:
-        if state.refused is None:
-            why = repair.needed(multimodal=multimodal)
-            if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
-                span.enter_context(noting(state.tail_layers[0]))
+        if state.refused is None and compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
+            span.enter_context(noting(state.tail_layers[0]))
         if why is not None:
             span.enter_context(repair.repaired(state.model, runner.model.config, why))
         else:
-            repair.warn_that_capture_fails(multimodal=multimodal)
+            repair.warn_that_capture_fails(multimodal=runner.model_config.is_multimodal)
         yield
+
+
+def _reason_to_repair(runner: Any, state: ModelState) -> str | None:
+    if state.refused is not None:
+        return None
+    return repair.needed(multimodal=runner.model_config.is_multimodal)
+
+
+def keep_to_text(runner: Any, state: ModelState) -> None:
+    """Have prefills that SGLang has captured with the repair serve text alone, if they do it right.
+
+    Raises:
+        Exception: it failed, and none of these graphs is used.
+    """
     prefills = compat.captured_prefills(runner)
-    # When SGLang captures decode steps anew, the graphs of prefills stay.
-    if why is not None and prefills is not None and not hasattr(prefills, _OF_IDS):
+    if prefills is None or _reason_to_repair(runner, state) is None:
+        return
+    if hasattr(prefills, _OF_IDS):  # SGLang has captured decode steps anew; these graphs stay
+        return
+    try:
         _serve_text_alone(prefills)
         if settings.current.self_check:
             _compare_inputs(runner, state)
+    except BaseException:
+        runner.prefill_cuda_graph_runner = None
+        raise
 
 
 def close(runner: Any) -> None:

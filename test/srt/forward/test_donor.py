@@ -27,7 +27,7 @@ from breakages import as_returned
 from forwards import CHUNKS, assert_fast, assert_served_by_stock, assert_stock, assert_untouched
 from layer_rows import FIRST_CUT, LAYERS
 from observe import run
-from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.loading import start
@@ -41,6 +41,13 @@ def donor_layer(engine: Engine) -> Any:
 
 
 # ---------------------------------------------------------------- what a linear layer computes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trusted(engine: Engine) -> Iterator[None]:
+    """The classes of the tests are somebody else's, which refuse a server otherwise."""
+    with settings_changed(trust=(__name__, "stand_ins")):
+        yield
 
 
 @pytest.fixture

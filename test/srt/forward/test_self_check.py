@@ -30,7 +30,7 @@ from observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
 from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.requests import synthetic_requests
@@ -38,7 +38,7 @@ from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import cut, gate
 from sglang_gemma4_yoco.core.state import ModelState
-from sglang_gemma4_yoco.loading import metrics, start
+from sglang_gemma4_yoco.loading import limits, metrics, start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -290,6 +290,42 @@ def test_a_server_that_cannot_be_checked_is_stock(
     assert f"is off for this server: {check.UNCHECKED}; not checked: it failed" in off
     assert started.facts["check"]["unchecked"] == "it failed: InjectedError"
     assert_stock(engine, check.UNCHECKED)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(limits, "pool_reason"), (start, "TailBackend")],
+    ids=lambda part: getattr(part, "__name__", part),
+)
+def test_a_start_that_fails_is_stock(
+    engine: Engine, said: Callable[..., list[str]], owner: Any, name: str
+) -> None:
+    """SGLang goes on; when it starts anew, so does the fast path."""
+    with mock.patch.object(owner, name, side_effect=[InjectedError, mock.DEFAULT]):
+        engine.runner.init_attention_backends()
+    if name == "TailBackend":
+        assert start.of(engine.text_model).refused == limits.NO_TAIL
+    else:
+        assert_stock(engine, start.NOT_SET_UP)
+        assert "InjectedError" in said(logging.ERROR)[-1]
+    engine.runner.init_attention_backends()
+    assert_fast(engine)
+
+
+@pytest.mark.parametrize("part", ["capturing", "keep_to_text"])
+def test_a_capture_of_sglangs_goes_on(
+    started: ModelState, engine: Engine, said: Callable[..., list[str]], part: str
+) -> None:
+    captured = []
+    with (
+        mock.patch.object(prefill_graphs, part, side_effect=InjectedError),
+        start.capturing(engine.runner, engine.text_model),
+    ):
+        captured.append("by SGLang")
+    assert captured
+    assert started.refused == start.NOT_SET_UP
+    assert "could not be set up; InjectedError" in said(logging.ERROR)[-1]
+    assert_stock(engine, start.NOT_SET_UP)
 
 
 def test_samples_are_those_of_a_server_without_the_check(
