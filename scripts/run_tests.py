@@ -45,7 +45,7 @@ GROUP = "dev"  # of pyproject.toml
 OPTIONAL = "pd"  # not to be had for every machine
 TESTS = Path("test/srt")
 # What takes longest comes first, so that at the end no process waits long for the other.
-FOLDERS = ("server", "triton", "forward", "scripts", "unit", "models")
+FOLDERS = ("server", "triton", "forward", "scripts", "rehearsal", "unit", "models")
 GPU = ("-p", "no:xdist", str(TESTS / "gpu"))
 QUICK = ("-m", "(unit or forward or models) and not slow and not release")
 DEFAULT = ("-m", "not release")

@@ -55,7 +55,7 @@ pytest_plugins = ["own_process"]
 os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "harness" / "quick_start")
 
 #: Each folder of tests is a marker, so that ``-m "unit or forward"`` chooses what runs.
-FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts", "gpu")
+FOLDERS = ("unit", "models", "forward", "triton", "server", "scripts", "rehearsal", "gpu")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
