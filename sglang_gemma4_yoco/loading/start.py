@@ -140,18 +140,21 @@ def _stock_if_it_fails(model: Any) -> Iterator[None]:
 def capturing(runner: Any, model: Any) -> Iterator[None]:
     """The span in which SGLang captures this model's graphs; then the fast path is set up."""
     state = find(model)
+    repaired = None
     with ExitStack() as span:
         if state is not None and prefill_graphs is not None:
             with _stock_if_it_fails(model):
-                span.enter_context(prefill_graphs.capturing(runner, state))
+                repaired = span.enter_context(prefill_graphs.capturing(runner, state))
         yield
-    if state is None or state.refused is not None:
+    if state is None:
         return
     with _stock_if_it_fails(model):
         if prefill_graphs is not None:
-            prefill_graphs.keep_to_text(runner, state)
-        with unused_generators(runner.device):
-            set_up(runner, state)
+            # Also where the path was turned off meanwhile: else they would answer images as text.
+            prefill_graphs.keep_to_text(runner, state, repaired)
+        if state.refused is None:
+            with unused_generators(runner.device):
+                set_up(runner, state)
 
 
 @contextmanager

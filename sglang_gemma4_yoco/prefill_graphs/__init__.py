@@ -32,14 +32,16 @@ _OF_IDS = "_yoco_of_ids"
 
 
 @contextmanager
-def capturing(runner: Any, state: ModelState) -> Iterator[None]:
+def capturing(runner: Any, state: ModelState) -> Iterator[str | None]:
     """The span in which SGLang captures graphs of this model.
 
     Its capture of prefills is repaired where the operator has asked for them, but not on a server
-    of which no batch may be cut: its setup was never tried with a repair.
+    of which no batch may be cut: its setup was never tried with a repair. Yields why it repairs.
     """
     _close_exits(runner)
-    why = _reason_to_repair(runner, state)
+    why = None
+    if state.refused is None:
+        why = repair.needed(multimodal=runner.model_config.is_multimodal)
     with ExitStack() as span:
         if state.refused is None and compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
             span.enter_context(noting(state.tail_layers[0]))
@@ -47,23 +49,17 @@ def capturing(runner: Any, state: ModelState) -> Iterator[None]:
             span.enter_context(repair.repaired(state.model, runner.model.config, why))
         else:
             repair.warn_that_capture_fails(multimodal=runner.model_config.is_multimodal)
-        yield
+        yield why
 
 
-def _reason_to_repair(runner: Any, state: ModelState) -> str | None:
-    if state.refused is not None:
-        return None
-    return repair.needed(multimodal=runner.model_config.is_multimodal)
-
-
-def keep_to_text(runner: Any, state: ModelState) -> None:
+def keep_to_text(runner: Any, state: ModelState, repaired: str | None) -> None:
     """Have prefills that SGLang has captured with the repair serve text alone, if they do it right.
 
     Raises:
         Exception: it failed, and none of these graphs is used.
     """
     prefills = compat.captured_prefills(runner)
-    if prefills is None or _reason_to_repair(runner, state) is None:
+    if prefills is None or repaired is None:
         return
     if hasattr(prefills, _OF_IDS):  # SGLang has captured decode steps anew; these graphs stay
         return
