@@ -1,10 +1,17 @@
-"""Builds the CUDA runtime of ``runtime.cpp`` and loads it before torch: then torch has a device."""
+"""Builds a CUDA runtime, driver and cuBLAS of our own, and loads them: then torch has a device.
+
+It must be loaded before torch. Its libraries have the names of the real ones, so that torch's,
+Triton's and SGLang's own code runs on them; nothing that is installed changes. The device is named
+``rehearsal``, so that no figure of it is taken for a GPU's.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -12,13 +19,36 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("runtime.cpp")
-DRIVER_SOURCE = Path(__file__).with_name("driver.cpp")
+HERE = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "gemma4_yoco_rehearsal"
-LIBRARY = "libcudart.so.13"
+RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
-#: In the order of ``Counter`` in runtime.cpp.
-COUNTERS = ("launches", "copies", "host_waits", "graph_launches", "pinned_allocations")
+#: Each library, in the order in which they are built and loaded, with its source.
+SOURCES = {
+    RUNTIME: "runtime.cpp",
+    DRIVER: "driver.cpp",
+    "libcublasLt.so.13": "blas.cpp",
+    "libcublas.so.13": "blas.cpp",
+}
+
+
+class Kind(enum.IntEnum):
+    """What the runtime counts, as in runtime.cpp. A listener hears of those from HOST_WAIT on."""
+
+    LAUNCH = 0
+    COPY = 1
+    DEVICE_ALLOCATION = 2
+    HOST_WAIT = 3
+    GRAPH_LAUNCH = 4
+    PINNED_ALLOCATION = 5
+    EVENT_RECORD = 6
+    EVENT_WAIT = 7
+
+
+#: A listener's type: kind, what waits for what, stream, event or graph.
+LISTENER = ctypes.CFUNCTYPE(
+    None, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64
+)
 
 
 def find_cuda() -> Path | None:
@@ -28,9 +58,8 @@ def find_cuda() -> Path | None:
         return None
     for folder in spec.submodule_search_locations:
         found = Path(folder) / "cu13"
-        if (found / "lib" / LIBRARY).exists() and (
-            found / "include" / "cuda_runtime_api.h"
-        ).exists():
+        has_headers = (found / "include" / "cuda_runtime_api.h").exists()
+        if has_headers and (found / "lib" / RUNTIME).exists():
             return found
     return None
 
@@ -50,8 +79,12 @@ def _list_names(library: Path, *options: str) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in output.splitlines()}
 
 
-def _run_compiler(*arguments: str) -> None:
-    subprocess.run(["g++", "-O1", "-fPIC", "-w", *arguments], check=True)
+def _list_names_of_the_real_one(cuda: Path, library: str) -> set[str]:
+    if library == DRIVER:  # it comes with the GPU's driver
+        header = (cuda / "include" / "cuda.h").read_text()
+        return set(re.findall(r"CUDAAPI (cu[A-Z]\w+)\(", header))
+    names = _list_names(cuda / "lib" / library, "-D")
+    return {name for name in names if name.lstrip("_").startswith("cu")}
 
 
 def write_stubs(names: set[str]) -> str:
@@ -63,74 +96,72 @@ def write_stubs(names: set[str]) -> str:
     return head + stop + "\n".join(lines) + "\n"
 
 
-def _link_library(source: Path, names: set[str], out: Path) -> None:
-    """A library that has all ``names``: those that ``source`` does not define end the process."""
-    cuda = find_cuda()
-    name = LIBRARY if source == SOURCE else DRIVER
+def _run_compiler(*arguments: str) -> None:
+    subprocess.run(["g++", "-O1", "-std=c++17", "-fPIC", "-w", *arguments], check=True)
+
+
+def _build_library(cuda: Path, library: str, folder: Path) -> None:
+    """Build one that has all names of the real one; what is not written ends the process."""
+    out = folder / library
     compiled = out.with_suffix(".o")
-    _run_compiler("-std=c++17", f"-I{cuda}/include", "-c", str(source), "-o", str(compiled))
-    rest = out.with_suffix(".cpp")
-    rest.write_text(write_stubs(names - _list_names(compiled)))
+    _run_compiler(f"-I{cuda}/include", "-c", str(HERE / SOURCES[library]), "-o", str(compiled))
+    missing = _list_names_of_the_real_one(cuda, library) - _list_names(compiled)
+    stubs = out.with_suffix(".cpp")
+    stubs.write_text(write_stubs(missing))
     versions = out.with_suffix(".map")
-    versions.write_text(f"{name} {{ global: *; }};\n")
-    _run_compiler(
-        "-shared",
-        str(compiled),
-        str(rest),
-        "-o",
-        str(out),
-        f"-Wl,-soname,{name}",
-        f"-Wl,--version-script={versions}",
-    )
+    versions.write_text(f"{library} {{ global: *; }};\n")
+    inputs = [str(compiled), str(stubs)]
+    if library != RUNTIME:
+        inputs.append(str(folder / RUNTIME))
+    names = [f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}"]
+    _run_compiler("-shared", *inputs, "-o", str(out), "-ldl", *names)
 
 
-def build_runtime() -> Path:
-    """The library, built where its sources have changed.
+def build_libraries() -> Path:
+    """The folder of the libraries, built where a source has changed: in about ten seconds.
 
-    Functions that are not written end the process with their name.
+    Raises:
+        RuntimeError: something that this needs is not installed.
     """
     cuda = find_cuda()
     if cuda is None:
         raise RuntimeError(say_what_is_missing())
-    real = cuda / "lib" / LIBRARY
-    text = (
-        SOURCE.read_bytes()
-        + DRIVER_SOURCE.read_bytes()
-        + Path(__file__).read_bytes()
-        + str(real).encode()
-    )
-    folder = CACHE / hashlib.sha256(text).hexdigest()[:16]
-    built = folder / LIBRARY
-    if built.exists():
-        return built
+    sources = [HERE / name for name in sorted(set(SOURCES.values()))]
+    parts = [path.read_bytes() for path in (*sources, Path(__file__))]
+    parts.append(str(cuda).encode())
+    folder = CACHE / hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    if folder.exists():
+        return folder
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=CACHE))
-    exported = {name for name in _list_names(real, "-D") if name.startswith(("cuda", "__cuda"))}
-    header = (cuda / "include" / "cuda.h").read_text()
-    declared = set(re.findall(r"CUDAAPI (cu[A-Z]\w+)\(", header))
-    _link_library(DRIVER_SOURCE, declared, fresh / DRIVER)
-    _link_library(SOURCE, exported, fresh / LIBRARY)
+    for library in SOURCES:
+        _build_library(cuda, library, fresh)
     try:
         fresh.rename(folder)
     except OSError:  # another process was faster
         shutil.rmtree(fresh)
-    return built
+    return folder
 
 
 def load_runtime() -> ctypes.CDLL:
-    """Loads it under the real library's name, so that torch's libraries use it.
+    """Load the libraries for all that this process imports later.
 
-    Nothing that is installed changes.
+    Raises:
+        RuntimeError: torch is loaded already, and has looked for a device.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the rehearsal's runtime must be loaded before torch")
-    built = build_runtime()
-    runtime = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(built.with_name(DRIVER)), mode=ctypes.RTLD_GLOBAL)
-    runtime.rehearsal_count.restype = ctypes.c_uint64
+    folder = build_libraries()
+    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    loaded = [ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL) for name in SOURCES]
+    runtime = loaded[0]
+    for name in ("count", "host_offset", "used_bytes", "captured_graph"):
+        getattr(runtime, f"rehearsal_{name}").restype = ctypes.c_uint64
+    for name in ("captured_graph", "is_pinned", "launch"):
+        getattr(runtime, f"rehearsal_{name}").argtypes = [ctypes.c_uint64]
     return runtime
 
 
 def read_counters(runtime: ctypes.CDLL) -> dict[str, int]:
-    """How often each thing has happened since the process began."""
-    return {name: runtime.rehearsal_count(i) for i, name in enumerate(COUNTERS)}
+    """How often each thing has happened since the process began, by the names of ``Kind``."""
+    return {kind.name.lower(): runtime.rehearsal_count(kind) for kind in Kind}

@@ -9,12 +9,14 @@
 //  - stream capture: modes and calls that are not permitted (Runtime API, cudaStreamCaptureMode), joined streams,
 //    events of other captures (Programming Guide, "Cross-stream Dependencies and Events"), the legacy stream
 //    ("Prohibited and Unhandled Operations"), a broken capture ("Invalidation").
-// So far torch runs on it, and not yet SGLang: cuBLAS and most of the driver are not written.
-// What it does not model: what kernels compute (they are counted), time, the driver, cuBLAS, NCCL,
-// the order of work in different streams. A function that is not written ends the process with its name.
+// What it does not model: what kernels compute (they are counted), time, the driver's own memory and failures, NCCL,
+// the order of work in different streams (a listener hears what is needed to follow it: races.py).
+// A function that is not written ends the process with its name.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
+#include <dlfcn.h>
 #include <unistd.h>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -36,14 +38,18 @@ static cudaError_t fail(cudaError_t error) {
   return error;
 }
 
-// ---- what is counted
-enum Counter { LAUNCHES, COPIES, HOST_WAITS, GRAPH_LAUNCHES, PINNED_ALLOCATIONS, COUNTERS };
-static u64 counters[COUNTERS];
-static void count(Counter counter) {
-  Guard guard(mutex);
-  counters[counter]++;
+// ---- what happened: each kind is counted, and a listener hears of those from HOST_WAIT on
+enum Kind { LAUNCH, COPY, DEVICE_ALLOCATION, HOST_WAIT, GRAPH_LAUNCH, PINNED_ALLOCATION, EVENT_RECORD, EVENT_WAIT, KINDS };
+using Listener = void (*)(int kind, const char* what, u64 stream, u64 handle);
+static std::atomic<u64> counters[KINDS];
+static Listener listener;
+// It may call Python: never while ``mutex`` is held, which a thread that has Python's lock may wait for.
+static void note(Kind kind, const char* what = "", const void* stream = nullptr, const void* handle = nullptr) {
+  counters[kind]++;
+  if (listener && kind >= HOST_WAIT) listener(kind, what, (u64)stream, (u64)handle);
 }
-EXPORT u64 rehearsal_count(int counter) { return counters[counter]; }
+EXPORT u64 rehearsal_count(int kind) { return counters[kind]; }
+EXPORT void rehearsal_listen(Listener heard) { listener = heard; }
 
 // ---- streams and captures
 struct Graph { u64 nodes = 0; };
@@ -117,23 +123,21 @@ EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) 
 EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int priority) { return make_stream(out, flags, priority); }
 EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) { *priority = stream_of(handle)->priority; return cudaSuccess; }
 EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+static cudaError_t ask_stream(cudaStream_t handle) {
   Guard guard(mutex);
   Stream* stream = stream_of(handle);
   if (stream->capture) return break_capture(stream->capture, cudaErrorStreamCaptureUnsupported);
-  if (stream == &legacy && unsafe_call()) return last_error;
-  count(HOST_WAITS);
+  return stream == &legacy ? unsafe_call() : cudaSuccess;
+}
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (ask_stream(stream)) return last_error;
+  note(HOST_WAIT, "stream", stream);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
-  Guard guard(mutex);
-  Stream* stream = stream_of(handle);
-  if (stream->capture) return break_capture(stream->capture, cudaErrorStreamCaptureUnsupported);
-  return cudaSuccess;
-}
+EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) { return ask_stream(stream); }
 EXPORT cudaError_t cudaDeviceSynchronize() {
   if (unsafe_call()) return last_error;
-  count(HOST_WAITS);
+  note(HOST_WAIT, "device");
   return cudaSuccess;
 }
 
@@ -142,14 +146,17 @@ static bool is_open(Capture* capture) { return captures.count(capture) > 0; }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned) { *out = (cudaEvent_t) new Event; return cudaSuccess; }
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { delete (Event*)event; return cudaSuccess; }
 EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t on, unsigned) {
-  Guard guard(mutex);
-  Stream* stream = stream_of(on);
-  if (stream->capture && stream->capture->broken) return fail(cudaErrorStreamCaptureInvalidated);
-  *(Event*)handle = Event{stream, stream->capture, stream->work, true};
+  {
+    Guard guard(mutex);
+    Stream* stream = stream_of(on);
+    if (stream->capture && stream->capture->broken) return fail(cudaErrorStreamCaptureInvalidated);
+    *(Event*)handle = Event{stream, stream->capture, stream->work, true};
+  }
+  note(EVENT_RECORD, "", on, handle);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
-EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t waited, unsigned) {
+static cudaError_t wait_for_event(cudaStream_t handle, cudaEvent_t waited) {
   Guard guard(mutex);
   Stream* stream = stream_of(handle);
   Event* event = (Event*)waited;
@@ -166,18 +173,29 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t waited, 
   if (event->stream != stream && event->stream->work == event->work) event->stream->joined = true;
   return cudaSuccess;
 }
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (wait_for_event(stream, event)) return last_error;
+  note(EVENT_WAIT, "", stream, event);
+  return cudaSuccess;
+}
 static cudaError_t ask_event(cudaEvent_t handle) {
   Guard guard(mutex);
   Event* event = (Event*)handle;
   if (is_open(event->capture)) return break_capture(event->capture, cudaErrorCapturedEvent);
   return unsafe_call();
 }
-EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) { return ask_event(event); }
-EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+// All work is done when it is asked for, so a query always finds it done; what it orders is as after a wait.
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (ask_event(event)) return last_error;
-  count(HOST_WAITS);
+  note(EVENT_WAIT, "host", nullptr, event);
   return cudaSuccess;
 }
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (ask_event(event)) return last_error;
+  note(HOST_WAIT, "event", nullptr, event);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaEventElapsedTime(float*, cudaEvent_t, cudaEvent_t) { return fail(cudaErrorNotSupported); }
 
 // ---- graphs
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { std::swap(*mode, thread_mode); return cudaSuccess; }
@@ -228,11 +246,17 @@ EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph,
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t graph, u64 flags) { return cudaGraphInstantiate(out, graph, flags); }
-EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t stream) {
+EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
   bool captured;
   if (enqueue(stream, &captured)) return last_error;
-  count(GRAPH_LAUNCHES);
+  note(GRAPH_LAUNCH, "", stream, graph);
   return cudaSuccess;
+}
+// The graph that is captured on the stream, or 0.
+EXPORT u64 rehearsal_captured_graph(u64 stream) {
+  Guard guard(mutex);
+  Capture* capture = stream_of((cudaStream_t)stream)->capture;
+  return capture ? (u64)capture->graph : 0;
 }
 EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* number) { *number = ((Graph*)graph)->nodes; return cudaSuccess; }
 EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
@@ -250,11 +274,17 @@ static char* map_arena(u64 address, int access, int file) {
   if (at == MAP_FAILED) { perror("rehearsal: device memory"); _exit(70); }
   return (char*)at;
 }
-__attribute__((constructor)) static void make_arena() {
+static void make_arena() {
   int file = memfd_create("rehearsal", 0);
   if (file < 0 || ftruncate(file, ARENA)) { perror("rehearsal: device memory"); _exit(70); }
   device_base = map_arena(0x600000000000, PROT_NONE, file);
   host_base = map_arena(0x680000000000, PROT_READ | PROT_WRITE, file);
+}
+// The memory is made by the process that first asks for some: a fork gets memory of its own.
+static char* arena() {
+  static std::once_flag made;
+  std::call_once(made, make_arena);
+  return device_base;
 }
 static bool on_device(const void* p) { return (char*)p >= device_base && (char*)p < device_base + ARENA; }
 static char* host_view(const void* p) { return on_device(p) ? host_base + ((char*)p - device_base) : (char*)p; }
@@ -267,7 +297,11 @@ static bool inside(const std::map<char*, size_t>& known, const void* p, size_t b
 }
 static bool is_valid(const void* p, size_t bytes) { return !on_device(p) || inside(blocks, p, bytes); }
 static bool is_pageable(const void* p) { return !on_device(p) && !inside(pinned, p, 1); }
-EXPORT u64 rehearsal_host_offset() { return host_base - device_base; }
+EXPORT u64 rehearsal_host_offset() { return arena() ? host_base - device_base : 0; }
+EXPORT u64 rehearsal_used_bytes() { return used; }
+EXPORT int rehearsal_is_pinned(u64 p) { return inside(pinned, (void*)p, 1); }
+// While kernels are computed that read addresses out of a tensor.
+EXPORT void rehearsal_uncover(int open) { mprotect(arena(), ARENA, open ? PROT_READ | PROT_WRITE : PROT_NONE); }
 
 EXPORT cudaError_t cudaMalloc(void** out, size_t bytes) {
   Guard guard(mutex);
@@ -275,35 +309,42 @@ EXPORT cudaError_t cudaMalloc(void** out, size_t bytes) {
   size_t size = (bytes + PAGE - 1) / PAGE * PAGE;
   if (used + size > TOTAL) return fail(cudaErrorMemoryAllocation);
   auto same = freed.find(size);
-  char* block = same == freed.end() ? device_base + top : same->second;
+  char* block = same == freed.end() ? arena() + top : same->second;
   if (same == freed.end()) top += size;
   else freed.erase(same);
   if (top > ARENA) return fail(cudaErrorMemoryAllocation);
   blocks[block] = size;
   used += size;
   *out = block;
+  note(DEVICE_ALLOCATION);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaFree(void* p) {
+static cudaError_t free_block(char* p) {
   Guard guard(mutex);
-  if (!p) return cudaSuccess;
   if (unsafe_call()) return last_error;
-  auto block = blocks.find((char*)p);
+  auto block = blocks.find(p);
   if (block == blocks.end()) return fail(cudaErrorInvalidValue);
   madvise(host_view(p), block->second, MADV_REMOVE);
   used -= block->second;
   freed.emplace(block->second, block->first);
   blocks.erase(block);
-  count(HOST_WAITS);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaFree(void* p) {
+  if (!p) return cudaSuccess;
+  if (free_block((char*)p)) return last_error;
+  note(HOST_WAIT, "device");
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemGetInfo(size_t* available, size_t* total) { *available = TOTAL - used; *total = TOTAL; return cudaSuccess; }
 EXPORT cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) {
-  Guard guard(mutex);
   if (unsafe_call()) return last_error;
   if (posix_memalign(out, 4096, bytes)) return fail(cudaErrorMemoryAllocation);
-  pinned[(char*)*out] = bytes;
-  count(PINNED_ALLOCATIONS);
+  {
+    Guard guard(mutex);
+    pinned[(char*)*out] = bytes;
+  }
+  note(PINNED_ALLOCATION);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaFreeHost(void* p) {
@@ -323,10 +364,16 @@ EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   bool captured;
   if (enqueue(stream, &captured)) return last_error;
   if (!is_valid(to, bytes) || !is_valid(from, bytes)) return fail(cudaErrorIllegalAddress);
-  count(COPIES);
+  note(COPY);
   if (captured) return cudaSuccess;
   memmove(host_view(to), host_view(from), bytes);
-  if (is_pageable(to) || is_pageable(from)) count(HOST_WAITS);
+  if (is_pageable(to)) note(HOST_WAIT, "stream", stream);
+  else if (is_pageable(from)) note(HOST_WAIT, "pageable source", stream);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  if (unsafe_call() || cudaMemcpyAsync(to, from, bytes, kind, nullptr)) return last_error;
+  note(HOST_WAIT, "device");
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
@@ -343,12 +390,17 @@ EXPORT cudaError_t cudaGetDevice(int* device) { *device = 0; return cudaSuccess;
 EXPORT cudaError_t cudaSetDevice(int device) { return device ? fail(cudaErrorInvalidDevice) : cudaSuccess; }
 EXPORT cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 EXPORT cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
+static int architecture() {
+  const char* chosen = getenv("REHEARSAL_SM");
+  return chosen ? atoi(chosen) : 90;
+}
 EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, "rehearsal");
-  p->major = 9;
+  p->major = architecture() / 10;
+  p->minor = architecture() % 10;
   p->totalGlobalMem = TOTAL;
-  p->multiProcessorCount = 132;
+  p->multiProcessorCount = p->major == 10 ? 148 : 132;
   p->warpSize = 32;
   p->maxThreadsPerBlock = 1024;
   p->maxThreadsPerMultiProcessor = 2048;
@@ -373,12 +425,13 @@ EXPORT const char* cudaGetErrorString(cudaError_t error) {
   return text;
 }
 
-// The driver is not modelled: each of its functions is said not to exist.
-EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** out, unsigned, u64, cudaDriverEntryPointQueryResult* result) {
-  *out = nullptr;
-  if (result) *result = cudaDriverEntryPointSymbolNotFound;
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out, unsigned, u64, cudaDriverEntryPointQueryResult* result) {
+  static void* driver = dlopen("libcuda.so.1", RTLD_LAZY);
+  *out = driver ? dlsym(driver, name) : nullptr;
+  if (result) *result = *out ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
+EXPORT cudaError_t cudaGetDriverEntryPoint(const char* name, void** out, u64 flags, cudaDriverEntryPointQueryResult* result) { return cudaGetDriverEntryPointByVersion(name, out, CUDART_VERSION, flags, result); }
 EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   cudaDeviceProp p;
   cudaGetDeviceProperties(&p, 0);
@@ -389,6 +442,14 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = p.sharedMemPerBlockOptin; break;
     case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
     case cudaDevAttrMaxGridDimX: *value = p.maxGridSize[0]; break;
+    case cudaDevAttrMaxRegistersPerBlock: *value = p.regsPerBlock; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = p.sharedMemPerMultiprocessor; break;
+    case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
+    case cudaDevAttrWarpSize: *value = p.warpSize; break;
+    case cudaDevAttrClockRate: *value = 1; break;  // kHz; Triton puts them beside a kernel, nobody reads them
+    case cudaDevAttrMemoryClockRate: *value = 1; break;
+    case cudaDevAttrGlobalMemoryBusWidth: *value = 1; break;
     default: fprintf(stderr, "rehearsal: attribute %d is not written\n", (int)attribute); _exit(70);
   }
   return cudaSuccess;
@@ -413,13 +474,27 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* s
   *(cudaStream_t*)stream = launch.stream;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
+// Also for libraries and kernels whose launch is not of this file.
+EXPORT cudaError_t rehearsal_launch(cudaStream_t stream) {
   bool captured;
-  u64 threads = (u64)block.x * block.y * block.z;
-  if (!grid.x || !grid.y || !grid.z || !threads || threads > 1024 || grid.y > 65535 || grid.z > 65535 || shared > 232448) return fail(cudaErrorInvalidConfiguration);
   if (enqueue(stream, &captured)) return last_error;
-  count(LAUNCHES);
+  note(LAUNCH);
   return cudaSuccess;
 }
+EXPORT cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
+  u64 threads = (u64)block.x * block.y * block.z;
+  if (!grid.x || !grid.y || !grid.z || !threads || threads > 1024 || grid.y > 65535 || grid.z > 65535 || shared > 232448) return fail(cudaErrorInvalidConfiguration);
+  return rehearsal_launch(stream);
+}
+EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* f, void** a) { return cudaLaunchKernel(f, c->gridDim, c->blockDim, a, c->dynamicSmemBytes, c->stream); }
+EXPORT cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
+  memset(a, 0, sizeof *a);
+  a->maxThreadsPerBlock = 1024;
+  a->maxDynamicSharedSizeBytes = 232448;
+  a->binaryVersion = a->ptxVersion = architecture();
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) { *blocks = 2; return cudaSuccess; }
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) { *kernel = (cudaKernel_t)function; return cudaSuccess; }
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** a, size_t shared, cudaStream_t stream) { return cudaLaunchKernel(kernel, grid, block, a, shared, stream); }

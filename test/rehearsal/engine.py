@@ -1,0 +1,43 @@
+"""A Gemma 4 on SGLang's ModelRunner, on the rehearsal's device, with the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import kernels  # loads the runtime before torch
+
+import torch  # noqa: F401
+from sglang_gemma4_reference import checkpoint
+from sglang_gemma4_reference.checkpoint import Gemma4Shape
+
+#: The towers cost time, and no text passes through them.
+_NO_TOWERS = {"vision": checkpoint._SMALL_TOWER, "audio": checkpoint._SMALL_TOWER}
+E2B = dataclasses.replace(checkpoint.E2B, **_NO_TOWERS, dtype="bfloat16")
+E4B = dataclasses.replace(checkpoint.E4B, **_NO_TOWERS, dtype="bfloat16")
+#: E2B's widths, with ten of its layers.
+E2B_SHORT = dataclasses.replace(E2B, layers=10, kv_shared_layers=5, vocab_size=4096)
+
+
+def build(folder: Path, shape: Gemma4Shape, **arguments: Any) -> Any:
+    """An Engine with dummy weights.
+
+    Args:
+        folder: the checkpoint is written to it.
+        shape: the model's dimensions.
+        arguments: SGLang's server arguments, beside those that every rehearsal needs.
+    """
+    checkpoint.write_checkpoint(folder, shape, weights=False)
+    from sglang_gemma4_reference.engine import Engine
+
+    kernels.install()
+    needed = {"max_total_tokens": 6000, "max_running_requests": 40, "mem_fraction_static": 0.5}
+    return Engine(folder, device="cuda", load_format="dummy", **(needed | arguments))
+
+
+def prepare() -> None:
+    """The environment of the process, before SGLang is imported."""
+    os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -1,0 +1,286 @@
+"""Computes on the CPU, in the device's memory, what each operation on the device would have written.
+
+Every operation runs for real first, on the runtime of ``device``: its checks, its allocations, its
+launches, its waits. With ``floats=False`` only integers and booleans are computed afterwards:
+indices, lengths, positions, tables. What a float holds then is arbitrary, and a model of any size
+costs nothing.
+
+While a graph is captured nothing is computed; each launch of the graph computes what it noted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import device
+
+RUNTIME = device.load_runtime()
+
+import torch  # noqa: E402 - after the runtime
+from torch.utils._python_dispatch import (  # noqa: E402
+    TorchDispatchMode,
+    _disable_current_modes,
+)
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+
+aten = torch.ops.aten
+#: They allocate or describe memory, and write nothing.
+WRITES_NOTHING = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty),
+    *(aten.new_empty_strided, aten.set_, aten.resize_, aten.record_stream, aten.is_pinned),
+    *(aten._pin_memory, aten._local_scalar_dense, aten.detach, aten.alias, aten.lift_fresh),
+}
+#: The shape of their results depends on values, so the real ones wait for the device and read it.
+DEPENDS_ON_VALUES = {
+    *(aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_consecutive),
+    *(aten.bincount, aten.repeat_interleave),
+}
+INDEXES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+#: Operations that are not PyTorch's: their names, and what computes them on CPU tensors.
+STAND_INS: dict[str, Callable[..., Any]] = {}
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def current_stream() -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(0)
+    return stream
+
+
+def captured_graph() -> int:
+    """The graph that the current stream captures, or 0."""
+    graph: int = RUNTIME.rehearsal_captured_graph(current_stream())
+    return graph
+
+
+def on_cpu(value: Any) -> Any:
+    """A CPU tensor on a CUDA tensor's memory; the CPU for a device; anything else as it is."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, torch.Generator) and value.device.type == "cuda":
+        return None
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return value
+    storage = value.untyped_storage()
+    with torch.inference_mode(False):
+        if not storage.nbytes():
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        address = storage.data_ptr() + RUNTIME.rehearsal_host_offset()
+        memory = (ctypes.c_uint8 * storage.nbytes()).from_address(address)
+        bytes_of_it = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        made = torch.empty(0, dtype=value.dtype)
+        return made.set_(bytes_of_it, value.storage_offset(), value.size(), value.stride())
+
+
+def place_of_call(frames: int = 5) -> str:
+    """The innermost Python frames that are neither PyTorch's nor the rehearsal's."""
+    skipped = (str(Path(torch.__file__).parent), str(device.HERE), "<")
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < frames:
+        name = frame.f_code.co_filename
+        if not name.startswith(skipped):
+            short = "/".join(name.split("/")[-3:])
+            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found)
+
+
+class Computed(TorchDispatchMode):
+    """The mode in which operations have results."""
+
+    def __init__(self, *, floats: bool) -> None:
+        super().__init__()
+        self.floats = floats
+        #: What each graph has to compute at its launch.
+        self.graphs: dict[int, list[Callable[[], None]]] = defaultdict(list)
+        #: Where the host has waited for the device, and for what.
+        self.waits: Counter[str] = Counter()
+        #: They hear of each operation or kernel: its name, what it reads and what it writes.
+        self.accesses: Callable[[str, Sequence[Any], Sequence[Any]], None] | None = None
+        self.events: Callable[[device.Kind, str, int, int], None] | None = None
+        self._failure: BaseException | None = None
+        self._is_computing = False
+        self._listener = device.LISTENER(self._hear)
+        RUNTIME.rehearsal_listen(self._listener)
+
+    def _hear(self, kind: int, what: bytes, stream: int, handle: int) -> None:
+        """Called by the runtime. An exception would be lost in its C code, so it is kept."""
+        if self._is_computing:
+            return
+        try:
+            if kind == device.Kind.HOST_WAIT:
+                self.waits[f"{what.decode()}: {place_of_call()}"] += 1
+            if kind == device.Kind.GRAPH_LAUNCH:
+                self._replay(handle)
+            if self.events is not None:
+                self.events(device.Kind(kind), what.decode(), stream, handle)
+        except BaseException as failure:
+            self._failure = failure
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,  # noqa: ARG002 - PyTorch's
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        packet = func.overloadpacket
+        on_device = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
+        if on_device and packet in INDEXES:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        if on_device and packet in DEPENDS_ON_VALUES:
+            return self._compute_after_waiting(func, args, kwargs)
+        if func.namespace == "sglang":  # written in Python: the operations that it calls are seen
+            with self:
+                key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+                return func.redispatch(key, *args, **kwargs)
+        result = func(*args, **kwargs)
+        written = tensors_in(result)
+        if self.accesses is not None:
+            self._tell_accesses(func, args, kwargs, written)
+        if packet in WRITES_NOTHING or func.is_view:
+            return result
+        if on_device or any(tensor.is_cuda for tensor in written):
+            self._compute_or_note(func, args, kwargs, written)
+        return result
+
+    # ---- what is computed
+
+    def _compute_or_note(self, func: Any, args: Any, kwargs: Any, written: Any) -> None:
+        name = func._schema.name
+        compute = STAND_INS.get(name)
+        if compute is None:
+            if func.namespace not in ("aten", "_c10d_functional"):
+                raise NotImplementedError(f"rehearsal: {name} has no stand-in")
+            compute = func
+        outputs = [on_cpu(tensor) for tensor in written]
+        is_float = any(output.is_floating_point() for output in outputs)
+        arguments, keywords = tree_map(on_cpu, (args, kwargs))
+
+        def call() -> None:
+            results = tensors_in(compute(*arguments, **keywords))
+            for output, found in zip(outputs, results, strict=bool(results)):
+                if output.data_ptr() != found.data_ptr():
+                    output.copy_(found)
+
+        self._now_or_at_the_launch(call, is_float=is_float)
+
+    def run_kernel(
+        self, name: str, compute: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        """Of a kernel that is not PyTorch's, after its launch: ``compute`` writes its results."""
+        used = tensors_in((args, kwargs))
+        if self.accesses is not None:
+            self.accesses(name, [], used)
+        arguments, keywords = tree_map(on_cpu, (list(args), dict(kwargs)))
+        is_float = any(tensor.is_floating_point() for tensor in used)
+        self._now_or_at_the_launch(lambda: compute(*arguments, **keywords), is_float=is_float)
+
+    def _now_or_at_the_launch(self, call: Callable[[], object], *, is_float: bool) -> None:
+        if is_float and not self.floats:
+            return
+        graph = captured_graph()
+        if graph:
+            self.graphs[graph].append(call)
+        else:
+            with self._computing():
+                call()
+
+    def _replay(self, graph: int) -> None:
+        with self._computing():
+            for call in self.graphs[graph]:
+                call()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """The rehearsal's own work: no operation of the program, and no wait of it."""
+        before, self._is_computing = self._is_computing, True
+        try:
+            with _disable_current_modes(), torch.inference_mode():
+                yield
+        finally:
+            self._is_computing = before
+
+    # ---- what waits for the device
+
+    def _wait(self, func: Any, used: Sequence[torch.Tensor]) -> None:
+        """As the real operation does before it can say how large its result is."""
+        places = {tensor.device.type for tensor in used if tensor.dim()}
+        if len(places) > 1:
+            raise RuntimeError(f"Expected all tensors to be on the same device, got {places}")
+        if torch.cuda.get_sync_debug_mode() == 2:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {func}")
+        RUNTIME.rehearsal_launch(current_stream())
+        torch.cuda.current_stream().synchronize()
+
+    def _compute_after_waiting(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._wait(func, tensors_in((args, kwargs)))
+        arguments, keywords = tree_map(on_cpu, (args, kwargs))
+        result = func(*arguments, **keywords)
+        with self._computing():
+            return tree_map(_to_device, result)
+
+    def _without_masks(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+            elif index.is_cuda:
+                self._wait(aten.nonzero, [index])
+                places = on_cpu(index).nonzero().unbind(1)
+                with self._computing():
+                    found += [_to_device(place.contiguous()) for place in places]
+            else:
+                found += index.nonzero().unbind(1)
+        return found
+
+    # ---- what reads and writes
+
+    def _tell_accesses(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
+        read: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
+        schema = {argument.name: argument for argument in func._schema.arguments}
+        given = dict(zip(schema, args, strict=False)) | kwargs
+        for name, value in given.items():
+            alias = schema[name].alias_info
+            is_written = alias is not None and alias.is_write
+            (written if is_written else read).extend(tensors_in(value))
+        known = {tensor.untyped_storage().data_ptr() for tensor in (*read, *written)}
+        written += [r for r in results if r.untyped_storage().data_ptr() not in known]
+        assert self.accesses is not None
+        self.accesses(func.overloadpacket.__name__, read, written)
+
+
+def _to_device(value: Any) -> Any:
+    return value.to("cuda") if isinstance(value, torch.Tensor) else value
+
+
+#: The mode of this process; a forked process uses its own copy.
+current: Computed | None = None
+
+
+@contextmanager
+def computed(*, floats: bool) -> Iterator[Computed]:
+    """Operations in the block have results; see the module."""
+    global current
+    current = Computed(floats=floats)
+    try:
+        with current:
+            yield current
+    finally:
+        RUNTIME.rehearsal_listen(None)
+        current = None
