@@ -15,7 +15,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -42,6 +41,7 @@ DEPENDS_ON_VALUES = {
     *(aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_consecutive),
     *(aten.bincount, aten.repeat_interleave),
 }
+PRODUCTS = {aten.mm, aten.addmm, aten.linear}
 INDEXES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 #: Operations that are not PyTorch's: their names, and what computes them on CPU tensors.
 STAND_INS: dict[str, Callable[..., Any]] = {}
@@ -83,12 +83,12 @@ def on_cpu(value: Any) -> Any:
 
 def place_of_call(frames: int = 5) -> str:
     """The innermost Python frames that are neither PyTorch's nor the rehearsal's."""
-    skipped = (str(Path(torch.__file__).parent), str(device.HERE), "<")
+    skipped = ("/torch/", "/triton/", "/contextlib.py", f"{device.HERE}/", "<")
     found: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < frames:
         name = frame.f_code.co_filename
-        if not name.startswith(skipped):
+        if not any(part in name for part in skipped):
             short = "/".join(name.split("/")[-3:])
             found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
@@ -105,6 +105,8 @@ class Computed(TorchDispatchMode):
         self.graphs: dict[int, list[Callable[[], None]]] = defaultdict(list)
         #: Where the host has waited for the device, and for what.
         self.waits: Counter[str] = Counter()
+        #: Rows of each matrix product, in the order of their launches: what a layer runs on.
+        self.product_rows: list[int] = []
         #: They hear of each operation or kernel: its name, what it reads and what it writes.
         self.accesses: Callable[[str, Sequence[Any], Sequence[Any]], None] | None = None
         self.events: Callable[[device.Kind, str, int, int], None] | None = None
@@ -149,6 +151,8 @@ class Computed(TorchDispatchMode):
                 key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
                 return func.redispatch(key, *args, **kwargs)
         result = func(*args, **kwargs)
+        if packet in PRODUCTS:
+            self.product_rows.append(tensors_in(args)[0].shape[0])
         written = tensors_in(result)
         if self.accesses is not None:
             self._tell_accesses(func, args, kwargs, written)
