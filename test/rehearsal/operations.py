@@ -156,7 +156,7 @@ class Computed(TorchDispatchMode):
         written = tensors_in(result)
         if self.accesses is not None:
             self._tell_accesses(func, args, kwargs, written)
-        if packet in WRITES_NOTHING or func.is_view:
+        if packet in WRITES_NOTHING or func.is_view or packet.__name__ == "weak_ref_tensor":
             return result
         if on_device or any(tensor.is_cuda for tensor in written):
             self._compute_or_note(func, args, kwargs, written)

@@ -211,6 +211,21 @@ def _row_logsumexp_kernel(
     out_log_sum_ptr.copy_(x_ptr.float().logsumexp(-1) - largest)
 
 
+def _row_logsumexp_topk_kernel(
+    x_ptr: Tensor,
+    out_max_ptr: Tensor,
+    out_log_sum_ptr: Tensor,
+    out_top_vals_ptr: Tensor,
+    out_top_idx_ptr: Tensor,
+    K: int,
+    **_: object,
+) -> None:
+    _row_logsumexp_kernel(x_ptr, out_max_ptr, out_log_sum_ptr)
+    largest = x_ptr.float().topk(K)
+    out_top_vals_ptr.copy_(largest.values)
+    out_top_idx_ptr.copy_(largest.indices)
+
+
 KERNELS: tuple[Callable[..., Any], ...] = (
     create_flashinfer_kv_indices_triton,
     get_num_kv_splits_triton,
@@ -223,4 +238,5 @@ KERNELS: tuple[Callable[..., Any], ...] = (
     _gemma_qkv_rmsnorm_kernel,
     softcap_inplace_logits_kernel,
     _row_logsumexp_kernel,
+    _row_logsumexp_topk_kernel,
 )
