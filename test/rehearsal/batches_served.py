@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import device
 import kernels
 import operations
 
+import torch
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core.replaced import replaced
@@ -80,7 +81,7 @@ class Cost:
 
     outcome: str
     counts: dict[str, int]
-    product_rows: dict[int, int]
+    product_rows: dict[str, int]
     waits: dict[str, int]
     compiled: list[str]
     failure: str | None
@@ -115,6 +116,14 @@ def _failures_noted() -> Iterator[list[str]]:
 
 def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> Cost:
     """Run one forward of a batch that ``engine`` has scheduled."""
+    cost, _ = serve_with_output(engine, batch, way, is_chunk=is_chunk)
+    return cost
+
+
+def serve_with_output(
+    engine: Engine, batch: Any, way: str, *, is_chunk: bool = False
+) -> tuple[Cost, Any]:
+    """``serve``, and SGLang's logits output; None where the forward has failed."""
     mode = operations.current
     assert mode is not None
     log.forwards.clear()
@@ -122,29 +131,61 @@ def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> Co
     mode.product_rows.clear()
     known = set(kernels.compiled)
     before = Counter(device.read_counters(operations.RUNTIME))
+    output = None
     with way_of(engine, way), _failures_noted() as failures:
         try:
-            engine.forward(batch, intermediate=is_chunk)
+            output = engine.forward(batch, intermediate=is_chunk)
         except Exception as failure:  # noqa: BLE001 - it is what is asked for
             failures.append(f"{type(failure).__name__}: {failure}")
         counts = Counter(device.read_counters(operations.RUNTIME)) - before
-    return Cost(
+    cost = Cost(
         outcome=next(iter(log.forwards), ""),
         counts=dict(counts),
-        product_rows=dict(Counter(mode.product_rows)),
+        product_rows=dict(Counter(map(str, mode.product_rows))),
         waits={place: n for place, n in mode.waits.items() if LOGPROBS_ARE_READ not in place},
         compiled=[name for name in kernels.compiled if name not in known],
-        failure=failures[0] if failures else None,
+        failure=next(iter(failures), None),
     )
+    return cost, output
 
 
-def serve_all(engine: Engine, ways: Sequence[str]) -> dict[str, dict[str, Any]]:
+def serve_all(
+    engine: Engine, ways: Sequence[str], batches: Mapping[str, list[Prompt]] = BATCHES
+) -> dict[str, dict[str, Any]]:
     """The cost of each batch in each way, in this order."""
     costs: dict[str, dict[str, Any]] = {}
-    for name, asked in BATCHES.items():
+    for name, asked in batches.items():
         costs[name] = {}
         for way in ways:
             batch = engine.schedule(asked)
             cost = serve(engine, batch, way, is_chunk=name.startswith("chunk"))
             costs[name][way] = asdict(cost)
     return costs
+
+
+def serve_refusing_waits(engine: Engine) -> dict[str, str | None]:
+    """What fails where PyTorch refuses each wait of the host, in planning and in the model."""
+    state = find(engine.text_model)
+    assert state is not None
+    found: dict[str, str | None] = {}
+    for name, way in (("40 tokens", CAPTURED), ("40 tokens", EAGER), ("chunk", CAPTURED)):
+        batch = engine.schedule(BATCHES[name])
+        with _refusing_waits(engine.text_model, "forward"), _refusing_waits(state, "planner"):
+            cost = serve(engine, batch, way, is_chunk=name == "chunk")
+        found[f"{name}, {way}: {cost.outcome}"] = cost.failure
+    return found
+
+
+@contextmanager
+def _refusing_waits(owner: Any, method: str) -> Iterator[None]:
+    stock = getattr(owner, method)
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with replaced(owner, **{method: refusing}):
+        yield

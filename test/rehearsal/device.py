@@ -46,9 +46,7 @@ class Kind(enum.IntEnum):
 
 
 #: A listener's type: kind, what waits for what, stream, event or graph.
-LISTENER = ctypes.CFUNCTYPE(
-    None, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64
-)
+LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
 
 
 def find_cuda() -> Path | None:

@@ -21,20 +21,22 @@ E4B = dataclasses.replace(checkpoint.E4B, **_NO_TOWERS, dtype="bfloat16")
 E2B_SHORT = dataclasses.replace(E2B, layers=10, kv_shared_layers=5, vocab_size=4096)
 
 
-def build(folder: Path, shape: Gemma4Shape, **arguments: Any) -> Any:
-    """An Engine with dummy weights.
+def build(folder: Path, shape: Gemma4Shape, *, weights: bool = False, **arguments: Any) -> Any:
+    """An Engine.
 
     Args:
         folder: the checkpoint is written to it.
         shape: the model's dimensions.
+        weights: random ones; else there are none, and what is read as one is arbitrary.
         arguments: SGLang's server arguments, beside those that every rehearsal needs.
     """
-    checkpoint.write_checkpoint(folder, shape, weights=False)
+    checkpoint.write_checkpoint(folder, shape, weights=weights)
     from sglang_gemma4_reference.engine import Engine
 
     kernels.install()
     needed = {"max_total_tokens": 6000, "max_running_requests": 40, "mem_fraction_static": 0.5}
-    return Engine(folder, device="cuda", load_format="dummy", **(needed | arguments))
+    load_format = "auto" if weights else "dummy"
+    return Engine(folder, device="cuda", load_format=load_format, **(needed | arguments))
 
 
 def prepare() -> None:

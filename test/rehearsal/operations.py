@@ -11,11 +11,12 @@ While a graph is captured nothing is computed; each launch of the graph computes
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import device
@@ -81,18 +82,33 @@ def on_cpu(value: Any) -> Any:
         return made.set_(bytes_of_it, value.storage_offset(), value.size(), value.stride())
 
 
-def place_of_call(frames: int = 5) -> str:
-    """The innermost Python frames that are neither PyTorch's nor the rehearsal's."""
+@functools.cache
+def _is_of_the_program(filename: str) -> bool:
     skipped = ("/torch/", "/triton/", "/contextlib.py", f"{device.HERE}/", "<")
-    found: list[str] = []
+    return not any(part in filename for part in skipped)
+
+
+def frames_of_call(count: int = 5) -> tuple[tuple[CodeType, int], ...]:
+    """The innermost Python frames that are neither PyTorch's nor the rehearsal's."""
+    found: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < frames:
-        name = frame.f_code.co_filename
-        if not any(part in name for part in skipped):
-            short = "/".join(name.split("/")[-3:])
-            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+    while frame is not None and len(found) < count:
+        if _is_of_the_program(frame.f_code.co_filename):
+            found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    return " < ".join(found)
+    return tuple(found)
+
+
+def describe_place(frames: tuple[tuple[CodeType, int], ...]) -> str:
+    lines: list[str] = []
+    for code, line in frames:
+        short = "/".join(code.co_filename.split("/")[-3:])
+        lines.append(f"{short}:{line} {code.co_name}")
+    return " < ".join(lines)
+
+
+def place_of_call() -> str:
+    return describe_place(frames_of_call())
 
 
 class Computed(TorchDispatchMode):
@@ -154,10 +170,13 @@ class Computed(TorchDispatchMode):
         if packet in PRODUCTS:
             self.product_rows.append(tensors_in(args)[0].shape[0])
         written = tensors_in(result)
+        touches_nothing = packet in WRITES_NOTHING or packet.__name__ == "weak_ref_tensor"
+        if packet is aten._pin_memory:  # the host copies
+            touches_nothing = self.accesses is None
+        if touches_nothing or func.is_view:
+            return result
         if self.accesses is not None:
             self._tell_accesses(func, args, kwargs, written)
-        if packet in WRITES_NOTHING or func.is_view or packet.__name__ == "weak_ref_tensor":
-            return result
         if on_device or any(tensor.is_cuda for tensor in written):
             self._compute_or_note(func, args, kwargs, written)
         return result
@@ -183,9 +202,7 @@ class Computed(TorchDispatchMode):
 
         self._now_or_at_the_launch(call, is_float=is_float)
 
-    def run_kernel(
-        self, name: str, compute: Callable[..., Any], args: Any, kwargs: Any
-    ) -> None:
+    def run_kernel(self, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Of a kernel that is not PyTorch's, after its launch: ``compute`` writes its results."""
         used = tensors_in((args, kwargs))
         if self.accesses is not None:

@@ -102,6 +102,23 @@ def _small_copy_kernel(
         destination.as_strided(shape, tuple(to_strides)).copy_(copied)
 
 
+def get_and_clear_swa_pages_kernel(
+    full_page_representatives: Tensor,
+    mapping: Tensor,
+    swa_pages: Tensor,
+    peers_mapped: Tensor,
+    page_size: int,
+    CHECK_PAGE_MAPPINGS: bool,
+    **_: object,
+) -> None:
+    assert page_size == 1
+    assert not CHECK_PAGE_MAPPINGS
+    slots = full_page_representatives.long()
+    swa_pages.copy_(mapping[slots])
+    peers_mapped.copy_(swa_pages > 0)
+    mapping[slots] = 0
+
+
 # ---- a layer
 
 
@@ -178,13 +195,13 @@ def _gemma_qkv_rmsnorm_kernel(
     NUM_KV_HEADS: int,
     HEAD_DIM: int,
     eps: float,
+    HAS_KV: bool,
     **_: object,
 ) -> None:
-    parts = [(Q_ptr, Q_w_ptr, NUM_Q_HEADS)]
-    parts += [(K_ptr, K_w_ptr, NUM_KV_HEADS), (V_ptr, None, NUM_KV_HEADS)]
+    parts: list[tuple[Any, Tensor | None, int]] = [(Q_ptr, Q_w_ptr, NUM_Q_HEADS)]
+    if HAS_KV:
+        parts += [(K_ptr, K_w_ptr, NUM_KV_HEADS), (V_ptr, None, NUM_KV_HEADS)]
     for rows, weight, heads in parts:
-        if rows is None:
-            continue
         of_heads = rows.unflatten(-1, (heads, HEAD_DIM))
         scale = None if weight is None else weight.float()
         of_heads.copy_(rms_norm(of_heads.float(), (HEAD_DIM,), scale, eps))
@@ -232,6 +249,7 @@ KERNELS: tuple[Callable[..., Any], ...] = (
     write_req_to_token_pool_triton,
     compute_position_kernel,
     _small_copy_kernel,
+    get_and_clear_swa_pages_kernel,
     _fwd_kernel,
     _fwd_grouped_kernel_stage1,
     _fwd_kernel_stage2,
