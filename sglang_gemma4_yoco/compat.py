@@ -59,6 +59,7 @@ HAS_RESIDUAL_STREAM = residual_batch is not None
 LAST_TESTED = Version("0.5.23")
 _WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
 POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
+BARRIER_VARIABLE = "SGLANG_FORCE_COARSE_WAR_BARRIER"
 #: The tail's attention backend, by its name in SGLang's registry.
 TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
@@ -259,6 +260,16 @@ def attn_backend_switched(backend: Any) -> AbstractContextManager[None]:
         current = forward_context.ForwardContext(attn_backend=backend)
     switched: AbstractContextManager[None] = forward_context.forward_context(current)
     return switched
+
+
+def frees_tables_early(backend: Any) -> bool:
+    """Whether SGLang's scheduler may rewrite its tables once ``backend`` has planned a prefill.
+
+    Backends declare it, in 0.5.17 none; the scheduler waits for the whole forward of the others.
+    """
+    ends = getattr(backend, "shared_read_ends", None)
+    early = ends is not None and ends(ForwardMode.EXTEND).name == "PRE_REPLAY"
+    return early and not variable(BARRIER_VARIABLE)
 
 
 def build_attn_backend(runner: Any) -> Any:

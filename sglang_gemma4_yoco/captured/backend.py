@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import parallel_state
-from sglang.srt.environ import envs
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
@@ -48,12 +47,6 @@ def loads_kv_layerwise(pool: Any) -> bool:
     """Whether layers wait for their K and V in this pool: a cache loads them while others run."""
     pools = (pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")))
     return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
-
-
-def borrows_graph_pool() -> bool:
-    """Whether SGLang uses the memory of its graphs while none is replayed (0.5.21 and later)."""
-    borrows = getattr(envs, "SGLANG_ENABLE_GRAPH_POOL_BORROW", None)
-    return borrows is not None and bool(borrows.get())
 
 
 def lacks_memory(device: torch.device) -> str | None:

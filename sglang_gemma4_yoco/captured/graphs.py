@@ -35,6 +35,7 @@ NOT_DECODING = "its rows are no decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
 NONE_GOOD = "no graph gave what the eager layers give"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
+_BORROWS = "SGLANG_ENABLE_GRAPH_POOL_BORROW"
 # Server arguments with which a replay may differ from its capture, and why.
 _REFUSED = {
     "enable_hierarchical_cache": LOADED_MEANWHILE,
@@ -70,8 +71,8 @@ def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | N
     for name, reason in _REFUSED.items():
         if argument(name):
             return f"--{name.replace('_', '-')}: {reason}"
-    if backend.borrows_graph_pool():
-        return "SGLang borrows the memory of its graphs (SGLANG_ENABLE_GRAPH_POOL_BORROW)"
+    if compat.variable(_BORROWS):  # 0.5.21 and later: while none is replayed
+        return f"SGLang borrows the memory of its graphs ({_BORROWS})"
     return backend.lacks_memory(torch.device(runner.device))
 
 

@@ -26,6 +26,7 @@ from sglang_gemma4_yoco.core.kept import rewritten
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
+TABLES = "SGLang may rewrite its tables before an audit plans with them"
 DIFFERED = "an audited prefill differed from stock's"
 _MOST_LINES = 16  # errors that are logged; the others are counted
 _OF_LOGPROBS = 6.0  # roundings: a logit minus the logsumexp of all
@@ -36,9 +37,12 @@ def auditor(runner: Any, state: ModelState) -> Auditor | None:
     if settings.current.audit == 0:
         return None
     processor = getattr(runner.model, "logits_processor", None)
-    if processor is not None:
+    if processor is None:
+        why = f"{type(runner.model).__name__} has no logits processor"
+    elif compat.frees_tables_early(runner.attn_backend):
+        why = f"{TABLES}; {compat.BARRIER_VARIABLE}=1 prevents that"
+    else:
         return Auditor(state, processor, settings.current.audit)
-    why = f"{type(runner.model).__name__} has no logits processor"
     log.once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
     return None
 

@@ -40,6 +40,10 @@ RAISED = "the fast path raised an error"
 NO_NUMBERS = "logits that are no numbers"
 OTHERS_SLOTS = "slots that are not the requests' were written to"
 _MODEL = ("input_ids", "positions", "forward_batch")
+# Triton compiles a kernel three times: for 1 request, for a multiple of 16, and for other numbers,
+# as the comparisons have. In a cut prefill this is SGLang's extend kernel, before the cut; and if
+# the tail runs eagerly, the kernel that plans its decode step.
+_OTHER_NUMBERS = (1, 16)
 _BEING_CHECKED = "it is being compared with stock"
 
 
@@ -89,6 +93,8 @@ def check(runner: Any, state: ModelState) -> Checked:
     try:
         with comparing(runner, state) as both:
             worst = rounding.worst(both.findings())
+            if state.on_gpu:
+                both.compile_kernels(runner)
     except NotComparableError as why:
         return Checked(unchecked=str(why))
     except FastPathError:
@@ -114,7 +120,7 @@ class BothPaths:
         self._state, self._requests = state, synthetic
         lens, device = synthetic.lens, synthetic.requests[0].ids.device
         # One request with several rows, one with its last alone, one with all.
-        self._starts = [2, *lens[1:-1], 0] if len(lens) > 1 else [2]
+        self._starts = [2, *lens[1:-1], 0][: len(lens)]
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
         as_stock = replaced(state, refused=_BEING_CHECKED)
         with layerwise.watched(state, stock, front=True), as_stock:
@@ -148,6 +154,13 @@ class BothPaths:
         if self._requests.others_changed():
             found.append(rounding.defect(OTHERS_SLOTS))
         return found
+
+    def compile_kernels(self, runner: Any) -> None:
+        """Run prefills whose kernels the comparisons do not compile; else a user's would wait."""
+        for number in _OTHER_NUMBERS:
+            if number <= runner.max_running_requests:
+                same = [self._requests.requests[0]] * number
+                SyntheticRequests(runner, self._state, same).run()
 
     def _on_stocks_rows(
         self,

@@ -88,7 +88,7 @@ def _draw_times(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
         axes.annotate(f"{point['ratio']:.2f}x", above, ha="center", va="bottom")
     axes.loglog()
     axes.margins(0.1, 0.2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_xticks(lengths, lengths)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set(xlabel="prompt length, tokens", ylabel="time to first token, seconds")

@@ -29,6 +29,20 @@ from sglang_gemma4_yoco import compat
 # Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes, that is
 # of 4 numbers of 4 bytes: the lengths of 3 requests are followed by 1 number of padding.
 _ALIGNMENT = 4
+# Of the blocks that are pinned at start: numbers in them, as powers of two. 2 ** 4 are enough for
+# one request, and 2 ** 18 for all rows of the longest prompt, 131,072.
+_PINNED = range(4, 19)
+
+
+def pin_memory(device: str) -> None:
+    """Have PyTorch pin the blocks that ``TailBatch.of`` copies from, until the next capture.
+
+    Otherwise a request waits for the driver when its batch needs a larger block than any before, or
+    another one of this size; PyTorch rounds up to powers of two. Of each size four are pinned: two
+    batches can be in flight, and SGLang takes blocks as well.
+    """
+    if torch.device(device).type == "cuda":
+        _blocks = [torch.empty(2**n, dtype=torch.int64, pin_memory=True) for n in [*_PINNED] * 4]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sglang_gemma4_yoco.captured import graphs, proof
 from sglang_gemma4_yoco.checking import audit, requests
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.core import donor, gate, ranks
+from sglang_gemma4_yoco.core import donor, gate, kept, ranks
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.state import ModelState, find, first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits
@@ -172,11 +172,6 @@ def unused_generators(device: str) -> Iterator[None]:
 
 def set_up(runner: Any, state: ModelState) -> None:
     """Capture the tail; and, the first time, compare the model with stock."""
-    with _stock_if_it_fails(state.model):
-        _set_up(runner, state)
-
-
-def _set_up(runner: Any, state: ModelState) -> None:
     assert state.attention is not None
     # At a recapture the server serves already. SGLang's scheduler, which captures between two
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
@@ -191,9 +186,12 @@ def _set_up(runner: Any, state: ModelState) -> None:
         state.facts["exits"] = NO_EXITS
     elif state.refused is None:
         prefill_graphs.attach(runner, state, unshown)
-    if checked is not None and state.refused is None:
+    if state.refused is not None:
+        return
+    if checked is not None:
         state.after_cut = audit.auditor(runner, state)
         log.once(f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked}")
+    kept.pin_memory(runner.device)
 
 
 def _check(runner: Any, state: ModelState) -> Checked:

@@ -10,6 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 
 from batches import BATCHES, batch_of
 from checking import audited, counts
@@ -25,7 +29,7 @@ from forwards import (
 from layer_rows import FIRST_CUT, LAYERS
 from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference.engine import Engine, switched
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.checking import audit, layerwise, rounding
 from sglang_gemma4_yoco.checking.rounding import Finding
 from sglang_gemma4_yoco.core import cut, donor
@@ -344,6 +348,28 @@ def test_why_there_are_none(
     setting(audit=1)
     assert audit.auditor(SimpleNamespace(model=object()), start.of(engine.text_model)) is None
     assert "is not audited: " in caplog.text
+
+
+@pytest.mark.skipif(
+    not hasattr(AttentionBackend, "shared_read_ends"), reason="this SGLang waits for all forwards"
+)
+def test_none_where_tables_are_rewritten_meanwhile(
+    engine: Engine, setting: Callable[..., None], said: Callable[..., list[str]]
+) -> None:
+    """An audit plans attention once more, in the forward; SGLang may write to its tables then."""
+    setting(audit=1)
+    early = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
+    hybrid = HybridAttnBackend.__new__(HybridAttnBackend)
+    hybrid.prefill_backend, hybrid.decode_backend = early, engine.runner.attn_backend
+    state = start.of(engine.text_model)
+    for backend in (early, hybrid):
+        with mock.patch.object(engine.runner, "attn_backend", backend):
+            assert audit.auditor(engine.runner, state) is None
+            with getattr(envs, compat.BARRIER_VARIABLE).override(True):
+                assert audit.auditor(engine.runner, state) is not None
+    why = f"{audit.TABLES}; {compat.BARRIER_VARIABLE}=1 prevents that"
+    assert said() == [f"Gemma 4 fast prefill is not audited: {why}"]
+    assert audit.auditor(engine.runner, state) is not None
 
 
 def test_the_state_has_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,7 @@ def set_up(engine: Engine, part: str) -> None:
             without.enter_context(mock.patch.object(prefill_graphs, "attach"))
         elif exits_of(engine) is not None:
             exits_of(engine).hooks.close()
+        without.enter_context(start._stock_if_it_fails(engine.text_model))
         start.set_up(engine.runner, state)
 
 

@@ -31,12 +31,14 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
+from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.requests import synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.commands import status
-from sglang_gemma4_yoco.core import cut, gate
+from sglang_gemma4_yoco.core import cut, gate, kept
+from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import limits, metrics, start
 
@@ -90,6 +92,18 @@ def test_both_paths_are_taken(engine: Engine) -> None:
         [total] * before + [kept] * tail,
     ]
     assert found.agrees
+
+
+def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Engine) -> None:
+    """Triton compiles them for 1 request and for multiples of 16; the comparisons have 3."""
+    state = start.of(engine.text_model)
+    before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
+    for most, numbers in ((4096, [1, 16]), (15, [1])):
+        fits = mock.patch.object(engine.runner, "max_running_requests", most)
+        with nothing_left(engine), counted(engine) as forwards, fits, replaced(state, on_gpu=True):
+            assert checked(engine).agrees
+        expected = [[NEW[0] * n] * before + [n] * tail for n in numbers]
+        assert forwards[5 : 5 + len(expected)] == expected
 
 
 def test_nothing_is_left(engine: Engine) -> None:
@@ -244,6 +258,17 @@ def test_it_is_made_once(started: ModelState, engine: Engine) -> None:
         start.set_up(engine.runner, start.of(engine.text_model))
     assert forwards == []
     assert started.facts["check"] is first
+
+
+def test_memory_is_pinned_after_each_capture(started: ModelState, engine: Engine) -> None:
+    """Which frees what was pinned before, as does each capture of SGLang's."""
+    steps = mock.Mock()
+    captured = mock.patch.object(graphs, "capture", steps.captured)
+    with captured, mock.patch.object(kept, "pin_memory", steps.pinned):
+        for _ in range(2):
+            start.set_up(engine.runner, started)
+    assert [call[0] for call in steps.mock_calls] == ["captured", "pinned"] * 2
+    steps.pinned.assert_called_with(engine.runner.device)
 
 
 def test_the_operator_has_a_say(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
 from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.kept import KeptRows, rewritten
+from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch, pin_memory, rewritten
 from stand_ins import eligible_batch, tail_of
 
 REQUESTS = st.lists(
@@ -48,6 +51,30 @@ def test_restored_after_an_exception() -> None:
         raise RuntimeError("inside")
     assert vars(forward_batch).keys() == before.keys()
     assert all(vars(forward_batch)[name] is value for name, value in before.items())
+
+
+def pinned_on(device: str) -> Counter[int]:
+    """The blocks that are pinned at start, by their sizes in bytes."""
+    blocks = Counter[int]()
+
+    def empty(numbers: int, *, dtype: torch.dtype, pin_memory: bool) -> None:
+        assert pin_memory
+        blocks[numbers * dtype.itemsize] += 1
+
+    with mock.patch.object(torch, "empty", empty):
+        pin_memory(device)
+    return blocks
+
+
+def test_blocks_are_pinned_for_every_batch() -> None:
+    """PyTorch rounds what a batch needs up to a power of two."""
+    one_row = [KeptRows.suffixes([7] * n, [0] * n) for n in (1, 2, 4, 5, 17, 300, 4096)]
+    longest = KeptRows.suffixes([131_072], [0], [0])
+    blocks, device = pinned_on("cuda"), SimpleNamespace(extend_seq_lens=torch.zeros(1))
+    for kept in (*one_row, longest):
+        needed = TailBatch.of(device, kept, decodes=True)._packed.nbytes
+        assert blocks[1 << (needed - 1).bit_length()] == 4
+    assert pinned_on("cpu") == {}
 
 
 UNFINISHED = {"contains_last_prefill_chunk": False}
