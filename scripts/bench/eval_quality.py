@@ -39,7 +39,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import SetupError, command_line, failed, heading, origin, say
+from command_line import failed, heading, new_parser
+from environment import SetupError
+from result_files import origin
+from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.prompts import COLOURS, WHICH_COLOURS, picture
 from sglang_gemma4_yoco.commands.servers import (
     Server,
@@ -233,7 +236,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = command_line(__doc__)
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--model", help="a checkpoint to serve, off and then on")
     add("--off", metavar="URL", help="a server with the fast path off")

@@ -23,7 +23,6 @@ if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cp
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
 import host_work
-from bench_gpu import Answer
 from bench_prefill import (
     OFF_REPLAYED,
     ON_REPLAYED,
@@ -36,6 +35,7 @@ from bench_prefill import (
     timed,
 )
 from forwards import refusing_waits
+from replayed_answers import Answer
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_yoco import log
