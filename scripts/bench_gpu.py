@@ -71,12 +71,12 @@ COMMANDS = {
     "prefill": (
         "bench_prefill.py --graphs tail --batch-sizes 1"
         " --lengths 16 32 64 128 256 512 1024 2048 8192 32768",
-        "--lengths 40 --repeats 1 --host-repeats 1",
+        "--lengths 40 --repeats 1",
     ),
     "replayed": (
         "bench_prefill.py --graphs prefills --batch-sizes 1 --repeats 9 --min-skipped-rows 1"
         " --lengths 16 32 64 128 256 512 1024 2048 4096 8192",
-        "--lengths 40 --repeats 1 --host-repeats 1",
+        "--lengths 40 --repeats 1",
     ),
 }
 LENGTHS = {"memory": (512, 8192, 32768), "profile": (16, 128, 512, 2048, 8192), "answers": (2000,)}

@@ -14,9 +14,9 @@ ceiling off/front-only, and the share of the possible saving that was realised,
 (off - on) / (off - front). It verifies that on and off give
 the same answer, and how many rows each layer computed; it refuses to report "on" where the fast
 path was neither active nor fell back with a reason. It also measures what the package adds to
-forwards that it leaves alone; and, in separate passes after the timed ones, what the host does in
-a forward (``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes
-time.
+forwards that it leaves alone; and, in separate passes after the timed ones, how often the host does
+something in a forward (``host_work``), off and on. E2B_HOST and E4B_HOST have the real models'
+layers, and are tiny otherwise.
 
 With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
 prefills`` (or nothing behind the flag) SGLang captures its prefills too, and there are two more
@@ -37,10 +37,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import operator
 import os
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -61,10 +59,13 @@ from command_line import new_parser
 from result_files import REHEARSAL, device_name, origin, write_result
 from sglang_gemma4_yoco.commands.compare import Times
 from sglang_gemma4_yoco.commands.console import say
+from sglang_gemma4_yoco.commands.verify import positive
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
     import torch
+
+    from host_work import Counts
 
 WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
@@ -74,7 +75,6 @@ MOST_CAPTURED = 1024
 CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
-HOST_REPEATS = 3
 # Standard deviation of logits. Below it all are alike, as with SGLang's dummy weights, and then on
 # agrees with off whatever it computes.
 LEAST_SPREAD = 0.01
@@ -114,29 +114,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class HostWork:
-    """What the host does in one forward; see ``host_work``.
-
-    Attributes:
-        operations: dispatched outside of replays; each replay counts as one.
-        triton_launches: outside of replays.
-        device_reads: values for which the host of a GPU would wait.
-        seconds: median by region.
-        outside_of_layers: seconds of planning and of all that is before, after and around layers.
-        added_outside: by how much they were more than those of the off pass beside each.
-    """
-
-    operations: int
-    replays: int
-    triton_launches: int
-    device_reads: int
-    seconds: dict[str, float]
-    operations_by_region: dict[str, int]
-    outside_of_layers: Times
-    added_outside: Times
-
-
-@dataclass(frozen=True)
 class Replayed:
     """What came of a prefill that SGLang replays.
 
@@ -168,7 +145,7 @@ class Point:
         max_logit_difference: between on and off, over the last row of every prompt.
         same_tokens: whether the greedy next tokens are the same.
         ratio: off / on; ``ceiling`` is off / front-only, ``realised`` (off - on) / (off - front).
-        host: what the host does, by way.
+        host: what the host does, by way; see ``host_work``.
         replayed: what came of the ways whose prefill SGLang replays; empty where it has captured
             none of this length.
     """
@@ -184,7 +161,7 @@ class Point:
     ratio: float
     ceiling: float
     realised: float
-    host: dict[str, HostWork]
+    host: dict[str, Counts]
     replayed: dict[str, Replayed]
 
     @property
@@ -210,23 +187,20 @@ def parse_arguments() -> argparse.Namespace:
         help="a model with random weights",
     )
     add = parser.add_argument
-    add("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
-    add("--batch-sizes", type=int, nargs="+", default=[1, 4])
+    add("--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192])
+    add("--batch-sizes", type=positive, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
-    add("--min-skipped-rows", type=int, help="cut what can skip so many rows, whatever the rule is")
-    add("--repeats", type=int, default=7, help="times each of the three ways")
-    add("--host-repeats", type=int, default=HOST_REPEATS, help="passes for the host's times")
+    add(
+        "--min-skipped-rows",
+        type=positive,
+        help="cut what can skip so many rows, whatever the rule is",
+    )
+    add("--repeats", type=positive, default=7, help="times each of the three ways")
     add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--json", type=Path, help="also write the JSON document to this file")
     args = parser.parse_args()
-    if min(*args.lengths, *args.batch_sizes, args.repeats, args.host_repeats) < 1:
-        parser.error("--lengths, --batch-sizes and both --repeats take numbers above 0")
-    if min(args.decoding) < 0 or min(args.read) < 0 or max(args.read) > 1:
-        parser.error("--decoding takes numbers from 0, --read shares from 0 to 1")
-    if args.min_skipped_rows is not None and args.min_skipped_rows < 1:
-        parser.error("--min-skipped-rows takes a number above 0")
     if args.model is not None and not (args.model / "config.json").exists():
         parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
     return args
@@ -505,66 +479,29 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
 def captured_rows(engine: Any) -> list[int]:
     """The lengths of the prefills that SGLang has captured."""
-    import host_work
-
-    graphs = getattr(host_work.prefill_backend(engine), "_graphs", ())
+    runner = getattr(engine.runner, "prefill_cuda_graph_runner", None)
+    graphs = getattr(getattr(runner, "backend", None), "_graphs", ())
     return sorted(getattr(key, "size", key) for key in graphs)
 
 
-def measure_host(
-    engine: Any, batch: Any, repeats: int, ways: Sequence[str] = WAYS[:2]
-) -> dict[str, HostWork]:
-    """What the host does for one batch, in turns in each way.
+def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dict[str, Counts]:
+    """What the host does for one batch, in each way.
 
     Raises:
         NotActiveError: SGLang was to replay, and did not.
     """
     import host_work
 
-    forward = partial(engine.forward, batch)
-    counts: dict[str, host_work.Counts] = {}
-    seconds: dict[str, list[dict[str, float]]] = {}
+    counts = {}
     for way in ways:
-        seconds[way] = []
         with served(engine, way):
-            counts[way] = host_work.count(engine, forward)
+            counts[way] = host_work.count(partial(engine.forward, batch))
         if way in REPLAYED and counts[way].replays < 2:
             raise NotActiveError(f"{way}: SGLang has replayed no segments")
-    for repeat in range(repeats):
-        for way in ways if repeat % 2 else reversed(ways):
-            with served(engine, way):
-                synchronizer(engine)()
-                seconds[way].append(host_work.clock(engine, forward))
-    stock = list(map(host_work.outside_of_layers, seconds["off"]))
-    return {way: _host_work(counts[way], seconds[way], stock) for way in ways}
+    return counts
 
 
-def _host_work(counts: Any, seconds: Sequence[dict[str, float]], stock: list[float]) -> HostWork:
-    """What was counted and timed, as medians.
-
-    Args:
-        stock: seconds outside of layers in the off pass beside each.
-    """
-    import host_work
-
-    medians, operations = {}, {}
-    for region in host_work.REGIONS:
-        medians[region] = statistics.median(one[region] for one in seconds)
-        operations[region] = counts.operations[region]
-    outside = list(map(host_work.outside_of_layers, seconds))
-    return HostWork(
-        operations=counts.operations.total(),
-        replays=counts.replays,
-        triton_launches=counts.triton_launches,
-        device_reads=counts.device_reads,
-        seconds=medians,
-        operations_by_region=operations,
-        outside_of_layers=Times.of(outside),
-        added_outside=Times.of(list(map(operator.sub, outside, stock))),
-    )
-
-
-def measure(engine: Any, load: Load, repeats: int, host_repeats: int = HOST_REPEATS) -> Point:
+def measure(engine: Any, load: Load, repeats: int) -> Point:
     """Time one batch all three ways, in turns, and verify the answers.
 
     Raises:
@@ -599,7 +536,7 @@ def measure(engine: Any, load: Load, repeats: int, host_repeats: int = HOST_REPE
         ratio=off.median / on.median,
         ceiling=off.median / front.median,
         realised=realised,
-        host=measure_host(engine, batch, host_repeats, ("off", "on", *by_replay)),
+        host=measure_host(engine, batch, ("off", "on", *by_replay)),
         replayed=by_replay,
     )
 
@@ -713,7 +650,7 @@ def main() -> int:
         document = describe(args.model or args.preset, engine)  # before its file is a change
         document |= {"points": [], "gate": measure_gate(engine)}
         for load in loads(args):
-            points.append(measure(engine, load, args.repeats, args.host_repeats))
+            points.append(measure(engine, load, args.repeats))
             show(points[-1])
             document["points"].append(asdict(points[-1]))
             line = write_result(args.json, document)  # after each point, so that nothing is lost

@@ -298,7 +298,8 @@ def judged(group: Group) -> list[Result]:
             breaks = group.breaks
             if group.triton:
                 first = _BROKEN_ON_TRITON * kind["seed"] % len(breaks)
-                breaks = [*breaks[first:], *breaks[:first]][:_BROKEN_ON_TRITON]
+                turned = [*breaks[first:], *breaks[:first]]
+                breaks = turned[:_BROKEN_ON_TRITON]
             judge(engine, result, random.Random(kind["seed"]), breaks, number)
             results.append(result)
             print(result, flush=True)

@@ -189,9 +189,9 @@ def test_stock_replays_every_segment_and_the_package_those_before_the_exit(engin
     counts = {}
     for way in ("on", OFF_REPLAYED, ON_REPLAYED):
         with served(engine, way):
-            counts[way] = host_work.count(engine, partial(engine.forward, batch))
+            counts[way] = host_work.count(partial(engine.forward, batch))
         print(way, counts[way])
     assert counts[OFF_REPLAYED].replays == len(engine.text_model.layers) + 1
     assert counts[ON_REPLAYED].replays == state.cut_layer + 1 + 1, "and the tail"
-    operations = {way: count.operations.total() for way, count in counts.items()}
+    operations = {way: count.operations for way, count in counts.items()}
     assert operations[ON_REPLAYED] < operations[OFF_REPLAYED] < operations["on"]
