@@ -131,26 +131,12 @@ def run_pass(
     """Put all requests to one server, and look at what it did; returns the answers too."""
     from tqdm import tqdm
 
-    from layer_rows import fast_rows, is_replayed
     from sglang_gemma4_reference import row_trace, tail_failures
-    from sglang_gemma4_reference.workload import (
-        ACTIVE,
-        NOTHING_TO_SKIP,
-        SERVED_BY_STOCK,
-        SKIPPED,
-        STOCK,
-        Client,
-        ask_all,
-        held_tokens,
-        outcome,
-        outcomes,
-    )
+    from sglang_gemma4_reference.workload import Client, ask_all, held_tokens
 
-    failures = failures_of(server)
-    captured = CAPTURED_ROWS if args.captured else ()
     result, client, memory = Pass(name), Client(server.url), Memory(server.process.pid)
-    trace = trace_of(server)
-    mark, injected = len(row_trace.read(trace)), len(tail_failures.so_far(failures))
+    mark = len(row_trace.read(trace_of(server)))
+    injected = len(tail_failures.so_far(failures_of(server)))
     client.post("/flush_cache", {}).raise_for_status()
     every = max(len(workload) // 100, 1)
     with tqdm(total=len(workload), desc=name, unit="request") as progress:
@@ -164,44 +150,58 @@ def run_pass(
         answers = ask_all(client, workload, concurrency=args.concurrency, answered=answered)
         result.seconds = time.monotonic() - began
     result.memory_half, result.memory_end = memory.around(0.5), memory.around(1.0)
-    if result.memory_end - result.memory_half > FLAT_BYTES:
-        result.problems.append("memory grows")
     try:
         result.used_tokens = held_tokens(client)
         client.post("/flush_cache", {}).raise_for_status()
         result.alive = True
     except (TimeoutError, OSError) as failure:
         result.problems.append(f"the server is dead, or not idle after all answers: {failure!r}")
-    if result.used_tokens:
-        result.problems.append(f"{result.used_tokens} slots are held by no request")
-    prefills = row_trace.read(trace)[mark:]
-    forwards = outcomes(prefills)
-    result.forwards = dict(forwards.most_common())
     result.reasons = [line.split(FALLBACK)[1] for line in server.log_lines(FALLBACK)]
-    result.injected = len(tail_failures.so_far(failures)) - injected
-    shortened = forwards[ACTIVE] + forwards[SKIPPED] + forwards[SERVED_BY_STOCK]
-    result.eligible_share = shortened / max(forwards.total() - forwards[NOTHING_TO_SKIP], 1)
-    if server.fast and not forwards[ACTIVE]:
-        result.problems.append("the fast path was not active")
-    if server.fast:
+    result.injected = len(tail_failures.so_far(failures_of(server))) - injected
+    judge_forwards(result, server, row_trace.read(trace_of(server))[mark:], args.captured)
+    problems = {
+        "memory grows": result.memory_end - result.memory_half > FLAT_BYTES,
+        f"{result.used_tokens} slots are held by no request": result.used_tokens,
+        "SGLang has found a leak; see its log": "leak detected" in server.log().lower(),
+    }
+    result.problems += [what for what, is_so in problems.items() if is_so]
+    return result, answers
+
+
+def judge_forwards(
+    result: Pass, server: Server, prefills: Sequence[Any], replays_tails: bool
+) -> None:
+    """Whether each forward has computed the rows that it had to, and no others."""
+    from layer_rows import fast_rows, is_replayed
+    from sglang_gemma4_reference import workload as kinds
+
+    forwards = kinds.outcomes(prefills)
+    result.forwards = dict(forwards.most_common())
+    served_by_stock = forwards[kinds.SERVED_BY_STOCK]
+    shortened = forwards[kinds.ACTIVE] + forwards[kinds.SKIPPED] + served_by_stock
+    with_rows_to_skip = forwards.total() - forwards[kinds.NOTHING_TO_SKIP]
+    result.eligible_share = shortened / max(with_rows_to_skip, 1)
+    result.replays = sum(prefill.replays for prefill in prefills)
+    problems = {
+        f"{result.injected} failures, {served_by_stock} forwards served by stock": (
+            served_by_stock != result.injected
+        )
+    }
+    if not server.fast:
+        others = forwards.keys() - {kinds.STOCK, kinds.NOTHING_TO_SKIP}
+        problems["the stock server skipped rows"] = bool(others)
+    else:
+        problems["the fast path was not active"] = not forwards[kinds.ACTIVE]
+        problems["no tail was replayed"] = replays_tails and not result.replays
+        captured = CAPTURED_ROWS if replays_tails else ()
         for prefill in prefills:
-            result.replays += prefill.replays
             # Where the tail is replayed, one row that can be skipped is enough.
             minimum = 1 if is_replayed(prefill, 1, captured) else None
             due = fast_rows(prefill, minimum, captured)[-1], is_replayed(prefill, minimum, captured)
-            if outcome(prefill) != SERVED_BY_STOCK and (prefill.rows[-1], prefill.replays) != due:
-                result.problems.append(f"a forward with {due[0]} rows to compute: {prefill}")
-    if server.fast and captured and not result.replays:
-        result.problems.append("no tail was replayed")
-    if not server.fast and forwards.keys() - {STOCK, NOTHING_TO_SKIP}:
-        result.problems.append("the stock server skipped rows")
-    if forwards[SERVED_BY_STOCK] != result.injected:
-        result.problems.append(
-            f"{result.injected} failures, {forwards[SERVED_BY_STOCK]} forwards served by stock"
-        )
-    if "leak detected" in server.log().lower():
-        result.problems.append("SGLang has found a leak; see its log")
-    return result, answers
+            if kinds.outcome(prefill) != kinds.SERVED_BY_STOCK:
+                wrong = (prefill.rows[-1], prefill.replays) != due
+                problems[f"a forward with {due[0]} rows to compute: {prefill}"] = wrong
+    result.problems += [what for what, is_so in problems.items() if is_so]
 
 
 def trace_of(server: Server) -> Path:
