@@ -33,7 +33,8 @@ message on stderr, no JSON). Answers agree if all tokens are equal and all log-p
 1e-3. That is asked of float32, which is what runs on a CPU; on a GPU, in bfloat16, other kernels
 round differently, so there the difference is judged by what stock differs from itself
 (``sglang-gemma4-yoco verify --help`` has the rule). All of verify's other options are taken too, as
-``--prompt-tokens`` (2048 here, if it is not given), ``--repeats``, ``--servers`` and ``--port``.
+``--prompt-tokens``, ``--repeats``, ``--servers`` and ``--port``. For the small random model fewer
+questions are asked, and shorter prompts are timed, than verify does by itself.
 """
 
 from __future__ import annotations
@@ -42,85 +43,74 @@ import argparse
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from environment import (
-    REFERENCE,
-    REPO,
-    SGLANG_VERSION,
-    SetupError,
-    command_line,
-    failed,
-    gpu_name,
-    heading,
-    make_checkpoint,
-    make_work_dir,
-    prepare_environment,
-    probe,
-    say,
-)
+from command_line import failed, heading, make_checkpoint, make_work_dir, new_parser
+from environment import REPO, SGLANG_VERSION, SetupError, prepare
 from sglang_gemma4_yoco.commands import verify
+from sglang_gemma4_yoco.commands.console import say
+
+# For a random model two questions show as much as twelve, and a prompt of half the length.
+QUESTIONS = "What is the capital of France?\nName three prime numbers.\n"
+SHORT = ("--prompt-tokens", "1024", "--repeats", "3")
+_GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
 def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
     """Continue inside the demo's own virtual environment."""
     heading("Virtual environment")
-    log: Path = args.work_dir / "install.log"
-    log.write_text("")
-    python, device = prepare_environment(
-        args.venv, log, sglang_version=args.sglang_version, device=args.device
-    )
-    say(f"Complete: {python.parent.parent}")
-    own, flags = split(argv)
-    command = [str(python), str(Path(__file__).resolve()), *own, "--no-venv", "--device", device]
-    os.execv(command[0], [*command, *flags])
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is before ``--``, and the rest."""
+    python = str(prepare(args.venv, sglang=args.sglang_version))
     end = argv.index("--") if "--" in argv else len(argv)
-    return list(argv[:end]), list(argv[end:])
+    own, flags = argv[:end], argv[end:]
+    os.execv(python, [python, str(Path(__file__).resolve()), *own, "--no-venv", *flags])
 
 
-def check_environment(args: argparse.Namespace) -> str:
-    """Return the device to serve on, or say what this interpreter lacks."""
-    found = probe(sys.executable)
-    missing = [name for name in ("sglang", "rich", "matplotlib") if not found[name]]
-    if not found["sglang-gemma4-yoco"]:
-        missing.append(f"this package (pip install {REPO})")
-    name = None if args.device == "cpu" else gpu_name(sys.executable) if found["sglang"] else None
-    if args.device == "cuda" and name is None and found["sglang"]:
-        raise SetupError("PyTorch sees no GPU: check the driver with nvidia-smi, or --device cpu.")
-    if name is None and not found["sglang-gemma4-reference"]:
-        missing.append(f"the CPU platform (pip install {REFERENCE})")
+def choose_device(wanted: str) -> str:
+    """``cpu`` or ``cuda``, or what this interpreter's environment lacks."""
+    names = ("sglang", "sglang_gemma4_yoco", "sglang_gemma4_reference", "rich", "matplotlib")
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise SetupError(
-            f"{sys.executable} lacks {', '.join(missing)}. Install that, or run without --no-venv."
-        )
-    say(f"SGLang {found['sglang']}, device {name or 'cpu'}, plugin {found['path']}")
-    return "cpu" if name is None else "cuda"
+        raise SetupError(f"{sys.executable} lacks {missing}: install these, or leave out --no-venv")
+    if wanted == "cpu":
+        return wanted
+    command = [sys.executable, "-c", _GPU]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SetupError(f"PyTorch cannot be imported:\n{done.stderr}")
+    gpu = done.stdout.strip()
+    if not gpu and wanted == "cuda":
+        raise SetupError("PyTorch sees no GPU: check the driver with nvidia-smi, or --device cpu.")
+    if gpu:
+        return "cuda"
+    return "cpu"
 
 
 def demo(args: argparse.Namespace) -> NoReturn:
     """Go on as ``verify``, inside a complete environment."""
-    heading("Environment")
-    device = check_environment(args)
+    device = choose_device(args.device)
     logs: Path = args.work_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     logs.mkdir(parents=True, exist_ok=True)
-    model, label = args.model, args.model
-    if model is None:
+    command = [sys.executable, "-m", "sglang_gemma4_yoco", "verify", "--device", device]
+    command += ["--output", str(logs)]
+    if args.model is not None:
+        command += ["--model-path", args.model, "--prompt-tokens", "2048"]
+        args.flags = [*shlex.split(args.server_args), *args.flags]
+    else:
         heading("Model")
-        model = str(make_checkpoint(args.preset, args.work_dir, logs / "checkpoint.log"))
-        label = args.preset
+        model = make_checkpoint(args.preset, args.work_dir)
         say("Its weights are random, so its words mean nothing; that they are equal is the point.")
-    command = [sys.executable, "-m", "sglang_gemma4_yoco", "verify"]
-    command += ["--model-path", model, "--label", label, "--device", device]
-    command += ["--prompt-tokens", "2048", "--output", str(logs), *args.of_verify]
-    command += ["--", *shlex.split(args.server_args), *args.flags]
+        questions = logs / "questions.txt"
+        questions.write_text(QUESTIONS)
+        command += ["--model-path", str(model), "--label", args.preset]
+        command += ["--prompts", str(questions), *SHORT]
+        args.flags = ["--chunked-prefill-size", "1024", *shlex.split(args.server_args), *args.flags]
+    command += [*args.of_verify, "--", *args.flags]
     if device == "cpu":
         os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"
     sys.stdout.flush()
@@ -130,9 +120,8 @@ def demo(args: argparse.Namespace) -> NoReturn:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; what is not the demo's own is verify's."""
-    parser = command_line(__doc__)
+    parser = new_parser(__doc__)
     parser.usage = "%(prog)s [options] [options of verify] [-- SERVER_FLAG ...]"
-    parser.allow_abbrev = False
     add = parser.add_argument
     add(
         "--model",
@@ -156,15 +145,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-venv", action="store_true", help="use this interpreter's environment as it is")
     add("--sglang-version", default=SGLANG_VERSION, help="what to install")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and random checkpoints")
-    own, flags = split(argv)
-    args, of_verify = parser.parse_known_args(own)
+    end = argv.index("--") if "--" in argv else len(argv)
+    args, of_verify = parser.parse_known_args(argv[:end])
+    args.of_verify = of_verify
     known = argparse.ArgumentParser()  # refuses before anything is installed
     verify.add_options(known)
     known.parse_args(["--model-path", "any", *of_verify])
-    args.of_verify = of_verify
-    args.flags = flags[1:]
+    args.flags = argv[end + 1 :]
     args.venv = args.venv.expanduser().absolute()
-    args.work_dir = args.work_dir.expanduser().absolute()
     return args
 
 
@@ -175,10 +163,8 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, lambda signum, _: sys.exit(128 + signum))
     try:
         if not sys.platform.startswith("linux") or sys.version_info < (3, 10):
-            raise SetupError(
-                "SGLang runs on Linux, with Python 3.11 or later (3.10 up to SGLang 0.5.21)."
-            )
-        make_work_dir(args.work_dir)
+            raise SetupError("SGLang runs on Linux, with Python 3.11 (3.10 up to SGLang 0.5.21).")
+        args.work_dir = make_work_dir(args.work_dir)
         if not args.no_venv:
             bootstrap(args, argv)
         demo(args)

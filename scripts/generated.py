@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from environment import REPO, command_line
-
-
-def begin(name: str) -> str:
-    """The line before the part called ``name``."""
-    return f"<!-- {name}: begin -->"
-
-
-def end(name: str) -> str:
-    """The line after it."""
-    return f"<!-- {name}: end -->"
+from command_line import new_parser
+from environment import REPO
 
 
 def inserted(document: str, name: str, content: str) -> str:
@@ -24,23 +15,24 @@ def inserted(document: str, name: str, content: str) -> str:
     Raises:
         ValueError: the part's markers are not there.
     """
-    before, first, rest = document.partition(begin(name))
-    _, last, after = rest.partition(end(name))
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, first, rest = document.partition(begin)
+    _, last, after = rest.partition(end)
     if not first or not last:
-        raise ValueError(f"there are no lines {begin(name)} and {end(name)}")
+        raise ValueError(f"there are no lines {begin} and {end}")
     return f"{before}{first}\n{content.rstrip()}\n{last}{after}"
 
 
+#: A page: what makes each of its parts, by the part's name. The part "" is the whole file.
+Parts = Mapping[str, Callable[[], str]]
+
+
 def kept_up_to_date(
-    pages: Mapping[Path, Callable[[str], str]],
-    script: str,
-    about: str | None,
-    arguments: Sequence[str] | None,
+    pages: Mapping[Path, Parts], script: str, about: str | None, arguments: Sequence[str] | None
 ) -> int:
     """The command of a script in ``docs/``: check its pages, or with ``--write`` write them.
 
     Args:
-        pages: each page's path, and what makes the page as it should be from the page as it is.
         script: the script's file, for the line that says what to run.
         about: what its ``--help`` says.
         arguments: of its command line; None for this process's.
@@ -48,20 +40,20 @@ def kept_up_to_date(
     Returns:
         The exit status: 1 if a page is out of date.
     """
-    names = {page: page.relative_to(REPO) for page in pages}
-    parser = command_line(about)
-    written = ", ".join(map(str, names.values()))
-    parser.add_argument("--write", action="store_true", help=f"write {written}")
+    parser = new_parser(about)
+    names = ", ".join(str(page.relative_to(REPO)) for page in pages)
+    parser.add_argument("--write", action="store_true", help=f"write {names}")
     write = parser.parse_args(arguments).write
     outdated = False
-    for page, wanted in pages.items():
-        before = page.read_text()
-        after = wanted(before)
+    for page, parts in pages.items():
+        before = after = page.read_text()
+        for name, made in parts.items():
+            after = inserted(after, name, made()) if name else made()
         if write:
             page.write_text(after)
         elif after != before:
             command = Path(script).resolve().relative_to(REPO)
-            print(f"{names[page]} is out of date: python3 {command} --write")
+            print(f"{page.relative_to(REPO)} is out of date: python3 {command} --write")
             outdated = True
     return int(outdated)
 

@@ -14,28 +14,29 @@ ceiling off/front-only, and the share of the possible saving that was realised,
 (off - on) / (off - front). It verifies that on and off give
 the same answer, and how many rows each layer computed; it refuses to report "on" where the fast
 path was neither active nor fell back with a reason. It also measures what the package adds to
-forwards that it leaves alone; and, in separate passes after the timed ones, what the host does in
-a forward (``host_work``), off and on. E2B_HOST and E4B_HOST are models in which nothing else takes
-time.
+forwards that it leaves alone; and, in separate passes after the timed ones, how often the host does
+something in a forward (``host_work``), off and on. E2B_HOST and E4B_HOST have the real models'
+layers, and are tiny otherwise.
 
-With ``--graphs`` SGLang captures prefills of up to 1024 rows too, and ``host_work`` looks at two
-more ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for
-the package's captured tail. The three timed ways stay eager.
+With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
+prefills`` (or nothing behind the flag) SGLang captures its prefills too, and there are two more
+ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed** leaves it for the
+package's captured tail. On a GPU these are timed as well. On a CPU a replay runs the captured
+operations one by one, so only the host's work besides is a result there.
 
 Output contract: tables for people on stdout; the last line is one JSON document.
 
     python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
     python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --min-skipped-rows 1
-    python scripts/bench/bench_prefill.py --preset E2B    # on a GPU
+    python scripts/bench/bench_prefill.py --preset E2B --graphs tail    # on a GPU
 
-Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
-one.
+Needs the environment that ``scripts/demo.py`` makes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import random
 import sys
@@ -44,7 +45,8 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -53,23 +55,26 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from environment import REPO, command_line, origin, write_whole
+from command_line import new_parser
+from result_files import REHEARSAL, device_name, origin, write_result
 from sglang_gemma4_yoco.commands.compare import Times
+from sglang_gemma4_yoco.commands.console import say
+from sglang_gemma4_yoco.commands.verify import positive
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
     import torch
 
+    from host_work import Counts
+
 WAYS = ("off", "on", "front")
 OFF_REPLAYED, ON_REPLAYED = REPLAYED = ("off replayed", "on replayed")
-# Larger prefills stay eager: the host has less to do for them than the device, and on a CPU a
-# captured prefill keeps every intermediate result.
+# Larger prefills stay eager on a CPU, where a captured one keeps every intermediate result.
 MOST_CAPTURED = 1024
 # A prefill of so many rows is always captured: the package's check at start fits into it.
 CHECKED = 32
 # A first time is slower; of a larger batch's many seconds it is no visible part.
 WARM_UP_ROWS = 4096
-HOST_REPEATS = 3
 # Standard deviation of logits. Below it all are alike, as with SGLang's dummy weights, and then on
 # agrees with off whatever it computes.
 LEAST_SPREAD = 0.01
@@ -109,29 +114,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class HostWork:
-    """What the host does in one forward; see ``host_work``.
-
-    Attributes:
-        operations: dispatched outside of replays; each replay counts as one.
-        triton_launches: outside of replays.
-        device_reads: values for which the host of a GPU would wait.
-        seconds: median by region.
-        outside_of_layers: seconds of planning and of all that is before, after and around layers.
-        added_outside: by how much they were more than those of the off pass beside each.
-    """
-
-    operations: int
-    replays: int
-    triton_launches: int
-    device_reads: int
-    seconds: dict[str, float]
-    operations_by_region: dict[str, int]
-    outside_of_layers: Times
-    added_outside: Times
-
-
-@dataclass(frozen=True)
 class Replayed:
     """What came of a prefill that SGLang replays.
 
@@ -139,11 +121,18 @@ class Replayed:
         path: what the package reports: a way of being active, or why it fell back.
         max_logit_difference: from the eager stock forward.
         same_tokens: whether the greedy next tokens are the same.
+        times: on a GPU.
     """
 
     path: str
     max_logit_difference: float
     same_tokens: bool
+    times: Times | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the answer is another one than stock's, in float32."""
+        return not self.same_tokens or self.max_logit_difference > 1e-3
 
 
 @dataclass(frozen=True)
@@ -156,7 +145,7 @@ class Point:
         max_logit_difference: between on and off, over the last row of every prompt.
         same_tokens: whether the greedy next tokens are the same.
         ratio: off / on; ``ceiling`` is off / front-only, ``realised`` (off - on) / (off - front).
-        host: what the host does, by way.
+        host: what the host does, by way; see ``host_work``.
         replayed: what came of the ways whose prefill SGLang replays; empty where it has captured
             none of this length.
     """
@@ -172,14 +161,14 @@ class Point:
     ratio: float
     ceiling: float
     realised: float
-    host: dict[str, HostWork]
+    host: dict[str, Counts]
     replayed: dict[str, Replayed]
 
     @property
     def differs(self) -> bool:
-        """Whether an answer is another one than stock's."""
-        answers: list[Point | Replayed] = [self, *self.replayed.values()]
-        return any(not a.same_tokens or a.max_logit_difference > 1e-3 for a in answers)
+        """Whether an answer is another one than stock's, in float32."""
+        eager = Replayed(self.path, self.max_logit_difference, self.same_tokens)
+        return eager.differs or any(one.differs for one in self.replayed.values())
 
 
 class NotActiveError(Exception):
@@ -188,7 +177,7 @@ class NotActiveError(Exception):
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = command_line(__doc__)
+    parser = new_parser(__doc__)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="directory of a checkpoint")
     model.add_argument(
@@ -198,29 +187,20 @@ def parse_arguments() -> argparse.Namespace:
         help="a model with random weights",
     )
     add = parser.add_argument
-    add("--lengths", type=int, nargs="+", default=[128, 512, 2048, 8192])
-    add("--batch-sizes", type=int, nargs="+", default=[1, 4])
+    add("--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192])
+    add("--batch-sizes", type=positive, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
-    add("--min-skipped-rows", type=int, help="cut what can skip so many rows, whatever the rule is")
-    add("--repeats", type=int, default=7, help="times each of the three ways")
-    add("--host-repeats", type=int, default=HOST_REPEATS, help="passes for the host's times")
     add(
-        "--graphs",
-        action="store_true",
-        help="capture the tail, as a server with CUDA graphs does, and prefills of up to "
-        f"{MOST_CAPTURED} rows; on a CPU a replay runs the captured operations one by one, so "
-        "only the host's work besides is a result",
+        "--min-skipped-rows",
+        type=positive,
+        help="cut what can skip so many rows, whatever the rule is",
     )
+    add("--repeats", type=positive, default=7, help="times each of the three ways")
+    add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--json", type=Path, help="also write the JSON document to this file")
     args = parser.parse_args()
-    if min(*args.lengths, *args.batch_sizes, args.repeats, args.host_repeats) < 1:
-        parser.error("--lengths, --batch-sizes and both --repeats take numbers above 0")
-    if min(args.decoding) < 0 or min(args.read) < 0 or max(args.read) > 1:
-        parser.error("--decoding takes numbers from 0, --read shares from 0 to 1")
-    if args.min_skipped_rows is not None and args.min_skipped_rows < 1:
-        parser.error("--min-skipped-rows takes a number above 0")
     if args.model is not None and not (args.model / "config.json").exists():
         parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
     return args
@@ -228,15 +208,19 @@ def parse_arguments() -> argparse.Namespace:
 
 def loads(args: argparse.Namespace) -> list[Load]:
     """What is measured."""
-    grid = product(args.batch_sizes, args.decoding, args.read, args.lengths)
-    return [Load(length, size, decoding, read) for size, decoding, read, length in grid]
+    found = []
+    for size, decoding, read in product(args.batch_sizes, args.decoding, args.read):
+        found += [Load(length, size, decoding, read) for length in args.lengths]
+    return found
 
 
 def choose_device(wanted: str) -> str:
     """``cpu`` or ``cuda``; selects the CPU platform, which must happen before SGLang's import."""
     import torch
 
-    device = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = wanted
+    if wanted == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"
     return device
@@ -263,19 +247,24 @@ def build_engine(
     from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
     from sglang_gemma4_reference.engine import Engine
 
-    options: dict[str, Any] = {"cuda_graph_bs_decode": [1]} if graphs else {}
+    options: dict[str, Any] = {"disable_cuda_graph": True}
+    if graphs:
+        options = {"cuda_graph_bs_decode": [1]}
     if prefills:
         options |= {"cuda_graph_backend_prefill": "breakable", "cuda_graph_bs_prefill": prefills}
-    options = options or {"disable_cuda_graph": True}
+    options["dtype"] = "bfloat16"
+    if device == "cpu":
+        options["dtype"] = "float32"
     path = model
     if isinstance(model, str):
         path = write_checkpoint(directory / model, PRESETS[model], weights=False)
         options["load_format"] = "dummy"
-    with capturable(device) if prefills else nullcontext():
+    with ExitStack() as span:
+        if prefills:
+            span.enter_context(capturable(device))
         engine = Engine(
             path,
             device=device,
-            dtype="float32" if device == "cpu" else "bfloat16",
             max_total_tokens=rows + 1024,
             swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
             **options,
@@ -289,9 +278,13 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
     """Rows of the batches whose prefills SGLang captures."""
     from sglang_gemma4_reference import releases
 
-    if not args.graphs or not (device == "cuda" or releases.records_prefills()):
-        return []
     totals = {CHECKED, *(load.total for load in loads(args))}
+    if args.graphs != "prefills":
+        return []
+    if device == "cuda":
+        return sorted(totals)
+    if not releases.records_prefills():
+        return []
     return sorted(total for total in totals if total <= MOST_CAPTURED)
 
 
@@ -337,6 +330,8 @@ def randomise(engine: Any) -> None:
 def must_have_spread(logits: torch.Tensor) -> None:
     """Raise ``NotActiveError`` where the answers would be the same whatever was computed."""
     spread = float(logits.float().std())
+    if device_name(logits.device.type) == REHEARSAL:
+        return
     if not spread >= LEAST_SPREAD:  # nor NaN
         raise NotActiveError(f"the logits' standard deviation is {spread:.1e}: nothing is compared")
 
@@ -345,14 +340,18 @@ def synchronizer(engine: Any) -> Callable[[], None]:
     """What waits for the engine's device."""
     import torch
 
-    return torch.cuda.synchronize if engine.runner.device == "cuda" else lambda: None
+    if engine.runner.device == "cuda":
+        return torch.cuda.synchronize
+    return lambda: None
 
 
 def switched(way: str) -> AbstractContextManager[object]:
     """The fast path of this process on or off for the span, as the way says."""
     from sglang_gemma4_reference import engine
 
-    return engine.switched("0" if way in ("off", OFF_REPLAYED) else "1")
+    if way in ("off", OFF_REPLAYED):
+        return engine.switched("0")
+    return engine.switched("1")
 
 
 @contextmanager
@@ -373,9 +372,11 @@ def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     from sglang_gemma4_yoco.core import gate
 
     synchronize = synchronizer(engine)
-    # Front-only answers nothing, so no gate would ever admit it.
-    pretended = mock.patch.object(gate, "is_intermediate_chunk", return_value=True)
-    with served(engine, way), pretended if way == "front" else nullcontext():
+    with ExitStack() as span:
+        span.enter_context(served(engine, way))
+        if way == "front":  # which answers nothing, so no gate would ever admit it
+            pretended = mock.patch.object(gate, "is_intermediate_chunk", return_value=True)
+            span.enter_context(pretended)
         synchronize()
         began = time.perf_counter()
         output = engine.forward(batch)
@@ -400,15 +401,13 @@ def timed_in_turns(
 def rows_of_forward(engine: Any, batch: Any) -> list[int]:
     """FFN rows of each layer with the fast path on, seen from outside; 0 for replayed ones."""
     rows: list[int] = []
-    hooks = [
-        layer.mlp.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[0]))
-        for layer in engine.text_model.layers
-    ]
-    try:
+    with ExitStack() as span:
+        for layer in engine.text_model.layers:
+            hook = layer.mlp.register_forward_pre_hook(
+                lambda _, args: rows.append(args[0].shape[0])
+            )
+            span.callback(hook.remove)
         timed(engine, batch, "on")
-    finally:
-        for hook in hooks:
-            hook.remove()
     return rows + [0] * (len(engine.text_model.layers) - len(rows))
 
 
@@ -440,11 +439,15 @@ def prompts(load: Load, vocabulary: int) -> list[Any]:
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(300, vocabulary) for _ in range(count))
 
-    start = -1 if load.read == 0 else load.length - load.suffix
-    return [
-        *(Prompt((), tokens(load.length), logprob_start=start) for _ in range(load.batch_size)),
-        *(Prompt(tokens(CONTEXT), tokens(1)) for _ in range(load.decoding)),
-    ]
+    start = load.length - load.suffix
+    if load.read == 0:
+        start = -1
+    found = []
+    for _ in range(load.batch_size):
+        found.append(Prompt((), tokens(load.length), logprob_start=start))
+    for _ in range(load.decoding):
+        found.append(Prompt(tokens(CONTEXT), tokens(1)))
+    return found
 
 
 def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[str, Replayed]:
@@ -476,53 +479,29 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
 
 def captured_rows(engine: Any) -> list[int]:
     """The lengths of the prefills that SGLang has captured."""
-    import host_work
-
-    graphs = getattr(host_work.prefill_backend(engine), "_graphs", ())
+    runner = getattr(engine.runner, "prefill_cuda_graph_runner", None)
+    graphs = getattr(getattr(runner, "backend", None), "_graphs", ())
     return sorted(getattr(key, "size", key) for key in graphs)
 
 
-def measure_host(
-    engine: Any, batch: Any, repeats: int, ways: Sequence[str] = WAYS[:2]
-) -> dict[str, HostWork]:
-    """What the host does for one batch, in turns in each way.
+def measure_host(engine: Any, batch: Any, ways: Sequence[str] = WAYS[:2]) -> dict[str, Counts]:
+    """What the host does for one batch, in each way.
 
     Raises:
         NotActiveError: SGLang was to replay, and did not.
     """
-    from functools import partial
-    from statistics import median
-
     import host_work
 
-    forward = partial(engine.forward, batch)
-    counts: dict[str, host_work.Counts] = {}
+    counts = {}
     for way in ways:
         with served(engine, way):
-            counts[way] = host_work.count(engine, forward)
+            counts[way] = host_work.count(partial(engine.forward, batch))
         if way in REPLAYED and counts[way].replays < 2:
             raise NotActiveError(f"{way}: SGLang has replayed no segments")
-    seconds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    for repeat in range(repeats):
-        for way in ways if repeat % 2 else reversed(ways):
-            with served(engine, way):
-                synchronizer(engine)()
-                seconds[way].append(host_work.clock(engine, forward))
-    outside = {way: [host_work.outside_of_layers(one) for one in seconds[way]] for way in ways}
-    found = {}
-    for way in ways:
-        beside = zip(outside[way], outside["off"], strict=True)
-        found[way] = HostWork(
-            **vars(counts[way]) | {"operations": counts[way].operations.total()},
-            seconds={name: median(one[name] for one in seconds[way]) for name in host_work.REGIONS},
-            operations_by_region={name: counts[way].operations[name] for name in host_work.REGIONS},
-            outside_of_layers=Times.of(outside[way]),
-            added_outside=Times.of([one - off for one, off in beside]),
-        )
-    return found
+    return counts
 
 
-def measure(engine: Any, load: Load, repeats: int, host_repeats: int = HOST_REPEATS) -> Point:
+def measure(engine: Any, load: Load, repeats: int) -> Point:
     """Time one batch all three ways, in turns, and verify the answers.
 
     Raises:
@@ -536,10 +515,15 @@ def measure(engine: Any, load: Load, repeats: int, host_repeats: int = HOST_REPE
             timed(engine, batch, way)
     seconds, logits = timed_in_turns(engine, batch, WAYS, repeats)
     must_have_spread(logits["off"])
-    off, on, front = (Times.of(seconds[way]) for way in WAYS)
-    possible = off.median - front.median
     by_replay = replayed(engine, batch, load.total, logits["off"])
-    ways = (*WAYS[:2], *by_replay)
+    if by_replay and engine.runner.device == "cuda":
+        of_replays, _ = timed_in_turns(engine, batch, REPLAYED, repeats)
+        for way, found in by_replay.items():
+            by_replay[way] = replace(found, times=Times.of(of_replays[way]))
+    off, on, front = Times.of(seconds["off"]), Times.of(seconds["on"]), Times.of(seconds["front"])
+    possible, realised = off.median - front.median, math.nan
+    if possible > 0:
+        realised = (off.median - on.median) / possible
     return Point(
         load=load,
         path=path,
@@ -551,8 +535,8 @@ def measure(engine: Any, load: Load, repeats: int, host_repeats: int = HOST_REPE
         front=front,
         ratio=off.median / on.median,
         ceiling=off.median / front.median,
-        realised=(off.median - on.median) / possible if possible > 0 else float("nan"),
-        host=measure_host(engine, batch, host_repeats, ways),
+        realised=realised,
+        host=measure_host(engine, batch, ("off", "on", *by_replay)),
         replayed=by_replay,
     )
 
@@ -614,21 +598,33 @@ def measure_gate(engine: Any) -> dict[str, float]:
             model.__dict__[ENTRY] = attached
 
 
-def describe(args: argparse.Namespace, engine: Any) -> dict[str, Any]:
+def describe(model: object, engine: Any) -> dict[str, Any]:
     """Where the figures come from: command, commit, model, machine and versions."""
     import torch
 
-    cuda = engine.runner.device == "cuda"
     return {
         **origin(),
-        "model": str(args.model or args.preset),
-        "device": torch.cuda.get_device_name() if cuda else f"cpu ({os.cpu_count()} cores)",
+        "model": str(model),
+        "device": device_name(engine.runner.device),
         "torch_threads": torch.get_num_threads(),
         "dtype": str(next(engine.text_model.parameters()).dtype),
         "sglang": version("sglang"),
         "torch": torch.__version__,
         "attention_backend": type(engine.runner.attn_backend).__name__,
     }
+
+
+def show(point: Point) -> None:
+    """A line for people."""
+    ways = {"off": point.off, "on": point.on, "front only": point.front}
+    for way, seen in point.replayed.items():
+        if seen.times is not None:
+            ways[way] = seen.times
+    times = ", ".join(f"{way} {times} s" for way, times in ways.items())
+    say(
+        f"{point.load.batch_size} x {point.load.length} tokens: {times}; "
+        f"off/on {point.ratio:.2f} of {point.ceiling:.2f} ({point.path})"
+    )
 
 
 def main() -> int:
@@ -638,37 +634,30 @@ def main() -> int:
     if args.min_skipped_rows is not None:  # the package reads it when SGLang loads it
         os.environ[name_of("min_skipped_rows")] = str(args.min_skipped_rows)
     import torch
-    from tqdm import tqdm
 
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as directory:
-        largest = max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1)
         engine = build_engine(
             args.model or args.preset,
             device,
             Path(directory),
-            largest,
-            graphs=args.graphs,
+            max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1),
+            graphs=args.graphs is not None,
             prefills=buckets(args, device),
         )
         if args.graphs:
             capture(engine)
-        about = describe(args, engine)  # before its own file is a change of the checkout
-        gate = measure_gate(engine)
-        for load in tqdm(loads(args), unit="batch"):
-            points.append(measure(engine, load, args.repeats, args.host_repeats))
-            line = json.dumps(about | {"points": points, "gate": gate}, default=asdict)
-            if args.json is not None:  # after each point, so that nothing is lost
-                write_whole(args.json, line + "\n")
-    sys.path.insert(0, str(REPO / "scripts" / "docs"))
-    import plot_prefill  # whose tables need what a GPU machine may lack
-
-    print(plot_prefill.markdown(*plot_prefill.read(json.loads(line))))
+        document = describe(args.model or args.preset, engine)  # before its file is a change
+        document |= {"points": [], "gate": measure_gate(engine)}
+        for load in loads(args):
+            points.append(measure(engine, load, args.repeats))
+            show(points[-1])
+            document["points"].append(asdict(points[-1]))
+            line = write_result(args.json, document)  # after each point, so that nothing is lost
     print(line)
-    exact = next(engine.text_model.parameters()).dtype == torch.float32
-    wrong = [p for p in points if p.differs]
-    if exact and wrong:
-        print(f"answers differ at {[p.load for p in wrong]}", file=sys.stderr)
+    wrong = [point.load for point in points if point.differs]
+    if wrong and next(engine.text_model.parameters()).dtype == torch.float32:
+        say(f"answers differ at {wrong}", sys.stderr)
         return 1
     return 0
 

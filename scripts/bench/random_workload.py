@@ -28,15 +28,12 @@ the run passed, 1 if not, 2 if it could not be made.
     python scripts/bench/random_workload.py --requests 2000 --failures-every 100
     python scripts/bench/random_workload.py --requests 2000 --captured
 
-Needs an environment with SGLang, this package and ``test/reference``; ``scripts/demo.py`` makes
-one.
+Needs the environment that ``scripts/run_tests.py`` makes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
@@ -49,18 +46,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt" / "harness"))
 
-from environment import (
-    REPO,
-    SetupError,
-    command_line,
-    failed,
-    make_checkpoint,
-    make_log_dir,
-    origin,
-    say,
-    write_whole,
-)
+from command_line import failed, make_checkpoint, make_log_dir, new_parser
+from environment import REPO, SetupError
 from generated import markdown
+from result_files import device_name, origin, write_result
+from sglang_gemma4_yoco.commands.console import say
 from sglang_gemma4_yoco.commands.servers import Server, pair, running
 
 FLAT_BYTES = 32e6
@@ -141,25 +131,12 @@ def run_pass(
     """Put all requests to one server, and look at what it did; returns the answers too."""
     from tqdm import tqdm
 
-    from layer_rows import fast_rows, is_replayed
     from sglang_gemma4_reference import row_trace, tail_failures
-    from sglang_gemma4_reference.workload import (
-        ACTIVE,
-        NOTHING_TO_SKIP,
-        SERVED_BY_STOCK,
-        SKIPPED,
-        STOCK,
-        Client,
-        ask_all,
-        held_tokens,
-        outcome,
-        outcomes,
-    )
+    from sglang_gemma4_reference.workload import Client, ask_all, held_tokens
 
-    failures, captured = failures_of(server), CAPTURED_ROWS if args.captured else ()
     result, client, memory = Pass(name), Client(server.url), Memory(server.process.pid)
-    trace = trace_of(server)
-    mark, injected = len(row_trace.read(trace)), len(tail_failures.so_far(failures))
+    mark = len(row_trace.read(trace_of(server)))
+    injected = len(tail_failures.so_far(failures_of(server)))
     client.post("/flush_cache", {}).raise_for_status()
     every = max(len(workload) // 100, 1)
     with tqdm(total=len(workload), desc=name, unit="request") as progress:
@@ -173,43 +150,58 @@ def run_pass(
         answers = ask_all(client, workload, concurrency=args.concurrency, answered=answered)
         result.seconds = time.monotonic() - began
     result.memory_half, result.memory_end = memory.around(0.5), memory.around(1.0)
-    if result.memory_end - result.memory_half > FLAT_BYTES:
-        result.problems.append("memory grows")
     try:
         result.used_tokens = held_tokens(client)
         client.post("/flush_cache", {}).raise_for_status()
         result.alive = True
     except (TimeoutError, OSError) as failure:
         result.problems.append(f"the server is dead, or not idle after all answers: {failure!r}")
-    if result.used_tokens:
-        result.problems.append(f"{result.used_tokens} slots are held by no request")
-    prefills = row_trace.read(trace)[mark:]
-    forwards = outcomes(prefills)
-    result.forwards = dict(forwards.most_common())
     result.reasons = [line.split(FALLBACK)[1] for line in server.log_lines(FALLBACK)]
-    result.injected = len(tail_failures.so_far(failures)) - injected
-    shortened = forwards[ACTIVE] + forwards[SKIPPED] + forwards[SERVED_BY_STOCK]
-    result.eligible_share = shortened / max(forwards.total() - forwards[NOTHING_TO_SKIP], 1)
-    if server.fast and not forwards[ACTIVE]:
-        result.problems.append("the fast path was not active")
-    for prefill in prefills if server.fast else ():
-        result.replays += prefill.replays
-        # Where the tail is replayed, one row that can be skipped is enough.
-        minimum = 1 if is_replayed(prefill, 1, captured) else None
-        due = fast_rows(prefill, minimum, captured)[-1], is_replayed(prefill, minimum, captured)
-        if outcome(prefill) != SERVED_BY_STOCK and (prefill.rows[-1], prefill.replays) != due:
-            result.problems.append(f"a forward with {due[0]} rows to compute: {prefill}")
-    if server.fast and captured and not result.replays:
-        result.problems.append("no tail was replayed")
-    if not server.fast and forwards.keys() - {STOCK, NOTHING_TO_SKIP}:
-        result.problems.append("the stock server skipped rows")
-    if forwards[SERVED_BY_STOCK] != result.injected:
-        result.problems.append(
-            f"{result.injected} failures, {forwards[SERVED_BY_STOCK]} forwards served by stock"
-        )
-    if "leak detected" in server.log().lower():
-        result.problems.append("SGLang has found a leak; see its log")
+    result.injected = len(tail_failures.so_far(failures_of(server))) - injected
+    judge_forwards(result, server, row_trace.read(trace_of(server))[mark:], args.captured)
+    problems = {
+        "memory grows": result.memory_end - result.memory_half > FLAT_BYTES,
+        f"{result.used_tokens} slots are held by no request": result.used_tokens,
+        "SGLang has found a leak; see its log": "leak detected" in server.log().lower(),
+    }
+    result.problems += [what for what, is_so in problems.items() if is_so]
     return result, answers
+
+
+def judge_forwards(
+    result: Pass, server: Server, prefills: Sequence[Any], replays_tails: bool
+) -> None:
+    """Whether each forward has computed the rows that it had to, and no others."""
+    from layer_rows import fast_rows, is_replayed
+    from sglang_gemma4_reference import workload as kinds
+
+    forwards = kinds.outcomes(prefills)
+    result.forwards = dict(forwards.most_common())
+    served_by_stock = forwards[kinds.SERVED_BY_STOCK]
+    shortened = forwards[kinds.ACTIVE] + forwards[kinds.SKIPPED] + served_by_stock
+    with_rows_to_skip = forwards.total() - forwards[kinds.NOTHING_TO_SKIP]
+    result.eligible_share = shortened / max(with_rows_to_skip, 1)
+    result.replays = sum(prefill.replays for prefill in prefills)
+    problems = {
+        f"{result.injected} failures, {served_by_stock} forwards served by stock": (
+            served_by_stock != result.injected
+        )
+    }
+    if not server.fast:
+        others = forwards.keys() - {kinds.STOCK, kinds.NOTHING_TO_SKIP}
+        problems["the stock server skipped rows"] = bool(others)
+    else:
+        problems["the fast path was not active"] = not forwards[kinds.ACTIVE]
+        problems["no tail was replayed"] = replays_tails and not result.replays
+        captured = CAPTURED_ROWS if replays_tails else ()
+        for prefill in prefills:
+            # Where the tail is replayed, one row that can be skipped is enough.
+            minimum = 1 if is_replayed(prefill, 1, captured) else None
+            due = fast_rows(prefill, minimum, captured)[-1], is_replayed(prefill, minimum, captured)
+            if kinds.outcome(prefill) != kinds.SERVED_BY_STOCK:
+                wrong = (prefill.rows[-1], prefill.replays) != due
+                problems[f"a forward with {due[0]} rows to compute: {prefill}"] = wrong
+    result.problems += [what for what, is_so in problems.items() if is_so]
 
 
 def trace_of(server: Server) -> Path:
@@ -228,9 +220,11 @@ def build_servers(checkpoint: Path, logs: Path, captured: bool) -> tuple[Server,
     from sglang_gemma4_yoco import settings
 
     arguments = ["--model-path", str(checkpoint), *_ARGUMENTS]
-    graphs = {"GEMMA4_CPU_GRAPHS": "decode", settings.name_of("graph_rows"): str(CAPTURED_ROWS[-1])}
+    graphs = {}
     if captured:
         arguments += ["--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS)]
+        graphs["GEMMA4_CPU_GRAPHS"] = "decode"
+        graphs[settings.name_of("graph_rows")] = str(CAPTURED_ROWS[-1])
     both = pair(arguments, logs, device="cpu")
     for server in both:
         server.env.pop(settings.name_of("min_skipped_rows"), None)
@@ -241,7 +235,7 @@ def build_servers(checkpoint: Path, logs: Path, captured: bool) -> tuple[Server,
             row_trace.VARIABLE: str(trace_of(server)),
             tail_failures.VARIABLE: str(failures_of(server)),
             settings.name_of("trust"): f"{row_trace.__name__},{tail_failures.__name__}",
-            **(graphs if captured else {}),
+            **graphs,
         }
     return both
 
@@ -251,7 +245,7 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
     from sglang_gemma4_reference.checkpoint import PRESETS
     from sglang_gemma4_reference.workload import Client, compare, random_requests
 
-    checkpoint = make_checkpoint(args.preset, args.work_dir, logs / "checkpoint.log")
+    checkpoint = make_checkpoint(args.preset, args.work_dir)
     workload = random_requests(
         args.requests,
         seed=args.seed,
@@ -282,36 +276,30 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
 
 
 def show(passes: Sequence[Pass], comparisons: Sequence[Any]) -> None:
-    """Print the tables."""
-    lines = [
-        {
-            "": one.name,
-            "seconds": f"{one.seconds:.0f}",
-            **{f"forwards: {outcome}": count for outcome, count in one.forwards.items()},
-            "share shortened of those with rows to skip": f"{one.eligible_share:.1%}",
-            "tails replayed": one.replays,
-            "failures injected": one.injected,
-            "slots held after all": one.used_tokens,
-            "memory at half and end, MB": f"{one.memory_half / 1e6:.0f} {one.memory_end / 1e6:.0f}",
-        }
-        for one in passes
-    ]
-    for line, compared in zip(lines[1:], comparisons, strict=False):
-        counts = asdict(compared) | {"differences": len(compared.differences)}
-        line |= {name.replace("_", " "): value for name, value in counts.items()}
-    first, *others = dict.fromkeys(label for line in reversed(lines) for label in line)
-    rows: list[list[Any]] = [[label, *(line.get(label, "") for line in lines)] for label in others]
-    say(markdown(["", *(str(line[first]) for line in lines)], rows, numbers=len(lines)))
+    """Print a table of the passes, and what is worth a line."""
+    head = ["", "seconds", "shortened of those with rows to skip", "tails replayed", "failures"]
+    head.append("memory at half and end, MB")
+    rows = []
     for one in passes:
+        counts = (f"{one.seconds:.0f}", f"{one.eligible_share:.1%}", one.replays, one.injected)
+        memory = f"{one.memory_half / 1e6:.0f} {one.memory_end / 1e6:.0f}"
+        rows.append([one.name, *counts, memory])
+    say(markdown(head, rows, numbers=len(head) - 1))
+    for one in passes:
+        say(f"{one.name}: {one.forwards}, {one.used_tokens} slots held after all")
         for reason in one.reasons:
             say(f"{one.name}: fell back to stock: {reason}")
         for problem in one.problems[:20]:
             say(f"{one.name}: {problem}")
+    for compared in comparisons:
+        found = asdict(compared)
+        found["differences"] = len(compared.differences)
+        say(f"compared with stock: {found}")
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = command_line(__doc__)
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--preset", default="E2B_TINY", help="which random checkpoint")
     add("--requests", type=int, default=200, help="how many")
@@ -335,9 +323,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run, print, and return the exit status."""
     args = parse_arguments()
-    args.work_dir = args.work_dir.expanduser().absolute()
     try:
         logs = make_log_dir(args.work_dir)
+        args.work_dir = logs.parents[1]
         say(f"Logs: {logs}")
         passes, comparisons = run(args, logs)
     except (SetupError, OSError, ImportError) as failure:
@@ -347,18 +335,15 @@ def main() -> int:
     document = {
         **origin(),
         "model": args.preset,
-        "device": f"cpu ({os.cpu_count()})",
+        "device": device_name("cpu"),
         "dtype": "float32",
         "sglang": version("sglang"),
         "passed": passed,
-        "passes": [asdict(one) for one in passes],
-        "comparisons": [asdict(one) for one in comparisons],
+        "passes": list(map(asdict, passes)),
+        "comparisons": list(map(asdict, comparisons)),
     }
-    line = json.dumps(document)
-    if args.json is not None:
-        write_whole(args.json, line + "\n")
-    print(line)
-    return 0 if passed else 1
+    print(write_result(args.json, document))
+    return int(not passed)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,29 @@ it.
 
 from __future__ import annotations
 
-from sglang.srt.server_args import ServerArgs
+import sys
+from pathlib import Path
 
-from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.loading import limits
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from command_line import new_parser
 
 
 def installed() -> frozenset[str]:
     """The names of all server arguments and environment variables of the installed SGLang."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_gemma4_yoco import compat
+
     listed = getattr(ServerArgs, "__struct_fields__", None)  # 0.5.21; before, a dataclass
     return frozenset(listed or ServerArgs.__dataclass_fields__).union(compat.variables_set())
 
 
 def main() -> None:
+    """Add what is new to the list."""
+    new_parser(__doc__).parse_args()
+    from sglang_gemma4_yoco.loading import limits
+
     reviewed, judged = limits.REVIEWED_ARGUMENTS, limits.judged_arguments()
     names = sorted((reviewed | installed()) - judged)
     for name in names:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from batches import batch_of
-from bench_checks import SHAPES, draw, engines, kinds, traffic
 from breakages import BREAKAGES
+from checked_models import SHAPES, draw, engines, kinds, traffic
 from checking import NEW, REQUESTS, audited, checked, counted, counts
 from decode_graphs import recorded_decode_steps
 from forwards import ENGINE, assert_untouched, norms_that_add_in_place

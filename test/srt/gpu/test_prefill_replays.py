@@ -23,7 +23,6 @@ if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cp
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
 import host_work
-from bench_gpu import Answer
 from bench_prefill import (
     OFF_REPLAYED,
     ON_REPLAYED,
@@ -36,6 +35,7 @@ from bench_prefill import (
     timed,
 )
 from forwards import refusing_waits
+from replayed_answers import Answer
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_yoco import log
@@ -189,9 +189,9 @@ def test_stock_replays_every_segment_and_the_package_those_before_the_exit(engin
     counts = {}
     for way in ("on", OFF_REPLAYED, ON_REPLAYED):
         with served(engine, way):
-            counts[way] = host_work.count(engine, partial(engine.forward, batch))
+            counts[way] = host_work.count(partial(engine.forward, batch))
         print(way, counts[way])
     assert counts[OFF_REPLAYED].replays == len(engine.text_model.layers) + 1
     assert counts[ON_REPLAYED].replays == state.cut_layer + 1 + 1, "and the tail"
-    operations = {way: count.operations.total() for way, count in counts.items()}
+    operations = {way: count.operations for way, count in counts.items()}
     assert operations[ON_REPLAYED] < operations[OFF_REPLAYED] < operations["on"]

@@ -1,122 +1,96 @@
-"""``bench_gpu.py`` and ``docs/gpu_report.py``, on the CPU and the smallest model."""
+"""``bench_gpu.py``: what it makes of a profile, its commands, and all of it on a CPU."""
 
 from __future__ import annotations
 
-import doctest
 import json
 import os
+import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bench_gpu
-import gpu_report
-from sglang_gemma4_reference.engine import SWITCHED_OFF
+import bench_latency
+import bench_prefill
+import result_files
+import results
 from sglang_gemma4_yoco import log
 
-SCRIPT = Path(bench_gpu.__file__)
-COMMAND = [sys.executable, str(SCRIPT), "--preset", "tiny", "--device", "cpu", "--commit", "c0ffee"]
+
+def event(name: str, start: float, end: float, **fields: Any) -> SimpleNamespace:
+    """An event of PyTorch's profiler; times are in microseconds."""
+    about = {"device_type": SimpleNamespace(name="CUDA"), "cpu_children": []}
+    about |= {"is_user_annotation": False, "time_range": SimpleNamespace(start=start, end=end)}
+    return SimpleNamespace(name=name, **about | fields)
 
 
-def run(*more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *more],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+def test_busy_and_idle_time_of_a_device() -> None:
+    of_host = SimpleNamespace(name="CPU")
+    events = [
+        event("gemm", 60, 100),
+        event("gemm", 0, 30),
+        event("norm", 20, 40),
+        event("a named range", 0, 500, is_user_annotation=True),
+        event("aten::mm", 0, 900, device_type=of_host),
+    ]
+    found = bench_gpu.device_time(events, "cuda")
+    assert (found["device_busy_ms"], found["device_idle_ms"], found["kernels"]) == (0.08, 0.02, 3)
+    assert found["largest"] == [["gemm", 2, pytest.approx(0.07)], ["norm", 1, 0.02]]
+
+
+@pytest.mark.parametrize("part", bench_gpu.COMMANDS)
+def test_a_part_is_a_command_of_another_script(
+    part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripts = {"bench_latency.py": bench_latency, "bench_prefill.py": bench_prefill}
+    for preset in ("E2B", "E2B_TINY"):
+        command = bench_gpu.command_of(part, Namespace(preset=preset, results=tmp_path), "cpu")
+        monkeypatch.setattr(sys, "argv", command[1:])
+        parsed = vars(scripts[Path(command[1]).name])["parse_arguments"]()
+        assert parsed.preset == preset
+        assert parsed.json.parent == tmp_path
+
+
+def test_a_rehearsal_is_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    for device, written in (("rehearsal", False), ("a GPU", True)):
+        document = {"device": device}
+        assert json.loads(result_files.write_result(file, document)) == document
+        assert file.exists() is written
+    assert "This is a rehearsal: nothing was measured" in capsys.readouterr().err
+
+
+@pytest.mark.release
+def test_every_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, bench_gpu.__file__, "--preset", "E2B_TINY", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--results", str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def read(done: subprocess.CompletedProcess[str]) -> tuple[Path, dict[str, Any]]:
-    path = Path(done.stdout.splitlines()[-1])
-    return path, json.loads(path.read_text())
-
-
-pytestmark = pytest.mark.release  # each part of the bench, on a CPU
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The result file of a whole run."""
-    done = run("--results", str(tmp_path_factory.mktemp("results")))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return read(done)[0]
-
-
-def test_every_part_is_measured(finished: Path) -> None:
-    document = json.loads(finished.read_text())
-    assert finished.name.startswith("gpu_cpu-")
-    assert document["model"] == "E2B_TINY"
-    assert document["parts"].keys() == bench_gpu.PARTS.keys()
-    for part in document["parts"].values():
-        assert part["commit"] == "c0ffee"
-        assert "bench_gpu.py --preset tiny" in part["command"]
-        assert part["summary"]
-    summary = {key: part["summary"] for key, part in document["parts"].items()}
-    [published] = summary["a"]
-    assert published["off"]["duration"] > 0 < published["on"]["median_ttft_ms"]
-    assert [point["path"] for point in summary["c"]] == [log.TAIL_CAPTURED] * 2
-    assert summary["e"][1]["on"]["long_prompts"] >= 1
-    [profile] = summary["f"]
-    assert 0 < len(profile["on"]["largest"]) <= 10
-    assert profile["on"]["kernels"] > 0
-    # In fp32 all is equal, and the weights are such that logits are not.
-    assert summary["g"]["same_answer"] == summary["g"]["prompts"] == 2
-    assert summary["g"]["max_difference"] < 1e-3 < summary["g"]["logit_spread"]
-
-
-def test_prefills_that_sglang_replays(finished: Path) -> None:
-    part = json.loads(finished.read_text())["parts"]["h"]
-    summary, lengths = part["summary"], list(bench_gpu.TINY.replayed)
-    assert summary["prefill_graphs"]["failed"] is None
-    assert summary["prefill_graphs"]["exits"].startswith("open")
-    assert summary["prefill_graphs"]["rows"] == summary["stock_right"] == lengths
-    assert [row["length"] for row in summary["rows"]] == lengths
-    for row in summary["rows"]:
-        assert row["ms"].keys() == row["paths"].keys() == set(bench_gpu.FOUR_WAYS)
-        assert row["paths"]["off replayed"] == SWITCHED_OFF
-        assert row["paths"]["on replayed"] == log.EXIT_CAPTURED
-        assert all(row["right"].values())
-        assert row["same_cache"]
-
-
-def test_a_finished_run_is_not_repeated_and_another_commit_is(finished: Path) -> None:
-    before = json.loads(finished.read_text())
-    again = run("--results", str(finished.parent))
-    assert again.returncode == 0, again.stderr
-    assert "measured before" in again.stdout
-    assert read(again)[1]["parts"]["a"]["steps"] == before["parts"]["a"]["steps"]
-    # No time at all: what is missing is named, and nothing else is lost.
-    other = run(
-        "--results", str(finished.parent), "--commit", "other", "--parts", "d", "--minutes", "0"
-    )
-    assert other.returncode == bench_gpu.OUT_OF_TIME
-    assert "out of time before part d: 40 tokens, off" in other.stderr
-    assert read(other)[1]["parts"]["a"]["steps"] == before["parts"]["a"]["steps"]
-
-
-def test_examples_in_docstrings() -> None:
-    failed, tried = doctest.testmod(bench_gpu)
-    assert tried > 0
-    assert failed == 0
-
-
-def test_the_report_of_it(finished: Path, tmp_path: Path) -> None:
-    """A CPU's file is left out; one that claims to be a GPU's is shown."""
-    assert gpu_report.table(gpu_report.load(finished.parent)) == gpu_report.NOT_MEASURED
-    document = json.loads(finished.read_text()) | {"device_kind": "cuda", "device": "no GPU"}
-    (tmp_path / finished.name).write_text(json.dumps(document))
-    text = gpu_report.table(gpu_report.load(tmp_path))
-    for words in (
-        "one prefill of 40 tokens",
-        "time to first token",
-        "peak memory of a prefill of 40 tokens",
-        "p95",
-        "greedy answers",
-        "stock's replays give the answers of its eager prefills at 2 lengths",
-    ):
-        assert words in text, words
+    found = {path.name.split("_")[1]: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert found.keys() == {*bench_gpu.COMMANDS, *bench_gpu.PARTS}
+    for document in found.values():
+        assert document["model"] == "E2B_TINY"
+        assert shlex.split(document["command"])[0] == "python"
+    [point] = found["prefill"]["points"]
+    assert point["path"] == log.TAIL_CAPTURED
+    [point] = found["replayed"]["points"]
+    assert point["replayed"]["on replayed"]["path"] == log.EXIT_CAPTURED
+    [point] = found["profile"]["points"]
+    assert point["on"]["kernels"] > 0
+    for point in found["answers"]["points"]:  # in fp32 all is equal, and logits are not alike
+        assert point["on"]["tokens"] == point["off"]["tokens"]
+        assert point["max_difference"] < 1e-3 < point["logit_spread"]
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    for name, made in results.PARTS.items():
+        if name.startswith("gpu"):
+            assert "E2B_TINY" in made(), name

@@ -30,8 +30,8 @@ assert not {"torch", "sglang"} & set(sys.modules)
 
 
 @pytest.fixture(scope="module")
-def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return find_uv(Path(sys.prefix), tmp_path_factory.mktemp("uv") / "log")
+def uv() -> Path:
+    return find_uv(Path(sys.prefix))
 
 
 def run(*command: str | Path) -> str:

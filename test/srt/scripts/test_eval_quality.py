@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +12,6 @@ import pytest
 import eval_quality
 from server import Pair
 
-# lm-eval may live in an environment of its own.
-LM_EVAL = os.environ.get("LM_EVAL_PYTHON")
 QUESTIONS = [
     {
         "question": f"Tom has {n} apples and buys {n + 1} more. How many?",
@@ -29,8 +25,6 @@ def evaluated(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> 
     on, off = servers
     mark = on.mark()
     arguments = ["--on", on.url, "--off", off.url, "--max-tokens", "6", *more]
-    if LM_EVAL is not None:
-        arguments += ["--lm-eval", LM_EVAL]
     status = eval_quality.main(arguments)
     output = capsys.readouterr()
     assert status == 0, output.err
@@ -40,9 +34,6 @@ def evaluated(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> 
     return document
 
 
-@pytest.mark.skipif(
-    LM_EVAL is None and find_spec("lm_eval") is None, reason="needs lm-eval (the group 'eval')"
-)
 @pytest.mark.release
 @pytest.mark.parametrize("chat", [[], ["--chat"]], ids=["completions", "chat"])
 def test_gsm8k(
@@ -71,5 +62,6 @@ def test_an_answer_is_right_that_names_both_colours(monkeypatch: pytest.MonkeyPa
     reply = {"choices": [{"message": {"content": f"It is {right.upper()}."}}]}
     client = mock.Mock(**{"post.return_value.json.return_value": reply})
     monkeypatch.setattr(eval_quality, "session", lambda _: client)
-    answers = eval_quality.ask_colours("http://x", 6)
+    args = eval_quality.parse_arguments(["--model", "x", "--sets", "colours"])
+    answers = eval_quality.ask_colours(args, "http://x")
     assert answers.accuracy == {"both named": 2 / 30}, "in either order"

@@ -47,7 +47,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 @pytest.fixture(scope="module")
 def point(engine: Engine) -> Point:
     """One prompt of a captured length, measured."""
-    return bench_prefill.measure(engine, Load(ROWS, batch_size=1), 1, host_repeats=1)
+    return bench_prefill.measure(engine, Load(ROWS, batch_size=1), 1)
 
 
 def test_each_way_is_what_it_says(point: Point) -> None:
@@ -78,7 +78,7 @@ def test_nothing_is_reported_where_nothing_was_replayed(
     runner = engine.runner.prefill_cuda_graph_runner
     monkeypatch.setattr(runner, "can_run_graph", lambda *_: False)
     with pytest.raises(bench_prefill.NotActiveError, match="has replayed no segments"):
-        bench_prefill.measure_host(engine, batch, 1, (OFF_REPLAYED,))
+        bench_prefill.measure_host(engine, batch, (OFF_REPLAYED,))
 
 
 def test_another_answer_is_seen(point: Point) -> None:

@@ -9,22 +9,6 @@ from pathlib import Path
 
 import pack_gpu_env
 
-MODULES = {
-    "main": "from .near import x\nfrom app.gone import y\nimport app.deep.end, torch, os",
-    "near": "import absent.part\ntry:\n    import a\nexcept ImportError:\n    a = None",
-    "deep/__init__": "if is_npu():\n    import b\nelse:\n    import c",
-    "deep/end": "def f():\n    import d",
-}
-
-
-def test_imports_that_a_launch_needs_and_nothing_has(tmp_path: Path) -> None:
-    (tmp_path / "app" / "deep").mkdir(parents=True)
-    (tmp_path / "app" / "__init__.py").touch()
-    for name, source in MODULES.items():
-        (tmp_path / "app" / f"{name}.py").write_text(source)
-    missing = pack_gpu_env.missing_imports(tmp_path, ["app.main"])
-    assert missing == {"app.gone": "app.main", "absent": "app.near", "c": "app.deep"}
-
 
 def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:
     wheel, out = tmp_path / "k-1-py3-none-any.whl", tmp_path / "out"

@@ -1,28 +1,35 @@
-"""What the README says is so: every mode has its tests, every generated part is up to date."""
+"""What the documents say is so: every mode has its tests, every written part is up to date."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import document_tables
-import draw_idea
-import gpu_report
-import mode_table
 import plot_prefill
-import result_ages
+import results
 import version_matrix
-from generated import inserted
+from result_files import RESULTS, package_of
 from sglang_gemma4_yoco import settings
 
 REPO = Path(__file__).resolve().parents[3]
-MODES, UNSERVED, RELEASE = mode_table.load()
+#: How far a proof goes, by the folders of its tests in ``test/srt``; the strongest one first.
+LEVELS = {"server": "real server", "triton": "ModelRunner", "forward": "ModelRunner"}
+LEVELS["unit"] = "gate alone"
+
+
+def modes() -> list[list[str]]:
+    """The rows of the first table of docs/modes.md: situation, what happens, shown on, by."""
+    page = (REPO / "docs" / "modes.md").read_text()
+    table = re.search(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    assert table is not None
+    rows = table[0].splitlines()[2:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 
 
 def missing_tests(names: Iterable[str]) -> list[str]:
@@ -30,18 +37,23 @@ def missing_tests(names: Iterable[str]) -> list[str]:
     missing = []
     for name in names:
         file, _, test = name.partition("::")
-        path = REPO / "test" / "srt" / f"{file}.py"
-        pattern = rf"^ *def {re.escape(test)}\(".replace(r"\*", r"\w*") if test else "^def test_"
+        path, pattern = REPO / "test" / "srt" / f"{file}.py", "^def test_"
+        if test:
+            pattern = rf"^ *def {re.escape(test)}\(".replace(r"\*", r"\w*")
         if not path.is_file() or not re.search(pattern, path.read_text(), re.MULTILINE):
             missing.append(name)
     return missing
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.situation[:40])
-def test_every_mode_has_its_tests(mode: mode_table.Mode) -> None:
-    assert missing_tests(mode.shown_by) == []
-    assert mode.levels
-    assert "for now" not in mode.what
+@pytest.mark.parametrize("mode", modes(), ids=lambda mode: mode[0][:40])
+def test_every_mode_has_its_tests(mode: list[str]) -> None:
+    *_, shown_on, by = mode
+    names = re.findall(r"`((?:server|triton|forward|unit)/\w+[\w:*]*)`", by)
+    assert missing_tests(names) == []
+    folders = {name.partition("/")[0] for name in names}
+    levels = dict.fromkeys(LEVELS[folder] for folder in LEVELS if folder in folders)
+    assert shown_on.removesuffix("read, not run").rstrip(", ") == ", ".join(levels)
+    assert levels or shown_on == "read, not run"
 
 
 def test_a_missing_test_is_missed() -> None:
@@ -50,50 +62,28 @@ def test_a_missing_test_is_missed() -> None:
     assert missing_tests(there + absent) == absent
 
 
-def test_a_mode_that_nothing_shows_is_no_mode() -> None:
-    for shown_by in ([], ["models/test_gemma4_yoco_fast_prefill"], ["scripts/test_readme"]):
-        with pytest.raises(ValueError, match="shown by"):
-            _ = mode_table.Mode("a situation", "active", shown_by).levels
-    assert mode_table.Mode("a situation", "active", (), "a file").levels == [mode_table.READ]
-    both = mode_table.Mode("a situation", "active", ("unit/test_a", "server/test_b"))
-    assert both.levels == ["real server", "gate alone"]
-
-
-@pytest.mark.parametrize(
-    "script",
-    [document_tables, gpu_report, mode_table, result_ages],
-    ids=lambda script: script.__name__,
-)
+@pytest.mark.parametrize("script", [document_tables, results], ids=lambda script: script.__name__)
 def test_documents_are_up_to_date(script: ModuleType) -> None:
     """If this fails: run the script with ``--write``."""
     assert script.main([]) == 0
 
 
 def test_results_of_earlier_code_are_named() -> None:
-    of_two = {"a.json": {"commit": "c", "package": "p"}, "b.json": [{"commit": "d"}]}
-    assert "| `a.json` | `c` | yes |\n| `b.json` | `d` | no, " in result_ages.ages(of_two, "p")
+    origin = {"commit": "c", "command": "python x.py"}
+    files = {"a.json": origin | {"package": package_of()}, "b.json": origin}
+    told = results.sources(files)
+    assert "- `a.json`: the package as it is, commit `c`" in told
+    assert "- `b.json`: **an earlier package**, commit `c`" in told
 
 
-@pytest.mark.parametrize("unserved", UNSERVED, ids=lambda unserved: unserved.situation[:40])
-def test_sglang_stops_where_it_is_said_to(unserved: mode_table.Unserved) -> None:
-    if version("sglang") != RELEASE:
-        pytest.skip(f"the lines are those of SGLang {RELEASE}")
-    source = files("sglang").joinpath("srt", *unserved.file.split("/")).read_text()
-    assert unserved.text in source.splitlines()[unserved.line - 1]
+@pytest.mark.parametrize("page", [RESULTS / "README.md", REPO / "benchmark" / "README.md"])
+def test_no_table_of_results_is_wider_than_six_columns(page: Path) -> None:
+    assert max(line.count(" | ") for line in page.read_text().splitlines()) < 6
 
 
-def test_every_supported_release_has_passed_all_parts() -> None:
-    """And the table of them is up to date."""
-    results = version_matrix.load_results()
-    table = version_matrix.table(version_matrix.in_order(results))
-    page = (REPO / "docs" / "compatibility.md").read_text()
-    assert inserted(page, version_matrix.PART_OF_DOCUMENT, table) == page
-    assert {*version_matrix.VERSIONS} <= {*results}
-    for release in results.values():
-        assert release.status in (version_matrix.PASSED, version_matrix.REFUSED), release
-        assert release.status == version_matrix.REFUSED or {*release.parts} == {
-            *version_matrix.PARTS
-        }
+def test_every_supported_release_has_passed() -> None:
+    passed = re.findall(r"^\| (0\.5\.\d+) \|", results.releases(), re.MULTILINE)
+    assert {*passed} == {*version_matrix.VERSIONS}
 
 
 def test_figures_in_prose_are_those_of_the_results() -> None:
@@ -106,13 +96,6 @@ def test_figures_in_prose_are_those_of_the_results() -> None:
             assert compared["differences"] == []
 
 
-def test_measurements_are_up_to_date() -> None:
-    assert sum(len(plot_prefill.results(kind)) for kind in plot_prefill.KINDS) > 5
-    for kind in plot_prefill.KINDS:
-        page = (plot_prefill.RESULTS / f"{kind}.md").read_text()
-        assert plot_prefill.written(kind, page) == page
-
-
 def test_a_page_that_is_out_of_date_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {**settings.VARIABLES}
     del changed[settings.name_of("audit")]
@@ -120,16 +103,8 @@ def test_a_page_that_is_out_of_date_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert document_tables.main([]) == 1
 
 
-PICTURES = {
-    draw_idea: list(map(draw_idea.picture, draw_idea.THEMES)),
-    plot_prefill: [plot_prefill.PICTURE],
-}
-
-
-@pytest.mark.parametrize("script", PICTURES, ids=lambda script: script.__name__)
-def test_the_pictures_are_up_to_date(script: ModuleType) -> None:
+def test_the_picture_is_up_to_date() -> None:
     """Other releases of Matplotlib draw other files."""
-    for picture in PICTURES[script]:
-        if f"Matplotlib v{version('matplotlib')}," not in picture.read_text():
-            pytest.skip(f"another Matplotlib has drawn {picture}")
-    assert script.main([]) == 0
+    if f"Matplotlib v{version('matplotlib')}," not in plot_prefill.PICTURE.read_text():
+        pytest.skip("another Matplotlib has drawn it")
+    assert plot_prefill.main([]) == 0

@@ -13,8 +13,9 @@ import pytest
 import run_tests
 from sglang_gemma4_reference import releases
 
-FOLDERS = [str(run_tests.TESTS / folder) for folder in run_tests.FOLDERS]
+FOLDERS = [f"test/srt/{folder}" for folder in run_tests.FOLDERS]
 TWO = [*run_tests.IN_TWO_PROCESSES]
+DEFAULT, QUICK = [*run_tests.DEFAULT], [*run_tests.QUICK]
 GATE = "test/srt/unit/test_gate.py"
 PREFILL_REPLAYS = Path(__file__).parents[1] / "gpu" / "test_prefill_replays.py"
 
@@ -22,22 +23,20 @@ PREFILL_REPLAYS = Path(__file__).parents[1] / "gpu" / "test_prefill_replays.py"
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ([], [*TWO, *FOLDERS]),
-        (["-k", "test"], [*TWO, "-k", "test", *FOLDERS]),
-        (["-n", "4"], ["-n", "4", *FOLDERS]),
-        (["-p", "no:xdist"], ["-p", "no:xdist", *FOLDERS]),
-        ([GATE, "-k", "LoRA"], [GATE, "-k", "LoRA"]),
-        ([f"{GATE}::test_servers"], [f"{GATE}::test_servers"]),
+        ([], [*DEFAULT, *TWO, *FOLDERS]),
+        (["--all"], [*TWO, *FOLDERS]),
+        (["--quick"], [*QUICK, *TWO, *FOLDERS]),
+        (["--gpu"], [*run_tests.GPU]),
+        (["--", "-k", "test"], [*DEFAULT, *TWO, "-k", "test", *FOLDERS]),
+        (["--", "-n", "4"], [*DEFAULT, *TWO, "-n", "4", *FOLDERS]),  # the last one counts
+        (["--", GATE, "-k", "LoRA"], [GATE, "-k", "LoRA"]),
+        (["--quick", "--", f"{GATE}::test_servers"], [*QUICK, f"{GATE}::test_servers"]),
     ],
 )
 def test_everything_in_two_processes_unless_told_otherwise(
     typed: list[str], expected: list[str]
 ) -> None:
-    named = any(GATE in argument for argument in typed)
-    default = [] if named else [*run_tests.DEFAULT]
-    assert run_tests.pytest_arguments(typed, ()) == expected
-    assert run_tests.pytest_arguments(typed, run_tests.DEFAULT) == [*default, *expected]
-    assert run_tests.pytest_arguments(typed, run_tests.QUICK) == [*run_tests.QUICK, *expected]
+    assert run_tests.pytest_arguments(run_tests.parse_arguments(typed)) == expected
 
 
 def test_every_folder_is_run() -> None:

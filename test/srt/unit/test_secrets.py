@@ -21,7 +21,9 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 from test_verify_parts import outcome
 
+import command_line
 import environment
+import result_files
 from sglang_gemma4_yoco.commands import redact, servers, verify
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
@@ -193,10 +195,10 @@ def test_no_secret_is_in_a_result_of_a_script(
     of_servers = shlex.join(flags)
     for how in (["--server-args", of_servers], [f"--server-args={of_servers}"], ["--", *flags]):
         monkeypatch.setattr(sys, "argv", ["bench.py", "--sizes", "2048", *how])
-        command = environment.origin()["command"]
+        command = result_files.origin()["command"]
         assert command.startswith("python bench.py --sizes 2048 ")
         assert "--tp-size 2 " in command
-        environment.failed(environment.SetupError(quoted(FLAGS[name])))
+        command_line.failed(environment.SetupError(quoted(FLAGS[name])))
         out, err = capsys.readouterr()
         assert not list(places(out=out + command, err=err, folder=empty_folder))
 

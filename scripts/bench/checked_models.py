@@ -1,0 +1,306 @@
+"""Random models on which ``bench_checks.py`` tries the checks, and what each of them shows.
+
+The weights are drawn into the loaded model, so that hundreds of models need no checkpoint of their
+own; the reference platform replays captured tails in place of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt" / "harness"))
+
+import torch
+
+from breakages import BREAKAGES
+from decode_graphs import recorded_decode_steps
+from sglang_gemma4_reference import checkpoint, interpreter
+from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched
+from sglang_gemma4_yoco import log, settings
+from sglang_gemma4_yoco.captured import proof
+from sglang_gemma4_yoco.captured.graphs import TailGraphs
+from sglang_gemma4_yoco.checking import audit, rounding
+from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.loading import start
+
+SHARPNESS = (0.5, 1.0, 2.0, 4.0, 8.0)
+POST_NORMS = (0.5, 1.0, 2.0, 4.0)
+OUTLIERS = (1.0, 50.0)
+DTYPES = ("bfloat16", "float16", "float32")
+
+_E2B_WITHOUT_TOWERS = dataclasses.replace(
+    E2B, vocab_size=4096, vision=E2B_MINI.vision, audio=None, image_tokens=70
+)
+_WINDOW_DONOR = dataclasses.replace(E2B_TINY, kv_shared_layers=3, sliding_per_full=1)
+Shapes = dict[str, tuple[checkpoint.Gemma4Shape, tuple[int, int, int]]]
+#: name -> shape, and how many models of it in bf16, fp16 and fp32.
+SHAPES: Shapes = {
+    "tiny": (E2B_TINY, (84, 10, 10)),
+    "tiny, window donor": (_WINDOW_DONOR, (30, 4, 4)),
+    "tiny, 256 wide": (dataclasses.replace(E2B_TINY, hidden_size=256, head_dim=64), (20, 2, 2)),
+    "35 layers": (E2B_HOST, (12, 1, 1)),
+    "42 layers": (E4B_HOST, (10, 1, 1)),
+    "35 layers, 256 wide": (dataclasses.replace(E2B_HOST, hidden_size=256), (6, 1, 1)),
+    "E2B_MINI": (E2B_MINI, (4, 0, 0)),
+    "E4B_MINI": (E4B_MINI, (3, 0, 0)),
+    "E2B's dimensions": (_E2B_WITHOUT_TOWERS, (1, 0, 0)),
+}
+TRITON: Shapes = {
+    "tiny, on Triton": (dataclasses.replace(E2B_TINY, heads=2), (5, 1, 0)),
+    "tiny, window donor, on Triton": (dataclasses.replace(_WINDOW_DONOR, heads=2), (5, 0, 1)),
+}
+AUDITED = 10  # batches of random traffic for each model
+# In the interpreter a check takes some ten seconds: fewer audits, and each model is broken in some
+# of the ways alone, in turn.
+_AUDITED_ON_TRITON, _BROKEN_ON_TRITON = 3, 4
+TIMED = ("E2B_MINI", "E4B_MINI")  # models whose time is not all the host's
+
+
+@dataclass(frozen=True)
+class Group:
+    """Models of one shape and type, which one process makes.
+
+    Attributes:
+        breaks: the ways in which they are broken.
+    """
+
+    shape: str
+    dtype: str
+    count: int
+    breaks: Sequence[str]
+    triton: bool
+
+
+@dataclass
+class Result:
+    """What one model has shown.
+
+    Attributes:
+        check, audits, proof: the largest error of the unbroken package, in multiples of its bound.
+        cost: what the check and an audit take; see ``costs``.
+        found: breakage -> the error that the check has found, in multiples of its bound.
+    """
+
+    model: str
+    dtype: str
+    seed: int
+    sharpness: float
+    post_norms: float
+    outliers: float
+    check: float = 0.0
+    audits: float = 0.0
+    audited: int = 0
+    proof: float = 0.0
+    proved: int = 0
+    seconds: float = 0.0
+    cost: dict[str, float] = field(default_factory=dict)
+    found: dict[str, float] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        least = "nothing was broken"
+        if self.found:
+            name = min(self.found, key=lambda name: self.found[name])
+            least = f"found least: {name}, {self.found[name]:.1f} times its bound"
+        return (
+            f"{self.model}, {self.dtype}, sharpness {self.sharpness:g}, post-norms "
+            f"{self.post_norms:g}, outliers {self.outliers:g}, seed {self.seed}: check "
+            f"{self.check:.2f}, audits {self.audits:.2f}, proofs {self.proof:.2f}; {least}"
+        )
+
+
+def groups(breakage: str, only: str, models: int | None, triton: bool) -> list[Group]:
+    """All models that are asked for: of shapes and breakages with these words in their names."""
+    breaks = [name for name in BREAKAGES if breakage in name]
+    found = []
+    for name, (_, counts) in (TRITON if triton else SHAPES).items():
+        for dtype, count in zip(DTYPES, counts, strict=True):
+            if only in name and count:
+                found.append(Group(name, dtype, min(count, models or count), breaks, triton))
+    return found
+
+
+@contextmanager
+def engines(shape: checkpoint.Gemma4Shape, dtype: str) -> Iterator[Engine]:
+    """An engine of this shape, its tail captured, whose weights are to be drawn."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = checkpoint.write_checkpoint(
+            directory, dataclasses.replace(shape, dtype=dtype), weights=False
+        )
+        engine = Engine(
+            path,
+            device="cpu",
+            dtype=dtype,
+            max_total_tokens=4096,
+            load_format="dummy",
+            cuda_graph_bs_decode=[1, 2, 4, 8],
+        )
+        with recorded_decode_steps(engine):
+            yield engine
+
+
+@torch.no_grad()
+def draw(model: Any, shape: checkpoint.Gemma4Shape) -> None:
+    """Draw the weights of a loaded ``Gemma4TextModel`` as a checkpoint's."""
+    torch.manual_seed(shape.seed)
+    for name, weight in model.named_parameters():
+        drawn = torch.nn.Parameter(torch.empty(weight.shape))
+        checkpoint.randomise(f"model.language_model.{name}", drawn)
+        weight.copy_(drawn)
+    checkpoint.scale(model, shape)
+
+
+def kinds(count: int, seed: int) -> list[dict[str, Any]]:
+    """Kinds of weights, ``count`` of them: all combinations in random order, over and over."""
+    every = list(itertools.product(SHARPNESS, POST_NORMS, OUTLIERS))
+    random.Random(seed).shuffle(every)
+    found: list[dict[str, Any]] = []
+    for number in range(count):
+        sharpness, post_norms, outliers = every[number % len(every)]
+        found.append({"sharpness": sharpness, "post_norms": post_norms, "outliers": outliers})
+        found[-1]["seed"] = seed + number
+    return found
+
+
+def traffic(draws: random.Random, vocabulary: int) -> list[Prompt]:
+    """One to four requests: prefixes, lengths around the window, input log-probabilities."""
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draws.randrange(vocabulary // 10, vocabulary) for _ in range(count))
+
+    prompts = []
+    for _ in range(draws.randint(1, 4)):
+        cached, new = draws.choice((0, 0, 3, 30, 70)), draws.randint(2, 60)
+        start = -1
+        if draws.random() < 0.2:
+            start = cached + draws.randrange(new)
+        prompts.append(Prompt(ids(cached), ids(new), logprob_start=start))
+    return prompts
+
+
+def audited(engine: Engine, state: Any, draws: random.Random, number: int, result: Result) -> None:
+    """Random prefills, every one audited."""
+    reset_log()
+    with settings_changed(audit=1):
+        state.after_cut = audit.auditor(engine.runner, state)
+    try:
+        for _ in range(number):
+            batch = engine.schedule(traffic(draws, engine.text_model.config.vocab_size))
+            with switched("1"):
+                engine.forward(batch, intermediate=draws.random() < 0.15)
+    finally:
+        state.after_cut = None
+    result.audited = log.audits.agree + log.audits.differ
+    result.audits = log.audits.worst
+
+
+def proved(state: Any, runner: Any, result: Result) -> None:
+    """Every graph of the captured tail, full and padded."""
+    errors = []
+    for size in state.captured.rows:
+        errors += [one.excess for one in proof.findings(state.captured, runner, size)]
+    result.proof, result.proved = max(errors), len(errors)
+
+
+def costs(engine: Engine, state: Any, seconds: float) -> dict[str, float]:
+    """What a prefill of 512 tokens takes in ms, and an audited one; and the check, in small ones.
+
+    Medians of seven, in turns; in a process that times nothing else, on a machine that may.
+
+    Args:
+        seconds: that the check has taken.
+    """
+    auditor = audit.Auditor(state, engine.runner.model.logits_processor, 1)
+    prompt = [Prompt((), tuple(range(20, 20 + 512)))]
+    few = [Prompt((), tuple(range(20, 27)))]
+    ways: dict[str, tuple[str, list[Prompt], audit.Auditor | None]] = {
+        "stock": ("0", prompt, None),
+        "fast": ("1", prompt, None),
+        "audited": ("1", prompt, auditor),
+        "small": ("0", few, None),
+    }
+    took: dict[str, list[float]] = defaultdict(list)
+    for _ in range(7):
+        for way, (switch, prompts, state.after_cut) in ways.items():
+            batch = engine.schedule(prompts)
+            with switched(switch):
+                began = time.perf_counter()
+                engine.forward(batch)
+                took[way].append(time.perf_counter() - began)
+    state.after_cut = None
+    return {
+        "stock_ms": 1e3 * statistics.median(took["stock"]),
+        "fast_ms": 1e3 * statistics.median(took["fast"]),
+        "audited_ms": 1e3 * statistics.median(took["audited"]),
+        "check_in_small_stock_prefills": seconds / statistics.median(took["small"]),
+    }
+
+
+@torch.no_grad()
+def judge(
+    engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
+) -> None:
+    """The unbroken package, in the check, proofs and ``number`` audits; then every breakage."""
+    state = start.of(engine.text_model)
+    checked = check.check(engine.runner, state)
+    if checked.worst is None:
+        raise SystemExit(f"{result.model}: {checked}")
+    result.check, result.seconds = checked.worst.excess, checked.seconds
+    if isinstance(state.captured, TailGraphs):
+        proved(state, engine.runner, result)
+    audited(engine, state, draws, number, result)
+    if result.model in TIMED and result.dtype == "bfloat16":
+        result.cost = costs(engine, state, result.seconds)
+    with check.comparing(engine.runner, state) as both:
+        for name in breaks:
+            with BREAKAGES[name](state) as applies:
+                if applies:
+                    broken = rounding.worst(both.findings())
+                    result.found[name], result.where[name] = broken.excess, broken.what
+
+
+def judged(group: Group) -> list[Result]:
+    """All models of a group; in a process of its own, which keeps their memory."""
+    # Every row that can be skipped is; the check is called by hand.
+    os.environ |= {settings.name_of("min_skipped_rows"): "1", settings.name_of("self_check"): "0"}
+    logging.disable(logging.ERROR)  # what is broken on purpose is logged, again and again
+    torch.set_num_threads(1)
+    shapes, number, results = SHAPES, AUDITED, []
+    if group.triton:
+        shapes, number = TRITON, _AUDITED_ON_TRITON
+        interpreter.make_quick()
+        interpreter.make_exact()  # as it comes, it multiplies bf16 as integers
+    shape, place = shapes[group.shape][0], list(shapes).index(group.shape)
+    seed = 1000 * place + 100 * DTYPES.index(group.dtype)
+    if group.triton:
+        seed += 5 * place  # so that every way is taken
+    with engines(shape, group.dtype) as engine:
+        for kind in kinds(group.count, seed):
+            draw(engine.text_model, dataclasses.replace(shape, outlier_share=0.02, **kind))
+            result = Result(group.shape, group.dtype, **kind)
+            breaks = group.breaks
+            if group.triton:
+                first = _BROKEN_ON_TRITON * kind["seed"] % len(breaks)
+                turned = [*breaks[first:], *breaks[:first]]
+                breaks = turned[:_BROKEN_ON_TRITON]
+            judge(engine, result, random.Random(kind["seed"]), breaks, number)
+            results.append(result)
+            print(result, flush=True)
+    return results

@@ -1,0 +1,123 @@
+"""What the scripts share besides the environment: flags, messages, folders, random checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from environment import REPO, SetupError
+from sglang_gemma4_yoco.commands.console import say, tail
+from sglang_gemma4_yoco.commands.redact import learn_secrets, redact, redact_flags
+
+REFERENCE = REPO / "test" / "reference"
+_SERVER_ARGS = "--server-args"
+
+
+class _Defaults(argparse.RawDescriptionHelpFormatter):
+    """Names each default that is worth naming, and keeps the lines of the description."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if not default or default in (True, argparse.SUPPRESS):
+            return action.help
+        if isinstance(default, list):
+            default = " ".join(map(str, default))
+        return f"{action.help or ''} (default: {default})".replace("%", "%%")
+
+
+def new_parser(about: str | None) -> argparse.ArgumentParser:
+    """A parser whose ``--help`` shows ``about`` as it is, and the defaults.
+
+    It takes no shortened flags: servers' secrets are looked for behind ``--server-args``.
+    """
+    command_without_secrets(sys.argv)
+    return argparse.ArgumentParser(description=about, formatter_class=_Defaults, allow_abbrev=False)
+
+
+def command_without_secrets(words: Sequence[str]) -> str:
+    """A script's command line for a shell, without secrets; none of them is printed from now on.
+
+    A script's own flags have none. A server's flags are in the one word of ``--server-args``, or
+    they are what follows ``--``.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    after = list(words[end:])
+    of_server, shown = after[1:], list[str]()
+    for word in words[:end]:
+        flag, equals, flags = word.partition("=")
+        if shown[-1:] == [_SERVER_ARGS]:
+            before, flags = "", word
+        elif flag == _SERVER_ARGS and equals:
+            before = f"{flag}="
+        else:
+            shown.append(word)
+            continue
+        of_server += shlex.split(flags)
+        shown.append(before + redact_flags(shlex.split(flags)))
+    learn_secrets(of_server, os.environ)
+    command: str = redact(f"{shlex.join(shown)} {redact_flags(after)}".rstrip())
+    return command
+
+
+def heading(text: str) -> None:
+    """Begin a new part of the output."""
+    say(f"\n== {text}")
+
+
+def failed(failure: Exception) -> int:
+    """Print why a command cannot go on, after the end of its log; return its exit status, 2."""
+    log = getattr(failure, "log", None)
+    if log is not None:
+        say(tail(log), sys.stderr)
+    say(f"error: {failure}", sys.stderr)
+    return 2
+
+
+def make_work_dir(path: Path) -> Path:
+    """Make the folder for logs and checkpoints, and keep it out of version control."""
+    path = path.expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / ".gitignore").write_text("*\n")
+    except OSError as failure:
+        raise SetupError(f"{path} cannot be written ({failure}): choose --work-dir.") from failure
+    return path
+
+
+def make_log_dir(work_dir: Path) -> Path:
+    """Make a new folder for the logs of this run."""
+    logs = make_work_dir(work_dir) / "logs" / time.strftime("%Y%m%d-%H%M%S")
+    logs.mkdir(parents=True)
+    return logs
+
+
+def make_checkpoint(preset: str, work_dir: Path, *, weights: bool = True) -> Path:
+    """Write a random checkpoint, or find the one that an earlier run wrote."""
+    maker = REFERENCE / "sglang_gemma4_reference" / "checkpoint.py"
+    digest = hashlib.sha256(maker.read_bytes()).hexdigest()[:8]
+    path = work_dir / f"{preset}-{digest}"
+    command = [sys.executable, "-m", "sglang_gemma4_reference.checkpoint", preset]
+    if not weights:
+        path = path.with_name(f"{path.name}-no-weights")
+        command.append("--no-weights")
+    if path.exists():
+        say(f"Random checkpoint of an earlier run: {path}")
+        return path
+    say(f"Making a random checkpoint, {preset}: {path}")
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        done = subprocess.run([*command, str(partial)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SetupError(f"the checkpoint could not be made:\n{done.stderr}")
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return path

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""What do the result files say? One table for each question, in benchmark/results/README.md.
+
+Reads all files of ``benchmark/results``. Below each table is the command that made its figures, and
+whether the package has changed since. Also writes the table of releases in docs/compatibility.md.
+Checks these pages, or with ``--write`` writes them; the exit status is 1 if one is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from environment import REPO
+from generated import Parts, kept_up_to_date, markdown
+from result_files import RESULTS, package_of
+
+NOT_MEASURED = "Not measured yet: `scripts/bench_gpu.py` has not run on a GPU."
+Document = dict[str, Any]
+
+
+def load(pattern: str) -> dict[str, Document]:
+    """The result files whose names match, by name."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))}
+
+
+def sources(files: dict[str, Document]) -> str:
+    """Where figures come from, and whether they are of this package."""
+    lines, current = [], package_of()
+    for name, document in files.items():
+        age = "the package as it is"
+        if document.get("package") != current:
+            age = "**an earlier package**"
+        about = f"`{name}`: {age}, commit `{document['commit']}`"
+        if "device" in document:
+            about += f", SGLang {document['sglang']}, {document['device']}"
+        lines += [f"- {about}", f"\n  `{document['command']}`" if "command" in document else ""]
+    return "\n".join(filter(None, lines))
+
+
+def table_of(
+    pattern: str, head: Sequence[str], rows: Callable[[Document], Iterator[list[object]]]
+) -> str:
+    """A table of all files whose names match, and where their figures come from."""
+    files = load(pattern)
+    if not files:
+        return NOT_MEASURED
+    cells = [row for document in files.values() for row in rows(document)]
+    return f"{markdown(head, cells, numbers=len(head) - 2)}\n\n{sources(files)}"
+
+
+def milliseconds(times: dict[str, float]) -> str:
+    """``median (p20-p80)``."""
+    median, low, high = times["median"] * 1e3, times["p20"] * 1e3, times["p80"] * 1e3
+    return f"{median:.0f} ({low:.0f}-{high:.0f})"
+
+
+PREFILL = ("model", "batch", "off, ms", "on, ms", "off/on, of at most", "realised")
+
+
+def prefill_rows(document: Document) -> Iterator[list[object]]:
+    """Batches: times off and on, their ratio and its ceiling."""
+    for point in document["points"]:
+        load, times = point["load"], [milliseconds(point["off"]), milliseconds(point["on"])]
+        batch = f"{load['batch_size']} x {load['length']} tokens"
+        if load["decoding"]:
+            batch += f", {load['decoding']} decoding"
+        if load["read"]:
+            batch += f", {load['read']:.0%} read"
+        realised = f"stock: {point['path']}"
+        if point["path"].startswith("active"):
+            realised = f"{point['realised']:.0%}"
+        ratio = f"{point['ratio']:.2f} of {point['ceiling']:.2f}"
+        yield [document["model"], batch, *times, ratio, realised]
+
+
+HOST = ("batch", "way", "operations", "replays", "Triton launches", "device reads")
+
+
+def host_rows(document: Document) -> Iterator[list[object]]:
+    """What the host does in each way."""
+    for point in document["points"]:
+        batch = f"{document['model']}, {point['load']['length']} tokens"
+        for way, work in point["host"].items():
+            share = work["operations"] / point["host"]["off"]["operations"]
+            counts = (work["replays"], work["triton_launches"], work["device_reads"])
+            yield [batch, way, f"{work['operations']} ({share:.0%})", *counts]
+
+
+CHECKS = ("broken", "least found on", "models", "found, in multiples of the bound, at least")
+
+
+def check_rows(document: Document) -> Iterator[list[object]]:
+    """What the check at start has found of each breakage."""
+    for name, found in document["breakages"].items():
+        yield [name, found["on"], found["models"], found["smallest"]]
+
+
+GPU_LOAD = ("what", "which", "off", "on", "off/on")
+
+
+def gpu_load_rows(document: Document) -> Iterator[list[object]]:
+    """Loads over HTTP: first tokens, and tokens of those that decode."""
+    for point in document["points"]:
+        load = f"{document['requests']} x {document['prompt']} in, {document['answer']} out"
+        which = f"{document['model']}, {point['rate']} requests/s, mixed chunks {point['mixed']}"
+        off, on = point["off"], point["on"]
+        one, other = statistics.median(off["seconds"]), statistics.median(on["seconds"])
+        times = (f"{one:.2f}", f"{other:.2f}", f"{one / other:.2f}")
+        yield [f"{load}: duration, s", which, *times]
+        for key, what in (("ttft_ms", "first token"), ("itl_ms", "between tokens")):
+            for p in ("50", "95"):
+                one, other = off[key][p], on[key][p]
+                times = (f"{one:.0f}", f"{other:.0f}", f"{one / other:.2f}")
+                yield [f"{load}: {what}, p{p}, ms", which, *times]
+
+
+GPU_REPLAYED = ("model, tokens", "answers", "off", "off replayed", "on", "on replayed")
+
+
+def gpu_replayed_rows(document: Document) -> Iterator[list[object]]:
+    """Prefills that SGLang replays: milliseconds beside the predicted ones."""
+    predicted = json.loads((REPO / "benchmark" / "predicted_h100.json").read_text())
+    for point in document["points"]:
+        length, replayed, same = point["load"]["length"], point["replayed"], True
+        times = {"off": point["off"], "on": point["on"]}
+        for way, seen in replayed.items():
+            times[way], same = seen["times"], same and seen["same_tokens"]
+        expected = predicted.get(document["model"], {}).get(str(length), {})
+        cells: list[object] = []
+        for way in GPU_REPLAYED[2:]:
+            measured = f"{times[way]['median'] * 1e3:.1f}" if way in times else "not captured"
+            cells.append(measured + (f" ({expected[way]:.1f})" if way in expected else ""))
+        answer = "the same token" if same else "**another token**"
+        yield [f"{document['model']}, {length}", answer, *cells]
+
+
+GPU_FORWARD = ("model", "tokens", "off", "on")
+
+
+def gpu_memory_rows(document: Document) -> Iterator[list[object]]:
+    """Peak memory of a prefill."""
+    for point in document["points"]:
+        peaks = (f"{point[way]['peak_bytes'] / 2**20:.0f} MiB" for way in ("off", "on"))
+        yield [document["model"], point["length"], *peaks]
+
+
+def gpu_profile_rows(document: Document) -> Iterator[list[object]]:
+    """Where the time of a prefill goes."""
+    for point in document["points"]:
+        cells = []
+        for way in ("off", "on"):
+            found = point[way]
+            cells.append(
+                f"host {found['host_ms']:.1f} of {found['whole_ms']:.1f} ms, device idle "
+                f"{found['device_idle_ms']:.1f} ms, {found['kernels']} kernels"
+            )
+        yield [document["model"], point["length"], *cells]
+
+
+def gpu_answers_rows(document: Document) -> Iterator[list[object]]:
+    """Greedy answers that are the same, and the largest difference of logits."""
+    points = document["points"]
+    same = sum(point["off"]["tokens"] == point["on"]["tokens"] for point in points)
+    largest = max(point["max_difference"] for point in points)
+    spread = points[0]["logit_spread"]
+    differ = f"logits differ by at most {largest:.2g}, their spread is {spread:.2g}"
+    yield [
+        document["model"],
+        points[0]["length"],
+        f"{len(points)} answers",
+        f"{same} equal; {differ}",
+    ]
+
+
+def load_sources() -> str:
+    """Where the figures under load come from, which benchmark/README.md shows."""
+    return sources(load("random_workload_*.json") | load("latency_*.json"))
+
+
+def releases() -> str:
+    """Which releases of SGLang have passed."""
+    entries = json.loads((RESULTS / "version_matrix.json").read_text())
+    rows, commits = [], dict.fromkeys(entry["commit"] for entry in entries)
+    for entry in entries:
+        counts = (entry["passed"], entry["skipped"], entry["failed"])
+        rows.append([entry["sglang"], entry["torch"], entry["python"], *counts])
+    head = ("SGLang", "torch", "Python", "passed", "skipped", "failed")
+    age = "of the package as it is"
+    if any(entry["package"] != package_of() for entry in entries):
+        age = "of **an earlier package**"
+    return f"{markdown(head, rows, numbers=3)}\n\nCommit `{'`, `'.join(commits)}`, {age}."
+
+
+PARTS: Parts = {
+    "prefill": partial(table_of, "prefill_*.json", PREFILL, prefill_rows),
+    "threshold": partial(table_of, "threshold_*.json", PREFILL, prefill_rows),
+    "load": load_sources,
+    "host": partial(table_of, "host_*.json", HOST, host_rows),
+    "checks": partial(table_of, "checks_*.json", CHECKS, check_rows),
+    "gpu load": partial(table_of, "gpu_l*.json", GPU_LOAD, gpu_load_rows),
+    "gpu prefill": partial(table_of, "gpu_prefill_*.json", PREFILL, prefill_rows),
+    "gpu replayed": partial(table_of, "gpu_replayed_*.json", GPU_REPLAYED, gpu_replayed_rows),
+    "gpu memory": partial(table_of, "gpu_memory_*.json", GPU_FORWARD, gpu_memory_rows),
+    "gpu profile": partial(table_of, "gpu_profile_*.json", GPU_FORWARD, gpu_profile_rows),
+    "gpu answers": partial(table_of, "gpu_answers_*.json", GPU_FORWARD, gpu_answers_rows),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the pages, or write them; 1 if one is out of date."""
+    pages: dict[Path, Parts] = {
+        RESULTS / "README.md": PARTS,
+        REPO / "docs" / "compatibility.md": {"releases": releases},
+    }
+    return kept_up_to_date(pages, __file__, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

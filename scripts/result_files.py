@@ -1,0 +1,91 @@
+"""Files of results: where a measurement comes from, and what is written of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from command_line import command_without_secrets
+from environment import REPO, SetupError
+from sglang_gemma4_yoco.commands.console import say
+
+RESULTS = REPO / "benchmark" / "results"
+#: What a GPU without a GPU is called (test/rehearsal): nothing is measured there.
+REHEARSAL = "rehearsal"
+
+
+def device_name(device: str) -> str:
+    """What is measured on: the GPU's name, or a CPU with so many cores."""
+    if device == "cpu":
+        return f"cpu ({os.cpu_count()} cores)"
+    import torch
+
+    name: str = torch.cuda.get_device_name()
+    return name
+
+
+def origin() -> dict[str, str]:
+    """Where a result comes from: command, commit, package and machine."""
+    return {
+        "command": command_without_secrets(["python", *sys.argv]),
+        "commit": commit(),
+        "package": package_of(),
+        "machine": platform.machine(),
+    }
+
+
+def commit() -> str:
+    """The checkout's last commit, with ``-dirty`` if more than measurements has changed since."""
+    try:
+        return commit_of([".", ":(exclude)benchmark"])
+    except SetupError:
+        return "unknown"
+
+
+def commit_of(paths: Sequence[str]) -> str:
+    """The last commit that changed one of these; ``-dirty`` if there are changes since."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", *command], cwd=REPO, capture_output=True, text=True)
+        if done.returncode:
+            raise SetupError(f"git {command[0]} failed in {REPO}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    found = git("log", "-1", "--format=%h", "--abbrev=12", "--", *paths)
+    if git("status", "--porcelain", "--", *paths):
+        return f"{found}-dirty"
+    return found
+
+
+def package_of(folder: Path = REPO / "sglang_gemma4_yoco") -> str:
+    """What the package in ``folder`` is, in twelve digits, committed or not."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:12]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one step: who reads it meanwhile finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def write_result(path: Path | None, document: dict[str, Any]) -> str:
+    """Write a result to a file, if one is asked for; return it as the line that is printed."""
+    line = json.dumps(document)
+    if document.get("device") == REHEARSAL:
+        say(f"This is a rehearsal: nothing was measured, and {path} is not written.", sys.stderr)
+    elif path is not None:
+        write_whole(path, line + "\n")
+    return line

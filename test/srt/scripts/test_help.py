@@ -1,0 +1,59 @@
+"""``--help`` of every script, where this package is installed and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+#: What is imported, and not run.
+MODULES = {"environment.py", "command_line.py", "result_files.py", "generated.py"}
+MODULES |= {"host_work.py", "breakages.py", "checked_models.py"}
+# SGLang and all that it brings are as good as absent, and the test tree too.
+WITHOUT = """
+import os, runpy, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+sys.argv = sys.argv[2:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+ABSENT = "sglang,sglang_gemma4_reference,torch,numpy,transformers,triton,requests,tqdm,psutil,rich"
+ABSENT += ",matplotlib,pandas,lm_eval,pytest,layer_rows,decode_graphs"
+
+
+def files() -> set[Path]:
+    """All of the checkout but what git keeps out of it."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--others", "--exclude-standard"],
+        cwd=SCRIPTS.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {SCRIPTS.parent / line for line in listed.stdout.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [path for path in sorted(SCRIPTS.rglob("*.py")) if path.name not in MODULES],
+    ids=lambda path: path.name,
+)
+def test_help(script: Path, tmp_path: Path) -> None:
+    """It says what the script is for, needs nothing, and writes nothing."""
+    before = files()
+    command = [sys.executable, "-c", WITHOUT, ABSENT, str(script), "--help"]
+    env = os.environ | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.partition("\n\n")[2].strip().splitlines()[0]
+    assert first in script.read_text()
+    assert list(tmp_path.iterdir()) == []
+    assert files() == before
