@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt" / "harness"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt"))
 
 from environment import (
     REPO,
@@ -141,7 +141,7 @@ def run_pass(
     """Put all requests to one server, and look at what it did; returns the answers too."""
     from tqdm import tqdm
 
-    from layer_rows import fast_rows, is_replayed
+    from harness.layer_rows import fast_rows, is_replayed
     from sglang_gemma4_reference import row_trace, tail_failures
     from sglang_gemma4_reference.workload import (
         ACTIVE,

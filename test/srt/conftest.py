@@ -32,7 +32,7 @@ if os.environ.get("GEMMA4_CPU_BRANCHES") == "cuda":
         f"sglang_gemma4_reference.{name}" for name in _STAND_INS
     )
 
-from server import (
+from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
     DEFAULT_THRESHOLD,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 settings.current = settings.read(os.environ)
 
-pytest_plugins = ["own_process"]
+pytest_plugins = ["harness.own_process"]
 # For the servers, and whatever else the tests start.
 os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "harness" / "quick_start")
 
@@ -168,7 +168,7 @@ def off_server(servers: tuple[Server, Server]) -> Server:
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
     """SGLang's ModelRunner in this process, whose pool holds 4096 tokens."""
-    from forwards import ENGINE  # imports SGLang, which some tests do without
+    from harness.forwards import ENGINE  # imports SGLang, which some tests do without
     from sglang_gemma4_reference.engine import Engine
 
     return Engine(tiny_checkpoint, **ENGINE)
@@ -266,9 +266,9 @@ def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., None]]:
     """Build the attention backends again, with these further server arguments."""
-    from forwards import ENGINE
+    from harness.forwards import ENGINE
+    from harness.stand_ins import server_args
     from sglang_gemma4_reference import releases
-    from stand_ins import server_args
 
     def restart(**arguments: Any) -> None:
         args = server_args(model_path=str(tiny_checkpoint), **(ENGINE | arguments))
@@ -282,7 +282,7 @@ def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., N
 @pytest.fixture
 def without_own_backend(engine: Engine) -> Iterator[Engine]:
     """The module's engine, whose tail has no attention backend of its own."""
-    from forwards import on_one_backend
+    from harness.forwards import on_one_backend
 
     with on_one_backend(engine):
         yield engine

@@ -17,17 +17,17 @@ from unittest import mock
 import pytest
 import torch
 
-from audited import Operations, audited, functions_entered
-from batches import BATCHES, batch_of
-from forwards import TWO_PROMPTS, assert_fast, assert_stock
-from observe import run
+from harness.audited import Operations, audited, functions_entered
+from harness.batches import BATCHES, batch_of
+from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
+from harness.observe import run
+from harness.stand_ins import tail_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.core import donor, gate
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.loading import limits, start
-from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -19,11 +19,11 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from batches import BATCHES, batch_of
-from decode_graphs import record_tail
-from forwards import ENGINE, NEEDS_GRAPHS, assert_fast, attention_of, state_of
-from layer_rows import LAYERS, cut
-from observe import run
+from harness.batches import BATCHES, batch_of
+from harness.decode_graphs import record_tail
+from harness.forwards import ENGINE, NEEDS_GRAPHS, assert_fast, attention_of, state_of
+from harness.layer_rows import LAYERS, cut
+from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine

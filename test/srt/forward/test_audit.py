@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from batches import BATCHES, batch_of
-from checking import audited, counts
-from forwards import (
+from harness.batches import BATCHES, batch_of
+from harness.checking import audited, counts
+from harness.forwards import (
     MARKS_CHUNKS,
     TWO_PROMPTS,
     InjectedError,
@@ -22,8 +22,8 @@ from forwards import (
     assert_untouched,
     with_larger_keys,
 )
-from layer_rows import FIRST_CUT, LAYERS
-from observe import TOLERANCE, assert_same_answers, assert_same_cache, run
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import audit, layerwise, rounding

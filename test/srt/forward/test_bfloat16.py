@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 
-import truth
-from batches import BATCHES, batch_of
-from forwards import CHUNKS, MARKS_CHUNKS, assert_fast, attention_of
-from observe import Observed, run
-from rounding import (
+from harness import truth
+from harness.batches import BATCHES, batch_of
+from harness.forwards import CHUNKS, MARKS_CHUNKS, assert_fast, attention_of
+from harness.observe import Observed, run
+from harness.rounding import (
     allowed_of_a_layer,
     assert_layers_agree,
     layer_errors,

@@ -26,12 +26,12 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-import observe
-from audited import Operations, functions_entered
-from batches import BATCHES, ONE_BESIDE_TWO, batch_of
-from checking import tensors_unchanged
-from decode_graphs import record_tail, recorded_decode_steps, static_tensors
-from forwards import (
+from harness import observe
+from harness.audited import Operations, functions_entered
+from harness.batches import BATCHES, ONE_BESIDE_TWO, batch_of
+from harness.checking import tensors_unchanged
+from harness.decode_graphs import record_tail, recorded_decode_steps, static_tensors
+from harness.forwards import (
     CHUNKS,
     ENGINE,
     TWO_PROMPTS,
@@ -40,9 +40,9 @@ from forwards import (
     attention_of,
     norms_that_add_in_place,
 )
-from layer_rows import FIRST_CUT, LAYERS
-from media import MediaPrompt, assert_same_inputs, media_batch
-from observe import (
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.media import MediaPrompt, assert_same_inputs, media_batch
+from harness.observe import (
     TOLERANCE,
     Observed,
     assert_same_answers,
@@ -52,6 +52,7 @@ from observe import (
     run,
     step,
 )
+from harness.stand_ins import halved_weights
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log
@@ -66,7 +67,6 @@ from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import limits, start
-from stand_ins import halved_weights
 
 pytest.importorskip(
     "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",

@@ -28,7 +28,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.runtime_context import get_context
 
-from forwards import TWO_PROMPTS, assert_fast, assert_stock
+from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, log

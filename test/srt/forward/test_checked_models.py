@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from batches import batch_of
 from bench_checks import SHAPES, draw, engines, kinds, traffic
 from breakages import BREAKAGES
-from checking import NEW, REQUESTS, audited, checked, counted, counts
-from decode_graphs import recorded_decode_steps
-from forwards import ENGINE, assert_untouched, norms_that_add_in_place
-from observe import assert_same_cache, run
+from harness.batches import batch_of
+from harness.checking import NEW, REQUESTS, audited, checked, counted, counts
+from harness.decode_graphs import recorded_decode_steps
+from harness.forwards import ENGINE, assert_untouched, norms_that_add_in_place
+from harness.observe import assert_same_cache, run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import (
     E2B_TINY,

@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.models import gemma4_causal, gemma4_mm
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from forwards import assert_fast, assert_stock, state_of
+from harness.forwards import assert_fast, assert_stock, state_of
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands import preflight

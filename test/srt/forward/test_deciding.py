@@ -29,11 +29,12 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from batches import batch_of
-from forwards import CHUNKS, MARKS_CHUNKS, TWO_PROMPTS, assert_fast, assert_stock
-from layer_rows import FIRST_CUT, LAYERS
-from layer_rows import cut as cut_rows
-from observe import TOLERANCE, batch_in, both_ways, run
+from harness.batches import batch_of
+from harness.forwards import CHUNKS, MARKS_CHUNKS, TWO_PROMPTS, assert_fast, assert_stock
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.layer_rows import cut as cut_rows
+from harness.observe import TOLERANCE, batch_in, both_ways, run
+from harness.stand_ins import skip_on_older
 from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -41,7 +42,6 @@ from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.loading import limits, start
-from stand_ins import skip_on_older
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

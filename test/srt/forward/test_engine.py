@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from batches import batch_of, tokens
-from observe import (
+from harness.batches import batch_of, tokens
+from harness.observe import (
     TOLERANCE,
     Observed,
     watching,

@@ -31,14 +31,14 @@ from sglang.srt.models import gemma4_mm
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-import prefill_exits
-from batches import ONE_BESIDE_TWO, batch_of
-from decode_graphs import record_tail
-from forwards import ENGINE, InjectedError
-from layer_rows import FIRST_CUT, LAYERS
-from media import MediaPrompt, media_batch
-from prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
-from random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
+from harness import prefill_exits
+from harness.batches import ONE_BESIDE_TWO, batch_of
+from harness.decode_graphs import record_tail
+from harness.forwards import ENGINE, InjectedError
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.media import MediaPrompt, media_batch
+from harness.prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
+from harness.random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, settings_changed

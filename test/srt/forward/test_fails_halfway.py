@@ -32,12 +32,12 @@ import pytest
 import torch
 from sglang.srt.model_executor import forward_context
 
-from batches import BATCHES, batch_of
-from checking import audited, tensors_unchanged
-from decode_graphs import recorded_decode_steps
-from forwards import ENGINE, InjectedError, attention_of, state_of
-from observe import TOLERANCE, batch_in
-from prefill_exits import RECORDED
+from harness.batches import BATCHES, batch_of
+from harness.checking import audited, tensors_unchanged
+from harness.decode_graphs import recorded_decode_steps
+from harness.forwards import ENGINE, InjectedError, attention_of, state_of
+from harness.observe import TOLERANCE, batch_in
+from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import (

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from forwards import ENGINE
-from layer_rows import FIRST_SHARED
+from harness.forwards import ENGINE
+from harness.layer_rows import FIRST_SHARED
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check

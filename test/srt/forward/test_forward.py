@@ -17,8 +17,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from batches import BATCHES, batch_of
-from forwards import (
+from harness.batches import BATCHES, batch_of
+from harness.forwards import (
     CHUNKS,
     MARKS_CHUNKS,
     PLACES,
@@ -31,9 +31,9 @@ from forwards import (
     failing,
     norms_that_add_in_place,
 )
-from layer_rows import FIRST_CUT, LAYERS
-from media import MediaPrompt, media_batch
-from observe import (
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.media import MediaPrompt, media_batch
+from harness.observe import (
     TOLERANCE,
     Observed,
     assert_same_answers,

@@ -24,11 +24,11 @@ from sglang.srt.kv_canary.single_forward_manager import manager
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
-from batches import BATCHES, batch_of
-from checking import audited
-from forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast, state_of
-from layer_rows import FIRST_SHARED
-from observe import run
+from harness.batches import BATCHES, batch_of
+from harness.checking import audited
+from harness.forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast, state_of
+from harness.layer_rows import FIRST_SHARED
+from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.checking import requests

@@ -23,11 +23,11 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.scheduler_components import weight_updater
 
-import prefill_exits
-from batches import batch_of
-from forwards import ENGINE
-from layer_rows import LAYERS
-from prefill_exits import assert_served_alike, close, run
+from harness import prefill_exits
+from harness.batches import batch_of
+from harness.forwards import ENGINE
+from harness.layer_rows import LAYERS
+from harness.prefill_exits import assert_served_alike, close, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.engine import Engine, reset_log, settings_changed

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-import batches
-from batches import batch_of
-from layer_rows import FIRST_CUT, LAYERS
-from media import MediaPrompt, media_batch
-from observe import Observed, watching
+from harness import batches
+from harness.batches import batch_of
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.media import MediaPrompt, media_batch
+from harness.observe import Observed, watching
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import log

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from batches import BATCHES, batch_of
-from forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
-from observe import run
+from harness.batches import BATCHES, batch_of
+from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
+from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log

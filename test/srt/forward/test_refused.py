@@ -17,9 +17,10 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from forwards import TWO_PROMPTS, assert_fast, assert_stock
-from layer_rows import FIRST_CUT, LAYERS
-from observe import TOLERANCE, run
+from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.observe import TOLERANCE, run
+from harness.stand_ins import halved_weights, server_args
 from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
@@ -29,7 +30,6 @@ from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.state import ENTRY
 from sglang_gemma4_yoco.loading import limits, start
-from stand_ins import halved_weights, server_args
 
 ROWS_IN_ALL = sum(len(prompt.new) for prompt in TWO_PROMPTS)
 

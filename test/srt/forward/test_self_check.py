@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from breakages import BREAKAGES
-from checking import NEW, REQUESTS, checked, counted, tensors_unchanged
-from forwards import (
+from harness.checking import NEW, REQUESTS, checked, counted, tensors_unchanged
+from harness.forwards import (
     ENGINE,
     TWO_PROMPTS,
     InjectedError,
@@ -25,8 +25,8 @@ from forwards import (
     assert_untouched,
     failing,
 )
-from layer_rows import FIRST_SHARED, LAYERS
-from observe import run
+from harness.layer_rows import FIRST_SHARED, LAYERS
+from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed

@@ -19,9 +19,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from batches import BATCHES, batch_of, kept_rows
-from forwards import MARKS_CHUNKS, attention_of
-from layer_rows import FIRST_CUT, LAYERS
+from harness.batches import BATCHES, batch_of, kept_rows
+from harness.forwards import MARKS_CHUNKS, attention_of
+from harness.layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt

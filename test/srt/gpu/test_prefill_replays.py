@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 import torch
 
-from batches import batch_of
+from harness.batches import batch_of
 
 if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cpu"):
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
@@ -35,7 +35,7 @@ from bench_prefill import (
     served,
     timed,
 )
-from forwards import refusing_waits
+from harness.forwards import refusing_waits
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_yoco import log

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 
 from PIL import Image
 
-from disaggregated import Disaggregated
-from layer_rows import assert_all_fast, assert_all_stock
-from server import CHUNK, Server
+from harness.disaggregated import Disaggregated
+from harness.layer_rows import assert_all_fast, assert_all_stock
+from harness.server import CHUNK, Server
 from sglang_gemma4_reference import workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer, write_checkpoint
 from sglang_gemma4_reference.row_trace import Prefill

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layer_rows import LAYERS
+from harness.layer_rows import LAYERS
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import audit

@@ -16,10 +16,10 @@ import torch
 from sglang.srt.model_executor import forward_context
 from sglang.srt.platforms.interface import SRTPlatform
 
-import observe
-from batches import batch_of
-from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
-from observe import (
+from harness import observe
+from harness.batches import batch_of
+from harness.layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from harness.observe import (
     TOLERANCE,
     Observed,
     assert_as_expected,

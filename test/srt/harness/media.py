@@ -19,7 +19,7 @@ import torch
 from sglang.srt.managers.mm_utils import init_mm_embedding_cache
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 
-from observe import Observed
+from harness.observe import Observed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor import forward_context
 
-from batches import kept_rows
+from harness.batches import kept_rows
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 

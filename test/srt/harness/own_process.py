@@ -22,9 +22,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-import forked
+from harness import forked
+from harness.template import Template
 from sglang_gemma4_reference import cuda_branches
-from template import Template
 
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
 FOLDER = "triton"

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from batches import kept_rows
-from observe import run
+from harness.batches import kept_rows
+from harness.observe import run
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import compat
 

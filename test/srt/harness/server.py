@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import forked
+from harness import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import settings

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Gemma4ForConditionalGeneration
 
-from server import Server
+from harness.server import Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
 

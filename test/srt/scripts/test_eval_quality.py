@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import eval_quality
-from server import Pair
+from harness.server import Pair
 
 # lm-eval may live in an environment of its own.
 LM_EVAL = os.environ.get("LM_EVAL_PYTHON")

@@ -10,15 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
-from triton import language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 import bench_prefill
 import host_work
-from batches import batch_of
-from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from harness.batches import batch_of
+from harness.layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.recorder import RecordedGraph
+from triton import language as tl
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

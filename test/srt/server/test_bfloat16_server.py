@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch
 
-import truth
-from ask import compare, tokens
-from layer_rows import assert_all_fast, cut
-from server import Pair, Server, pair
+from harness import truth
+from harness.ask import compare, tokens
+from harness.layer_rows import assert_all_fast, cut
+from harness.server import Pair, Server, pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco.commands import prompts, verify
 

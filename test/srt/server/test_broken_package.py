@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import sglang_gemma4_yoco
-from ask import generate, tokens
-from layer_rows import assert_all_stock
-from server import Server, python_path, running
+from harness.ask import generate, tokens
+from harness.layer_rows import assert_all_stock
+from harness.server import Server, python_path, running
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.loading import metrics

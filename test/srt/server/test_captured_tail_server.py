@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ask import (
+from harness.ask import (
     TOLERANCE,
     again_and_again,
     assert_alike,
@@ -21,10 +21,10 @@ from ask import (
     tokens,
     with_other_weights,
 )
-from forwards import NEEDS_GRAPHS
-from layer_rows import FIRST_CUT
-from server import CAPTURED_ROWS as ROWS
-from server import CHUNK, Pair, Server
+from harness.forwards import NEEDS_GRAPHS
+from harness.layer_rows import FIRST_CUT
+from harness.server import CAPTURED_ROWS as ROWS
+from harness.server import CHUNK, Pair, Server
 from sglang_gemma4_yoco.loading import metrics
 
 pytestmark = NEEDS_GRAPHS

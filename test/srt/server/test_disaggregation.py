@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import requests
 
-from ask import (
+from harness.ask import (
     GREEDY,
     IMAGE,
     Answer,
@@ -29,9 +29,9 @@ from ask import (
     prompts_of,
     tokens,
 )
-from disaggregated import Disaggregated, disaggregated, without_peer
-from layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
-from server import CHUNK, Server
+from harness.disaggregated import Disaggregated, disaggregated, without_peer
+from harness.layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
+from harness.server import CHUNK, Server
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 

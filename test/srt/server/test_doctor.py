@@ -18,9 +18,9 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig
 from test_load_faults import plugin
 from test_refused_flags import REFUSED
 
-import forked
-import typed_secrets
-from server import python_path
+from harness import forked, typed_secrets
+from harness.server import python_path
+from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
@@ -30,7 +30,6 @@ from sglang_gemma4_yoco.commands.console import FACTS, Findings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics, patch
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
-from stand_ins import prefill_graphs
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 

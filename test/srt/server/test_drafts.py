@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ask import GREEDY, assert_alike, compare, drafted, drafted_twice, tokens
-from layer_rows import cut
-from server import CHUNK, Pair, Server, pair, python_path
+from harness.ask import GREEDY, assert_alike, compare, drafted, drafted_twice, tokens
+from harness.layer_rows import cut
+from harness.server import CHUNK, Pair, Server, pair, python_path
 
 pytestmark = pytest.mark.release
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ask import (
+from harness.ask import (
     Compared,
     again_and_again,
     assert_same_answers,
@@ -30,8 +30,8 @@ from ask import (
     tokens,
     traffic,
 )
-from layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
-from server import (
+from harness.layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
+from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
     CAPTURED_ROWS,

@@ -14,9 +14,9 @@ from test_doctor import AROUND, doctor
 from test_load_faults import plugin
 from test_status import Captured, report
 
-from ask import Answer, assert_same_answers, compare, one_by_one, prompts_of
-from layer_rows import assert_all_stock, cut
-from server import Server, pair, python_path, running
+from harness.ask import Answer, assert_same_answers, compare, one_by_one, prompts_of
+from harness.layer_rows import assert_all_stock, cut
+from harness.server import Server, pair, python_path, running
 from sglang_gemma4_yoco import settings
 
 # A model of somebody's, found by SGLANG_EXTERNAL_MODEL_PACKAGE under the name of SGLang's: it

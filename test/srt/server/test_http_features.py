@@ -22,7 +22,7 @@ import numpy
 import pytest
 import soundfile
 
-from ask import (
+from harness.ask import (
     GREEDY,
     TOLERANCE,
     Answer,
@@ -35,8 +35,8 @@ from ask import (
     tokens,
     with_other_weights,
 )
-from layer_rows import CHUNK_KEPT, cut
-from server import CHUNK, Pair, Server
+from harness.layer_rows import CHUNK_KEPT, cut
+from harness.server import CHUNK, Pair, Server
 from sglang_gemma4_reference.tail_failures import slow_prefills
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import forked
-from server import python_path
+from harness import forked
+from harness.server import python_path
 
 _SECONDS = 300  # for a process that imports SGLang, on a busy machine too
 

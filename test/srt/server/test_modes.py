@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ask import (
+from harness.ask import (
     TOLERANCE,
     Compared,
     assert_alike,
@@ -25,8 +25,8 @@ from ask import (
     prompts_of,
     tokens,
 )
-from layer_rows import assert_all_fast, assert_all_stock, cut
-from server import (
+from harness.layer_rows import assert_all_fast, assert_all_stock, cut
+from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
     CAPTURED_ROWS,

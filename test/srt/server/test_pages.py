@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ask import (
+from harness.ask import (
     assert_alike,
     assert_same_tokens,
     at_once,
@@ -26,8 +26,8 @@ from ask import (
     prompts_of,
     tokens,
 )
-from layer_rows import CHUNK_KEPT, assert_all_fast, cut
-from server import CHUNK, Pair, Server, pair
+from harness.layer_rows import CHUNK_KEPT, assert_all_fast, cut
+from harness.server import CHUNK, Pair, Server, pair
 
 _SMALL_POOL = (
     *("--max-total-tokens", "4800"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ask import (
+from harness.ask import (
     IMAGE,
     Answer,
     Compared,
@@ -28,8 +28,8 @@ from ask import (
     prompts_of,
     tokens,
 )
-from layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, whole
-from server import CHUNK, Pair, Server, running
+from harness.layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, whole
+from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 

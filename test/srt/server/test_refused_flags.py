@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ask import (
+from harness.ask import (
     Answer,
     assert_same_answers,
     chat,
@@ -24,8 +24,8 @@ from ask import (
     prompts_of,
     tokens,
 )
-from layer_rows import assert_all_stock, whole
-from server import CHUNK, Server, running, started
+from harness.layer_rows import assert_all_stock, whole
+from harness.server import CHUNK, Server, running, started
 
 FALLBACK = "Gemma 4 fast prefill falls back to stock"
 _HOOK = '[{"name": "none", "target_modules": ["no.such.module"], "hook_factory": "builtins:dict"}]'

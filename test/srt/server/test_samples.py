@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from server import running
+from harness.server import running
 
 pytestmark = pytest.mark.release
 

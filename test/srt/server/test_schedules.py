@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy
 
-from ask import Answer, Compared, assert_alike, generate, prompts_of, tokens
-from layer_rows import CHUNK_KEPT, cut
-from server import CHUNK, Pair, Server, running
+from harness.ask import Answer, Compared, assert_alike, generate, prompts_of, tokens
+from harness.layer_rows import CHUNK_KEPT, cut
+from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.tail_failures import slow_prefills

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ask import generate, tokens
-from layer_rows import assert_all_fast, without_audit
-from server import CHUNK, Server, running
+from harness.ask import generate, tokens
+from harness.layer_rows import assert_all_fast, without_audit
+from harness.server import CHUNK, Server, running
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import __version__, log, settings
 from sglang_gemma4_yoco.core import gate

@@ -23,17 +23,17 @@ import psutil
 import pytest
 from tqdm import tqdm
 
-import forked
 import sglang_gemma4_yoco
 from environment import REPO
-from server import Server, python_path, stand_in_for_sglang, wait_until
+from harness import forked
+from harness.server import Server, python_path, stand_in_for_sglang, wait_until
+from harness.typed_secrets import MARK, places
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco import commands, log, settings
 from sglang_gemma4_yoco.commands import prompts, redact, servers, verify
 from sglang_gemma4_yoco.commands.compare import Answer
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
-from typed_secrets import MARK, places
 
 CONTRACT = {
     "model", "device", "sglang", "prompt_tokens", "active", "answers_equal", "max_logprob_diff",

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ask import assert_same_traffic, traffic
-from forwards import NEEDS_GRAPHS
-from layer_rows import assert_all_fast, fast_rows
-from server import CAPTURED_ROWS, Server
+from harness.ask import assert_same_traffic, traffic
+from harness.forwards import NEEDS_GRAPHS
+from harness.layer_rows import assert_all_fast, fast_rows
+from harness.server import CAPTURED_ROWS, Server
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.workload import (

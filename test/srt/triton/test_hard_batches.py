@@ -22,11 +22,11 @@ import torch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-from batches import rest_of, tokens
-from decode_graphs import record_tail
-from forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, attention_of, state_of
-from layer_rows import TWO_POOLS
-from observe import (
+from harness.batches import rest_of, tokens
+from harness.decode_graphs import record_tail
+from harness.forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, attention_of, state_of
+from harness.layer_rows import TWO_POOLS
+from harness.observe import (
     TOLERANCE,
     Expected,
     Metadata,

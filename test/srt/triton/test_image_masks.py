@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ask import TOLERANCE
-from forwards import assert_served_by_stock, failing
-from layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
-from media import (
+from harness.ask import TOLERANCE
+from harness.forwards import assert_served_by_stock, failing
+from harness.layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
+from harness.media import (
     MediaPrompt,
     assert_same_inputs,
     causal_pattern,
@@ -24,7 +24,7 @@ from media import (
     next_chunk,
     without_masks,
 )
-from observe import Observed, both_ways, run
+from harness.observe import Observed, both_ways, run
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine

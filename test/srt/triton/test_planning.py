@@ -19,11 +19,11 @@ from packaging.version import Version
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from audited import audited
-from batches import batch_of
-from forwards import INTERPRETED_ENGINE
-from layer_rows import TWO_POOLS
-from observe import TOLERANCE
+from harness.audited import audited
+from harness.batches import batch_of
+from harness.forwards import INTERPRETED_ENGINE
+from harness.layer_rows import TWO_POOLS
+from harness.observe import TOLERANCE
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched

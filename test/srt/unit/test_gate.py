@@ -34,6 +34,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.attention import TailBackend
@@ -42,7 +43,6 @@ from sglang_gemma4_yoco.core.kept import KeptRows
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import start
-from stand_ins import eligible_batch, model, reason_of
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
+from harness.stand_ins import eligible_batch, tail_of
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.kept import KeptRows, rewritten
-from stand_ins import eligible_batch, tail_of
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8

@@ -22,10 +22,10 @@ from sglang.srt.server_args import ServerArgs
 from test_verify_parts import outcome
 
 import environment
+from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from sglang_gemma4_yoco.commands import redact, servers, verify
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
-from typed_secrets import FLAGS, MARK, VARIABLES, places
 
 Captured = pytest.CaptureFixture[str]
 

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from server import Server, ServerDiedError, python_path, stand_in_for_sglang, started, wait_until
+from harness.server import (
+    Server,
+    ServerDiedError,
+    python_path,
+    stand_in_for_sglang,
+    started,
+    wait_until,
+)
 from sglang_gemma4_reference.row_trace import Prefill, Trace, append_to
 
 
