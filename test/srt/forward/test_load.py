@@ -14,16 +14,24 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_gemma4_yoco import compat, plugin, settings
+from sglang_gemma4_yoco.loading import patch
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 
 
+def of_sglang() -> list[Any]:
+    """What would be wrapped."""
+    return [getattr(owner, name) for owner, name in patch.WRAPPED]
+
+
 def refusal(caplog: pytest.LogCaptureFixture) -> str:
-    """The one line that says why nothing is patched."""
+    """The one line that says why nothing is patched, which nothing is."""
     caplog.clear()
     plugin.load.cache_clear()
+    before = of_sglang()
     with caplog.at_level(logging.INFO, "sglang_gemma4_yoco"):
         plugin.load()
+    assert of_sglang() == before
     [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
     assert record.levelno == logging.ERROR
     _, _, why = record.getMessage().partition(" is NOT installed, the server runs unpatched: ")
