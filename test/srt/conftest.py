@@ -277,12 +277,3 @@ def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., N
 
     yield restart
     engine.runner.init_attention_backends()
-
-
-@pytest.fixture
-def without_own_backend(engine: Engine) -> Iterator[Engine]:
-    """The module's engine, whose tail has no attention backend of its own."""
-    from harness.forwards import on_one_backend
-
-    with on_one_backend(engine):
-        yield engine

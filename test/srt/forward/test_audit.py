@@ -223,35 +223,6 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
 # ---------------------------------------------------------------- what fails
 
 
-def test_an_audit_that_fails_costs_nothing(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The second forward raises in its last layers; the request gets the fast answer."""
-    _, unaudited = assert_fast(engine)
-    calls = []
-
-    def fail_in_stock(_: Any, args: tuple[Any, ...]) -> None:
-        calls.append(args[0].shape[0])
-        if calls[-1] == sum(len(prompt.new) for prompt in TWO_PROMPTS):
-            raise InjectedError("in the stock forward")
-
-    scheduled = engine.schedule(TWO_PROMPTS)
-    with audited(engine) as state, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
-        hook = engine.text_model.layers[-1].mlp.register_forward_pre_hook(fail_in_stock)
-        try:
-            seen = run(engine, scheduled, "1")
-        finally:
-            hook.remove()
-        assert state.after_cut is None
-    assert calls == [2, 43]
-    assert torch.equal(seen.output.next_token_logits, unaudited.output.next_token_logits)
-    [record] = caplog.records
-    assert "an audit failed, and no more are made" in record.getMessage()
-    assert record.exc_info
-    assert counts() == (0, 0)
-    assert_fast(engine)
-
-
 def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -288,38 +288,10 @@ def test_answers_that_are_read_late(
 # ---------------------------------------------------------------- when it fails
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(compat, "write_keys_and_values"), (ExitForward, "fill")]
-)
-def test_a_failure_after_the_exit(engine: Engine, owner: Any, name: str) -> None:
-    """The whole graph serves the batch."""
-    batch = engine.schedule(batch_of((0, 30), (4, 5)))
-    stock = run(engine, batch)
-    with mock.patch.object(owner, name, side_effect=InjectedError) as broken:
-        assert_same(run(engine, batch, fast=True), stock, log.FAILED)
-        assert broken.called
-        other_ranks = mock.patch.object(compat, "is_single_rank", return_value=False)
-        with other_ranks, pytest.raises(InjectedError):  # these may have had none
-            run(engine, batch, fast=True)
-    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
-
-
 def assert_same(seen: prefill_exits.Run, stock: prefill_exits.Run, outcome: str) -> None:
     assert seen.outcomes == {outcome: 1}
     assert torch.equal(seen.logits, stock.logits)
     assert all(map(torch.equal, seen.cache, stock.cache))
-
-
-def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """The tail runs eagerly from then on, so nothing but an intermediate chunk takes an exit."""
-    batch, tail = engine.schedule(FULL), start.of(engine.text_model).captured
-    assert isinstance(tail, graphs.TailGraphs)
-    stock = run(engine, batch)
-    with mock.patch.object(tail._captured, "replay", side_effect=InjectedError):
-        assert_same(run(engine, batch, fast=True), stock, log.FAILED)
-    assert assert_served_alike(engine, FULL) == exits.TAIL_NOT_CAPTURED
-    assert assert_served_alike(engine, CHUNK) == log.EXIT_SKIPPED
-    assert assert_served_alike(engine, batch_of((0, 200))) == log.TAIL_EAGER
 
 
 # ---------------------------------------------------------------- checked at start

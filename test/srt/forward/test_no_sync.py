@@ -47,12 +47,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda x: x[0].item(),
     "tolist": lambda x: x.tolist(),
     "slice by a scalar": lambda x: x[: x[0]],
-    "nonzero": lambda x: x.nonzero(),
-    "mask": lambda x: x[_mask(x)],
     "masked_select": lambda x: x.masked_select(_mask(x)),
-    "unique": lambda x: x.unique(),
-    "repeat_interleave": lambda x: x.repeat_interleave(x),
-    "cpu": lambda x: x.cpu(),
     "to cpu": lambda x: x.to("cpu"),
     "tensor on the device": lambda x: torch.tensor([1, 2], device=x.device),
 }
@@ -61,7 +56,6 @@ NO_READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "index_select": lambda x: x.index_select(0, x[:1] - 1),
     "slice by numbers": lambda x: x[1:2],
     "index by a tensor": lambda x: x[x - 1],
-    "host tensor": lambda x: torch.tensor([1, 2], dtype=x.dtype),
     "pinned copy": lambda x: torch.tensor([1, 2]).to(x.device, non_blocking=True),
     "cast": lambda x: x.to(torch.int32),
 }

@@ -12,12 +12,9 @@ import pytest
 
 from harness.ask import (
     TOLERANCE,
-    again_and_again,
     assert_alike,
     beside_decoding,
-    chat,
     generate,
-    over_a_chunk_boundary,
     tokens,
     with_other_weights,
 )
@@ -51,18 +48,6 @@ def test_prompts_together(both_servers: Pair, count: int) -> None:
     prompts = [tokens(20 + 3 * n, seed=60 + n) for n in range(count)]
     both = assert_alike(both_servers, lambda server: generate(server, prompts), captured=ROWS)
     assert any(prefill.replays for prefill in both.prefills) or count > ROWS[-1]
-
-
-def test_one_prompt_again_and_again(both_servers: Pair) -> None:
-    both = assert_alike(both_servers, again_and_again, captured=ROWS)
-    assert sum(prefill.replays for prefill in both.prefills) == 5
-
-
-def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
-    both = assert_alike(
-        both_servers, lambda server: [chat(server, over_a_chunk_boundary())], captured=ROWS
-    )
-    assert sum(prefill.replays for prefill in both.prefills) == 1
 
 
 def test_prompt_beside_decoding(both_servers: Pair) -> None:

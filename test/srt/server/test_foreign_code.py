@@ -114,6 +114,7 @@ REPLACE = """
 """
 
 
+@pytest.mark.release
 def test_another_plugin_on_the_same_method(
     tiny_checkpoint: Path, tmp_path: Path, off_server: Server, capsys: Captured
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from tqdm import tqdm
 import sglang_gemma4_yoco
 from environment import REPO
 from harness import forked
-from harness.server import Server, python_path, stand_in_for_sglang, wait_until
+from harness.server import Server, pair, python_path, stand_in_for_sglang, wait_until
 from harness.typed_secrets import MARK, places
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_yoco import commands, log, settings
@@ -195,15 +196,32 @@ def test_what_people_see(demonstrated: Done) -> None:
     assert "the answers agree" in page
 
 
-# ---------------------------------------------------------------- what is not right
+# ---------------------------------------------------------------- what is right, and what is not
+
+
+@pytest.mark.release
+def test_a_right_package_is_not_reported(tmp_path: Path) -> None:
+    """On a model that multiplies rounding errors, where stock in bf16 differs from itself."""
+    sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
+    texts = prompts.read_file(prompts.BUNDLED)[:8]
+    args = Namespace(prompt_tokens=[64], repeats=2, texts=texts, device="cpu")
+    document: dict[str, Any] = {}
+    with pair(sharp, tmp_path, "--dtype", "bfloat16") as (fast, stock):
+        tokenizer = prompts.tokenizer_of(str(sharp))
+        sent = verify.fit_prompts(document, args, tokenizer, stock)
+        found = verify.examine([stock, fast], sent)
+    assert (document["rule"], document["left_out"]) == ("noise floor", {})
+    _, noise = verify.conclude(document, found[False], found[True])
+    assert document["problems"] == []
+    largest = max(statistics.fmean(one.prefilled) for one in noise.values())
+    assert largest > 1e-3
 
 
 @pytest.mark.release
 def test_a_broken_package_is_found(tmp_path: Path) -> None:
     """A copy that keeps the row before the last one of each prompt, judged by stock's rounding.
 
-    The model multiplies rounding errors; ``test_bfloat16_server`` shows on the same model that
-    nothing is reported of a package that is right.
+    On the same model as above.
     """
     sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
     copy = tmp_path / "copy" / "sglang_gemma4_yoco"

@@ -387,7 +387,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
 # ---------------------------------------------------------------- pools of K and V
 
 
-def pool_of(kind: type = MHATokenToKVPool, **values: Any) -> Any:
+def pool_of(kind: Any = MHATokenToKVPool, **values: Any) -> Any:
     """A pool of two layers whose K and V are stored slot by slot."""
     pool = object.__new__(kind)
     slots = [torch.zeros(8, 1, 4), torch.zeros(8, 1, 4)]
