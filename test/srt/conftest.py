@@ -66,7 +66,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 #: Of the files of servers, those that run last: they share servers that no other file uses, which
 #: would occupy memory, 2.7 GB each, while the other files start theirs.
-LAST = ("test_defaults.py", "test_captured_tail_server.py", "test_workload.py")
+LAST = (
+    *("test_parallel.py", "test_served_metrics.py"),
+    *("test_defaults.py", "test_captured_tail_server.py", "test_workload.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -150,6 +153,20 @@ def captured_server(
     directory = tmp_path_factory.mktemp("captured")
     graphs: Any = {"arguments": CAPTURED_ARGUMENTS, "env": CAPTURED_GRAPHS}
     with running(tiny_checkpoint, directory, switch=None, **graphs) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ranks_server(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server of two tensor-parallel ranks, with metrics; each prefill that is cut is audited."""
+    audited: dict[str, str | None] = {
+        settings.name_of("audit"): "1",
+        settings.name_of("audit_strict"): "1",
+    }
+    how: Any = {"arguments": ("--enable-metrics", "--tp-size", "2"), "env": audited}
+    with running(tiny_checkpoint, tmp_path_factory.mktemp("ranks"), switch=None, **how) as server:
         yield server
 
 

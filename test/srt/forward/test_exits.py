@@ -6,9 +6,7 @@ package. At the exit everything in the graph's memory is spoiled that may not be
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +30,7 @@ from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness import prefill_exits
-from harness.batches import ONE_BESIDE_TWO, batch_of
+from harness.batches import batch_of
 from harness.decode_graphs import record_tail
 from harness.forwards import ENGINE, InjectedError
 from harness.layer_rows import FIRST_CUT, LAYERS
@@ -41,14 +39,13 @@ from harness.prefill_exits import RECORDED, ROWS, assert_served_alike, close, ru
 from harness.random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, settings_changed
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, log, prefill_graphs
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import requests, rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
 from sglang_gemma4_yoco.core import gate, ranks
-from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
 from sglang_gemma4_yoco.loading import start
@@ -158,10 +155,6 @@ def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     assert assert_served_alike(engine, more) == exits.TAIL_NOT_CAPTURED
 
 
-def test_one_row_beside_two(engine: Engine) -> None:
-    assert assert_served_alike(engine, ONE_BESIDE_TWO) == exits.TAIL_NOT_CAPTURED
-
-
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
 def test_text_with_a_literal_placeholder(engine: Engine, kind: str) -> None:
     """SGLang's eager model takes its per-layer embeddings from the padding; so must a graph."""
@@ -222,13 +215,6 @@ def test_media_that_sglang_replays_are_not_cut(engine: Engine) -> None:
     with mock.patch.object(gate, "is_multimodal", return_value=True):
         seen = run(engine, batch, fast=True)
     assert (seen.segments, seen.outcomes) == (WHOLE, {exits.MEDIA: 1})
-
-
-def test_switched_off(engine: Engine) -> None:
-    """A refused batch runs the graph to its end, and nothing is planned for it."""
-    with mock.patch.object(TailBackend, "plan", side_effect=InjectedError):
-        seen = run(engine, engine.schedule(FULL))
-    assert (seen.segments, seen.outcomes) == (WHOLE, {SWITCHED_OFF: 1})
 
 
 @pytest.mark.parametrize(
@@ -553,20 +539,6 @@ def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
     assert all(output.isfinite().all() for output in outputs)
 
 
-def test_captured_anew(engine: Engine) -> None:
-    """What SGLang lets go is freed, and exits belong to the graphs that they were noted in."""
-    runner = engine.runner
-    let_go = [weakref.ref(runner.prefill_cuda_graph_runner), weakref.ref(exits_of(engine))]
-    let_go += map(weakref.ref, runner.prefill_cuda_graph_runner.backend._graphs.values())
-    runner.prefill_cuda_graph_runner = None
-    gc.collect()
-    assert [kept() for kept in let_go] == [None] * 6
-    with torch.no_grad():
-        runner.init_prefill_cuda_graph()
-    record_tail(engine, ROWS)
-    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
-
-
 @contextmanager
 def captured_anew(engine: Engine) -> Iterator[None]:
     """Other graphs for the span."""
@@ -715,21 +687,6 @@ def test_graphs_that_make_other_inputs_are_not_used(
         log.forwards.clear()
         engine.forward(engine.schedule(FULL))
         assert log.forwards == {log.TAIL_EAGER: 1}
-
-
-def test_inputs_are_compared_once_for_each_capture(engine: Engine) -> None:
-    """And those of the exits; nothing is counted, and with the checks off nothing is compared."""
-    with mock.patch.object(inputs, "given", wraps=inputs.given) as compared:
-        with captured_anew(engine):
-            # By SGLang, by the repair, and by SGLang for the exits.
-            assert compared.call_count == 3
-            assert set(log.forwards) == {gate.CAPTURING}
-        with prefill_graphs.capturing(engine.runner, start.of(engine.text_model)):
-            compared.reset_mock()
-        with settings_changed(self_check=False), captured_anew(engine):
-            pass
-        assert not compared.called
-    reattached(engine)
 
 
 def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:

@@ -6,8 +6,8 @@ or not, is proven on every process, by the rows that each of its layers computed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,24 @@ from harness.ask import (
     assert_same_answers,
     at_once,
     chat,
-    compare,
     generate,
     one_by_one,
     picture,
     prompts_of,
     tokens,
 )
-from harness.layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, whole
+from harness.ask import (
+    compare as compare_servers,
+)
+from harness.layer_rows import (
+    FIRST_CUT,
+    LAYERS,
+    assert_all_fast,
+    assert_all_stock,
+    cut,
+    whole,
+    without_audit,
+)
 from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
@@ -49,7 +59,7 @@ class Mode:
         return "--dp-size" in self.arguments
 
 
-TENSOR_PARALLEL = Mode("tensor-parallel", ("--tp-size", "2"))
+TENSOR_PARALLEL = Mode("tensor-parallel", ())
 REPLICAS = Mode("replicas", ("--dp-size", "2", "--load-balance-method", "round_robin"))
 # SGLang refuses decode graphs beside per-layer embeddings in a pipeline.
 _STAGES = ("--pp-size", "2", "--disable-cuda-graph")
@@ -67,12 +77,24 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 @pytest.fixture(scope="module")
 def spread_server(
-    mode: Mode, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    mode: Mode,
+    tiny_checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     """A server with the fast path on, over two model processes."""
+    if mode is TENSOR_PARALLEL:
+        yield request.getfixturevalue("ranks_server")
+        return
     directory = tmp_path_factory.mktemp(mode.name)
     with running(tiny_checkpoint, directory, switch=None, arguments=mode.arguments) as server:
         yield server
+
+
+def compare(servers: Pair, ask: Callable[[Server], list[Answer]]) -> Compared[Answer]:
+    """``ask.compare``, without what audits have computed."""
+    both = compare_servers(servers, ask)
+    return replace(both, prefills=[*map(without_audit, both.prefills)])
 
 
 @pytest.fixture
