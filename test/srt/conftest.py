@@ -243,8 +243,15 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     caplog.set_level(logging.INFO, "sglang_gemma4_yoco")
 
     def lines(level: int = logging.INFO) -> list[str]:
-        ours = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
-        return [record.getMessage() for record in ours if record.levelno >= level]
+        ours = []
+        for r in caplog.records:
+            if r.name == "sglang_gemma4_yoco":
+                ours.append(r)
+        found: list[str] = []
+        for record in ours:
+            if record.levelno >= level:
+                found.append(record.getMessage())
+        return found
 
     return lines
 

@@ -132,7 +132,10 @@ def _random_length(draw: random.Random, longest: int) -> int:
 
 
 def _tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
-    return [draw.randrange(FIRST_TEXT_TOKEN, vocabulary) for _ in range(count)]
+    found: list[int] = []
+    for _ in range(count):
+        found.append(draw.randrange(FIRST_TEXT_TOKEN, vocabulary))
+    return found
 
 
 def _picture(draw: random.Random) -> str:
@@ -150,12 +153,13 @@ def random_requests(count: int, *, seed: int, vocabulary: int, longest: int) -> 
         vocabulary: token ids from ``FIRST_TEXT_TOKEN`` to below this are text.
     """
     draw = random.Random(seed)
-    prefixes = [
-        _tokens(draw, draw.randint(10, min(600, longest)), vocabulary) for _ in range(_PREFIXES)
-    ]
-    return [
-        _random_request(draw, f"{seed}-{i}", prefixes, vocabulary, longest) for i in range(count)
-    ]
+    prefixes = []
+    for _ in range(_PREFIXES):
+        prefixes.append(_tokens(draw, draw.randint(10, min(600, longest)), vocabulary))
+    found: list[Request] = []
+    for i in range(count):
+        found.append(_random_request(draw, f"{seed}-{i}", prefixes, vocabulary, longest))
+    return found
 
 
 def _random_request(

@@ -112,7 +112,11 @@ def why_eager(engine: Engine) -> str:
 
 def outcomes() -> dict[str, int]:
     """How forwards with the fast path on ended, since reports were forgotten."""
-    return {outcome: n for outcome, n in log.forwards.items() if outcome != SWITCHED_OFF}
+    found: dict[str, int] = {}
+    for outcome, n in log.forwards.items():
+        if outcome != SWITCHED_OFF:
+            found[outcome] = n
+    return found
 
 
 def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
@@ -300,7 +304,10 @@ def buffers(engine: Engine, known: ModelState) -> Iterator[Callable[[], list[str
         planner.forward_metadata = object()
 
     def left() -> list[str]:
-        names = [name for name in vars(planner) if name.startswith("cuda_graph_")]
+        names = []
+        for name in vars(planner):
+            if name.startswith("cuda_graph_"):
+                names.append(name)
         return names + ["a plan"] * (planner.forward_metadata is not None)
 
     with replaced(
@@ -414,7 +421,10 @@ def test_rows_that_are_captured(
 def test_nothing_is_captured_by_accident(engine: Engine, tail: TailGraphs) -> None:
     planned = list(vars(attention_of(engine).tail).values())
     declared = [*static_tensors(engine), *tensors_in([vars(tail._inputs)])]
-    without_rows = [t for t in declared if t.data_ptr() != tail._inputs.rows.data_ptr()]
+    without_rows = []
+    for t in declared:
+        if t.data_ptr() != tail._inputs.rows.data_ptr():
+            without_rows.append(t)
     for rows, graph in recorded(tail).items():
         assert len(graph) > 20 * (LAYERS - FIRST_CUT)
         assert graph.undeclared(declared, planned) == [], rows

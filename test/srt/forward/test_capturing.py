@@ -50,13 +50,17 @@ def _as_dataclass(struct: Any) -> Any:
     """A msgspec struct's fields and methods in a plain class."""
     from msgspec import NODEFAULT, structs
 
-    fields: list[Any] = [
-        (f.name, object)
-        if f.default is NODEFAULT
-        else (f.name, object, dataclasses.field(default=f.default))
-        for f in structs.fields(struct)
-    ]
-    methods = {name: value for name, value in vars(struct).items() if type(value) is FunctionType}
+    fields: list[Any] = []
+    for f in structs.fields(struct):
+        fields.append(
+            (f.name, object)
+            if f.default is NODEFAULT
+            else (f.name, object, dataclasses.field(default=f.default))
+        )
+    methods = {}
+    for name, value in vars(struct).items():
+        if type(value) is FunctionType:
+            methods[name] = value
     return dataclasses.make_dataclass(struct.__name__, fields, namespace=methods)
 
 

@@ -149,7 +149,9 @@ def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
 def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     """A decoding request is one of them."""
     fits = batch_of((0, 9), (3, 5), (40, 2))
-    decoding = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((40, 1))]
+    decoding = []
+    for prompt in batch_of((40, 1)):
+        decoding.append(Prompt(prompt.cached, prompt.new, decodes=True))
     assert assert_served_alike(engine, [*fits, *decoding]) == log.EXIT_CAPTURED
     more = [*fits, *batch_of((0, 33), (7, 1))]
     assert assert_served_alike(engine, more) == exits.TAIL_NOT_CAPTURED
@@ -254,8 +256,12 @@ def test_answers_that_are_read_late(
             spec_algorithm=SpeculativeAlgorithm.FROZEN_KV_MTP,
         )
     lens = {(0, 33): 1, (9, 1): 30, (40, 20): 9, (3, 5): 15}
-    more = [tuple(range(20, 20 + n)) for n in lens.values()]
-    prompts = [replace(p, to_come=ids) for p, ids in zip(batch_of(*lens), more, strict=True)]
+    more = []
+    for n in lens.values():
+        more.append(tuple(range(20, 20 + n)))
+    prompts = []
+    for p, ids in zip(batch_of(*lens), more, strict=True):
+        prompts.append(replace(p, to_come=ids))
     batches, seen = [engine.schedule(prompts)], []
     with replaced(state, captured=None if outcome == log.TAIL_EAGER else state.captured):
         seen.append(run(engine, batches[0], fast=True, eagerly=not replays))
@@ -267,7 +273,9 @@ def test_answers_that_are_read_late(
         close(fast.logits, stock.logits)
         if not replays:  # else SGLang has them in memory that its next replay overwrites
             close(fast.output.next_token_logits, stock.logits)
-            states = [one.output.hidden_states for one in (fast, stock)]
+            states = []
+            for one in (fast, stock):
+                states.append(one.output.hidden_states)
             close(*(select_last_extend_hidden(batch, rows) for rows in states))
 
 

@@ -344,7 +344,10 @@ def served_by_stock(engine: Engine, way: Way) -> Served:
 
 def fields_of(batch: Any) -> dict[str, Any]:
     """The fields of a batch."""
-    return {field.name: getattr(batch, field.name) for field in fields(batch)}
+    found: dict[str, Any] = {}
+    for field in fields(batch):
+        found[field.name] = getattr(batch, field.name)
+    return found
 
 
 def what_lives(engine: Engine) -> dict[str, Any]:
@@ -396,7 +399,11 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 def outcomes() -> dict[str, int]:
     """How forwards with the path on were counted."""
-    return {outcome: n for outcome, n in log.forwards.items() if outcome != SWITCHED_OFF}
+    found: dict[str, int] = {}
+    for outcome, n in log.forwards.items():
+        if outcome != SWITCHED_OFF:
+            found[outcome] = n
+    return found
 
 
 def assert_left_as_by(stock: Served, seen: Served) -> None:
@@ -491,7 +498,11 @@ class Work(NamedTuple):
         turn_on(engine)
         found: dict[Site, None] = {}
         self.run(engine, noting(found))
-        return [site for site in found if self.phase in (None, site.phase)]
+        made: list[Site] = []
+        for site in found:
+            if self.phase in (None, site.phase):
+                made.append(site)
+        return made
 
     def some_sites(self, engine: Engine) -> list[Site]:
         """Those that fail by default."""

@@ -162,7 +162,11 @@ def named(engine: Engine) -> set[str]:
     state = find(engine.text_model)
     assert state is not None
     with check.comparing(engine.runner, state) as both:
-        return {finding.what for finding in both.findings() if not finding.is_rounding}
+        found: set[str] = set()
+        for finding in both.findings():
+            if not finding.is_rounding:
+                found.add(finding.what)
+        return found
 
 
 @pytest.mark.parametrize("case", CASES)

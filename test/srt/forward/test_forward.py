@@ -150,7 +150,10 @@ def test_each_kind_of_failure_is_logged_once(
         for error in (VaryingError, VaryingError, InjectedError, VaryingError):
             with failing(engine, "first tail layer", error=error):
                 run(engine, scheduled, "1")
-    kinds = [type(r.exc_info[1]) for r in caplog.records if r.exc_info]
+    kinds = []
+    for r in caplog.records:
+        if r.exc_info:
+            kinds.append(type(r.exc_info[1]))
     assert kinds == [VaryingError, InjectedError]
     assert len(caplog.records) == 2
     assert log.forwards == {log.FAILED: 4}
@@ -233,7 +236,10 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
     """Nor is it taken for the served one, and the runner's backend is as it was."""
     state = start.of(engine.text_model)
-    others = {one for one in states._attached if one is not state}
+    others = set()
+    for one in states._attached:
+        if one is not state:
+            others.add(one)
     state.close()
     try:
         assert states.find(engine.text_model) is None

@@ -199,11 +199,10 @@ def test_the_dumper_finds_all_rows(
     batch = engine.schedule(TWO_PROMPTS)
     dumper.configure(exp_name="prefill")
     assert run(engine, batch, "1").rows == [total] * len(engine.text_model.layers)
-    shapes = [
-        torch.load(file)["value"].shape[0]
-        for file in (tmp_path / "prefill").iterdir()
-        if re.search(r"layers\.\d+\.mlp\.output", file.name)
-    ]
+    shapes = []
+    for file in (tmp_path / "prefill").iterdir():
+        if re.search("layers\\.\\d+\\.mlp\\.output", file.name):
+            shapes.append(torch.load(file)["value"].shape[0])
     assert shapes == [total] * len(engine.text_model.layers)
     assert log.forwards == {limits.DUMPER: 1}
 

@@ -210,7 +210,9 @@ def update_from_disk(engine: Engine, *, recapture: bool) -> None:
 
 def update_from_tensors(engine: Engine) -> None:
     updater = engine.runner.weight_updater
-    weights = [(name, weight.clone()) for name, weight in engine.runner.model.named_parameters()]
+    weights = []
+    for name, weight in engine.runner.model.named_parameters():
+        weights.append((name, weight.clone()))
     updater.begin_weight_update()
     updated, message = updater.update_weights_from_tensor(weights, load_format="direct")
     updater.end_weight_update(run_post_load=False)
@@ -286,7 +288,9 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
         engine.forward(batch)
         tables = [engine.runner.req_to_token_pool.req_to_token]
         tables.append(engine.runner.token_to_kv_pool.full_to_swa_index_mapping)
-        before = [table.clone() for table in (*tables, *without_padding(engine))]
+        before = []
+        for table in (*tables, *without_padding(engine)):
+            before.append(table.clone())
         if recaptured:
             capture_decode_steps(engine)
             assert all(map(torch.equal, before, (*tables, *without_padding(engine))))
@@ -296,7 +300,11 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
 
 def without_padding(engine: Engine) -> list[torch.Tensor]:
     """K and V at all slots but the one of padding."""
-    return [part[1:] for pair in engine.kv_buffers() for part in pair]
+    found: list[torch.Tensor] = []
+    for pair in engine.kv_buffers():
+        for part in pair:
+            found.append(part[1:])
+    return found
 
 
 def test_a_batch_that_still_runs_at_a_recapture(

@@ -74,7 +74,10 @@ def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     tail = record_tail(engine, 2)
     (graph, _) = tail._captured.graphs.values()
-    collectives = [call for call in graph._calls if "allreduce" in recorder._name(call.function)]
+    collectives = []
+    for call in graph._calls:
+        if "allreduce" in recorder._name(call.function):
+            collectives.append(call)
     assert len(collectives) == 2 * (LAYERS - FIRST_CUT)
     assert_every_batch_is_cut(engine, captured=2)
 
@@ -89,7 +92,9 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED)
         record_tail(engine, ROWS)
-        outcomes = [assert_served_alike(engine, prompts) for prompts in BATCHES.values()]
+        outcomes = []
+        for prompts in BATCHES.values():
+            outcomes.append(assert_served_alike(engine, prompts))
     assert outcomes == [
         log.EXIT_CAPTURED,
         log.EXIT_CAPTURED,

@@ -438,7 +438,9 @@ def test_forwards_that_cannot_be_cut_any_more(
     state, total = start.of(engine.text_model), sum(len(p.new) for p in TWO_PROMPTS)
     assert state.refused is None
     batch = engine.schedule(TWO_PROMPTS)
-    rows = [run(engine, batch, "1").rows for _ in range(3)]
+    rows = []
+    for _ in range(3):
+        rows.append(run(engine, batch, "1").rows)
     assert rows[0] == [total] * (FIRST_SHARED - 1 + LAYERS)
     assert rows[1:] == [[total] * LAYERS] * 2
     assert state.refused == cut.OTHER_NORM
@@ -477,7 +479,10 @@ def test_one_key_of_many(tmp_path: Path) -> None:
     for way in ("windows one key short", "windows one key long"):
         with BREAKAGES[way](state), check.comparing(engine.runner, state) as both:
             found = both.findings()
-        means = [one.excess for one in found if one.what.startswith("mean of the values")]
+        means = []
+        for one in found:
+            if one.what.startswith("mean of the values"):
+                means.append(one.excess)
         assert max(means) > 50  # without marks it would be 6
 
 

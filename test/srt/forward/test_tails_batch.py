@@ -36,7 +36,11 @@ def kept_index(prompts: Sequence[Prompt]) -> list[int]:
     """The kept rows among all new ones."""
     ends = itertools.accumulate(len(p.new) for p in prompts)
     lens = kept_rows(prompts)
-    return [row for m, end in zip(lens, ends, strict=True) for row in range(end - m, end)]
+    found: list[int] = []
+    for m, end in zip(lens, ends, strict=True):
+        for row in range(end - m, end):
+            found.append(row)
+    return found
 
 
 class TailsView:
@@ -69,7 +73,9 @@ class TailsView:
 def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: int) -> None:
     prompts = BATCHES[name]
     lens = kept_rows(prompts)
-    ends = [len(p.cached) + len(p.new) for p in prompts]
+    ends = []
+    for p in prompts:
+        ends.append(len(p.cached) + len(p.new))
     # SGLang's multimodal Gemma 4 counts positions from 1.
     positions = [at + 1 for m, end in zip(lens, ends, strict=True) for at in range(end - m, end)]
     scheduled = engine.schedule(prompts)

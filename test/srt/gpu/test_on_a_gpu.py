@@ -147,7 +147,9 @@ def launches(forward: Callable[[], Any]) -> Counter[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         forward()
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events() or ()]
+    names = []
+    for event in profile.events() or ():
+        names.append(event.name)
     kinds = {"LaunchKernel": "kernels", "GraphLaunch": "graphs", "Memcpy": "copies"}
     return Counter(
         kind for name in names for part, kind in kinds.items() if part in name and "cu" in name[:4]

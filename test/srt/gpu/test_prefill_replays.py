@@ -81,7 +81,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def answers(engine: Engine, prompts: Sequence[Prompt], *ways: str) -> list[Answer]:
     """What the batch gives in these ways."""
     batch = engine.schedule(prompts)
-    return [Answer.of(engine, batch, way) for way in ways]
+    found: list[Answer] = []
+    for way in ways:
+        found.append(Answer.of(engine, batch, way))
+    return found
 
 
 def assert_right(answer: Answer, wanted: Answer) -> None:

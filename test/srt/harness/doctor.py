@@ -52,7 +52,10 @@ class Answer:
 def environment(**changed: str) -> dict[str, str]:
     """This process's, with none of the package's variables but those."""
     ours = "SGLANG_GEMMA4_YOCO"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    kept = {}
+    for name, value in os.environ.items():
+        if not name.startswith(ours):
+            kept[name] = value
     return {**kept, "HF_HUB_OFFLINE": "1", **changed}
 
 

@@ -45,7 +45,9 @@ def test_it_says_that_it_is_captured(both_servers: Pair) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_prompts_together(both_servers: Pair, count: int) -> None:
-    prompts = [tokens(20 + 3 * n, seed=60 + n) for n in range(count)]
+    prompts = []
+    for n in range(count):
+        prompts.append(tokens(20 + 3 * n, seed=60 + n))
     both = assert_alike(both_servers, lambda server: generate(server, prompts), captured=ROWS)
     assert any(prefill.replays for prefill in both.prefills) or count > ROWS[-1]
 

@@ -121,10 +121,12 @@ def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> No
 def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[list[int]]:
     """The first token of each answer, which a prefill server gives without a peer."""
     sampling = GREEDY | {"max_new_tokens": 1}
-    return [
-        server.generate(input_ids=prompt, sampling_params=sampling, **peer)["output_ids"]
-        for prompt in prompts
-    ]
+    found: list[list[int]] = []
+    for prompt in prompts:
+        found.append(
+            server.generate(input_ids=prompt, sampling_params=sampling, **peer)["output_ids"]
+        )
+    return found
 
 
 def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Server) -> None:

@@ -103,7 +103,10 @@ def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str)
 def test_what_is_known_of_a_server(answers: Any) -> None:
     found = answers[0][()].document
     assert set(FACTS) <= found.keys()
-    unknown = {name for name in FACTS if found[name] is None}
+    unknown = set()
+    for name in FACTS:
+        if found[name] is None:
+            unknown.add(name)
     assert unknown == {"quantisation", "trusted_not_found"}
     assert (found["layers"], found["first_shared"]) == (8, 4)
     assert found["plugins"]["installed"] is True
@@ -257,7 +260,9 @@ def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(command.RESTRICTION, raising=False)
     remedy = "the plugin is not registered in this environment: pip install . in a checkout of it"
     for names, refusals in ((["another"], [remedy]), (["another", "gemma4_yoco"], [])):
-        found = [SimpleNamespace(name=name) for name in names]
+        found = []
+        for name in names:
+            found.append(SimpleNamespace(name=name))
         registered = {"sglang.srt.plugins": found}
         monkeypatch.setattr(command, "entry_points", lambda group, of=registered: of[group])
         findings = Findings()

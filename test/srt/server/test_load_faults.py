@@ -50,7 +50,11 @@ def output_beside(name: str, code: str, directory: Path) -> str:
 
 def ours(output: str) -> list[str]:
     """The lines that the package logged."""
-    return [line for line in output.splitlines() if " sglang_gemma4_yoco " in line]
+    found: list[str] = []
+    for line in output.splitlines():
+        if " sglang_gemma4_yoco " in line:
+            found.append(line)
+    return found
 
 
 def refusal(output: str) -> str:
@@ -129,7 +133,9 @@ def test_switched_off(tmp_path: Path) -> None:
     off = {"SGLANG_GEMMA4_YOCO": "0", "SGLANG_PLUGINS": "gemma4_yoco"}
     output = forked_output_of(SWITCHED_OFF, tmp_path, **off)
     assert "changed []" in output
-    modules = [f"sglang_gemma4_yoco{name}" for name in ("", ".plugin", ".settings")]
+    modules = []
+    for name in ("", ".plugin", ".settings"):
+        modules.append(f"sglang_gemma4_yoco{name}")
     assert f"imported {modules}" in output
     (line,) = ours(output)
     assert line.startswith("WARNING")

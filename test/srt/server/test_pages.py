@@ -150,7 +150,9 @@ def test_prompt_beside_decoding(paged: Paged) -> None:
 @pytest.mark.parametrize("paged", [64], indirect=True)  # the pair with the small pool
 def test_full_pool(paged: Paged) -> None:
     """Requests that lose their pages to others are computed again, and answer the same."""
-    prompts = [tokens(400 + n, seed=60 + n) for n in range(8)]
+    prompts = []
+    for n in range(8):
+        prompts.append(tokens(400 + n, seed=60 + n))
 
     def ask(server: Server) -> list[list[int]]:
         # For requests that ignore the end token SGLang keeps the room that they will need.

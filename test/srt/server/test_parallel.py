@@ -114,10 +114,10 @@ def in_turns(
     """Answers of both servers to these prompts, one after the other."""
 
     def ask(server: Server) -> list[Answer]:
-        return [
-            generate(server, prompt, **body, **turn(mode, servers, server, i))[0]
-            for i, prompt in enumerate(prompts)
-        ]
+        found: list[Answer] = []
+        for i, prompt in enumerate(prompts):
+            found.append(generate(server, prompt, **body, **turn(mode, servers, server, i))[0])
+        return found
 
     return compare(servers, ask)
 
@@ -128,7 +128,10 @@ def by_process(prefills: list[Prefill]) -> list[list[Prefill]]:
     def owner(prefill: Prefill) -> tuple[int, int]:
         return prefill.first_layer, prefill.process
 
-    return [list(mine) for _, mine in groupby(sorted(prefills, key=owner), owner)]
+    found: list[list[Prefill]] = []
+    for _, mine in groupby(sorted(prefills, key=owner), owner):
+        found.append(list(mine))
+    return found
 
 
 def assert_fast_on_all_processes(mode: Mode, prefills: list[Prefill]) -> None:
@@ -184,17 +187,18 @@ def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: Pair) -> None:
     prompts = [tokens(70, seed=9 + i) for i in range(2)]
     both = in_turns(mode, both_servers, prompts, logprob_start_len=60)
     assert len(by_process(both.prefills)) == 2
-    assert all(p.rows == cut(70, 10) for p in both.prefills)
+    for p in both.prefills:
+        assert p.rows == cut(70, 10)
     assert_same_answers(both)
     assert [len(answer.input_logprobs) for answer in both.on] == [9, 9]
 
 
 def test_images(mode: Mode, both_servers: Pair) -> None:
     def ask(server: Server) -> list[Answer]:
-        return [
-            chat(server, picture(colour), **turn(mode, both_servers, server, i))
-            for i, colour in enumerate(("red", "blue"))
-        ]
+        found: list[Answer] = []
+        for i, colour in enumerate(("red", "blue")):
+            found.append(chat(server, picture(colour), **turn(mode, both_servers, server, i)))
+        return found
 
     both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)

@@ -118,7 +118,12 @@ def wait_for_queue(server: Server, count: int) -> None:
 
 def served(prefills: Sequence[Prefill], lengths: Sequence[int]) -> list[int]:
     """The requests with so many new tokens, in the order in which they were computed."""
-    return [n for prefill in prefills for n in prefill.extend_lens if n in lengths]
+    found: list[int] = []
+    for prefill in prefills:
+        for n in prefill.extend_lens:
+            if n in lengths:
+                found.append(n)
+    return found
 
 
 def compare_waiting(
@@ -127,7 +132,9 @@ def compare_waiting(
     """The answers of both servers, on which the prompts ``cached`` were computed before."""
 
     def ask(server: Server) -> list[Answer]:
-        before = [generate(server, prompt)[0] for prompt in cached]
+        before = []
+        for prompt in cached:
+            before.append(generate(server, prompt)[0])
         return [*before, *after_a_long_prompt(server, posts)]
 
     return assert_alike(servers, ask)

@@ -64,7 +64,10 @@ def single(server: Server, name: str) -> float:
 
 
 def states(server: Server) -> list[dict[str, Any]]:
-    return [state[metrics.ENTRY] for state in server.get("/server_info")["internal_states"]]
+    found: list[dict[str, Any]] = []
+    for state in server.get("/server_info")["internal_states"]:
+        found.append(state[metrics.ENTRY])
+    return found
 
 
 def test_forwards_and_rows(measured: Server) -> None:
@@ -120,7 +123,11 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
     ours = {*(f"{name}_total" for name in (FORWARDS, ROWS, AUDITS, CHANGES)), WORST}
     assert named == ours & named != set()
     families = text_string_to_metric_families(measured.get_text("/metrics"))
-    samples = [s for family in families for s in family.samples if s.name in named]
+    samples = []
+    for family in families:
+        for s in family.samples:
+            if s.name in named:
+                samples.append(s)
     assert {sample.name for sample in samples} == named
     known = {label for sample in samples for label in sample.labels} | {"instance"}
     by_label = set(re.findall(r"(\w+)=~?\"", text))
@@ -134,5 +141,7 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
 def test_sglangs_own_metrics_are_there(measured: Server) -> None:
     """They would leave the directory that processes share, if their client came too early."""
     text = measured.get_text("/metrics")
-    families = {family.name for family in text_string_to_metric_families(text)}
+    families = set()
+    for family in text_string_to_metric_families(text):
+        families.add(family.name)
     assert {"sglang:prompt_tokens", "sglang:num_running_reqs"} <= families

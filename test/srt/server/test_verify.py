@@ -49,7 +49,10 @@ THRESHOLD = settings.name_of("min_skipped_rows")
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """As an operator has it: none of the package's variables."""
-    found = {name: value for name, value in os.environ.items() if name != THRESHOLD}
+    found = {}
+    for name, value in os.environ.items():
+        if name != THRESHOLD:
+            found[name] = value
     return found | {"HF_HUB_OFFLINE": "1", **(variables or {})}
 
 
@@ -149,7 +152,10 @@ def test_the_servers_key_is_nowhere(demonstrated: Done) -> None:
     assert len(LOGS) == 2
     for log_of_sglang in LOGS:
         assert MARK in log_of_sglang
-        ours = [line for line in log_of_sglang.splitlines() if "Gemma 4 fast prefill" in line]
+        ours = []
+        for line in log_of_sglang.splitlines():
+            if "Gemma 4 fast prefill" in line:
+                ours.append(line)
         assert ours
         assert MARK not in "".join(ours)
     document = document_of(demonstrated)
@@ -244,7 +250,9 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     assert (document["dtype"], document["rule"]) == ("bfloat16", "noise floor")
     assert document["agrees"] is document["answers_equal"] is False
     assert document["max_logprob_diff"] > 1
-    differing = {problem.partition(" differ")[0] for problem in document["problems"]}
+    differing = set()
+    for problem in document["problems"]:
+        differing.add(problem.partition(" differ")[0])
     part = "log-probabilities (those of prefills alone)"
     assert {f"{kind}: {part}" for kind in (prompts.QUESTIONS, prompts.TIMED)} <= differing
     assert document["agreement"][prompts.QUESTIONS]["fast"]["answers"] == 2
@@ -338,7 +346,10 @@ class StandIn(servers.Server):
         self._entries = entries
 
     def states(self) -> list[dict[str, Any]]:
-        return [{servers.ENTRY: entry} if entry else {} for entry in self._entries]
+        found: list[dict[str, Any]] = []
+        for entry in self._entries:
+            found.append({servers.ENTRY: entry} if entry else {})
+        return found
 
 
 CUT = {"active": True, "reason": None, "forwards": {log.TAIL_EAGER: 3}}
@@ -400,7 +411,9 @@ def test_what_cannot_be_verified(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
-    taken = [argument.format(tmp=tmp_path) for argument in arguments]
+    taken = []
+    for argument in arguments:
+        taken.append(argument.format(tmp=tmp_path))
     command = ["verify", "--device", "cpu", "--model-path", str(tiny_checkpoint), *taken]
     assert main(command) == 2
     error = capsys.readouterr().err

@@ -49,7 +49,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def linear_layers(engine: Engine) -> list[LinearBase]:
     """All of the text model's."""
-    return [part for part in engine.text_model.modules() if isinstance(part, LinearBase)]
+    found: list[LinearBase] = []
+    for part in engine.text_model.modules():
+        if isinstance(part, LinearBase):
+            found.append(part)
+    return found
 
 
 def test_every_linear_layer_is_fp8(engine: Engine) -> None:

@@ -101,12 +101,18 @@ def prompt(
 
 def prompts(*lens: tuple[int, int]) -> list[Prompt]:
     """Requests of which the last rows are read, by their (cached, new) tokens."""
-    return [prompt(cached, new) for cached, new in lens]
+    found: list[Prompt] = []
+    for cached, new in lens:
+        found.append(prompt(cached, new))
+    return found
 
 
 def decoding(*cached: int) -> list[Prompt]:
     """Requests that run already, after prompts of so many tokens."""
-    return [prompt(tokens, 1, decodes=True) for tokens in cached]
+    found: list[Prompt] = []
+    for length in cached:
+        found.append(prompt(length, 1, decodes=True))
+    return found
 
 
 def hard_batches(window: int) -> dict[str, list[Prompt]]:

@@ -56,7 +56,9 @@ def test_a_kept_row_sees_the_whole_window(
     if not decodes:
         monkeypatch.setattr(compat, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend
-    tail = [layer.self_attn for layer in model.layers[3:]]
+    tail = []
+    for layer in model.layers[3:]:
+        tail.append(layer.self_attn)
     scheduled = engine.schedule(batch_of((0, WINDOW + 3), (WINDOW + 1, 2), (0, WINDOW - 1)))
     with switched("0"):
         engine.forward(scheduled)  # K and V are in the cache

@@ -373,7 +373,11 @@ def _literals(function: Any, call: str, position: int) -> set[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == call
     ]
     given = [node.args[position] for node in calls if len(node.args) > position]
-    return {str(name.value) for name in given if isinstance(name, ast.Constant)}
+    found: set[str] = set()
+    for name in given:
+        if isinstance(name, ast.Constant):
+            found.add(str(name.value))
+    return found
 
 
 def test_every_field_that_is_read_must_exist() -> None:

@@ -47,7 +47,8 @@ def test_restored_after_an_exception() -> None:
         forward_batch.residual_stream = object()
         raise RuntimeError("inside")
     assert vars(forward_batch).keys() == before.keys()
-    assert all(vars(forward_batch)[name] is value for name, value in before.items())
+    for name, value in before.items():
+        assert vars(forward_batch)[name] is value
 
 
 UNFINISHED = {"contains_last_prefill_chunk": False}

@@ -218,15 +218,19 @@ def test_every_argument_and_variable_is_judged_in_one_place() -> None:
 
 def test_every_argument_that_is_read_is_judged() -> None:
     """By name, in a function: else a newer SGLang's name for it would not be missed."""
-    read = {
-        str(node.args[0].value)
-        for node in ast.walk(ast.parse(inspect.getsource(limits)))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "argument"
-        and isinstance(node.args[0], ast.Constant)
-    }
-    arguments = {name for name in limits._OTHER_ARGUMENTS if not name.isupper()}
+    read = set()
+    for node in ast.walk(ast.parse(inspect.getsource(limits))):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and (node.func.id == "argument")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            read.add(str(node.args[0].value))
+    arguments = set()
+    for name in limits._OTHER_ARGUMENTS:
+        if not name.isupper():
+            arguments.add(name)
     assert read - limits._HIDDEN_STATE_ARGUMENTS == arguments
 
 
@@ -614,15 +618,18 @@ def classes_of_this_release() -> set[str]:
         *folder.glob("layers/quantization/**/*.py"),
         *folder.glob("hardware_backend/**/*.py"),
     ]
-    return {
-        node.name
-        for source in sources
-        for node in ast.walk(ast.parse(source.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
+    found: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.add(node.name)
+    return found
 
 
 @NAMES_CHANGE
 def test_every_name_is_one_of_sglangs() -> None:
-    names = {part for kind in limits._INDEPENDENT_ROWS for part in kind.split(".")}
+    names = set()
+    for kind in limits._INDEPENDENT_ROWS:
+        for part in kind.split("."):
+            names.add(part)
     assert names - classes_of_this_release() == set()
