@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -76,6 +77,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have ``LAST`` run after the other files of their folder."""
     folders = list(dict.fromkeys(map(_folder, items)))
     items.sort(key=lambda item: (folders.index(_folder(item)), item.path.name in LAST))
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is looked for among what the tests make alone.
+
+    SGLang collects it whenever it captures graphs, which takes a second among the objects of all
+    its modules; and it freezes those itself, and unfreezes them.
+    """
+    gc.collect()
+    gc.freeze()
+    for name in ("freeze", "unfreeze"):
+        setattr(gc, name, lambda: None)
 
 
 # Of the other folders' files, those that use the servers of this one, or start some themselves.

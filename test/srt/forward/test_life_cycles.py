@@ -50,9 +50,6 @@ FILES = str(Path(log.__file__).parent)
 SHARED = "K and V of a server that serves are read or written by more than its forwards"
 TO_THE_EXIT = batch_of((0, 30))
 WITHOUT_A_BUCKET = batch_of((0, 40))
-# At each capture SGLang collects the garbage of a process with millions of objects, and freezes
-# the others meanwhile. Here all that was there before is frozen, and collected is what came since.
-collect, freeze, unfreeze = gc.collect, gc.freeze, gc.unfreeze
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +65,11 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
     }
     with pytest.MonkeyPatch.context() as patched, graphs_on_a_cpu.recordable():
         patched.setenv(CAPTURED, "decode")
-        for name in ("collect", "freeze", "unfreeze"):
-            patched.setattr(gc, name, lambda *_: 0)
         patched.setattr(prefill_exits, "BUCKETS", [32])
         engine = Engine(tiny_checkpoint, **ENGINE, **captured)
-        freeze()
         with settings_changed(graph_rows=1):
             start_anew(engine)
             yield engine
-        unfreeze()
 
 
 def assert_served_at_the_exit(engine: Engine) -> None:
@@ -115,7 +108,7 @@ def count_attributes(engine: Engine) -> Counter[str]:
 def count_what_is_alive() -> Counter[str]:
     """The package's functions and objects, all attention backends, and graphs."""
     recorder.replays.clear()
-    collect()
+    gc.collect()
     found = Counter[str]()
     for value in gc.get_objects():
         if isinstance(value, FunctionType):
