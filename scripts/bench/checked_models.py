@@ -24,12 +24,12 @@ from typing import Any
 
 os.environ.setdefault("SGLANG_PLATFORM", "gemma4_cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt" / "harness"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt"))
 
 import torch
 
 from breakages import BREAKAGES
-from decode_graphs import recorded_decode_steps
+from harness.decode_graphs import recorded_decode_steps
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched

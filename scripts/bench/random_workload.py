@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt" / "harness"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt"))
 
 from command_line import failed, make_checkpoint, make_log_dir, new_parser
 from environment import REPO, SetupError
@@ -172,7 +172,7 @@ def judge_forwards(
     result: Pass, server: Server, prefills: Sequence[Any], replays_tails: bool
 ) -> None:
     """Whether each forward has computed the rows that it had to, and no others."""
-    from layer_rows import fast_rows, is_replayed
+    from harness.layer_rows import fast_rows, is_replayed
     from sglang_gemma4_reference import workload as kinds
 
     forwards = kinds.outcomes(prefills)

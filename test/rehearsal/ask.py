@@ -16,23 +16,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import engine
+from rehearsal import device
 
-engine.prepare()
+device.load_runtime()
+os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-import batches_served  # noqa: E402 - after the environment
-import breakages  # noqa: E402
-import failures  # noqa: E402
-import operations  # noqa: E402
-import scheduler  # noqa: E402
-import values  # noqa: E402
-from batches_served import BATCHES, CAPTURED, EAGER, STOCK  # noqa: E402
-
+from rehearsal import (  # noqa: E402 - after the runtime and the environment
+    batches_served,
+    breakages,
+    engine,
+    failures,
+    operations,
+    scheduler,
+    values,
+)
+from rehearsal.batches_served import BATCHES, CAPTURED, EAGER, STOCK  # noqa: E402
 from sglang_gemma4_yoco.core.state import attached  # noqa: E402
 
 Answer = dict[str, Any]
 #: Of SGLang's captured prefills.
-EXITS = {
+EXITS: Answer = {
     "cuda_graph_backend_prefill": "breakable",
     "cuda_graph_bs_prefill": [64, 128],
     "max_running_requests": 8,

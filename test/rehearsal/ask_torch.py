@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import device
+from rehearsal import device
 
 RUNTIME = device.load_runtime()
 

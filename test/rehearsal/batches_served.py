@@ -1,4 +1,4 @@
-"""Batches as they are served in a rehearsal, and what each cost: launches, copies, waits, compilers.
+"""Batches as they are served in a rehearsal, and what each cost: launches, waits, compilers.
 
 ``serve`` runs a batch in one way: as stock, with the captured tail, or with the eager one.
 """
@@ -12,11 +12,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import device
-import kernels
-import operations
-
 import torch
+
+from rehearsal import device, kernels, operations
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core.replaced import replaced
@@ -106,7 +104,7 @@ def _failures_noted() -> Iterator[list[str]]:
     noted: list[str] = []
     stock = log.failed
 
-    def failed(failure: BaseException, *others: Any) -> Any:
+    def failed(failure: Exception, *others: Any) -> Any:
         noted.append(f"{type(failure).__name__}: {failure}")
         return stock(failure, *others)
 

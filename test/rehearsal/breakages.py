@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import batches_served
-import kernels
-from batches_served import CAPTURED, EAGER, STOCK, prompt
-
 from sglang.kernels.ops.layernorm import gemma4_fused_ops
+
+from rehearsal import batches_served, kernels
+from rehearsal.batches_served import CAPTURED, EAGER, STOCK, prompt
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.captured import graphs, proof
 from sglang_gemma4_yoco.core import cut, donor, gate, kept, per_layer

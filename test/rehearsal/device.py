@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import hashlib
 import importlib.util
 import os
@@ -141,8 +142,9 @@ def build_libraries() -> Path:
     return folder
 
 
+@functools.cache
 def load_runtime() -> ctypes.CDLL:
-    """Load the libraries for all that this process imports later.
+    """Load the libraries, once, for all that this process imports later.
 
     Raises:
         RuntimeError: torch is loaded already, and has looked for a device.

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
-import kernels  # loads the runtime before torch
-
 import torch  # noqa: F401
+
+from rehearsal import kernels  # loads the runtime before torch
 from sglang_gemma4_reference import checkpoint
 from sglang_gemma4_reference.checkpoint import Gemma4Shape
 
-#: The towers cost time, and no text passes through them.
-_NO_TOWERS = {"vision": checkpoint._SMALL_TOWER, "audio": checkpoint._SMALL_TOWER}
-E2B = dataclasses.replace(checkpoint.E2B, **_NO_TOWERS, dtype="bfloat16")
-E4B = dataclasses.replace(checkpoint.E4B, **_NO_TOWERS, dtype="bfloat16")
+
+def _serve_text(shape: Gemma4Shape) -> Gemma4Shape:
+    """Small towers: the real ones cost time, and no text passes through them."""
+    small = checkpoint._SMALL_TOWER
+    return dataclasses.replace(shape, vision=small, audio=small, dtype="bfloat16")
+
+
+E2B = _serve_text(checkpoint.E2B)
+E4B = _serve_text(checkpoint.E4B)
 #: E2B's widths, with ten of its layers.
 E2B_SHORT = dataclasses.replace(E2B, layers=10, kv_shared_layers=5, vocab_size=4096)
 
@@ -37,9 +41,3 @@ def build(folder: Path, shape: Gemma4Shape, *, weights: bool = False, **argument
     needed = {"max_total_tokens": 6000, "max_running_requests": 40, "mem_fraction_static": 0.5}
     load_format = "auto" if weights else "dummy"
     return Engine(folder, device="cuda", load_format=load_format, **(needed | arguments))
-
-
-def prepare() -> None:
-    """The environment of the process, before SGLang is imported."""
-    os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"

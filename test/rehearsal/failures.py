@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import operations
-from batches_served import BATCHES, CAPTURED, EAGER, prompt, serve
-
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rehearsal import operations
+from rehearsal.batches_served import BATCHES, CAPTURED, EAGER, prompt, serve
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.captured import graphs, proof
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState, find
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _ALLOCATES_ROWS = (torch.ops.aten.index_select.default, torch.ops.aten.index_select.out)
 
@@ -91,13 +91,13 @@ class _OutOfMemory(TorchDispatchMode):
     """Memory runs out at the n-th gather of rows in the block."""
 
     def __init__(self, at: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.left = at
 
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,  # noqa: ARG002 - PyTorch's
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
-import operations
-import triton_kernels
-
 import torch
-import triton
-from sglang_gemma4_reference import cuda_kernels
 from triton.runtime.jit import JITFunction
+
+import triton
+from rehearsal import operations, triton_kernels
+from sglang_gemma4_reference import cuda_kernels
 
 #: Each kernel that was compiled in this process, by its arguments' kinds, and where.
 compiled: dict[str, str] = {}
@@ -55,9 +56,13 @@ def follow_triton() -> None:
         name = self.fn.__name__
         if name not in known:
             raise NotImplementedError(f"rehearsal: Triton's kernel {name} has no stand-in")
-        named = dict(zip(self.arg_names, args, strict=False))
-        named |= {key: value for key, value in kwargs.items() if key in self.arg_names}
-        _run_kernel(name, known[name], (), named)
+        options = kwargs.keys() - set(self.arg_names)
+        given = {key: kwargs[key] for key in kwargs.keys() - options}
+        named = inspect.signature(self.fn).bind(*args, **given)
+        named.apply_defaults()
+        _run_kernel(
+            name, lambda **arguments: known[name](SimpleNamespace(**arguments)), (), named.arguments
+        )
         return kernel
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
@@ -178,8 +183,12 @@ def replace_flashinfers_norms() -> None:
 
 
 class _Bindings:
-    cudaError_t = enum.IntEnum("cudaError_t", {"cudaSuccess": 0, "cudaErrorUnknown": 999})
-    cudaStreamCaptureStatus = enum.IntEnum(
+    """The names are CUDA's."""
+
+    cudaError_t = enum.IntEnum(  # noqa: N815
+        "cudaError_t", {"cudaSuccess": 0, "cudaErrorUnknown": 999}
+    )
+    cudaStreamCaptureStatus = enum.IntEnum(  # noqa: N815
         "cudaStreamCaptureStatus",
         {
             "cudaStreamCaptureStatusNone": 0,
@@ -189,7 +198,7 @@ class _Bindings:
     )
 
     @classmethod
-    def cudaStreamGetCaptureInfo(cls, stream: Any) -> tuple[Any, Any, int]:
+    def cudaStreamGetCaptureInfo(cls, stream: Any) -> tuple[Any, Any, int]:  # noqa: N802
         status = ctypes.c_int()
         handle = ctypes.c_void_p(int(stream))
         code = operations.RUNTIME.cudaStreamIsCapturing(handle, ctypes.byref(status))

@@ -1,4 +1,4 @@
-"""Computes on the CPU, in the device's memory, what each operation on the device would have written.
+"""Computes on the CPU, in the device's memory, what operations on the device would have written.
 
 Every operation runs for real first, on the runtime of ``device``: its checks, its allocations, its
 launches, its waits. With ``floats=False`` only integers and booleans are computed afterwards:
@@ -19,17 +19,13 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-import device
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rehearsal import device
 
 RUNTIME = device.load_runtime()
-
-import torch  # noqa: E402 - after the runtime
-from torch.utils._python_dispatch import (  # noqa: E402
-    TorchDispatchMode,
-    _disable_current_modes,
-)
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
-
 aten = torch.ops.aten
 #: They allocate or describe memory, and write nothing.
 WRITES_NOTHING = {
@@ -115,10 +111,10 @@ class Computed(TorchDispatchMode):
     """The mode in which operations have results."""
 
     def __init__(self, *, floats: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.floats = floats
         #: What each graph has to compute at its launch.
-        self.graphs: dict[int, list[Callable[[], None]]] = defaultdict(list)
+        self.graphs: dict[int, list[Callable[[], object]]] = defaultdict(list)
         #: Where the host has waited for the device, and for what.
         self.waits: Counter[str] = Counter()
         #: Rows of each matrix product, in the order of their launches: what a layer runs on.
@@ -142,13 +138,13 @@ class Computed(TorchDispatchMode):
                 self._replay(handle)
             if self.events is not None:
                 self.events(device.Kind(kind), what.decode(), stream, handle)
-        except BaseException as failure:
+        except BaseException as failure:  # noqa: BLE001 - raised by the next operation
             self._failure = failure
 
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,  # noqa: ARG002 - PyTorch's
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import NamedTuple
 
-import operations
 import torch
-from device import Kind
+
+from rehearsal import operations
+from rehearsal.device import Kind
 
 HOST = -1
 #: Accesses are looked up by parts of 2 MiB.

@@ -10,12 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import engine
-import kernels
-import operations
-import races
-
 import torch
+
+from rehearsal import engine, kernels, operations, races
 from sglang_gemma4_reference import checkpoint, releases
 from sglang_gemma4_yoco import log
 
@@ -123,7 +120,7 @@ class Served:
             del self.scheduler.ingest_requests
 
 
-def _request(name: str, ids: list[int], new: int, logprobs: bool) -> Any:  # noqa: FBT001
+def _request(name: str, ids: list[int], new: int, logprobs: bool) -> Any:
     from sglang.srt.managers import io_struct
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -205,7 +202,7 @@ ON_PURPOSE = (planned_on_a_side_stream, replayed_on_a_side_stream, without_the_b
 
 
 def find_races(folder: Path, mode: operations.Computed, **arguments: Any) -> dict[str, Any]:
-    """What was found at the start, in sound traffic, beside audits and with each race on purpose."""
+    """What was found at the start, in traffic, beside audits and with each race on purpose."""
     from sglang_gemma4_reference.engine import settings_changed
     from sglang_gemma4_yoco.checking import audit
     from sglang_gemma4_yoco.core.state import attached

@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import batches_served
-import engine
-import operations
-from batches_served import BATCHES, CAPTURED, EAGER, STOCK
-
 import torch
+
+from rehearsal import batches_served, engine, operations
+from rehearsal.batches_served import BATCHES, CAPTURED, EAGER, STOCK
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.core.state import attached

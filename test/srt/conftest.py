@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ if os.environ.get("GEMMA4_CPU_BRANCHES") == "cuda":
         f"sglang_gemma4_reference.{name}" for name in _STAND_INS
     )
 
-from server import (
+from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
     DEFAULT_THRESHOLD,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 settings.current = settings.read(os.environ)
 
-pytest_plugins = ["own_process"]
+pytest_plugins = ["harness.own_process"]
 # For the servers, and whatever else the tests start.
 os.environ["PYTHONPATH"] = python_path(Path(__file__).parent / "harness" / "quick_start")
 
@@ -66,13 +67,28 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 #: Of the files of servers, those that run last: they share servers that no other file uses, which
 #: would occupy memory, 2.7 GB each, while the other files start theirs.
-LAST = ("test_defaults.py", "test_captured_tail_server.py", "test_workload.py")
+LAST = (
+    *("test_parallel.py", "test_served_metrics.py"),
+    *("test_defaults.py", "test_captured_tail_server.py", "test_workload.py"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have ``LAST`` run after the other files of their folder."""
     folders = list(dict.fromkeys(map(_folder, items)))
     items.sort(key=lambda item: (folders.index(_folder(item)), item.path.name in LAST))
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is looked for among what the tests make alone.
+
+    SGLang collects it whenever it captures graphs, which takes a second among the objects of all
+    its modules; and it freezes those itself, and unfreezes them.
+    """
+    gc.collect()
+    gc.freeze()
+    for name in ("freeze", "unfreeze"):
+        setattr(gc, name, lambda: None)
 
 
 # Of the other folders' files, those that use the servers of this one, or start some themselves.
@@ -154,6 +170,20 @@ def captured_server(
 
 
 @pytest.fixture(scope="session")
+def ranks_server(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server of two tensor-parallel ranks, with metrics; each prefill that is cut is audited."""
+    audited: dict[str, str | None] = {
+        settings.name_of("audit"): "1",
+        settings.name_of("audit_strict"): "1",
+    }
+    how: Any = {"arguments": ("--enable-metrics", "--tp-size", "2"), "env": audited}
+    with running(tiny_checkpoint, tmp_path_factory.mktemp("ranks"), switch=None, **how) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def on_server(servers: tuple[Server, Server]) -> Server:
     """The server with the fast path on."""
     return servers[0]
@@ -168,7 +198,7 @@ def off_server(servers: tuple[Server, Server]) -> Server:
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
     """SGLang's ModelRunner in this process, whose pool holds 4096 tokens."""
-    from forwards import ENGINE  # imports SGLang, which some tests do without
+    from harness.forwards import ENGINE  # imports SGLang, which some tests do without
     from sglang_gemma4_reference.engine import Engine
 
     return Engine(tiny_checkpoint, **ENGINE)
@@ -226,8 +256,15 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     caplog.set_level(logging.INFO, "sglang_gemma4_yoco")
 
     def lines(level: int = logging.INFO) -> list[str]:
-        ours = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
-        return [record.getMessage() for record in ours if record.levelno >= level]
+        ours = []
+        for r in caplog.records:
+            if r.name == "sglang_gemma4_yoco":
+                ours.append(r)
+        found: list[str] = []
+        for record in ours:
+            if record.levelno >= level:
+                found.append(record.getMessage())
+        return found
 
     return lines
 
@@ -266,9 +303,9 @@ def batches_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., None]]:
     """Build the attention backends again, with these further server arguments."""
-    from forwards import ENGINE
+    from harness.forwards import ENGINE
+    from harness.stand_ins import server_args
     from sglang_gemma4_reference import releases
-    from stand_ins import server_args
 
     def restart(**arguments: Any) -> None:
         args = server_args(model_path=str(tiny_checkpoint), **(ENGINE | arguments))
@@ -277,12 +314,3 @@ def restarted(engine: Engine, tiny_checkpoint: Path) -> Iterator[Callable[..., N
 
     yield restart
     engine.runner.init_attention_backends()
-
-
-@pytest.fixture
-def without_own_backend(engine: Engine) -> Iterator[Engine]:
-    """The module's engine, whose tail has no attention backend of its own."""
-    from forwards import on_one_backend
-
-    with on_one_backend(engine):
-        yield engine

@@ -186,7 +186,9 @@ def _attend(
     q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
     # How many keys before its own a row sees.
     window = layer.sliding_window_size if layer.sliding_window_size > 0 else None
-    kv_lens = [length + ahead for length in _listed(lengths)]
+    kv_lens = []
+    for length in _listed(lengths):
+        kv_lens.append(length + ahead)
     query_lens = [rows] * len(kv_lens) if isinstance(rows, int) else _listed(rows)
     out = q.new_empty(*q.shape[:-1], cache.values.shape[-1])
     start = 0

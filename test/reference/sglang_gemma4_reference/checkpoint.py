@@ -133,10 +133,10 @@ class Gemma4Shape:
     def layer_types(self) -> list[str]:
         """``sliding_attention`` or ``full_attention`` for each layer."""
         group = self.sliding_per_full + 1
-        return [
-            "full_attention" if (layer + 1) % group == 0 else "sliding_attention"
-            for layer in range(self.layers)
-        ]
+        found: list[str] = []
+        for layer in range(self.layers):
+            found.append("full_attention" if (layer + 1) % group == 0 else "sliding_attention")
+        return found
 
 
 def sharpened(shape: Gemma4Shape) -> Gemma4Shape:
@@ -187,7 +187,10 @@ E4B = dataclasses.replace(
 def _layers_of(shape: Gemma4Shape) -> dict[str, Any]:
     """The fields for the number of layers, and for what they share."""
     names = ("layers", "kv_shared_layers", "sliding_per_full", "kv_heads", "double_wide_mlp")
-    return {name: getattr(shape, name) for name in names}
+    found: dict[str, Any] = {}
+    for name in names:
+        found[name] = getattr(shape, name)
+    return found
 
 
 _SMALL_TOWER = Tower(hidden_size=64, layers=2, heads=4)

@@ -276,11 +276,17 @@ class Engine:
 
     def kv_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of every layer that owns some, at all slots: [slots, heads, dim]."""
-        return [self._buffers(layer) for layer in self._layers_with_kv]
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in self._layers_with_kv:
+            found.append(self._buffers(layer))
+        return found
 
     def kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of ``kv_buffers``."""
-        return [(keys.clone(), values.clone()) for keys, values in self.kv_buffers()]
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for keys, values in self.kv_buffers():
+            found.append((keys.clone(), values.clone()))
+        return found
 
     def poison(self, batch: ScheduleBatch) -> None:
         """Overwrite K and V at the slots that ``batch`` must write, so that a skipped write shows.
@@ -294,11 +300,11 @@ class Engine:
 
     def written(self, batch: ScheduleBatch) -> list[torch.Tensor]:
         """Copies of K and V of every layer that owns some, at the slots that ``batch`` writes."""
-        return [
-            buffer[self._written_slots(batch, layer)]
-            for layer in self._layers_with_kv
-            for buffer in self._buffers(layer)
-        ]
+        found: list[torch.Tensor] = []
+        for layer in self._layers_with_kv:
+            for buffer in self._buffers(layer):
+                found.append(buffer[self._written_slots(batch, layer)])
+        return found
 
     def _written_slots(self, batch: ScheduleBatch, layer: int) -> torch.Tensor:
         pool = self.runner.token_to_kv_pool

@@ -33,7 +33,11 @@ class Pool:
     @property
     def graphs(self) -> list[RecordedGraph]:
         """Those that were recorded in it and are not freed, in this order."""
-        return [graph for held in self._recorded if (graph := held()) is not None]
+        found: list[RecordedGraph] = []
+        for held in self._recorded:
+            if (graph := held()) is not None:
+                found.append(graph)
+        return found
 
     def add(self, graph: RecordedGraph) -> None:
         """A graph that was recorded in it."""

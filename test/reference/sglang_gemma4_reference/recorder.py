@@ -103,11 +103,11 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     if is_dataclass(tree) and not isinstance(tree, type):
         tree = [getattr(tree, field.name) for field in fields(tree)]
     leaves = tree_leaves(tree, is_leaf=lambda node: node is not tree and is_dataclass(node))
-    return [
-        tensor
-        for leaf in leaves
-        for tensor in ([leaf] if isinstance(leaf, torch.Tensor) else _of_dataclass(leaf))
-    ]
+    found: list[torch.Tensor] = []
+    for leaf in leaves:
+        for tensor in [leaf] if isinstance(leaf, torch.Tensor) else _of_dataclass(leaf):
+            found.append(tensor)
+    return found
 
 
 def _of_dataclass(leaf: Any) -> list[torch.Tensor]:
@@ -219,12 +219,14 @@ class RecordedGraph:
         Args:
             declared: (trees of) tensors that stay where they are for as long as the graph lives.
         """
-        known = {_memory(tensor) for tensor in tensors_in(declared)}
-        return [
-            (foreign.tensor, foreign.call)
-            for memory, foreign in self._foreign.items()
-            if memory not in known and memory not in self._constants
-        ]
+        known = set()
+        for tensor in tensors_in(declared):
+            known.add(_memory(tensor))
+        found: list[tuple[torch.Tensor, str]] = []
+        for memory, foreign in self._foreign.items():
+            if memory not in known and memory not in self._constants:
+                found.append((foreign.tensor, foreign.call))
+        return found
 
     def replay(self) -> None:
         """Run it on what its tensors hold now.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import json
 import math
 import random
@@ -30,6 +29,8 @@ import requests
 from PIL import Image
 
 from sglang_gemma4_reference.row_trace import Prefill
+from sglang_gemma4_yoco.commands import compare as comparing
+from sglang_gemma4_yoco.commands.compare import Position
 
 LOGPROB_TOLERANCE = 1e-4
 CLOSE_CALL = 2 * LOGPROB_TOLERANCE
@@ -85,14 +86,13 @@ class Output:
 
     Attributes:
         tokens: the generated ones.
-        logprobs: of ``tokens``, or empty if the request did not want them.
-        likeliest: log-probabilities of the two likeliest tokens at each position, or empty.
+        positions: the same with their log-probabilities and those of the two likeliest tokens, or
+            empty if the request did not want them.
         finish: why it ended: ``length``, ``stop`` or ``abort``; None if the client saw no end.
     """
 
     tokens: Tokens = ()
-    logprobs: tuple[float, ...] = ()
-    likeliest: tuple[tuple[float, float], ...] = ()
+    positions: tuple[Position, ...] = ()
     finish: str | None = None
 
 
@@ -103,18 +103,19 @@ class Answer:
     Attributes:
         outputs: as many as were wanted; none if there was an error, or the request was interrupted
             before the first token.
-        input_logprobs: of the prompt's tokens from the wanted one on, or empty.
+        read: the prompt's tokens from the wanted one on, with their log-probabilities, or empty.
         error: that of the server or the connection, where there is no answer.
     """
 
     outputs: tuple[Output, ...] = ()
-    input_logprobs: tuple[float, ...] = ()
+    read: tuple[Position, ...] = ()
     error: str | None = None
 
     @property
     def aborted(self) -> bool:
         """Whether it ended early."""
-        return not self.outputs or any(o.finish in (None, "abort") for o in self.outputs)
+        ends = {output.finish for output in self.outputs}
+        return not ends or not ends.isdisjoint((None, "abort"))
 
     @property
     def begun(self) -> bool:
@@ -131,7 +132,10 @@ def _random_length(draw: random.Random, longest: int) -> int:
 
 
 def _tokens(draw: random.Random, count: int, vocabulary: int) -> list[int]:
-    return [draw.randrange(FIRST_TEXT_TOKEN, vocabulary) for _ in range(count)]
+    found: list[int] = []
+    for _ in range(count):
+        found.append(draw.randrange(FIRST_TEXT_TOKEN, vocabulary))
+    return found
 
 
 def _picture(draw: random.Random) -> str:
@@ -149,12 +153,13 @@ def random_requests(count: int, *, seed: int, vocabulary: int, longest: int) -> 
         vocabulary: token ids from ``FIRST_TEXT_TOKEN`` to below this are text.
     """
     draw = random.Random(seed)
-    prefixes = [
-        _tokens(draw, draw.randint(10, min(600, longest)), vocabulary) for _ in range(_PREFIXES)
-    ]
-    return [
-        _random_request(draw, f"{seed}-{i}", prefixes, vocabulary, longest) for i in range(count)
-    ]
+    prefixes = []
+    for _ in range(_PREFIXES):
+        prefixes.append(_tokens(draw, draw.randint(10, min(600, longest)), vocabulary))
+    found: list[Request] = []
+    for i in range(count):
+        found.append(_random_request(draw, f"{seed}-{i}", prefixes, vocabulary, longest))
+    return found
 
 
 def _random_request(
@@ -262,37 +267,19 @@ class Client:
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": False}
         answer = self.ask(Request(body | {"return_logprob": True, "top_logprobs_num": 2}))
-        return answer.outputs[0].likeliest[0]
+        best, second = answer.outputs[0].positions[0].likeliest.values()
+        return best, second
 
 
 def _read(replies: Sequence[dict[str, Any]]) -> Answer:
-    metas = [reply["meta_info"] for reply in replies]
-    first = metas[0] if metas else {}
-    return Answer(
-        outputs=tuple(
-            Output(
-                tokens=tuple(reply["output_ids"]),
-                logprobs=tuple(_number(p) for p, *_ in meta.get("output_token_logprobs") or ()),
-                likeliest=tuple(
-                    (_number(top[0][0]), _number(top[1][0]))
-                    for top in meta.get("output_top_logprobs") or ()
-                ),
-                finish=(meta["finish_reason"] or {}).get("type"),
-            )
-            for reply, meta in zip(replies, metas, strict=True)
-        ),
-        # Nothing precedes the first token of a prompt, so it has none.
-        input_logprobs=tuple(
-            _number(p)
-            for i, (p, *_) in enumerate(first.get("input_token_logprobs") or ())
-            if i > 0 or p is not None
-        ),
-    )
-
-
-def _number(value: float | None) -> float:
-    """JSON has no NaN: it arrives as null."""
-    return math.nan if value is None else value
+    outputs, read = list[Output](), tuple[Position, ...]()
+    for number, reply in enumerate(replies):
+        found = comparing.Answer.of(reply)
+        finish = reply["meta_info"]["finish_reason"] or {}
+        outputs.append(Output(tuple(reply["output_ids"]), found.generated, finish.get("type")))
+        if number == 0:
+            read = found.read
+    return Answer(tuple(outputs), read)
 
 
 def ask_all(
@@ -438,8 +425,12 @@ def compare(
 
 def tokens_before_parting(one: Sequence[T], other: Sequence[T]) -> int:
     """How many tokens two answers have in common from their beginning on."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    same = 0
+    for mine, yours in zip(one, other, strict=False):
+        if mine != yours:
+            break
+        same += 1
+    return same
 
 
 def is_close_call(likeliest: tuple[float, float]) -> bool:
@@ -466,7 +457,7 @@ def _compare(
     result.aborted += tested.aborted
     # They come with the first token, before which an interrupted answer may have ended.
     if not request.interrupted or (stock.begun and tested.begun):
-        _compare_logprobs(stock.input_logprobs, tested.input_logprobs, "input", result)
+        _compare_positions(stock.read, tested.read, "input", result)
     if not request.interrupted and len(stock.outputs) != len(tested.outputs):
         raise _DifferentError(f"{len(stock.outputs)} and {len(tested.outputs)} outputs")
     for one, other in zip(stock.outputs, tested.outputs, strict=False):
@@ -484,52 +475,57 @@ def _compare_greedy(
     result: Comparison,
 ) -> None:
     same = tokens_before_parting(stock.tokens, tested.tokens)
-    parted = same < min(len(stock.tokens), len(tested.tokens))
-    if parted:
-        if stock.likeliest:
-            both = stock.likeliest[same]
-        else:
-            both = likeliest([*request.body["input_ids"], *stock.tokens[:same]])
-        if not is_close_call(both):
-            raise _DifferentError(
-                f"token {same} of {stock.tokens} and {tested.tokens}, {both[0] - both[1]:.2g} apart"
-            )
+    if same < min(len(stock.tokens), len(tested.tokens)):
         result.close_calls += 1
-    elif not request.interrupted and (len(stock.tokens), stock.finish) != (
-        len(tested.tokens),
-        tested.finish,
-    ):
-        raise _DifferentError(f"{stock} and {tested} end differently")
+        if not stock.positions:
+            both = likeliest([*request.body["input_ids"], *stock.tokens[:same]])
+            if not is_close_call(both):
+                parted = f"token {same} of {stock.tokens} and {tested.tokens}"
+                raise _DifferentError(f"{parted}, {both[0] - both[1]:.2g} apart")
+    elif not request.interrupted:
+        ends = (len(stock.tokens), stock.finish)
+        if ends != (len(tested.tokens), tested.finish):
+            raise _DifferentError(f"{stock} and {tested} end differently")
     result.compared_tokens += same
-    _compare_logprobs(stock.logprobs[:same], tested.logprobs[:same], "output", result)
+    # Where they part, both tokens are compared, so the two are almost tied on both servers.
+    compared = min(same + 1, len(stock.tokens), len(tested.tokens))
+    _compare_positions(stock.positions[:compared], tested.positions[:compared], "output", result)
 
 
 def _compare_sampled(request: Request, stock: Output, tested: Output, result: Comparison) -> None:
+    """The two likeliest first tokens; all others depend on what was drawn before."""
     wanted = request.body["sampling_params"]["max_new_tokens"]
     if not request.interrupted and len(tested.tokens) != wanted:
         raise _DifferentError(f"{len(tested.tokens)} of {wanted} sampled tokens")
-    if not all(map(math.isfinite, tested.logprobs)):
-        raise _DifferentError(f"sampled tokens with log-probabilities {tested.logprobs}")
-    if request.body.get("return_logprob") and len(tested.logprobs) != len(tested.tokens):
-        raise _DifferentError(
-            f"{len(tested.logprobs)} log-probabilities of {len(tested.tokens)} sampled tokens"
-        )
-    if not request.interrupted and len(stock.likeliest[:1]) != len(tested.likeliest[:1]):
-        raise _DifferentError(
-            f"{len(stock.likeliest)} and {len(tested.likeliest)} pairs of likeliest tokens"
-        )
-    for one, other in zip(stock.likeliest[:1], tested.likeliest[:1], strict=False):
-        _compare_logprobs(one, other, "likeliest", result)
+    if request.body.get("return_logprob") and len(tested.positions) != len(tested.tokens):
+        counts = f"{len(tested.positions)} log-probabilities of {len(tested.tokens)}"
+        raise _DifferentError(f"{counts} sampled tokens")
+    for position in tested.positions:
+        if not math.isfinite(position.logprob):
+            raise _DifferentError(f"a sampled token with log-probability {position.logprob}")
+    if request.interrupted and not (stock.positions and tested.positions):
+        return
+    one, other = _likeliest_first(stock), _likeliest_first(tested)
+    _compare_positions(one, other, "likeliest", result)
 
 
-def _compare_logprobs(
-    stock: Sequence[float], tested: Sequence[float], of: str, result: Comparison
+def _likeliest_first(output: Output) -> tuple[Position, ...]:
+    if not output.positions:
+        return ()
+    tokens = output.positions[0].likeliest
+    return tuple(Position(token, logprob, {}) for token, logprob in tokens.items())
+
+
+def _compare_positions(
+    stock: tuple[Position, ...], tested: tuple[Position, ...], of: str, result: Comparison
 ) -> None:
     if len(stock) != len(tested):
         raise _DifferentError(f"{len(stock)} and {len(tested)} {of} log-probabilities")
-    for i, (one, other) in enumerate(zip(stock, tested, strict=True)):
-        difference = abs(one - other)
-        if not difference <= LOGPROB_TOLERANCE:  # nor if one of them is NaN
-            raise _DifferentError(f"{of} log-probability {i} of {len(stock)}: {one} and {other}")
-        result.compared_logprobs += 1
+    pair = comparing.Answer(stock), comparing.Answer(tested)
+    differences = comparing.Comparison.of([pair]).logprobs
+    result.compared_logprobs += len(differences)
+    for number, difference in enumerate(differences):
+        if difference > LOGPROB_TOLERANCE:
+            both = f"{stock[number]} and {tested[number]}"
+            raise _DifferentError(f"{of} log-probability {number} of {len(stock)}: {both}")
         result.largest_difference = max(result.largest_difference, difference)

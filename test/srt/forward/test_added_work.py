@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,17 +17,15 @@ from unittest import mock
 import pytest
 import torch
 
-from audited import Operations, audited, functions_entered
-from batches import BATCHES, batch_of
-from forwards import TWO_PROMPTS, assert_fast, assert_stock
-from observe import run
+from harness.audited import Operations, audited, functions_entered
+from harness.batches import BATCHES, batch_of
+from harness.forwards import TWO_PROMPTS, assert_fast
+from harness.observe import run
+from harness.stand_ins import tail_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import donor, gate
-from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.loading import limits, start
-from stand_ins import tail_of
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -36,15 +34,6 @@ NOTHING_TO_SKIP = batch_of((5, 1), (0, 1))
 
 
 # ---------------------------------------------------------------- files, modules, variables
-
-
-def test_files_and_imports_are_seen(tmp_path: Path) -> None:
-    with audited() as seen:
-        (tmp_path / "a").write_text("")
-        with pytest.raises(ImportError):
-            import no_such_module  # type: ignore[import-not-found] # noqa: F401
-    assert seen["open", str(tmp_path / "a")] == 1
-    assert seen["import", "no_such_module"] == 1
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -141,24 +130,6 @@ def test_all_that_the_host_knows_travels_at_once(
 # ---------------------------------------------------------------- what is built at start
 
 
-def test_no_backend_is_built_where_the_gate_will_refuse(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, said: Callable[..., list[str]]
-) -> None:
-    kind = type(engine.runner.attn_backend).__name__
-    reason = f"the attention backend {kind} is not proven"
-    built: list[Any] = []
-    with monkeypatch.context() as unproven:
-        unproven.setattr(limits, "MAIN_BACKENDS", set())
-        unproven.setattr(compat, "build_attn_backend", built.append)
-        engine.runner.init_attention_backends()
-        assert built == []
-        assert start.of(engine.text_model).attention is None
-        assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
-        assert_stock(engine, reason)
-    engine.runner.init_attention_backends()
-    assert_fast(engine)
-
-
 def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
     """For few rows and for many: SGLang takes another kernel from 257 rows on."""
     with mock.patch.object(donor, "keys_and_values", wraps=donor.keys_and_values) as projected:
@@ -181,26 +152,6 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
     [record] = [r for r in caplog.records if r.name == log.logger.name]
     assert "no compiler" in record.getMessage()
     assert record.exc_info
-    assert_fast(engine)
-
-
-# ---------------------------------------------------------------- one owner
-
-
-def test_one_entry_is_all_that_a_model_carries(engine: Engine) -> None:
-    added = {name for name in vars(engine.text_model) if "yoco" in name}
-    assert added == {states.ENTRY}
-    state = states.find(engine.text_model)
-    engine.runner.init_attention_backends()
-    again = states.find(engine.text_model)
-    assert again is not None
-    assert again is not state
-    again.close()
-    assert not {name for name in vars(engine.text_model) if "yoco" in name}
-    # Stock serves the batches of a model of which nothing is known.
-    scheduled = engine.schedule(TWO_PROMPTS)
-    assert run(engine, scheduled, "1").rows[-1] == sum(scheduled.extend_lens)
-    engine.runner.init_attention_backends()
     assert_fast(engine)
 
 

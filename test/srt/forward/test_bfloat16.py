@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 
-import truth
-from batches import BATCHES, batch_of
-from forwards import CHUNKS, MARKS_CHUNKS, assert_fast, attention_of
-from observe import Observed, run
-from rounding import (
+from harness import truth
+from harness.batches import BATCHES, batch_of
+from harness.forwards import CHUNKS, MARKS_CHUNKS, assert_fast, attention_of
+from harness.observe import Observed, run
+from harness.rounding import (
     allowed_of_a_layer,
     assert_layers_agree,
     layer_errors,
@@ -107,7 +107,10 @@ def all_answers(engine: Engine, switch: str, rounding: int | None = None) -> tor
 @pytest.fixture(scope="module")
 def rounded(engine: Engine) -> list[torch.Tensor]:
     """Stock's answers when it rounds otherwise, four times."""
-    return [all_answers(engine, "0", rounding) for rounding in range(4)]
+    found: list[torch.Tensor] = []
+    for rounding in range(4):
+        found.append(all_answers(engine, "0", rounding))
+    return found
 
 
 def test_answers(engine: Engine, oracle: Any, model: str, rounded: list[torch.Tensor]) -> None:
@@ -144,8 +147,12 @@ def test_a_window_one_key_short_shows(
         return decode(q, k, v, layer, *args, **kwargs)
 
     monkeypatch.setattr(tail, "forward_decode", one_key_short)
-    batches = [ALL[name] for name in ("at the window's edge", "eight", "long ones")]
-    errors = [layer_errors(engine, engine.schedule(prompts), prompts) for prompts in batches]
+    batches = []
+    for name in ("at the window's edge", "eight", "long ones"):
+        batches.append(ALL[name])
+    errors = []
+    for prompts in batches:
+        errors.append(layer_errors(engine, engine.schedule(prompts), prompts))
     assert max(max(by_layer.values()) for by_layer in errors) > 2 * allowed_of_a_layer(engine)
     with pytest.raises(AssertionError, match="rms"):
         truth.assert_as_near_as_rounding(all_answers(engine, "1"), stock, rounded)

@@ -28,7 +28,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.runtime_context import get_context
 
-from forwards import TWO_PROMPTS, assert_fast, assert_stock
+from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, log
@@ -50,13 +50,17 @@ def _as_dataclass(struct: Any) -> Any:
     """A msgspec struct's fields and methods in a plain class."""
     from msgspec import NODEFAULT, structs
 
-    fields: list[Any] = [
-        (f.name, object)
-        if f.default is NODEFAULT
-        else (f.name, object, dataclasses.field(default=f.default))
-        for f in structs.fields(struct)
-    ]
-    methods = {name: value for name, value in vars(struct).items() if type(value) is FunctionType}
+    fields: list[Any] = []
+    for f in structs.fields(struct):
+        fields.append(
+            (f.name, object)
+            if f.default is NODEFAULT
+            else (f.name, object, dataclasses.field(default=f.default))
+        )
+    methods = {}
+    for name, value in vars(struct).items():
+        if type(value) is FunctionType:
+            methods[name] = value
     return dataclasses.make_dataclass(struct.__name__, fields, namespace=methods)
 
 

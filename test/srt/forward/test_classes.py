@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.models import gemma4_causal, gemma4_mm
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from forwards import assert_fast, assert_stock, state_of
+from harness.forwards import assert_fast, assert_stock, state_of
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands import preflight
@@ -351,9 +351,9 @@ def test_names_that_are_trusted(
         reasons = [judged(), judged()]
     assert [reason and reason.partition(" which")[0] for reason in reasons] == [refused] * 2
     start = "Gemma 4 fast prefill: SGLANG_GEMMA4_YOCO_TRUST has "
-    names = [
-        line.removeprefix(start).partition(", but nothing")[0] for line in said(logging.WARNING)
-    ]
+    names = []
+    for line in said(logging.WARNING):
+        names.append(line.removeprefix(start).partition(", but nothing")[0])
     assert names == ([] if unmatched is None else [unmatched])
 
 

@@ -22,16 +22,22 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
-from batches import BATCHES
 from breakages import as_returned
-from forwards import CHUNKS, assert_fast, assert_served_by_stock, assert_stock, assert_untouched
-from layer_rows import FIRST_CUT, LAYERS
-from observe import run
+from harness.batches import BATCHES
+from harness.forwards import (
+    CHUNKS,
+    assert_fast,
+    assert_served_by_stock,
+    assert_stock,
+    assert_untouched,
+)
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.observe import run
+from harness.stand_ins import Doubled, Packed, halved_weights
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.loading import start
-from stand_ins import Doubled, Packed, halved_weights
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -46,7 +52,7 @@ def donor_layer(engine: Engine) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def trusted(engine: Engine) -> Iterator[None]:
     """The classes of the tests are somebody else's, which refuse a server otherwise."""
-    with settings_changed(trust=(__name__, "stand_ins")):
+    with settings_changed(trust=(__name__, "harness.stand_ins")):
         yield
 
 

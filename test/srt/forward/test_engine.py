@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from batches import batch_of, tokens
-from observe import (
+from harness.batches import batch_of
+from harness.observe import (
     TOLERANCE,
     Observed,
     watching,
 )
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine, NotTheLastEngineError, Prompt, switched
+from sglang_gemma4_reference.engine import Engine, Prompt, switched
 
 
 def slots_of(engine: Engine, req: Any, count: int) -> torch.Tensor:
@@ -50,30 +47,6 @@ def test_who_computes_the_cached_tokens(engine: Engine, prefix: str, rows: int) 
     assert seen.rows[-1] == rows
 
 
-def test_two_requests_on_the_same_slots(engine: Engine) -> None:
-    draw = Random(0)
-    shared = tokens(draw, 40)
-    prompts = [Prompt(shared, tokens(draw, 9)), Prompt(shared, tokens(draw, 5), shares=0)]
-    batch = engine.schedule(prompts)
-    first, second = (slots_of(engine, req, 45) for req in batch.reqs)
-    assert torch.equal(first[:40], second[:40])
-    assert not set(first[40:].tolist()) & set(second[40:].tolist())
-    with pytest.raises(ValueError, match="begins otherwise"):
-        engine.schedule([Prompt(shared[1:], (30,)), Prompt(shared, (30,), shares=0)])
-
-
-def test_prompts_that_decode_come_last(engine: Engine) -> None:
-    decoding = Prompt((30, 31), (32,), decodes=True)
-    batch = engine.schedule([*batch_of((3, 20)), decoding])
-    assert batch.forward_mode.is_mixed()
-    assert batch.extend_lens == [20, 1]
-    assert batch.prefix_lens == [3, 2]
-    with pytest.raises(ValueError, match="must be the last"):
-        engine.schedule([decoding, *batch_of((3, 20))])
-    with pytest.raises(ValueError, match="without a prompt"):
-        engine.schedule([decoding])
-
-
 def test_what_is_left_of_unfinished_prompts_is_the_next_chunk(engine: Engine) -> None:
     """Its answer is that of the whole prompt in one forward."""
     prompts = [*batch_of((5, 20)), *batch_of((7, 30), to_come=(40, 41, 42))]
@@ -87,19 +60,3 @@ def test_what_is_left_of_unfinished_prompts_is_the_next_chunk(engine: Engine) ->
         cached, new = prompts[1].cached, prompts[1].new
         whole = engine.forward(engine.schedule([Prompt(cached, (*new, 40, 41, 42))]))
     torch.testing.assert_close(chunked, whole.next_token_logits, atol=TOLERANCE, rtol=1e-4)
-
-
-def test_an_engine_refuses_when_another_was_built(engine: Engine, tiny_checkpoint: Path) -> None:
-    """From here on the engine that the tests above share is of no use."""
-    batch = engine.schedule(batch_of((0, 20)))
-    later = Engine(tiny_checkpoint, device="cpu", dtype="float32", max_total_tokens=512)
-    uses: list[Callable[[], object]] = [
-        lambda: engine.schedule(batch_of((0, 20))),
-        lambda: engine.forward(batch),
-        lambda: engine.decode(batch, [30]),
-        lambda: engine.next_chunk(batch, batch_of((0, 20))),
-    ]
-    for use in uses:
-        with pytest.raises(NotTheLastEngineError, match="build this one again"):
-            use()
-    later.forward(later.schedule(batch_of((0, 20))))

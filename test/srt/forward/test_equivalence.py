@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from random_batches import (
+from harness.random_batches import (
     HARD_CHUNKS,
     HARD_LAST_ROWS,
     HARD_LOGPROBS,

@@ -6,9 +6,7 @@ package. At the exit everything in the graph's memory is spoiled that may not be
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,24 +29,23 @@ from sglang.srt.models import gemma4_mm
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-import prefill_exits
-from batches import ONE_BESIDE_TWO, batch_of
-from decode_graphs import record_tail
-from forwards import ENGINE, InjectedError
-from layer_rows import FIRST_CUT, LAYERS
-from media import MediaPrompt, media_batch
-from prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
-from random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
+from harness import prefill_exits
+from harness.batches import batch_of
+from harness.decode_graphs import record_tail
+from harness.forwards import ENGINE, InjectedError
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.media import MediaPrompt, media_batch
+from harness.prefill_exits import RECORDED, ROWS, assert_served_alike, close, run
+from harness.random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, Batch, batches
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log, settings_changed
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, log, prefill_graphs
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.checking import requests, rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
 from sglang_gemma4_yoco.core import gate, ranks
-from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ENTRY, ModelState
 from sglang_gemma4_yoco.loading import start
@@ -152,14 +149,12 @@ def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
 def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     """A decoding request is one of them."""
     fits = batch_of((0, 9), (3, 5), (40, 2))
-    decoding = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((40, 1))]
+    decoding = []
+    for prompt in batch_of((40, 1)):
+        decoding.append(Prompt(prompt.cached, prompt.new, decodes=True))
     assert assert_served_alike(engine, [*fits, *decoding]) == log.EXIT_CAPTURED
     more = [*fits, *batch_of((0, 33), (7, 1))]
     assert assert_served_alike(engine, more) == exits.TAIL_NOT_CAPTURED
-
-
-def test_one_row_beside_two(engine: Engine) -> None:
-    assert assert_served_alike(engine, ONE_BESIDE_TWO) == exits.TAIL_NOT_CAPTURED
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
@@ -224,13 +219,6 @@ def test_media_that_sglang_replays_are_not_cut(engine: Engine) -> None:
     assert (seen.segments, seen.outcomes) == (WHOLE, {exits.MEDIA: 1})
 
 
-def test_switched_off(engine: Engine) -> None:
-    """A refused batch runs the graph to its end, and nothing is planned for it."""
-    with mock.patch.object(TailBackend, "plan", side_effect=InjectedError):
-        seen = run(engine, engine.schedule(FULL))
-    assert (seen.segments, seen.outcomes) == (WHOLE, {SWITCHED_OFF: 1})
-
-
 @pytest.mark.parametrize(
     ("prompts", "minimum", "outcome"),
     [
@@ -268,8 +256,12 @@ def test_answers_that_are_read_late(
             spec_algorithm=SpeculativeAlgorithm.FROZEN_KV_MTP,
         )
     lens = {(0, 33): 1, (9, 1): 30, (40, 20): 9, (3, 5): 15}
-    more = [tuple(range(20, 20 + n)) for n in lens.values()]
-    prompts = [replace(p, to_come=ids) for p, ids in zip(batch_of(*lens), more, strict=True)]
+    more = []
+    for n in lens.values():
+        more.append(tuple(range(20, 20 + n)))
+    prompts = []
+    for p, ids in zip(batch_of(*lens), more, strict=True):
+        prompts.append(replace(p, to_come=ids))
     batches, seen = [engine.schedule(prompts)], []
     with replaced(state, captured=None if outcome == log.TAIL_EAGER else state.captured):
         seen.append(run(engine, batches[0], fast=True, eagerly=not replays))
@@ -281,45 +273,19 @@ def test_answers_that_are_read_late(
         close(fast.logits, stock.logits)
         if not replays:  # else SGLang has them in memory that its next replay overwrites
             close(fast.output.next_token_logits, stock.logits)
-            states = [one.output.hidden_states for one in (fast, stock)]
+            states = []
+            for one in (fast, stock):
+                states.append(one.output.hidden_states)
             close(*(select_last_extend_hidden(batch, rows) for rows in states))
 
 
 # ---------------------------------------------------------------- when it fails
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(compat, "write_keys_and_values"), (ExitForward, "fill")]
-)
-def test_a_failure_after_the_exit(engine: Engine, owner: Any, name: str) -> None:
-    """The whole graph serves the batch."""
-    batch = engine.schedule(batch_of((0, 30), (4, 5)))
-    stock = run(engine, batch)
-    with mock.patch.object(owner, name, side_effect=InjectedError) as broken:
-        assert_same(run(engine, batch, fast=True), stock, log.FAILED)
-        assert broken.called
-        other_ranks = mock.patch.object(compat, "is_single_rank", return_value=False)
-        with other_ranks, pytest.raises(InjectedError):  # these may have had none
-            run(engine, batch, fast=True)
-    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
-
-
 def assert_same(seen: prefill_exits.Run, stock: prefill_exits.Run, outcome: str) -> None:
     assert seen.outcomes == {outcome: 1}
     assert torch.equal(seen.logits, stock.logits)
     assert all(map(torch.equal, seen.cache, stock.cache))
-
-
-def test_a_replay_that_fails_is_the_last(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """The tail runs eagerly from then on, so nothing but an intermediate chunk takes an exit."""
-    batch, tail = engine.schedule(FULL), start.of(engine.text_model).captured
-    assert isinstance(tail, graphs.TailGraphs)
-    stock = run(engine, batch)
-    with mock.patch.object(tail._captured, "replay", side_effect=InjectedError):
-        assert_same(run(engine, batch, fast=True), stock, log.FAILED)
-    assert assert_served_alike(engine, FULL) == exits.TAIL_NOT_CAPTURED
-    assert assert_served_alike(engine, CHUNK) == log.EXIT_SKIPPED
-    assert assert_served_alike(engine, batch_of((0, 200))) == log.TAIL_EAGER
 
 
 # ---------------------------------------------------------------- checked at start
@@ -581,20 +547,6 @@ def test_rows_that_are_not_written_are_numbers(engine: Engine) -> None:
     assert all(output.isfinite().all() for output in outputs)
 
 
-def test_captured_anew(engine: Engine) -> None:
-    """What SGLang lets go is freed, and exits belong to the graphs that they were noted in."""
-    runner = engine.runner
-    let_go = [weakref.ref(runner.prefill_cuda_graph_runner), weakref.ref(exits_of(engine))]
-    let_go += map(weakref.ref, runner.prefill_cuda_graph_runner.backend._graphs.values())
-    runner.prefill_cuda_graph_runner = None
-    gc.collect()
-    assert [kept() for kept in let_go] == [None] * 6
-    with torch.no_grad():
-        runner.init_prefill_cuda_graph()
-    record_tail(engine, ROWS)
-    assert assert_served_alike(engine, FULL) == log.EXIT_CAPTURED
-
-
 @contextmanager
 def captured_anew(engine: Engine) -> Iterator[None]:
     """Other graphs for the span."""
@@ -743,21 +695,6 @@ def test_graphs_that_make_other_inputs_are_not_used(
         log.forwards.clear()
         engine.forward(engine.schedule(FULL))
         assert log.forwards == {log.TAIL_EAGER: 1}
-
-
-def test_inputs_are_compared_once_for_each_capture(engine: Engine) -> None:
-    """And those of the exits; nothing is counted, and with the checks off nothing is compared."""
-    with mock.patch.object(inputs, "given", wraps=inputs.given) as compared:
-        with captured_anew(engine):
-            # By SGLang, by the repair, and by SGLang for the exits.
-            assert compared.call_count == 3
-            assert set(log.forwards) == {gate.CAPTURING}
-        with prefill_graphs.capturing(engine.runner, start.of(engine.text_model)):
-            compared.reset_mock()
-        with settings_changed(self_check=False), captured_anew(engine):
-            pass
-        assert not compared.called
-    reattached(engine)
 
 
 def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:

@@ -32,12 +32,12 @@ import pytest
 import torch
 from sglang.srt.model_executor import forward_context
 
-from batches import BATCHES, batch_of
-from checking import audited, tensors_unchanged
-from decode_graphs import recorded_decode_steps
-from forwards import ENGINE, InjectedError, attention_of, state_of
-from observe import TOLERANCE, batch_in
-from prefill_exits import RECORDED
+from harness.batches import BATCHES, batch_of
+from harness.checking import audited, tensors_unchanged
+from harness.decode_graphs import recorded_decode_steps
+from harness.forwards import ENGINE, InjectedError, attention_of, state_of
+from harness.observe import TOLERANCE, batch_in
+from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import (
@@ -345,7 +345,10 @@ def served_by_stock(engine: Engine, way: Way) -> Served:
 
 def fields_of(batch: Any) -> dict[str, Any]:
     """The fields of a batch."""
-    return {field.name: getattr(batch, field.name) for field in fields(batch)}
+    found: dict[str, Any] = {}
+    for field in fields(batch):
+        found[field.name] = getattr(batch, field.name)
+    return found
 
 
 def what_lives(engine: Engine) -> dict[str, Any]:
@@ -397,7 +400,11 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 def outcomes() -> dict[str, int]:
     """How forwards with the path on were counted."""
-    return {outcome: n for outcome, n in log.forwards.items() if outcome != SWITCHED_OFF}
+    found: dict[str, int] = {}
+    for outcome, n in log.forwards.items():
+        if outcome != SWITCHED_OFF:
+            found[outcome] = n
+    return found
 
 
 def assert_left_as_by(stock: Served, seen: Served) -> None:
@@ -492,7 +499,11 @@ class Work(NamedTuple):
         turn_on(engine)
         found: dict[Site, None] = {}
         self.run(engine, noting(found))
-        return [site for site in found if self.phase in (None, site.phase)]
+        made: list[Site] = []
+        for site in found:
+            if self.phase in (None, site.phase):
+                made.append(site)
+        return made
 
     def some_sites(self, engine: Engine) -> list[Site]:
         """Those that fail by default."""

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from forwards import ENGINE
-from layer_rows import FIRST_SHARED
+from harness.forwards import ENGINE
+from harness.layer_rows import FIRST_SHARED
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check
@@ -162,7 +162,11 @@ def named(engine: Engine) -> set[str]:
     state = find(engine.text_model)
     assert state is not None
     with check.comparing(engine.runner, state) as both:
-        return {finding.what for finding in both.findings() if not finding.is_rounding}
+        found: set[str] = set()
+        for finding in both.findings():
+            if not finding.is_rounding:
+                found.add(finding.what)
+        return found
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -24,11 +24,11 @@ from sglang.srt.kv_canary.single_forward_manager import manager
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
-from batches import BATCHES, batch_of
-from checking import audited
-from forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast, state_of
-from layer_rows import FIRST_SHARED
-from observe import run
+from harness.batches import BATCHES, batch_of
+from harness.checking import audited
+from harness.forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast, state_of
+from harness.layer_rows import FIRST_SHARED
+from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.checking import requests
@@ -199,11 +199,10 @@ def test_the_dumper_finds_all_rows(
     batch = engine.schedule(TWO_PROMPTS)
     dumper.configure(exp_name="prefill")
     assert run(engine, batch, "1").rows == [total] * len(engine.text_model.layers)
-    shapes = [
-        torch.load(file)["value"].shape[0]
-        for file in (tmp_path / "prefill").iterdir()
-        if re.search(r"layers\.\d+\.mlp\.output", file.name)
-    ]
+    shapes = []
+    for file in (tmp_path / "prefill").iterdir():
+        if re.search("layers\\.\\d+\\.mlp\\.output", file.name):
+            shapes.append(torch.load(file)["value"].shape[0])
     assert shapes == [total] * len(engine.text_model.layers)
     assert log.forwards == {limits.DUMPER: 1}
 

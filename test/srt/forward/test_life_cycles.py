@@ -23,11 +23,11 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.scheduler_components import weight_updater
 
-import prefill_exits
-from batches import batch_of
-from forwards import ENGINE
-from layer_rows import LAYERS
-from prefill_exits import assert_served_alike, close, run
+from harness import prefill_exits
+from harness.batches import batch_of
+from harness.forwards import ENGINE
+from harness.layer_rows import LAYERS
+from harness.prefill_exits import assert_served_alike, close, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.engine import Engine, reset_log, settings_changed
@@ -50,9 +50,6 @@ FILES = str(Path(log.__file__).parent)
 SHARED = "K and V of a server that serves are read or written by more than its forwards"
 TO_THE_EXIT = batch_of((0, 30))
 WITHOUT_A_BUCKET = batch_of((0, 40))
-# At each capture SGLang collects the garbage of a process with millions of objects, and freezes
-# the others meanwhile. Here all that was there before is frozen, and collected is what came since.
-collect, freeze, unfreeze = gc.collect, gc.freeze, gc.unfreeze
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +65,11 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
     }
     with pytest.MonkeyPatch.context() as patched, graphs_on_a_cpu.recordable():
         patched.setenv(CAPTURED, "decode")
-        for name in ("collect", "freeze", "unfreeze"):
-            patched.setattr(gc, name, lambda *_: 0)
         patched.setattr(prefill_exits, "BUCKETS", [32])
         engine = Engine(tiny_checkpoint, **ENGINE, **captured)
-        freeze()
         with settings_changed(graph_rows=1):
             start_anew(engine)
             yield engine
-        unfreeze()
 
 
 def assert_served_at_the_exit(engine: Engine) -> None:
@@ -115,7 +108,7 @@ def count_attributes(engine: Engine) -> Counter[str]:
 def count_what_is_alive() -> Counter[str]:
     """The package's functions and objects, all attention backends, and graphs."""
     recorder.replays.clear()
-    collect()
+    gc.collect()
     found = Counter[str]()
     for value in gc.get_objects():
         if isinstance(value, FunctionType):
@@ -210,7 +203,9 @@ def update_from_disk(engine: Engine, *, recapture: bool) -> None:
 
 def update_from_tensors(engine: Engine) -> None:
     updater = engine.runner.weight_updater
-    weights = [(name, weight.clone()) for name, weight in engine.runner.model.named_parameters()]
+    weights = []
+    for name, weight in engine.runner.model.named_parameters():
+        weights.append((name, weight.clone()))
     updater.begin_weight_update()
     updated, message = updater.update_weights_from_tensor(weights, load_format="direct")
     updater.end_weight_update(run_post_load=False)
@@ -286,7 +281,9 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
         engine.forward(batch)
         tables = [engine.runner.req_to_token_pool.req_to_token]
         tables.append(engine.runner.token_to_kv_pool.full_to_swa_index_mapping)
-        before = [table.clone() for table in (*tables, *without_padding(engine))]
+        before = []
+        for table in (*tables, *without_padding(engine)):
+            before.append(table.clone())
         if recaptured:
             capture_decode_steps(engine)
             assert all(map(torch.equal, before, (*tables, *without_padding(engine))))
@@ -296,7 +293,11 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
 
 def without_padding(engine: Engine) -> list[torch.Tensor]:
     """K and V at all slots but the one of padding."""
-    return [part[1:] for pair in engine.kv_buffers() for part in pair]
+    found: list[torch.Tensor] = []
+    for pair in engine.kv_buffers():
+        for part in pair:
+            found.append(part[1:])
+    return found
 
 
 def test_a_batch_that_still_runs_at_a_recapture(

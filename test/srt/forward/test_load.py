@@ -14,16 +14,27 @@ import pytest
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_gemma4_yoco import compat, plugin, settings
+from sglang_gemma4_yoco.loading import patch
 
 pytestmark = pytest.mark.usefixtures("not_loaded", "outside_of_a_server")
 
 
+def of_sglang() -> list[Any]:
+    """What would be wrapped."""
+    found: list[Any] = []
+    for owner, name in patch.WRAPPED:
+        found.append(getattr(owner, name))
+    return found
+
+
 def refusal(caplog: pytest.LogCaptureFixture) -> str:
-    """The one line that says why nothing is patched."""
+    """The one line that says why nothing is patched, which nothing is."""
     caplog.clear()
     plugin.load.cache_clear()
+    before = of_sglang()
     with caplog.at_level(logging.INFO, "sglang_gemma4_yoco"):
         plugin.load()
+    assert of_sglang() == before
     [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
     assert record.levelno == logging.ERROR
     _, _, why = record.getMessage().partition(" is NOT installed, the server runs unpatched: ")
@@ -70,7 +81,9 @@ def test_a_setting_that_means_something(name: str) -> None:
     minimum = setting.metadata["minimum"]
     values: dict[str, Any] = {"0": False, "1": True}
     if minimum is not None:
-        values = {str(number): number for number in (minimum, 4096)}
+        values = {}
+        for number in (minimum, 4096):
+            values[str(number)] = number
     elif settings.has_names(setting):
         values = {"theirs": ("theirs",), "a.B, c_1.d": ("a.B", "c_1.d")}
     for value, meaning in values.items():
@@ -141,7 +154,8 @@ def test_names_that_are_gone(
     for of, names in NAMES.items():
         monkeypatch.setattr(compat, of, SimpleNamespace())
         why = refusal(caplog)
-        assert all(f"{of}.{name}" in why for name in names)
+        for name in names:
+            assert f"{of}.{name}" in why
         assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pytest
 
-from layer_rows import cut
-from media import MediaPrompt, assert_same_inputs, media_batch
-from observe import both_ways
+from harness.layer_rows import cut
+from harness.media import MediaPrompt, assert_same_inputs, media_batch
+from harness.observe import both_ways
 from sglang_gemma4_reference.engine import Engine
 
 

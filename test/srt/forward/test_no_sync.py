@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-import batches
-from batches import batch_of
-from layer_rows import FIRST_CUT, LAYERS
-from media import MediaPrompt, media_batch
-from observe import Observed, watching
+from harness import batches
+from harness.batches import batch_of
+from harness.layer_rows import FIRST_CUT, LAYERS
+from harness.media import MediaPrompt, media_batch
+from harness.observe import Observed, watching
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.host_reads import counted
 from sglang_gemma4_yoco import log
@@ -47,12 +47,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda x: x[0].item(),
     "tolist": lambda x: x.tolist(),
     "slice by a scalar": lambda x: x[: x[0]],
-    "nonzero": lambda x: x.nonzero(),
-    "mask": lambda x: x[_mask(x)],
     "masked_select": lambda x: x.masked_select(_mask(x)),
-    "unique": lambda x: x.unique(),
-    "repeat_interleave": lambda x: x.repeat_interleave(x),
-    "cpu": lambda x: x.cpu(),
     "to cpu": lambda x: x.to("cpu"),
     "tensor on the device": lambda x: torch.tensor([1, 2], device=x.device),
 }
@@ -61,7 +56,6 @@ NO_READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "index_select": lambda x: x.index_select(0, x[:1] - 1),
     "slice by numbers": lambda x: x[1:2],
     "index by a tensor": lambda x: x[x - 1],
-    "host tensor": lambda x: torch.tensor([1, 2], dtype=x.dtype),
     "pinned copy": lambda x: torch.tensor([1, 2]).to(x.device, non_blocking=True),
     "cast": lambda x: x.to(torch.int32),
 }

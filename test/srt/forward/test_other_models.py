@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from batches import BATCHES, batch_of
-from forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
-from observe import run
+from harness.batches import BATCHES, batch_of
+from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
+from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import log
@@ -60,7 +60,8 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
 def test_projections_with_a_bias(tmp_path: Path) -> None:
     """Their K and V are columns of all that SGLang's own projection computes."""
     engine = engine_of(tmp_path, replace(E2B_TINY, attention_bias=True))
-    assert all(layer.self_attn.qkv_proj.bias.any() for layer in engine.text_model.layers)
+    for layer in engine.text_model.layers:
+        assert layer.self_attn.qkv_proj.bias.any()
     for prompts in BATCHES.values():
         assert_fast(engine, prompts)
 
@@ -88,7 +89,10 @@ def test_an_embedding_server_is_refused(
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         engine = Engine(tiny_checkpoint, **ENGINE, is_embedding=True)
     assert not engine.runner.is_generation
-    said = [m for m in caplog.messages if "fast prefill" in m and "is installed" not in m]
+    said = []
+    for m in caplog.messages:
+        if "fast prefill" in m and "is installed" not in m:
+            said.append(m)
     assert said == []
     assert start.of(engine.text_model).attention is None
     assert_stock(engine, gate.EMBEDDINGS)

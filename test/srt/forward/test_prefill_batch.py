@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
-from batches import batch_of
+from harness.batches import batch_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco.checking.requests import Request, prefill_batch
@@ -104,11 +104,11 @@ def unlike(theirs: ForwardBatch, ours: ForwardBatch) -> dict[str, tuple[Any, Any
     """The fields that differ: what SGLang's batch has there, and ours."""
     ours_has, theirs_has = vars(ours), vars(theirs)
     assert ForwardBatch.__dataclass_fields__.keys() <= theirs_has.keys() == ours_has.keys()
-    return {
-        name: (value, ours_has[name])
-        for name, value in theirs_has.items()
-        if not same(value, ours_has[name])
-    }
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, value in theirs_has.items():
+        if not same(value, ours_has[name]):
+            found[name] = (value, ours_has[name])
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,12 +18,12 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import start_processes
 
-import batches
-from forked import preloaded
-from forwards import ENGINE, NEEDS_GRAPHS, assert_fast
-from layer_rows import FIRST_CUT, LAYERS, cut, whole
-from observe import both_ways, run, skips_tail
-from prefill_exits import RECORDED, ROWS, assert_served_alike
+from harness import batches
+from harness.forked import preloaded
+from harness.forwards import ENGINE, NEEDS_GRAPHS, assert_fast
+from harness.layer_rows import FIRST_CUT, LAYERS, cut, whole
+from harness.observe import both_ways, run, skips_tail
+from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
@@ -69,12 +69,15 @@ def assert_stock(engine: Engine, reason: str) -> None:
 
 def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
     """Its collectives are captured too: one after each attention, and one after each FFN."""
-    from decode_graphs import record_tail
+    from harness.decode_graphs import record_tail
 
     engine = start(rank, path, port, cuda_graph_bs_decode=[2])
     tail = record_tail(engine, 2)
     (graph, _) = tail._captured.graphs.values()
-    collectives = [call for call in graph._calls if "allreduce" in recorder._name(call.function)]
+    collectives = []
+    for call in graph._calls:
+        if "allreduce" in recorder._name(call.function):
+            collectives.append(call)
     assert len(collectives) == 2 * (LAYERS - FIRST_CUT)
     assert_every_batch_is_cut(engine, captured=2)
 
@@ -83,13 +86,15 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     """The collectives of a graph are run up to the exit, then those of the tail."""
     from sglang.srt.runtime_context import get_parallel
 
-    from decode_graphs import record_tail
+    from harness.decode_graphs import record_tail
     from sglang_gemma4_reference import prefill_graphs
 
     with prefill_graphs.recordable():
         engine = start(rank, path, port, **RECORDED)
         record_tail(engine, ROWS)
-        outcomes = [assert_served_alike(engine, prompts) for prompts in BATCHES.values()]
+        outcomes = []
+        for prompts in BATCHES.values():
+            outcomes.append(assert_served_alike(engine, prompts))
     assert outcomes == [
         log.EXIT_CAPTURED,
         log.EXIT_CAPTURED,

@@ -14,9 +14,9 @@ import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
+from harness.stand_ins import prefill_graphs
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
-from stand_ins import prefill_graphs
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 

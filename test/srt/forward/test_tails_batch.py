@@ -19,9 +19,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from batches import BATCHES, batch_of, kept_rows
-from forwards import MARKS_CHUNKS, attention_of
-from layer_rows import FIRST_CUT, LAYERS
+from harness.batches import BATCHES, batch_of, kept_rows
+from harness.forwards import MARKS_CHUNKS, attention_of
+from harness.layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -36,7 +36,11 @@ def kept_index(prompts: Sequence[Prompt]) -> list[int]:
     """The kept rows among all new ones."""
     ends = itertools.accumulate(len(p.new) for p in prompts)
     lens = kept_rows(prompts)
-    return [row for m, end in zip(lens, ends, strict=True) for row in range(end - m, end)]
+    found: list[int] = []
+    for m, end in zip(lens, ends, strict=True):
+        for row in range(end - m, end):
+            found.append(row)
+    return found
 
 
 class TailsView:
@@ -69,7 +73,9 @@ class TailsView:
 def test_every_field_describes_the_kept_rows(engine: Engine, name: str, layer: int) -> None:
     prompts = BATCHES[name]
     lens = kept_rows(prompts)
-    ends = [len(p.cached) + len(p.new) for p in prompts]
+    ends = []
+    for p in prompts:
+        ends.append(len(p.cached) + len(p.new))
     # SGLang's multimodal Gemma 4 counts positions from 1.
     positions = [at + 1 for m, end in zip(lens, ends, strict=True) for at in range(end - m, end)]
     scheduled = engine.schedule(prompts)
@@ -131,26 +137,16 @@ def noting_plans(backend: Any, plans: list[list[int]]) -> Iterator[None]:
 class TestPublishedHelpers:
     """On SGLang's own model and batches; ``models/`` has them on the published stand-ins."""
 
-    def test_eligibility(self, engine: Engine, planned: Callable[..., Any]) -> None:
-        model = engine.text_model
-        assert model._yoco_eligibility(planned(BATCHES["one prompt"])) is True
-        assert model._yoco_eligibility(planned(batch_of((5, 1), (0, 1)))) is False
-
-    @pytest.mark.parametrize("batch_first", [False, True])
     @pytest.mark.parametrize("name", BATCHES)
-    def test_truncation(
-        self, engine: Engine, planned: Callable[..., Any], name: str, batch_first: bool
-    ) -> None:
+    def test_truncation(self, engine: Engine, planned: Callable[..., Any], name: str) -> None:
         batch, model = planned(BATCHES[name]), engine.text_model
         attention = attention_of(engine)
         before = MappingProxyType(dict(vars(batch)))
         total = len(batch.input_ids)
         hidden = torch.randn(total, E2B_TINY.hidden_size)
         inputs = torch.randn(total, LAYERS, E2B_TINY.ple_width)
-        tensors = (hidden, batch.positions, inputs)
-        arguments = (batch, *tensors) if batch_first else (*tensors, batch)
         rows, positions, row_inputs, index, restore = model._yoco_truncate_to_last_tokens(
-            *arguments
+            hidden, batch.positions, inputs, batch
         )
         try:
             assert index.tolist() == kept_index(BATCHES[name])
@@ -163,21 +159,6 @@ class TestPublishedHelpers:
             restore()
         assert compat.current_attn_backend() is attention.main
         assert {n for n, value in vars(batch).items() if before[n] is not value} == set()
-
-    @pytest.mark.usefixtures("planned")
-    def test_truncation_of_a_batch_that_is_not_planned(self, engine: Engine) -> None:
-        """The runner's own backend is planned for its tail, and again for all of it."""
-        batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
-        hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
-        plans: list[list[int]] = []
-        with noting_plans(attention_of(engine).main, plans):
-            rows, _, _, index, restore = engine.text_model._yoco_truncate_to_last_tokens(
-                hidden, batch.positions, None, batch
-            )
-            restore()
-        assert plans == [[1], [len(hidden)]]
-        assert index.tolist() == kept_index(BATCHES["one prompt"])
-        assert torch.equal(rows, hidden[index])
 
     @MARKS_CHUNKS
     @pytest.mark.usefixtures("planned")

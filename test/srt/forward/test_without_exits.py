@@ -15,11 +15,12 @@ PART = "sglang_gemma4_yoco.prefill_graphs"
 assert not {PART, "sglang_gemma4_yoco.loading.start"} & set(sys.modules), "a process of its own"
 sys.modules[PART] = None  # type: ignore[assignment] # as if it were not installed
 
-import stand_ins
-from batches import batch_of
-from decode_graphs import record_tail
-from forwards import ENGINE
-from layer_rows import LAYERS
+from harness import stand_ins
+from harness.batches import batch_of
+from harness.decode_graphs import record_tail
+from harness.forwards import ENGINE
+from harness.layer_rows import LAYERS
+from harness.upstream_fixes import repaired
 from sglang_gemma4_reference import prefill_graphs, recorder, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
@@ -27,7 +28,6 @@ from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Findings
 from sglang_gemma4_yoco.loading import metrics, start
-from upstream_fixes import repaired
 
 pytestmark = pytest.mark.skipif(
     not releases.records_prefills(), reason="tried with the prefill graphs of SGLang 0.5.23"

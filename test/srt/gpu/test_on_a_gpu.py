@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from batches import batch_of, tokens
+from harness.batches import batch_of, tokens
 
 if os.environ.get("YOCO_TEST_GPU") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
 from bench_prefill import must_have_spread, randomise
-from forwards import refusing_waits
-from observe import run
+from harness.forwards import refusing_waits
+from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
@@ -147,7 +147,9 @@ def launches(forward: Callable[[], Any]) -> Counter[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         forward()
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events() or ()]
+    names = []
+    for event in profile.events() or ():
+        names.append(event.name)
     kinds = {"LaunchKernel": "kernels", "GraphLaunch": "graphs", "Memcpy": "copies"}
     return Counter(
         kind for name in names for part, kind in kinds.items() if part in name and "cu" in name[:4]

@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 import torch
 
-from batches import batch_of
+from harness.batches import batch_of
 
 if os.environ.get("YOCO_TEST_GPU") != ("1" if torch.cuda.is_available() else "cpu"):
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
@@ -34,8 +34,8 @@ from bench_prefill import (
     served,
     timed,
 )
-from forwards import refusing_waits
-from replayed_answers import Answer
+from harness.forwards import refusing_waits
+from harness.replayed_answers import Answer
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_yoco import log
@@ -81,7 +81,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def answers(engine: Engine, prompts: Sequence[Prompt], *ways: str) -> list[Answer]:
     """What the batch gives in these ways."""
     batch = engine.schedule(prompts)
-    return [Answer.of(engine, batch, way) for way in ways]
+    found: list[Answer] = []
+    for way in ways:
+        found.append(Answer.of(engine, batch, way))
+    return found
 
 
 def assert_right(answer: Answer, wanted: Answer) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 
 from PIL import Image
 
-from disaggregated import Disaggregated
-from layer_rows import assert_all_fast, assert_all_stock
-from server import CHUNK, Server
+from harness.disaggregated import Disaggregated
+from harness.layer_rows import assert_all_fast, assert_all_stock
+from harness.server import CHUNK, Server
 from sglang_gemma4_reference import workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer, write_checkpoint
 from sglang_gemma4_reference.row_trace import Prefill
@@ -59,7 +59,10 @@ class Answer(comparing.Answer):
     @property
     def logprobs(self) -> list[float]:
         """Of the generated tokens."""
-        return [position.logprob for position in self.generated]
+        found: list[float] = []
+        for position in self.generated:
+            found.append(position.logprob)
+        return found
 
     @property
     def input_logprobs(self) -> list[float]:
@@ -164,12 +167,18 @@ def assert_same_tokens(
 def tokens(count: int, seed: int) -> list[int]:
     """A prompt of random text tokens, always the same for a seed."""
     draw = random.Random(seed)
-    return [draw.randrange(FIRST_TEXT_TOKEN, E2B_TINY.vocab_size) for _ in range(count)]
+    found: list[int] = []
+    for _ in range(count):
+        found.append(draw.randrange(FIRST_TEXT_TOKEN, E2B_TINY.vocab_size))
+    return found
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
     """Prompts of so many tokens; those of one length differ by the seed."""
-    return [tokens(length, seed=seed + length) for length in lengths]
+    found: list[list[int]] = []
+    for length in lengths:
+        found.append(tokens(length, seed=seed + length))
+    return found
 
 
 def one_by_one(*prompts: list[int], **body: Any) -> Callable[[Either], list[Answer]]:
@@ -208,7 +217,10 @@ def generate(
 def again_and_again(server: Either) -> list[Answer]:
     """Answers to one prompt, four times in a row, and after each to one that goes on from it."""
     prompt = tokens(200, seed=40)
-    turns = [turn for seed in range(4) for turn in (prompt, prompt + tokens(20, seed=seed))]
+    turns = []
+    for seed in range(4):
+        for turn in (prompt, prompt + tokens(20, seed=seed)):
+            turns.append(turn)
     answers = one_by_one(*turns)(server)
     assert len({answer.tokens for answer in answers[::2]}) == 1
     assert {answer.cached_tokens for answer in answers[1::2]} == {200}
@@ -221,7 +233,10 @@ def outputs(server: Server, prompt: list[int], **sampling: Any) -> list[list[int
     SGLang mixes decode steps with chunks only of requests that want no log-probabilities, as these.
     """
     replies = server.generate(input_ids=prompt, sampling_params=GREEDY | sampling)
-    return [r["output_ids"] for r in (replies if isinstance(replies, list) else [replies])]
+    found: list[list[int]] = []
+    for r in replies if isinstance(replies, list) else [replies]:
+        found.append(r["output_ids"])
+    return found
 
 
 def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
@@ -232,14 +247,16 @@ def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple
     """
     sampling = GREEDY | {"max_new_tokens": 24}
     replies = server.generate(input_ids=prompts, sampling_params=sampling, **body)
-    return [
-        (
-            reply["output_ids"],
-            reply["meta_info"]["spec_correct_drafts_histogram"],
-            reply["meta_info"].get("spec_num_proposed_drafts"),
+    found: list[tuple[Any, ...]] = []
+    for reply in replies:
+        found.append(
+            (
+                reply["output_ids"],
+                reply["meta_info"]["spec_correct_drafts_histogram"],
+                reply["meta_info"].get("spec_num_proposed_drafts"),
+            )
         )
-        for reply in replies
-    ]
+    return found
 
 
 def drafted_twice(server: Server) -> list[tuple[Any, ...]]:

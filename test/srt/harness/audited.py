@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from observe import run
+from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import settings

@@ -29,15 +29,20 @@ def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
 
 def rest_of(prompts: Sequence[Prompt]) -> list[Prompt]:
     """What is left of the prompts that are unfinished."""
-    return [
-        replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()) for p in prompts if p.to_come
-    ]
+    found: list[Prompt] = []
+    for p in prompts:
+        if p.to_come:
+            found.append(replace(p, cached=p.cached + p.new, new=p.to_come, to_come=()))
+    return found
 
 
 def batch_of(*lens: tuple[int, int], **more: Any) -> list[Prompt]:
     """Prompts with (cached, new) random tokens."""
     draw = random.Random(0)
-    return [Prompt(tokens(draw, cached), tokens(draw, new), **more) for cached, new in lens]
+    found: list[Prompt] = []
+    for cached, new in lens:
+        found.append(Prompt(tokens(draw, cached), tokens(draw, new), **more))
+    return found
 
 
 BATCHES = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layer_rows import LAYERS
+from harness.layer_rows import LAYERS
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.checking import audit
@@ -66,14 +66,25 @@ def tensors_unchanged(engine: Engine) -> Iterator[None]:
     """The span leaves tables and pools, and what is free in them, as they were."""
     runner = engine.runner
     allocator = runner.token_to_kv_pool_allocator
-    parts = [getattr(allocator, f"{n}_attn_allocator", None) for n in ("full", "swa")]
+    parts = []
+    for n in ("full", "swa"):
+        parts.append(getattr(allocator, f"{n}_attn_allocator", None))
     pool_map = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
 
     def everything() -> list[torch.Tensor]:
-        free = [part.free_pages for part in parts if part is not None]
+        free = []
+        for part in parts:
+            if part is not None:
+                free.append(part.free_pages)
         tables = [runner.req_to_token_pool.req_to_token, *([] if pool_map is None else [pool_map])]
-        pools = [buffer for buffers in engine.kv_buffers() for buffer in buffers]
-        return [tensor.clone() for tensor in (*tables, *free, *pools)]
+        pools = []
+        for buffers in engine.kv_buffers():
+            for buffer in buffers:
+                pools.append(buffer)
+        found: list[torch.Tensor] = []
+        for tensor in (*tables, *free, *pools):
+            found.append(tensor.clone())
+        return found
 
     before = everything()
     yield

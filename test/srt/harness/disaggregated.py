@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from server import Server, started
+from harness.server import Server, started
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco.commands.servers import free_ports

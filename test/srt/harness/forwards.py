@@ -9,17 +9,16 @@ import dataclasses
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from sglang.srt.model_executor import forward_context
 from sglang.srt.platforms.interface import SRTPlatform
 
-import observe
-from batches import batch_of
-from layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
-from observe import (
+from harness import observe
+from harness.batches import batch_of
+from harness.layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from harness.observe import (
     TOLERANCE,
     Observed,
     assert_as_expected,
@@ -32,7 +31,7 @@ from observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import donor
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.replaced import replaced
@@ -141,18 +140,6 @@ def assert_untouched(engine: Engine) -> None:
         assert state.attention.tail.forward_metadata is None
 
 
-@contextmanager
-def on_one_backend(engine: Engine) -> Iterator[None]:
-    """The tail has no attention backend of its own."""
-    impossible = NotImplementedError("only one backend here")
-    with mock.patch.object(compat, "build_attn_backend", side_effect=impossible):
-        engine.runner.init_attention_backends()
-    try:
-        yield
-    finally:
-        engine.runner.init_attention_backends()
-
-
 class InjectedError(Exception):
     """A failure that a test injects."""
 
@@ -166,7 +153,6 @@ _PLACES: dict[str, Callable[[Any], torch.nn.Module]] = {
     "last tail layer": lambda model: model.layers[-1].mlp,
     "final norm": lambda model: model.norm,
 }
-PLACES = tuple(_PLACES)
 
 
 @contextmanager

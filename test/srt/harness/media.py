@@ -19,7 +19,7 @@ import torch
 from sglang.srt.managers.mm_utils import init_mm_embedding_cache
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 
-from observe import Observed
+from harness.observe import Observed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt
@@ -57,7 +57,9 @@ def _spans(ids: list[int], token: int) -> list[tuple[int, int]]:
     places = [place for place, given in enumerate(ids) if given == token]
     # Places less their rank are equal within one run.
     runs = groupby(enumerate(places), lambda ranked: ranked[1] - ranked[0])
-    spans = [[place for _, place in run] for _, run in runs]
+    spans = []
+    for _, run in runs:
+        spans.append([place for _, place in run])
     return [(span[0], span[-1]) for span in spans]
 
 
@@ -79,7 +81,10 @@ def _encoded(prompt: MediaPrompt) -> Any:
             for _ in range(prompt.text.count("<|audio|>"))
         ],
     }
-    given = {name: items for name, items in media.items() if items}
+    given = {}
+    for name, items in media.items():
+        if items:
+            given[name] = items
     if "videos" in given:
         given["do_sample_frames"] = False  # as SGLang sets it: it has sampled them itself
     return _processor(E2B_TINY)(
@@ -111,12 +116,13 @@ def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[Multim
     for i, span in enumerate(spans["audio"]):
         mask = {"input_features_mask": encoded["input_features_mask"][i : i + 1]}
         items.append(("AUDIO", [span], encoded["input_features"][i : i + 1], mask))
-    made = [
-        MultimodalDataItem(
-            modality=Modality[kind], offsets=offsets, feature=feature, model_specific_data=more
+    made = []
+    for kind, offsets, feature, more in items:
+        made.append(
+            MultimodalDataItem(
+                modality=Modality[kind], offsets=offsets, feature=feature, model_specific_data=more
+            )
         )
-        for kind, offsets, feature, more in items
-    ]
     for item in made:
         item.set_pad_value()
     return made
@@ -215,10 +221,10 @@ def without_masks(engine: Engine) -> Iterator[None]:
 
 def causal_pattern(batch: Any) -> list[torch.Tensor]:
     """Which of its keys each new row of each prompt of ``batch`` sees: [new, cached + new]."""
-    return [
-        torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
-        for new, cached in zip(batch.extend_lens, batch.prefix_lens, strict=True)
-    ]
+    found: list[torch.Tensor] = []
+    for new, cached in zip(batch.extend_lens, batch.prefix_lens, strict=True):
+        found.append(torch.ones(new, cached + new, dtype=torch.bool).tril(cached))
+    return found
 
 
 def image_pattern(batch: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor import forward_context
 
-from batches import kept_rows
+from harness.batches import kept_rows
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 
@@ -77,7 +77,10 @@ class Metadata:
         """What ``backend`` has planned now."""
         planned = getattr(backend, "forward_metadata", None)
         fields = {} if planned is None else vars(planned)
-        tensors = {n: v for n, v in fields.items() if isinstance(v, torch.Tensor)}
+        tensors = {}
+        for n, v in fields.items():
+            if isinstance(v, torch.Tensor):
+                tensors[n] = v
         return cls(
             planned=planned,
             tensors=tensors,
@@ -143,7 +146,10 @@ class Observed:
 
 
 def _fields(batch: Any) -> dict[str, object]:
-    return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    found: dict[str, object] = {}
+    for f in dataclasses.fields(batch):
+        found[f.name] = getattr(batch, f.name)
+    return found
 
 
 @contextmanager
@@ -177,7 +183,9 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     def attending(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = dict(zip(("q", "k", "v", "forward_batch"), args, strict=False)) | kwargs
         batch = call["forward_batch"]
-        fields = {name: getattr(batch, name, None) for name in _LAID_OUT}
+        fields = {}
+        for name in _LAID_OUT:
+            fields[name] = getattr(batch, name, None)
         seen.attended.append(
             Attended(
                 queries=call["q"].shape[0],
@@ -378,14 +386,20 @@ def assert_metadata_unchanged(seen: Observed) -> None:
     assert before is not None
     assert after is not None
     assert before.planned is after.planned
-    replaced = [n for n, tensor in before.tensors.items() if after.tensors.get(n) is not tensor]
+    replaced = []
+    for n, tensor in before.tensors.items():
+        if after.tensors.get(n) is not tensor:
+            replaced.append(n)
     assert replaced == []
     assert before.differences(after) == []
 
 
 def assert_same_objects(seen: Observed) -> None:
     """The batch's fields are, after the forward, the very objects that they were before it."""
-    changed = [name for name, value in seen.before.items() if seen.after[name] is not value]
+    changed = []
+    for name, value in seen.before.items():
+        if seen.after[name] is not value:
+            changed.append(name)
     assert changed == []
 
 

@@ -22,9 +22,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-import forked
+from harness import forked
+from harness.template import Template
 from sglang_gemma4_reference import cuda_branches
-from template import Template
 
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
 FOLDER = "triton"
@@ -135,7 +135,11 @@ def run_elsewhere(
 
 def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what pytest hands to its own children of this run."""
-    return {k: v for k, v in environment.items() if not k.startswith("PYTEST_")}
+    found: dict[str, str] = {}
+    for k, v in environment.items():
+        if not k.startswith("PYTEST_"):
+            found[k] = v
+    return found
 
 
 def _counted(report: Path) -> dict[str, int]:
@@ -143,4 +147,7 @@ def _counted(report: Path) -> dict[str, int]:
     suite = ElementTree.parse(report).getroot()
     suite = suite if suite.tag == "testsuite" else suite[0]
     report.unlink()
-    return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    found: dict[str, int] = {}
+    for name in ("tests", "failures", "errors", "skipped"):
+        found[name] = int(suite.attrib[name])
+    return found

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from batches import rest_of
+from harness.batches import rest_of
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill

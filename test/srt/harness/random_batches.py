@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from batches import tokens
-from observe import (
+from harness.batches import tokens
+from harness.observe import (
     TOLERANCE,
     Observed,
     assert_as_expected,

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from batches import kept_rows
-from observe import run
+from harness.batches import kept_rows
+from harness.observe import run
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import compat
 
@@ -54,7 +54,10 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
     """
     ends = accumulate(len(prompt.new) for prompt in prompts)
     counts = kept_rows(prompts)
-    kept = [n for end, m in zip(ends, counts, strict=True) for n in range(end - m, end)]
+    kept = []
+    for end, m in zip(ends, counts, strict=True):
+        for n in range(end - m, end):
+            kept.append(n)
     before: dict[int, torch.Tensor] = {}
     after: dict[int, torch.Tensor] = {}
     fast: dict[int, torch.Tensor] = {}

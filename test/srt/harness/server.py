@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import forked
+from harness import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import settings
@@ -217,22 +217,27 @@ class Server(servers.Server):
         The same in all of its model processes.
         """
         first, *others = (s[argument] for s in self.get("/server_info")["internal_states"])
-        assert all(other == first for other in others), (argument, first, others)
+        for other in others:
+            assert other == first, (argument, first, others)
         return first
 
     def load(self) -> dict[str, int]:
         """How many requests are ``running`` and ``waiting``, as the scheduler counts them."""
         loads = self.get("/v1/loads")["loads"]
-        return {
-            name: sum(load[f"num_{name}_reqs"] for load in loads) for name in ("running", "waiting")
-        }
+        found: dict[str, int] = {}
+        for name in ("running", "waiting"):
+            found[name] = sum(load[f"num_{name}_reqs"] for load in loads)
+        return found
 
     def chat(self, **body: Any) -> Any:
         """/v1/chat/completions' JSON answer, or with ``stream=True`` the list of its chunks."""
         response = self.post("/v1/chat/completions", {"model": "default", **body})
         if not body.get("stream"):
             return response.json()
-        events = [line[len("data: ") :] for line in response.text.splitlines() if line]
+        events = []
+        for line in response.text.splitlines():
+            if line:
+                events.append(line[len("data: ") :])
         assert events[-1] == "[DONE]", f"the stream breaks off: {events[-1]}"
         return [json.loads(event) for event in events[:-1]]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Gemma4ForConditionalGeneration
 
-from server import Server
+from harness.server import Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
 
@@ -117,7 +117,9 @@ def assert_as_near_as_rounding(
         rounded: of stock forwards whose tail rounds otherwise.
     """
     apart = Error.of(fast, stock)
-    noise = [Error.of(other, stock) for other in rounded]
+    noise = []
+    for other in rounded:
+        noise.append(Error.of(other, stock))
     assert min(error.rms for error in noise) > _NOT_FP32, noise
     assert apart.rms <= max(error.rms for error in noise), (apart, noise)
     assert apart.largest <= max(error.largest for error in noise), (apart, noise)

@@ -51,7 +51,9 @@ def batch(
     new: list[int], *, logprobs: bool = False, mode: Any = None, total: list[int] | None = None
 ) -> SimpleNamespace:
     total = total or new
-    cached = [s - n for s, n in zip(total, new, strict=True)]
+    cached = []
+    for s, n in zip(total, new, strict=True):
+        cached.append(s - n)
     return SimpleNamespace(
         forward_mode=mode or ExtendMode(),
         extend_seq_lens=torch.tensor(new, dtype=torch.int32),
@@ -155,7 +157,8 @@ def test_truncate_to_last_tokens_indices_and_restore(order: str) -> None:
         assert backend.planned == [([1, 1, 1], [2, 13, 1], [1, 1, 1])]
 
         restore()
-        assert all(vars(forward_batch)[name] is value for name, value in before.items())
+        for name, value in before.items():
+            assert vars(forward_batch)[name] is value
         assert backend.planned[1:] == [([3, 4, 2], [0, 10, 0], [3, 4, 2])]
         restore()
         assert len(backend.planned) == 2
@@ -180,5 +183,6 @@ def test_truncate_that_fails_leaves_the_batch_alone() -> None:
         model()._yoco_truncate_to_last_tokens(
             torch.zeros(9, 8), torch.arange(9), None, forward_batch
         )
-    assert all(vars(forward_batch)[name] is value for name, value in before.items())
+    for name, value in before.items():
+        assert vars(forward_batch)[name] is value
     assert backend.planned[-1] == ([3, 4, 2], [0, 0, 0], [3, 4, 2])

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-import device
+from rehearsal import device
 
 FOLDER = Path(device.__file__).parent
 MISSING = device.say_what_is_missing()

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 import eval_quality
-from server import Pair
+from harness.server import Pair
 
 QUESTIONS = [
     {

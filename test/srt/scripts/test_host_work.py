@@ -8,14 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from triton import language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 import bench_prefill
 import host_work
-from batches import batch_of
+from harness.batches import batch_of
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.recorder import RecordedGraph
+from triton import language as tl
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import bench_prefill
-from batches import batch_of
 from bench_prefill import OFF_REPLAYED, ON_REPLAYED, Load, Point
-from decode_graphs import record_tail
-from forwards import ENGINE
-from layer_rows import FIRST_CUT, LAYERS
+from harness.batches import batch_of
+from harness.decode_graphs import record_tail
+from harness.forwards import ENGINE
+from harness.layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
 from sglang_gemma4_yoco import log

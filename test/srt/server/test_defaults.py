@@ -11,9 +11,9 @@ from functools import partial
 
 import pytest
 
-from ask import assert_alike, generate, one_by_one, prompts_of, tokens
-from layer_rows import CHUNK_KEPT, assert_all_stock, cut, whole
-from server import CHUNK, Pair, Server
+from harness.ask import assert_alike, generate, one_by_one, prompts_of, tokens
+from harness.layer_rows import CHUNK_KEPT, assert_all_stock, cut, whole
+from harness.server import CHUNK, Pair, Server
 from sglang_gemma4_yoco.core import gate
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import requests
 
-from ask import (
+from harness.ask import (
     GREEDY,
     IMAGE,
     Answer,
@@ -29,9 +29,9 @@ from ask import (
     prompts_of,
     tokens,
 )
-from disaggregated import Disaggregated, disaggregated, without_peer
-from layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
-from server import CHUNK, Server
+from harness.disaggregated import Disaggregated, disaggregated, without_peer
+from harness.layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
+from harness.server import CHUNK, Server
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 
@@ -121,10 +121,12 @@ def test_roles_are_switched(both_roles: Disaggregated, off_server: Server) -> No
 def first_tokens(server: Server, prompts: list[list[int]], **peer: Any) -> list[list[int]]:
     """The first token of each answer, which a prefill server gives without a peer."""
     sampling = GREEDY | {"max_new_tokens": 1}
-    return [
-        server.generate(input_ids=prompt, sampling_params=sampling, **peer)["output_ids"]
-        for prompt in prompts
-    ]
+    found: list[list[int]] = []
+    for prompt in prompts:
+        found.append(
+            server.generate(input_ids=prompt, sampling_params=sampling, **peer)["output_ids"]
+        )
+    return found
 
 
 def test_a_decode_server_that_vanishes(both_roles: Disaggregated, off_server: Server) -> None:

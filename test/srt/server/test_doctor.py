@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
-from test_load_faults import plugin
-from test_refused_flags import REFUSED
 
-import forked
-import typed_secrets
-from server import python_path
+from harness import typed_secrets
+from harness.doctor import Answer, doctor, environment
+from harness.other_plugins import AROUND, plugin
+from harness.server import python_path
+from harness.stand_ins import prefill_graphs
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
@@ -30,39 +27,18 @@ from sglang_gemma4_yoco.commands.console import FACTS, Findings
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics, patch
 from sglang_gemma4_yoco.prefill_graphs import repair, sglang
-from stand_ins import prefill_graphs
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
+_HOOK = '[{"name": "none", "target_modules": ["no.such.module"], "hook_factory": "builtins:dict"}]'
 _CPU = ("--device", "cpu", "--dtype", "float32")
-# ``calls`` comes before it, and ``found`` is where the answers go.
-_CALLS = """
-import contextlib, io, json, sys
-from sglang_gemma4_yoco.commands.main import main
-touched, answers = [], []
-def hook(event, args):
-    if event in ("socket.bind", "os.mkdir"):
-        touched.append([event, str(args)])
-for argv in calls:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(argv)
-    answers.append({"status": status, "out": out.getvalue(), "err": err.getvalue()})
-    if not touched:
-        sys.addaudithook(hook)  # from the second on: SGLang's caches are there
-        touched.append("watched")
-import torch
-cuda = torch.cuda.is_initialized()
-with open(found, "w") as file:
-    json.dump({"answers": answers, "touched": touched[1:], "cuda": cuda}, file)
-"""
 _PREFILL, _DECODE = "--prefill-attention-backend", "--decode-attention-backend"
 GRAPHS, OTHER = "--cuda-graph-backend-prefill", "attention by intel_xpu: settled when a server has"
 #: Flags of a server of the tiny model, the exit status, and how the reason begins.
 VERDICTS: list[tuple[tuple[str, ...], int, str]] = [
     ((), 0, "None"),
-    # ``test_refused_flags`` starts such servers.
-    *(((refused.argument, *refused.value), 1, refused.reason) for refused in REFUSED),
+    (("--enable-deterministic-inference",), 1, "deterministic inference"),
+    (("--forward-hooks", _HOOK), 1, "forward hooks, which may read any row"),
     (("--pp-size", "2"), 1, "pipeline parallelism (--pp-size) is not supported"),
     (("--is-embedding",), 1, gate.EMBEDDINGS),
     (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),
@@ -80,6 +56,8 @@ VERDICTS: list[tuple[tuple[str, ...], int, str]] = [
     (("--help",), 2, "the server's flags: with --help or --version they start no server"),
     (("--model-path", "/another"), 2, "two models: "),
 ]
+#: By exit status what the report says.
+ACTIVE = {0: True, 1: False, 2: None}
 #: The same of models, by the rest of the command line.
 MODELS = [
     (("--model-path", "{tmp}/unshared"), 1, metrics.NO_MODEL),
@@ -87,45 +65,6 @@ MODELS = [
     (("--model-path", "nobody/nothing"), 2, "the model nobody/nothing cannot be read ("),
     ((), 2, "no model is named: give --model-path"),
 ]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a call of the command line gave."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """Of --json: the last line."""
-        found: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return found
-
-
-def environment(**changed: str) -> dict[str, str]:
-    """This process's, with none of the package's variables but those."""
-    ours = "SGLANG_GEMMA4_YOCO"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**kept, "HF_HUB_OFFLINE": "1", **changed}
-
-
-def doctor(
-    directory: Path, *calls: Sequence[str], **variables: str
-) -> tuple[list[Answer], dict[str, Any]]:
-    """Calls of the command, in one process that has SGLang imported already.
-
-    Returns:
-        Their answers, and what else ``_CALLS`` has found.
-    """
-    found, log = directory / "answers.json", directory / "output"
-    begin = f"calls, found = {[['doctor', *call] for call in calls]!r}, {str(found)!r}\n"
-    where: Any = {"cwd": directory, "env": environment(**variables), "log": log}
-    assert forked.as_this_process(where["env"])
-    assert forked.Program(["-c", begin + _CALLS], **where).wait(300) == 0, log.read_text()
-    document = json.loads(found.read_text())
-    return [Answer(**answer) for answer in document["answers"]], document
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +94,7 @@ def answers(
 def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str) -> None:
     answer = answers[0][call]
     document = answer.document
-    assert (answer.status, document["active"]) == (status, (True, False, None)[status])
+    assert (answer.status, document["active"]) == (status, ACTIVE[status])
     directory = str(document["model"]).rpartition("/")[0]
     assert str(document["reason"]).startswith(reason.format(tmp=directory))
     assert answer.err == ""
@@ -164,7 +103,10 @@ def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str)
 def test_what_is_known_of_a_server(answers: Any) -> None:
     found = answers[0][()].document
     assert set(FACTS) <= found.keys()
-    unknown = {name for name in FACTS if found[name] is None}
+    unknown = set()
+    for name in FACTS:
+        if found[name] is None:
+            unknown.add(name)
     assert unknown == {"quantisation", "trusted_not_found"}
     assert (found["layers"], found["first_shared"]) == (8, 4)
     assert found["plugins"]["installed"] is True
@@ -318,7 +260,9 @@ def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(command.RESTRICTION, raising=False)
     remedy = "the plugin is not registered in this environment: pip install . in a checkout of it"
     for names, refusals in ((["another"], [remedy]), (["another", "gemma4_yoco"], [])):
-        found = [SimpleNamespace(name=name) for name in names]
+        found = []
+        for name in names:
+            found.append(SimpleNamespace(name=name))
         registered = {"sglang.srt.plugins": found}
         monkeypatch.setattr(command, "entry_points", lambda group, of=registered: of[group])
         findings = Findings()
@@ -382,15 +326,6 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
     assert answer.document["settings"].items() >= variables.items()
 
 
-AROUND = """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    def around(forward, *args, **kwargs):
-        print("their hook saw a forward", flush=True)
-        return forward(*args, **kwargs)
-    HookRegistry.register(
-        "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward", around, HookType.AROUND
-    )
-"""
 TALKING = """
     import sys
     print("their plugin prints")
@@ -418,24 +353,6 @@ def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
         r"settled at start +whether K and V can be read, whether the tail is captured, whether",
     ):
         assert re.search(words, answer.out), words
-
-
-@pytest.mark.release
-def test_a_module_that_moved(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A future SGLang without one of the modules that the patch imports."""
-    gone = (
-        "import sys, sglang.srt.model_executor as package\n"
-        "sys.modules['sglang.srt.model_executor.forward_context'] = None\n"
-        "vars(package).pop('forward_context', None)\n"
-    )
-    [answer], _ = doctor(
-        tmp_path,
-        ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),
-        PYTHONPATH=python_path(plugin(tmp_path / "path", "a_move", gone)),
-    )
-    assert (answer.status, answer.err) == (1, "")
-    reason = answer.document["reason"]
-    assert re.search(r" lacks what the patch needs \(.*forward_context", str(reason))
 
 
 def test_without_sglang() -> None:

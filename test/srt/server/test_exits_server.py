@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ask import (
+from harness.ask import (
     Compared,
     again_and_again,
     assert_same_answers,
     assert_same_traffic,
     chat,
     compare,
-    drafted,
     generate,
     one_by_one,
     over_a_chunk_boundary,
@@ -30,19 +29,18 @@ from ask import (
     tokens,
     traffic,
 )
-from layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
-from server import (
+from harness.layer_rows import FIRST_CUT, cut, fast_rows, is_replayed, whole
+from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
     CAPTURED_ROWS,
     CHUNK,
     Pair,
     Server,
-    drafting_with,
     running,
 )
 from sglang_gemma4_reference import releases, workload
-from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
+from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import gate
@@ -129,7 +127,9 @@ def through_exits(
     both = compare(servers, ask)
     assert_as_due(both.prefills)
     counted = forwards(servers[0]) - before
-    processes = {prefill.process for prefill in both.prefills}
+    processes = set()
+    for prefill in both.prefills:
+        processes.add(prefill.process)
     assert len(processes) == servers[0].resolved("tp_size")
     for process in processes:  # each runs every batch
         assert counted == Counter(outcome(p) for p in both.prefills if p.process == process)
@@ -250,6 +250,7 @@ def test_random_traffic(both_servers: Pair, count: int) -> None:
     assert counted[log.FAILED] == 0
 
 
+@pytest.mark.release
 def test_audited_traffic(
     tiny_checkpoint: Path, off_server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -264,44 +265,3 @@ def test_audited_traffic(
         assert "Traceback" not in server.log_since_ready()
     assert (audits["agree"], audits["differ"]) == (cut, 0)
     assert 0 < audits["worst"] < 0.5  # of what is rounding
-
-
-# -- drafts of a multi-token-prediction assistant ----------------------------------------------
-
-
-@pytest.mark.release
-def test_drafts(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A draft starts from the last rows of SGLang's output, of which the others are stale."""
-    write_assistant(tmp_path / "assistant", E2B_TINY)
-    drafting = drafting_with(tmp_path / "assistant")
-    fast: Any = {"switch": None, "arguments": (*drafting, *ARGUMENTS), "env": GRAPHS}
-    stock: Any = {"switch": "0", "arguments": drafting}
-    with (
-        running(tiny_checkpoint, tmp_path / "on", **fast) as on,
-        running(tiny_checkpoint, tmp_path / "off", **stock) as off,
-    ):
-        both, counted = through_exits((on, off), drafts)
-        # Of unfinished chunks the last row is read, too.
-        assert counted == {log.EXIT_CAPTURED: 12}
-        assert {prefill.captures for prefill in both.prefills} == {"FULL"}
-        assert both.on == both.off
-        histograms = [histogram for _, histogram, _ in both.on]
-        assert any(sum(histogram[1:]) for histogram in histograms)
-        assert any(histogram[0] for histogram in histograms)
-        prompts = prompts_of(150, 20, 3, 33, 7, 61, 12, 26)
-        both, counted = through_exits((on, off), lambda server: drafted(server, prompts))
-        assert counted[log.EXIT_CAPTURED]
-        assert both.on == both.off
-        answers, _ = through_exits(
-            (on, off), lambda server: generate(server, tokens(70, seed=6), logprob_start_len=60)
-        )
-        assert_same_answers(answers)
-
-
-def drafts(server: Server) -> list[tuple[Any, ...]]:
-    """Answers to prompts one by one, and a second turn; and how many drafts were right."""
-    return [
-        drafted(server, [turn])[0]
-        for prompt in prompts_of(50, 16, 9, 300, 100)
-        for turn in (prompt, [*prompt, *tokens(20, seed=5)])
-    ]

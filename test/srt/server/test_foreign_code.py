@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_doctor import AROUND, doctor
-from test_load_faults import plugin
-from test_status import Captured, report
 
-from ask import Answer, assert_same_answers, compare, one_by_one, prompts_of
-from layer_rows import assert_all_stock, cut
-from server import Server, pair, python_path, running
+from harness.ask import Answer, assert_same_answers, compare, one_by_one, prompts_of
+from harness.doctor import doctor
+from harness.layer_rows import assert_all_stock, cut
+from harness.other_plugins import AROUND, plugin
+from harness.server import Server, pair, python_path, running
 from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco.commands.main import main
+
+Captured = pytest.CaptureFixture[str]
 
 # A model of somebody's, found by SGLANG_EXTERNAL_MODEL_PACKAGE under the name of SGLang's: it
 # writes a score of every row to a file, and answers prompts that are longer than the check's from
@@ -60,7 +62,8 @@ def ask(server: Server) -> list[Answer]:
 
 def reason_of(server: Server, capsys: Captured) -> str:
     """Why ``status`` says that the path is not active."""
-    _, out, _ = report(capsys, server.url)
+    main(["status", server.url])
+    out = capsys.readouterr().out.splitlines()
     return out[-1].removeprefix("The fast path is NOT active: ")
 
 
@@ -109,39 +112,17 @@ REPLACE = """
         "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward", of_their_own, HookType.REPLACE
     )
 """
-WRAPPED_BEFORE = """
-    import functools
-    from sglang.srt.models.gemma4_causal import Gemma4TextModel
-    stock = Gemma4TextModel.forward
-    @functools.wraps(stock)
-    def around(*args, **kwargs):
-        print("their hook saw a forward", flush=True)
-        return stock(*args, **kwargs)
-    Gemma4TextModel.forward = around
-"""
 
 
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
-        pytest.param(REPLACE, "of_their_own", id="replaced"),
-        pytest.param(AROUND, "around", id="wrapped after ours", marks=pytest.mark.release),
-        pytest.param(WRAPPED_BEFORE, "around", id="wrapped before ours", marks=pytest.mark.release),
-    ],
-)
+@pytest.mark.release
 def test_another_plugin_on_the_same_method(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    off_server: Server,
-    capsys: Captured,
-    code: str,
-    name: str,
+    tiny_checkpoint: Path, tmp_path: Path, off_server: Server, capsys: Captured
 ) -> None:
-    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", code))}
+    env = {"PYTHONPATH": python_path(plugin(tmp_path / "plugin", "a_hook", REPLACE))}
     with running(tiny_checkpoint, tmp_path / "server", switch=None, env=env) as server:
         both = compare((server, off_server), ask)
         reason = reason_of(server, capsys)
-    assert reason.startswith(f"Gemma4TextModel.forward runs a_hook.{name}, which may read rows")
+    assert reason.startswith("Gemma4TextModel.forward runs a_hook.of_their_own, which may read")
     assert_all_stock(both.prefills)
     assert_same_answers(both)
 

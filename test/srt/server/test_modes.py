@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ask import (
+from harness.ask import (
     TOLERANCE,
     Compared,
     assert_alike,
@@ -25,8 +25,8 @@ from ask import (
     prompts_of,
     tokens,
 )
-from layer_rows import assert_all_fast, assert_all_stock, cut
-from server import (
+from harness.layer_rows import assert_all_fast, assert_all_stock, cut
+from harness.server import (
     CAPTURED_ARGUMENTS,
     CAPTURED_GRAPHS,
     CAPTURED_ROWS,
@@ -77,7 +77,10 @@ def test_score_of_cached_prompt(servers: Pair) -> None:
     query = tokens(90, seed=2)
 
     def ask(server: Server) -> list[list[float]]:
-        return [score(server, query, [tokens(n, seed=n)])[0] for n in (4, 20)]
+        found: list[list[float]] = []
+        for n in (4, 20):
+            found.append(score(server, query, [tokens(n, seed=n)])[0])
+        return found
 
     both = compare(servers, ask)
     assert_all_fast(both.prefills)
@@ -199,7 +202,8 @@ def assert_fast_on_all_ranks(server: Server, prefills: list[Prefill]) -> None:
         [(p.extend_lens, p.prefix_lens, p.rows) for p in prefills if p.process == process]
         for process in processes
     )
-    assert all(other == first for other in others)
+    for other in others:
+        assert other == first
 
 
 def test_drafts(drafting: Pair, off_server: Server) -> None:

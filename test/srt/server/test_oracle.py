@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import Gemma4ForConditionalGeneration
 
-import truth
-from ask import TOLERANCE, outputs, prompts_of, tokens
-from layer_rows import assert_all_fast, cut
-from server import Server
+from harness import truth
+from harness.ask import TOLERANCE, outputs, prompts_of, tokens
+from harness.layer_rows import assert_all_fast, cut
+from harness.server import Server
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 

@@ -13,21 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from ask import (
+from harness.ask import (
     assert_alike,
     assert_same_tokens,
     at_once,
     beside_decoding,
     compare,
     generate,
-    next_turn,
     one_by_one,
     outputs,
     prompts_of,
     tokens,
 )
-from layer_rows import CHUNK_KEPT, assert_all_fast, cut
-from server import CHUNK, Pair, Server, pair
+from harness.layer_rows import CHUNK_KEPT, assert_all_fast, cut
+from harness.server import CHUNK, Pair, Server, pair
 
 _SMALL_POOL = (
     *("--max-total-tokens", "4800"),
@@ -95,8 +94,7 @@ def test_prompts(paged: Paged) -> None:
     assert_alike(paged.both, one_by_one(*prompts_of(*lengths)), rows=rows)
 
 
-@pytest.mark.parametrize("beyond", [-1, 0, 1, 7])
-@pytest.mark.parametrize("new", [1, 2, 40])
+@pytest.mark.parametrize(("beyond", "new"), [(-1, 40), (0, 1), (0, 2), (7, 40)])
 def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
     """A first prompt that ends at a border of pages or beside it, and one that goes on from it.
 
@@ -109,18 +107,6 @@ def test_cached_prefix(paged: Paged, beyond: int, new: int) -> None:
     assert last.prefix_lens == [cached]
     assert last.rows == cut(len(first) + new - cached, 1)
     assert both.on[1].cached_tokens == cached
-
-
-def test_next_turn(paged: Paged) -> None:
-    """Pages of an answer are cached as well, those of decode steps after the fast path's."""
-    prompt, more = tokens(2 * paged.size - 5, seed=50), tokens(30, seed=51)
-    both = assert_alike(paged.both, lambda server: next_turn(server, prompt, more))
-    assert both.on[1].cached_tokens == 2 * paged.size
-
-
-def test_chunks(paged: Paged) -> None:
-    rows = [cut(CHUNK, CHUNK_KEPT)] * 7 + [cut(1000 - 7 * CHUNK, 1)]
-    assert_alike(paged.both, one_by_one(tokens(1000, seed=52)), rows=rows)
 
 
 def test_batch_with_cached_prefixes(paged: Paged) -> None:
@@ -164,7 +150,9 @@ def test_prompt_beside_decoding(paged: Paged) -> None:
 @pytest.mark.parametrize("paged", [64], indirect=True)  # the pair with the small pool
 def test_full_pool(paged: Paged) -> None:
     """Requests that lose their pages to others are computed again, and answer the same."""
-    prompts = [tokens(400 + n, seed=60 + n) for n in range(8)]
+    prompts = []
+    for n in range(8):
+        prompts.append(tokens(400 + n, seed=60 + n))
 
     def ask(server: Server) -> list[list[int]]:
         # For requests that ignore the end token SGLang keeps the room that they will need.

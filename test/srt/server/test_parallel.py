@@ -6,30 +6,40 @@ or not, is proven on every process, by the rows that each of its layers computed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ask import (
+from harness.ask import (
     IMAGE,
     Answer,
     Compared,
     assert_same_answers,
     at_once,
     chat,
-    compare,
     generate,
     one_by_one,
     picture,
     prompts_of,
     tokens,
 )
-from layer_rows import FIRST_CUT, LAYERS, assert_all_fast, assert_all_stock, cut, whole
-from server import CHUNK, Pair, Server, running
+from harness.ask import (
+    compare as compare_servers,
+)
+from harness.layer_rows import (
+    FIRST_CUT,
+    LAYERS,
+    assert_all_fast,
+    assert_all_stock,
+    cut,
+    whole,
+    without_audit,
+)
+from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 
@@ -49,7 +59,7 @@ class Mode:
         return "--dp-size" in self.arguments
 
 
-TENSOR_PARALLEL = Mode("tensor-parallel", ("--tp-size", "2"))
+TENSOR_PARALLEL = Mode("tensor-parallel", ())
 REPLICAS = Mode("replicas", ("--dp-size", "2", "--load-balance-method", "round_robin"))
 # SGLang refuses decode graphs beside per-layer embeddings in a pipeline.
 _STAGES = ("--pp-size", "2", "--disable-cuda-graph")
@@ -67,12 +77,24 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 @pytest.fixture(scope="module")
 def spread_server(
-    mode: Mode, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    mode: Mode,
+    tiny_checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     """A server with the fast path on, over two model processes."""
+    if mode is TENSOR_PARALLEL:
+        yield request.getfixturevalue("ranks_server")
+        return
     directory = tmp_path_factory.mktemp(mode.name)
     with running(tiny_checkpoint, directory, switch=None, arguments=mode.arguments) as server:
         yield server
+
+
+def compare(servers: Pair, ask: Callable[[Server], list[Answer]]) -> Compared[Answer]:
+    """``ask.compare``, without what audits have computed."""
+    both = compare_servers(servers, ask)
+    return replace(both, prefills=[*map(without_audit, both.prefills)])
 
 
 @pytest.fixture
@@ -92,10 +114,10 @@ def in_turns(
     """Answers of both servers to these prompts, one after the other."""
 
     def ask(server: Server) -> list[Answer]:
-        return [
-            generate(server, prompt, **body, **turn(mode, servers, server, i))[0]
-            for i, prompt in enumerate(prompts)
-        ]
+        found: list[Answer] = []
+        for i, prompt in enumerate(prompts):
+            found.append(generate(server, prompt, **body, **turn(mode, servers, server, i))[0])
+        return found
 
     return compare(servers, ask)
 
@@ -106,7 +128,10 @@ def by_process(prefills: list[Prefill]) -> list[list[Prefill]]:
     def owner(prefill: Prefill) -> tuple[int, int]:
         return prefill.first_layer, prefill.process
 
-    return [list(mine) for _, mine in groupby(sorted(prefills, key=owner), owner)]
+    found: list[list[Prefill]] = []
+    for _, mine in groupby(sorted(prefills, key=owner), owner):
+        found.append(list(mine))
+    return found
 
 
 def assert_fast_on_all_processes(mode: Mode, prefills: list[Prefill]) -> None:
@@ -162,17 +187,18 @@ def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: Pair) -> None:
     prompts = [tokens(70, seed=9 + i) for i in range(2)]
     both = in_turns(mode, both_servers, prompts, logprob_start_len=60)
     assert len(by_process(both.prefills)) == 2
-    assert all(p.rows == cut(70, 10) for p in both.prefills)
+    for p in both.prefills:
+        assert p.rows == cut(70, 10)
     assert_same_answers(both)
     assert [len(answer.input_logprobs) for answer in both.on] == [9, 9]
 
 
 def test_images(mode: Mode, both_servers: Pair) -> None:
     def ask(server: Server) -> list[Answer]:
-        return [
-            chat(server, picture(colour), **turn(mode, both_servers, server, i))
-            for i, colour in enumerate(("red", "blue"))
-        ]
+        found: list[Answer] = []
+        for i, colour in enumerate(("red", "blue")):
+            found.append(chat(server, picture(colour), **turn(mode, both_servers, server, i)))
+        return found
 
     both = compare(both_servers, ask)
     assert_fast_on_all_processes(mode, both.prefills)

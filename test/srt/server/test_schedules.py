@@ -1,4 +1,4 @@
-"""Servers with SGLang's schedule policies, and what goes with them: priorities, caches, sessions.
+"""Servers with two of SGLang's schedule policies: with a cache on the host, and with priorities.
 
 Each policy has a server of its own, with the fast path on, and with another mode besides; the stock
 server that it is compared with has the default policy and none of these modes. A policy shows in
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy, CacheAwarePolicy
 
-from ask import Answer, Compared, assert_alike, generate, prompts_of, tokens
-from layer_rows import CHUNK_KEPT, cut
-from server import CHUNK, Pair, Server, running
+from harness.ask import Answer, Compared, assert_alike, generate, prompts_of, tokens
+from harness.layer_rows import CHUNK_KEPT, cut
+from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.tail_failures import slow_prefills
@@ -28,8 +27,6 @@ pytestmark = pytest.mark.release
 
 LONG = 24 * CHUNK
 PAUSE = 0.3  # seconds of each forward of the long prompt, until all that wait have come
-LARGE_PAGE = 32
-POLICIES = {policy.value for policy in (*CacheAwarePolicy, *CacheAgnosticPolicy)}
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,6 @@ class Schedule:
 
     policy: str
     arguments: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> list[str]:
-        """The fields of SGLang's ``ServerArgs`` that it sets."""
-        options = [word for word in self.arguments if word.startswith("--")]
-        return [option.removeprefix("--").replace("-", "_") for option in options]
 
 
 PREFIXES = Schedule(
@@ -54,32 +45,16 @@ PREFIXES = Schedule(
         *("--max-total-tokens", "4096"),
     ),
 )
-BRANCHES = Schedule("dfs-weight")  # with which streaming sessions end SGLang's scheduler
 PRIORITIES = Schedule("lof", ("--enable-priority-scheduling", "--max-running-requests", "2"))
-RATIOS = Schedule("hrrn", ("--disable-overlap-schedule",))
-SHORTEST = Schedule("shortest-prefill-first", ("--page-size", str(LARGE_PAGE)))
-SESSIONS = Schedule(
-    "routing-key",
-    (
-        *("--enable-streaming-session", "--enable-session-radix-cache"),
-        *("--max-total-tokens", "4096"),
-    ),
-)
-RANDOM = Schedule("random")
 
 
 @pytest.fixture(
     scope="module",
-    params=[PREFIXES, BRANCHES, PRIORITIES, RATIOS, SHORTEST, SESSIONS, RANDOM],
+    params=[PREFIXES, PRIORITIES],
     ids=lambda schedule: schedule.policy,
 )
 def schedule(request: pytest.FixtureRequest) -> Schedule:
     wanted: Schedule = request.param
-    if wanted.policy not in POLICIES:
-        pytest.skip(f"this SGLang has no policy {wanted.policy}")
-    unknown = releases.unknown_arguments(wanted.names)
-    if unknown:
-        pytest.skip(f"this SGLang has no {', '.join(unknown)}")
     if wanted is PREFIXES and not releases.moves_cache_to_the_host():
         pytest.skip("this SGLang's cache on the host cannot run on a CPU")
     return wanted
@@ -143,7 +118,12 @@ def wait_for_queue(server: Server, count: int) -> None:
 
 def served(prefills: Sequence[Prefill], lengths: Sequence[int]) -> list[int]:
     """The requests with so many new tokens, in the order in which they were computed."""
-    return [n for prefill in prefills for n in prefill.extend_lens if n in lengths]
+    found: list[int] = []
+    for prefill in prefills:
+        for n in prefill.extend_lens:
+            if n in lengths:
+                found.append(n)
+    return found
 
 
 def compare_waiting(
@@ -152,7 +132,9 @@ def compare_waiting(
     """The answers of both servers, on which the prompts ``cached`` were computed before."""
 
     def ask(server: Server) -> list[Answer]:
-        before = [generate(server, prompt)[0] for prompt in cached]
+        before = []
+        for prompt in cached:
+            before.append(generate(server, prompt)[0])
         return [*before, *after_a_long_prompt(server, posts)]
 
     return assert_alike(servers, ask)
@@ -174,16 +156,6 @@ def test_longest_prefix_first(both_servers: Pair) -> None:
     assert [answer.cached_tokens for answer in both.on[-3:]] == [0, 50, 100]
 
 
-@only(BRANCHES)
-def test_heaviest_branch_first(both_servers: Pair) -> None:
-    """Two requests go on from one prefix, and one from the other."""
-    one, other = tokens(60, seed=3), tokens(60, seed=4)
-    a, b, c = fresh(10, 20, 30)
-    posts = [Waiting([other + a, one + b, one + c], {})]
-    both = compare_waiting(both_servers, posts, cached=[one, other])
-    assert served(both.prefills, (10, 20, 30)) == [20, 30, 10]
-
-
 @only(PRIORITIES)
 def test_longest_output_first(both_servers: Pair) -> None:
     posts = [Waiting(fresh(10, 20, 30), {"new_tokens": [12, 14, 16]})]
@@ -201,66 +173,6 @@ def test_highest_priority_first(both_servers: Pair) -> None:
     ]
     both = compare_waiting(both_servers, posts)
     assert served(both.prefills, (10, 20)) == [20, 10]
-
-
-@only(RATIOS)
-def test_highest_response_ratio_first(scheduling: Server, both_servers: Pair) -> None:
-    """Of those that have waited for equally long, the shortest first; scheduling is not overlapped.
-
-    Elsewhere it is: ``test_server``.
-    """
-    assert scheduling.resolved("disable_overlap_schedule") is True
-    both = compare_waiting(both_servers, [Waiting(fresh(30, 20, 10), {})])
-    assert served(both.prefills, (10, 20, 30)) == [10, 20, 30]
-
-
-@only(SESSIONS)
-def test_routing_key_of_those_that_run_first(both_servers: Pair) -> None:
-    first, second = fresh(10, 20)
-    posts = [Waiting([first], {"routing_key": "b"}), Waiting([second], {"routing_key": "a"})]
-
-    def ask(server: Server) -> list[Answer]:
-        mark = server.mark()
-        with ThreadPoolExecutor(1) as client:
-            runs = client.submit(
-                generate, server, tokens(40, seed=5), new_tokens=200, routing_key="a"
-            )
-            server.wait_for_prefills(1, since=mark)
-            return [*after_a_long_prompt(server, posts), *runs.result()]
-
-    assert served(assert_alike(both_servers, ask).prefills, (10, 20)) == [20, 10]
-
-
-@only(RANDOM)
-def test_random_order(both_servers: Pair) -> None:
-    lengths = range(4, 20, 2)
-    both = compare_waiting(both_servers, [Waiting(fresh(*lengths), {})])
-    order = served(both.prefills, lengths)
-    assert sorted(order) == [*lengths]
-    assert order != [*lengths]  # one time in 40320 it is
-
-
-@only(SHORTEST)
-def test_short_prompt_beside_a_chunk_of_a_long_one(scheduling: Server, both_servers: Pair) -> None:
-    """A short prompt need not wait: the long one's chunk becomes whole pages shorter for it."""
-    assert scheduling.resolved("page_size") == LARGE_PAGE
-    short = 20
-
-    def ask(server: Server) -> list[Answer]:
-        mark = server.mark()
-        with ThreadPoolExecutor(2) as clients:
-            with slow_prefills(server.failures, PAUSE):
-                long = clients.submit(generate, server, tokens(LONG, seed=1))
-                server.wait_for_prefills(1, since=mark)
-                beside = clients.submit(generate, server, tokens(short, seed=6))
-                server.wait_for_prefills(4, since=mark)
-            return [*long.result(), *beside.result()]
-
-    both = assert_alike(both_servers, ask)
-    [shared] = [prefill for prefill in both.prefills if short in prefill.extend_lens]
-    assert shared.extend_lens == [CHUNK - LARGE_PAGE, short]
-    assert shared.prefix_lens[0] < LONG // 2
-    assert shared.rows == cut(CHUNK - LARGE_PAGE + short, 2)
 
 
 @only(PRIORITIES)
@@ -348,61 +260,3 @@ def test_prefixes_of_several_requests(both_servers: Pair) -> None:
     assert (last.extend_lens, last.prefix_lens) == ([20, 21, 25], [100, 70, 0])
     assert last.rows == cut(66, 3)
     assert [answer.loaded_tokens for answer in both.on] == [0, 100, 70, 0]
-
-
-# -- sessions --------------------------------------------------------------------------------
-
-
-@only(SESSIONS)
-def test_streaming_session(scheduling: Server, both_servers: Pair) -> None:
-    """Three turns of a session that owns its K and V, beside a stock server with whole prompts."""
-    turns = [tokens(n, seed=20 + n) for n in (40, 2, CHUNK + 9)]
-
-    def ask(server: Server) -> list[Answer]:
-        if server is not scheduling:
-            return whole_prompts(server, turns)
-        body = {"capacity_of_str_len": 10000, "streaming": True}
-        session = {"id": server.post("/open_session", body).json()}
-        answers = [generate(server, turn, session_params=session)[0] for turn in turns[:2]]
-        crowd_out(server)
-        answers += generate(server, turns[2], session_params=session)
-        server.post("/close_session", {"session_id": session["id"]})
-        return answers
-
-    both = assert_alike(both_servers, ask)
-    assert both.rows[:2] == [cut(40, 1), cut(3, 1)]
-    assert both.rows[-2:] == [cut(CHUNK, CHUNK_KEPT), cut(10, 1)]
-    # Of an answer's last token there is no K and V yet.
-    assert [answer.cached_tokens for answer in both.on] == [0, 51, 65]
-
-
-def whole_prompts(server: Server, turns: Sequence[list[int]]) -> list[Answer]:
-    """Answers to turns, each sent with the ones before it and their answers."""
-    answers: list[Answer] = []
-    prompt: list[Any] = []
-    for turn in turns:
-        prompt += turn
-        answers += generate(server, prompt)
-        prompt += answers[-1].tokens
-    return answers
-
-
-@only(SESSIONS)
-def test_session_that_keeps_its_prefix(scheduling: Server, both_servers: Pair) -> None:
-    """What a session has computed stays cached while the pool runs full; all else goes."""
-    owned, foreign = tokens(300, seed=30), tokens(310, seed=31)
-
-    def ask(server: Server) -> list[Answer]:
-        body: dict[str, Any] = {"session_id": "owner"} if server is scheduling else {}
-        first = generate(server, owned, **body)
-        if server is scheduling:  # the other one has room, and forgets nothing
-            generate(server, foreign)
-            crowd_out(server)
-        turn = [*owned, *first[0].tokens, *tokens(30, seed=32)]
-        answers = [*first, *generate(server, turn, **body), *generate(server, foreign + turn[:9])]
-        if server is scheduling:
-            server.post("/close_session", {"session_id": "owner"})
-        return answers
-
-    both = assert_alike(both_servers, ask)
-    assert [answer.cached_tokens for answer in both.on] == [0, 311, 0]

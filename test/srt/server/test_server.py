@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from ask import (
+from harness.ask import (
     TOLERANCE,
     again_and_again,
     assert_alike,
@@ -28,8 +28,8 @@ from ask import (
     prompts_of,
     tokens,
 )
-from layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
-from server import CHUNK, Pair
+from harness.layer_rows import CHUNK_KEPT, assert_all_fast, cut, whole
+from harness.server import CHUNK, Pair
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_yoco import __version__
 

@@ -18,15 +18,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from ask import generate, tokens
-from server import Server, running, started, wait_until
+from harness.ask import generate, tokens
+from harness.server import Server, running, started, wait_until
+from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_yoco import __version__, log
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY
 from sglang_gemma4_yoco.core import forward
-from typed_secrets import FLAGS, MARK, VARIABLES, places
 
 Captured = pytest.CaptureFixture[str]
 

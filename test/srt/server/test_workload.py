@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
 
-from ask import assert_same_traffic, traffic
-from forwards import NEEDS_GRAPHS
-from layer_rows import assert_all_fast, fast_rows
-from server import CAPTURED_ROWS, Server
+from harness.ask import assert_same_traffic, traffic
+from harness.forwards import NEEDS_GRAPHS
+from harness.layer_rows import assert_all_fast, fast_rows
+from harness.server import CAPTURED_ROWS, Server
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.workload import (
@@ -33,6 +34,7 @@ from sglang_gemma4_reference.workload import (
     outcomes,
     random_requests,
 )
+from sglang_gemma4_yoco.commands.compare import Position
 
 REQUESTS = random_requests(70, seed=1, vocabulary=E2B_TINY.vocab_size, longest=700)
 
@@ -120,52 +122,62 @@ def test_random_traffic_while_the_tail_fails(
     lines = on_server.log_lines("serves the batch: InjectedError")
     assert lines
     assert len(lines) <= E2B_TINY.kv_shared_layers  # one for each kind
-    answers, forwards = ask(on_server)
-    assert forwards[SERVED_BY_STOCK] == 0
-    assert forwards[ACTIVE] > 0
-    assert_same_traffic(REQUESTS, stock, answers, off_server)
 
 
-# The comparison sees what it is there to see.
+# ---------------------------------------------------------------- what the comparison sees
 
 _BODY = {"input_ids": [30, 31], "return_logprob": True}
 GREEDY = Request(_BODY | {"sampling_params": {"temperature": 0, "max_new_tokens": 3}})
 SAMPLED = Request(_BODY | {"sampling_params": {"temperature": 1, "max_new_tokens": 3}})
 INTERRUPTED = Request(GREEDY.body, leaves_after=1.0)
-OUTPUT = Output((40, 41, 42), (-1.0, -2.0, -1.5), ((-1.0, -2.0),) * 3, "length")
-INPUT = (-3.0, -2.0)
-PARTED = Output((40, 99), (-1.0, -2.0), (), "abort")
-NAN = (-1.0, -2.0, float("nan"))
+LIKELIEST: dict[int | str, float] = {40: -1.0, 60: -2.0}
+POSITIONS = (
+    Position(40, -1.0, LIKELIEST),
+    Position(41, -2.0, {41: -2.0, 99: -2.1}),
+    Position(42, -1.5, {}),
+)
+READ = (Position(31, -3.0, {}), Position(32, -2.0, {}))
+OUTPUT = Output((40, 41, 42), POSITIONS, "length")
+PARTED = Output((40, 99), (POSITIONS[0], Position(99, -1.9, {99: -1.9, 41: -2.0})), "abort")
 
 
 def changed(**fields: Any) -> Answer:
     """The stock server's answer, with an output that differs in these fields."""
-    return Answer((replace(OUTPUT, **fields),), INPUT)
+    return Answer((replace(OUTPUT, **fields),), READ)
+
+
+def last_is(logprob: float) -> Answer:
+    """The same with another log-probability of its last token."""
+    return changed(positions=(*POSITIONS[:2], Position(42, logprob, {})))
 
 
 @pytest.mark.parametrize(
     ("request_", "answer", "said"),
     [
-        *((request, changed(), None) for request in (GREEDY, SAMPLED)),
+        (GREEDY, changed(), None),
+        (SAMPLED, changed(), None),
         (SAMPLED, changed(tokens=(50, 51, 52)), None),
         (INTERRUPTED, Answer(), None),
-        (GREEDY, changed(tokens=(40, 99, 42)), "token 1"),
+        (GREEDY, changed(tokens=(40, 99), positions=PARTED.positions), "output log-probability 1"),
         (GREEDY, changed(tokens=(40, 41)), "end differently"),
         (GREEDY, changed(finish="stop"), "end differently"),
-        (GREEDY, changed(logprobs=(-1.0, -2.0, -1.501)), "output log-probability 2"),
-        (GREEDY, changed(logprobs=NAN), "output log-probability 2"),
-        (GREEDY, changed(logprobs=()), "3 and 0 output"),
-        (SAMPLED, changed(tokens=(40, 41)), "2 of 3"),
-        (SAMPLED, changed(likeliest=((-1.0, -2.1),) * 3), "likeliest log-probability 1"),
-        (SAMPLED, changed(logprobs=NAN), "nan"),
-        (SAMPLED, changed(logprobs=()), "0 log-probabilities of 3"),
-        (SAMPLED, changed(likeliest=()), "3 and 0 pairs"),
-        *((r, Answer((OUTPUT,), (-3.0, -2.01)), "input log-prob") for r in (GREEDY, SAMPLED)),
-        *((r, Answer((OUTPUT,)), "2 and 0 input") for r in (GREEDY, SAMPLED)),
-        *((r, Answer((OUTPUT,) * 2, INPUT), "1 and 2 outputs") for r in (GREEDY, SAMPLED)),
-        *((r, Answer(error="refused"), "refused") for r in (GREEDY, INTERRUPTED)),
+        (GREEDY, last_is(-1.501), "output log-probability 2"),
+        (GREEDY, last_is(nan), "output log-probability 2"),
+        (GREEDY, changed(positions=()), "3 and 0 output"),
+        (SAMPLED, changed(tokens=(40, 41), positions=POSITIONS[:2]), "2 of 3"),
+        (
+            SAMPLED,
+            changed(positions=(Position(40, -1.0, {40: -1.0, 60: -2.1}), *POSITIONS[1:])),
+            "likeliest log-probability 1",
+        ),
+        (SAMPLED, last_is(nan), "nan"),
+        (SAMPLED, changed(positions=()), "0 log-probabilities of 3"),
+        (GREEDY, Answer((OUTPUT,), (READ[0], Position(32, -2.01, {}))), "input log-prob"),
+        (SAMPLED, Answer((OUTPUT,)), "2 and 0 input"),
+        (GREEDY, Answer((OUTPUT,) * 2, READ), "1 and 2 outputs"),
+        (INTERRUPTED, Answer(error="refused"), "refused"),
         (GREEDY, Answer(), "no answer"),
-        (INTERRUPTED, Answer((PARTED,), INPUT), "token 1"),
+        (INTERRUPTED, Answer((PARTED,), READ), "output log-probability 1"),
     ],
 )
 def test_comparison(request_: Request, answer: Answer, said: str | None) -> None:
@@ -175,14 +187,16 @@ def test_comparison(request_: Request, answer: Answer, said: str | None) -> None
 
 
 def test_comparison_of_close_calls() -> None:
+    """Stock is asked for what was not sent along."""
     stock = Answer((Output((40, 41), finish="length"),))
     other = Answer((Output((40, 99), finish="length"),))
-    sent = []
+    sent, second = [], [-1.0000001, -1.1]
 
     def likeliest(prompt: object) -> tuple[float, float]:
         sent.append(prompt)
-        return -1.0, -1.0000001
+        return -1.0, second[len(sent) - 1]
 
-    result = compare([GREEDY], [stock], [other], likeliest)
-    assert (result.differences, result.close_calls) == ([], 1)
-    assert sent == [[30, 31, 40]]
+    for differences in (0, 1):
+        result = compare([GREEDY], [stock], [other], likeliest)
+        assert (len(result.differences), result.close_calls) == (differences, 1)
+    assert sent == [[30, 31, 40]] * 2

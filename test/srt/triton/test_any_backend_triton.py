@@ -16,10 +16,10 @@ import pytest
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-from batches import batch_of
-from decode_graphs import record_tail
-from forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, assert_fast, attention_of
-from layer_rows import INTERPRETED
+from harness.batches import batch_of
+from harness.decode_graphs import record_tail
+from harness.forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, assert_fast, attention_of
+from harness.layer_rows import INTERPRETED
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.attention import FrontBackend
 from sglang_gemma4_reference.checkpoint import write_checkpoint

@@ -27,10 +27,10 @@ if version("sglang") != cuda_branches.SGLANG:
 
 from transformers import Gemma4ForConditionalGeneration
 
-import truth
-from batches import batch_of
-from forwards import assert_served_by_stock, failing
-from observe import (
+from harness import truth
+from harness.batches import batch_of
+from harness.forwards import assert_served_by_stock, failing
+from harness.observe import (
     TOLERANCE,
     Observed,
     assert_same_answers,
@@ -38,7 +38,7 @@ from observe import (
     assert_same_objects,
     run,
 )
-from rounding import assert_layers_agree, rounded_otherwise
+from harness.rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.cuda_kernels import calls
 from sglang_gemma4_reference.engine import Engine, Prompt, switched

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from batches import batch_of
-from decode_graphs import record_tail
-from forwards import INTERPRETED_ENGINE, attention_of
-from layer_rows import TWO_POOLS
-from prefill_exits import RECORDED, ROWS, assert_served_alike
+from harness.batches import batch_of
+from harness.decode_graphs import record_tail
+from harness.forwards import INTERPRETED_ENGINE, attention_of
+from harness.layer_rows import TWO_POOLS
+from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt

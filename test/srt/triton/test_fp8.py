@@ -18,10 +18,10 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 
-from batches import batch_of
-from forwards import ENGINE, MARKS_CHUNKS, assert_fast, state_of
-from layer_rows import INTERPRETED, LAYERS
-from observe import Observed, run, watching
+from harness.batches import batch_of
+from harness.forwards import ENGINE, MARKS_CHUNKS, assert_fast, state_of
+from harness.layer_rows import INTERPRETED, LAYERS
+from harness.observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
@@ -49,7 +49,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 def linear_layers(engine: Engine) -> list[LinearBase]:
     """All of the text model's."""
-    return [part for part in engine.text_model.modules() if isinstance(part, LinearBase)]
+    found: list[LinearBase] = []
+    for part in engine.text_model.modules():
+        if isinstance(part, LinearBase):
+            found.append(part)
+    return found
 
 
 def test_every_linear_layer_is_fp8(engine: Engine) -> None:

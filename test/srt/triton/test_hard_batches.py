@@ -22,11 +22,11 @@ import torch
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-from batches import rest_of, tokens
-from decode_graphs import record_tail
-from forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, attention_of, state_of
-from layer_rows import TWO_POOLS
-from observe import (
+from harness.batches import rest_of, tokens
+from harness.decode_graphs import record_tail
+from harness.forwards import INTERPRETED_ENGINE, NEEDS_GRAPHS, attention_of, state_of
+from harness.layer_rows import TWO_POOLS
+from harness.observe import (
     TOLERANCE,
     Expected,
     Metadata,
@@ -101,12 +101,18 @@ def prompt(
 
 def prompts(*lens: tuple[int, int]) -> list[Prompt]:
     """Requests of which the last rows are read, by their (cached, new) tokens."""
-    return [prompt(cached, new) for cached, new in lens]
+    found: list[Prompt] = []
+    for cached, new in lens:
+        found.append(prompt(cached, new))
+    return found
 
 
 def decoding(*cached: int) -> list[Prompt]:
     """Requests that run already, after prompts of so many tokens."""
-    return [prompt(tokens, 1, decodes=True) for tokens in cached]
+    found: list[Prompt] = []
+    for length in cached:
+        found.append(prompt(length, 1, decodes=True))
+    return found
 
 
 def hard_batches(window: int) -> dict[str, list[Prompt]]:

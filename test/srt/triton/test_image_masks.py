@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ask import TOLERANCE
-from forwards import assert_served_by_stock, failing
-from layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
-from media import (
+from harness.ask import TOLERANCE
+from harness.forwards import assert_served_by_stock, failing
+from harness.layer_rows import CHUNK_KEPT, INTERPRETED, cut, whole
+from harness.media import (
     MediaPrompt,
     assert_same_inputs,
     causal_pattern,
@@ -24,7 +24,7 @@ from media import (
     next_chunk,
     without_masks,
 )
-from observe import Observed, both_ways, run
+from harness.observe import Observed, both_ways, run
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
@@ -99,7 +99,10 @@ def hangs_on_the_mask(engine: Engine, batch: Any, stock: Observed) -> list[bool]
     differences = stock.output.next_token_logits - causal.output.next_token_logits
     largest = differences.abs().amax(-1)
     assert ((largest > DIFFERENT) | (largest <= TOLERANCE)).all(), largest
-    return [bool(difference > DIFFERENT) for difference in largest]
+    found: list[bool] = []
+    for difference in largest:
+        found.append(bool(difference > DIFFERENT))
+    return found
 
 
 def flat(pattern: list[torch.Tensor]) -> torch.Tensor:
@@ -115,7 +118,9 @@ def test_image(engine: Engine, name: str) -> None:
     batch = media_batch(engine, *prompts)
     stock, mask = compare(engine, batch, kept=len(prompts))
     assert_bidirectional(mask, batch, expected=True)
-    has_image = ["<|image|>" in prompt.text for prompt in prompts]
+    has_image = []
+    for prompt in prompts:
+        has_image.append("<|image|>" in prompt.text)
     assert hangs_on_the_mask(engine, batch, stock) == has_image
 
 

@@ -19,11 +19,11 @@ from packaging.version import Version
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from audited import audited
-from batches import batch_of
-from forwards import INTERPRETED_ENGINE
-from layer_rows import TWO_POOLS
-from observe import TOLERANCE
+from harness.audited import audited
+from harness.batches import batch_of
+from harness.forwards import INTERPRETED_ENGINE
+from harness.layer_rows import TWO_POOLS
+from harness.observe import TOLERANCE
 from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
@@ -56,7 +56,9 @@ def test_a_kept_row_sees_the_whole_window(
     if not decodes:
         monkeypatch.setattr(compat, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend
-    tail = [layer.self_attn for layer in model.layers[3:]]
+    tail = []
+    for layer in model.layers[3:]:
+        tail.append(layer.self_attn)
     scheduled = engine.schedule(batch_of((0, WINDOW + 3), (WINDOW + 1, 2), (0, WINDOW - 1)))
     with switched("0"):
         engine.forward(scheduled)  # K and V are in the cache

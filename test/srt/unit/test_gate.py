@@ -1,17 +1,15 @@
 """The gate on batches that SGLang makes by itself, and on what is worth cutting.
 
 Batches are SGLang's own ``ForwardBatch``; the model is a stand-in with the real class's fields.
-Batches that SGLang makes on other servers, or never, are refused in ``forward/test_deciding`` and
-``forward/test_refused``, by forwards.
+Every reason for which a batch is refused has a row here. ``forward/test_refused`` shows that a
+refused batch runs as stock.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +32,7 @@ from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph impo
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.attention import TailBackend
@@ -42,24 +41,39 @@ from sglang_gemma4_yoco.core.kept import KeptRows
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import start
-from stand_ins import eligible_batch, model, reason_of
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
 
 SUFFIXES = {"return_logprob": True, "extend_logprob_start_lens_cpu": [1, 3, 2]}
 ONES = {"extend_seq_lens_cpu": [1, 1, 1], "extend_num_tokens": 3, "input_ids": torch.arange(3)}
+OTHER_MODE = SimpleNamespace(is_extend_without_speculative=lambda: False)
+FULL = {"capture_hidden_mode": CaptureHiddenMode.FULL}
+# A field that refuses a batch where it is set: a value, and the reason.
+FIELDS: dict[str, tuple[object, str]] = {
+    "spec_info": (SimpleNamespace(), gate.SPECULATIVE),
+    "return_hidden_states_before_norm": (True, gate.HIDDEN_STATES),
+    "multi_item_delimiter_indices": ([torch.tensor([1])], "multi-item scoring"),
+    "token_indices_to_pool": ([torch.tensor([1])], "setwise scoring"),
+    "input_embeds": (torch.zeros(9, 4), "input embeddings"),
+    "replace_embeds": (torch.zeros(2, 4), "replaced embeddings"),
+    "full_prefill_cuda_graph_capture": (True, gate.CAPTURING),
+}
+# Of three prompts with 3, 4 and 2 new tokens: what the host says instead.
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "no list of new tokens": {"extend_seq_lens_cpu": (3, 4, 2)},
+    "no list of cached ones": {"extend_prefix_lens_cpu": None},
+    "fewer that are cached": {"extend_prefix_lens_cpu": [0, 10]},
+    "more requests": {"seq_lens": torch.tensor([3, 14, 2, 1])},
+    "a request without new tokens": {"extend_seq_lens_cpu": [5, 4, 0]},
+    "fewer tokens in all": {"extend_num_tokens": 8},
+    "more input ids": {"input_ids": torch.arange(10)},
+    "no list of logprobs": SUFFIXES | {"extend_logprob_start_lens_cpu": None},
+    "fewer logprobs": SUFFIXES | {"extend_logprob_start_lens_cpu": [0]},
+}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mode": ({"forward_mode": None}, gate.NO_EXTEND),
-    "another package's mode": (
-        {"forward_mode": SimpleNamespace(is_extend_without_speculative=lambda: False)},
-        gate.NO_EXTEND,
-    ),
-    **{
-        mode.name: ({"forward_mode": mode}, f"forward mode {mode.name}")
-        for mode in ForwardMode
-        if mode not in (ForwardMode.EXTEND, ForwardMode.MIXED)
-    },
+    "another package's mode": ({"forward_mode": OTHER_MODE}, gate.NO_EXTEND),
     "nothing to skip": (ONES, gate.NOTHING_TO_SKIP),
     "all input logprobs": (
         SUFFIXES | {"extend_logprob_start_lens_cpu": [0, 0, 0]},
@@ -73,7 +87,36 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         SUFFIXES | {"mm_inputs": [None, object(), None]},
         gate.IMAGE_LOGPROBS,
     ),
+    "hidden states": (FULL, gate.HIDDEN_STATES),
+    "hidden states beside EAGLE": (
+        FULL | {"spec_algorithm": SpeculativeAlgorithm.EAGLE},
+        gate.SPECULATIVE,
+    ),
+    "hidden states beside DFLASH": (
+        FULL | {"spec_algorithm": SpeculativeAlgorithm.DFLASH},
+        gate.SPECULATIVE,
+    ),
+    "hidden states beside NGRAM": (
+        FULL | {"spec_algorithm": SpeculativeAlgorithm.NGRAM},
+        gate.HIDDEN_STATES,
+    ),
+    "a LoRA row": ({"lora_ids": [None, "adapter", None]}, gate.LORA),
 }
+
+
+def refused_batches() -> dict[str, tuple[dict[str, Any], str]]:
+    """By name what is changed of an eligible batch, and the reason for which it is refused then."""
+    found = dict(REFUSED)
+    for mode in ForwardMode:
+        if mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            found[mode.name] = ({"forward_mode": mode}, f"forward mode {mode.name}")
+    for name, (value, reason) in FIELDS.items():
+        found[name] = ({name: value}, reason)
+    for name, changes in UNKNOWN.items():
+        found[name] = (changes, gate.UNKNOWN_LENGTHS)
+    return found
+
+
 ADMITTED: dict[str, dict[str, Any]] = {
     "unchanged": {},
     "mixed": {"forward_mode": ForwardMode.MIXED},
@@ -84,16 +127,17 @@ ADMITTED: dict[str, dict[str, Any]] = {
     "input logprobs beside no image": SUFFIXES | {"mm_inputs": [None, None, None]},
     "unfinished": {"contains_last_prefill_chunk": False},
     "prefill only": {"is_prefill_only": True},
-    "frozen-KV MTP": {
-        "spec_algorithm": SpeculativeAlgorithm.FROZEN_KV_MTP,
-        "capture_hidden_mode": CaptureHiddenMode.FULL,
-    },
+    "frozen-KV MTP": FULL | {"spec_algorithm": SpeculativeAlgorithm.FROZEN_KV_MTP},
+    "NGRAM": {"spec_algorithm": SpeculativeAlgorithm.NGRAM},
+    "STANDALONE": {"spec_algorithm": SpeculativeAlgorithm.STANDALONE},
+    "no capture": {"capture_hidden_mode": None},
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_batches(name: str) -> None:
-    changes, reason = REFUSED[name]
+@pytest.mark.parametrize(
+    ("changes", "reason"), refused_batches().values(), ids=refused_batches().keys()
+)
+def test_refused_batches(changes: dict[str, Any], reason: str) -> None:
     assert reason_of(model(), eligible_batch(**changes)) == reason
 
 
@@ -329,7 +373,11 @@ def _literals(function: Any, call: str, position: int) -> set[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == call
     ]
     given = [node.args[position] for node in calls if len(node.args) > position]
-    return {str(name.value) for name in given if isinstance(name, ast.Constant)}
+    found: set[str] = set()
+    for name in given:
+        if isinstance(name, ast.Constant):
+            found.add(str(name.value))
+    return found
 
 
 def test_every_field_that_is_read_must_exist() -> None:
@@ -341,10 +389,8 @@ def test_every_field_that_is_read_must_exist() -> None:
     assert judged <= {*compat._NAMES["ForwardBatch"]}
 
 
-def test_every_reason_of_the_gate_is_shown() -> None:
-    """But for embedding servers': ``forward/test_other_models`` starts one."""
-    folder = Path(__file__).parents[1]
-    files = ("unit/test_gate.py", "forward/test_deciding.py", "forward/test_refused.py")
-    shown = "".join((folder / file).read_text() for file in files)
-    reasons = re.findall(r"^([A-Z][A-Z_]+) = \"", inspect.getsource(gate), re.MULTILINE)
-    assert [name for name in reasons if f"gate.{name}" not in shown] == ["EMBEDDINGS"]
+def test_each_field_refuses_for_its_reason() -> None:
+    reasons = {}
+    for name, (_, reason) in FIELDS.items():
+        reasons[name] = reason
+    assert reasons == gate.REFUSING_FIELDS

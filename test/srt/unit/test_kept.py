@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
+from harness.stand_ins import eligible_batch, tail_of
 from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch, pin_memory, rewritten
-from stand_ins import eligible_batch, tail_of
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8
@@ -50,7 +50,8 @@ def test_restored_after_an_exception() -> None:
         forward_batch.residual_stream = object()
         raise RuntimeError("inside")
     assert vars(forward_batch).keys() == before.keys()
-    assert all(vars(forward_batch)[name] is value for name, value in before.items())
+    for name, value in before.items():
+        assert vars(forward_batch)[name] is value
 
 
 def pinned_on(device: str) -> Counter[int]:

@@ -7,10 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-import triton.language as tl
 from torch import nn
 from torch.nn import functional
-from triton.runtime.interpreter import InterpretedFunction
 
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.recorder import (
@@ -125,18 +123,12 @@ def test_a_tensor_of_the_batch_is_undeclared(static: Static) -> None:
 REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool(x.sum() > 0),
-    "slice by a value": lambda x: x[: x[0, 0].long()],
     "tolist": lambda x: x.tolist(),
-    "numpy": lambda x: x.numpy(),
-    "cpu": lambda x: x.cpu(),
     "mask": lambda x: x[x > 0],
     "assignment by a mask": lambda x: x.__setitem__(x > 0, 0),
-    "nonzero": lambda x: x.nonzero(),
-    "unique": lambda x: x.unique(),
     "resize": lambda x: x.resize_(2, 2),
     "other memory": lambda x: x.set_(torch.ones(3).untyped_storage()),
     "numbers of the host": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
-    "index by a list": lambda x: x[[0, 1]],
     "a recording": lambda x: RecordedGraph.of(lambda: x + 1),
 }
 
@@ -152,11 +144,8 @@ def test_what_a_capture_refuses(name: str) -> None:
 ACCEPTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "assignment of a number": lambda x: x.clone().index_fill_(0, torch.zeros(1).long(), 2.0),
     "a number by slices": lambda x: torch.cat([x[:1], x[1:] * 0.5]),
-    "where a number": lambda x: torch.where(x > 0, x, 0.0),
-    "a number as a tensor": lambda x: x * torch.tensor(3.0),
     "transposed in place": lambda x: x.clone().t_() + 1,
     "no memory yet": lambda x: torch.mul(x, 2, out=torch.empty(0)),
-    "split": lambda x: torch.stack(x.chunk(2)),
     "in place of a view": lambda x: torch.zeros(4, 4)[:, :2].copy_(x[:, :2]),
 }
 
@@ -189,18 +178,6 @@ def test_memory_that_was_not_written_is_dirty() -> None:
     assert seen[0].isnan().all(), "what is no output is gone after a replay"
 
 
-def test_an_input_that_is_written_in_place_grows() -> None:
-    """A body that does not copy its static rows: a replay's result is the next one's input."""
-    rows = torch.ones(3)
-    graph = RecordedGraph.of(lambda: rows.view(3, 1).add_(1))
-    rows.fill_(1)
-    graph.replay()
-    assert graph.outputs.flatten().tolist() == [2] * 3
-    assert rows.tolist() == [2] * 3, "through the view"
-    graph.replay()
-    assert graph.outputs.flatten().tolist() == [3] * 3
-
-
 def test_a_kernel_on_the_host_is_one_node_that_reads_anew() -> None:
     lens, pool, out = torch.tensor([2, 3]), torch.arange(8.0), torch.zeros(2)
 
@@ -220,31 +197,6 @@ def test_a_kernel_on_the_host_is_one_node_that_reads_anew() -> None:
     assert graph.undeclared(lens, out) == [(graph.undeclared(lens, out)[0][0], "kernel")]
     as_one_node(kernel, lens, pool, out, bias=0.0)  # without a recording: a call
     assert out.tolist() == [6, 0]
-
-
-def test_what_a_node_calls_is_part_of_it() -> None:
-    x, out = torch.arange(4.0), torch.zeros(4)
-
-    def outer() -> torch.Tensor:
-        as_one_node(inner, x, out)
-        return out + torch.tensor(1.0)
-
-    def inner(x: torch.Tensor, out: torch.Tensor) -> None:
-        as_one_node(out.copy_, x)
-        InterpretedFunction(double)[(1,)](out.clone(), out)
-
-    graph = RecordedGraph.of(outer)
-    assert len(graph) == 2
-    assert graph.undeclared(x, out) == [], "a number is no tensor"
-    x.fill_(3)
-    graph.replay()
-    assert graph.outputs.tolist() == [7] * 4
-
-
-def double(x: torch.Tensor, out: torch.Tensor) -> None:
-    """A Triton kernel; its arguments are pointers there."""
-    where = tl.arange(0, 4)
-    tl.store(out + where, 2 * tl.load(x + where))
 
 
 def test_a_replay_overwrites_the_outputs_of_later_graphs() -> None:

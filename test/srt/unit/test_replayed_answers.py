@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from replayed_answers import Answer
+from harness.replayed_answers import Answer
 
 RIGHT = Answer("active", torch.arange(4.0)[None].double(), [torch.ones(2, 1, 3)])
 

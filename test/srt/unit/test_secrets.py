@@ -24,10 +24,10 @@ from test_verify_parts import outcome
 import command_line
 import environment
 import result_files
+from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from sglang_gemma4_yoco.commands import redact, servers, verify
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
-from typed_secrets import FLAGS, MARK, VARIABLES, places
 
 Captured = pytest.CaptureFixture[str]
 
@@ -48,7 +48,9 @@ def no_secrets_afterwards() -> Any:
 
 def quoted(flags: list[str]) -> str:
     """As programs quote what they were given."""
-    words = [word.partition("=")[2] if word[:1] == "-" and "=" in word else word for word in flags]
+    words = []
+    for word in flags:
+        words.append(word.partition("=")[2] if word[:1] == "-" and "=" in word else word)
     shown = [f"unrecognized arguments: {' '.join(flags)}", f"invalid choice: {words[-1]!r}"]
     # Of SGLang's own log, and of a JSON document.
     shown += [f"ServerArgs(model_path='x', api_key={words[-1]!r})", json.dumps({"key": words[-1]})]

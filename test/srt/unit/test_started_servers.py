@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 
-from server import Server, ServerDiedError, python_path, stand_in_for_sglang, started, wait_until
+from harness.server import (
+    Server,
+    ServerDiedError,
+    python_path,
+    stand_in_for_sglang,
+    started,
+)
 from sglang_gemma4_reference.row_trace import Prefill, Trace, append_to
-
-
-def test_waiting_ends_with_a_true_value_or_an_error() -> None:
-    values = iter([0, "", 7, 8])
-    assert wait_until(lambda: next(values), "a value", 60) == 7
-    with pytest.raises(TimeoutError, match="a miracle: not within 0 s\nthe log"):
-        wait_until(lambda: False, "a miracle", 0, lambda: "the log")
-
 
 SERVER = """
     import http.server, os, pathlib, sys

@@ -50,7 +50,11 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
 
 
 def bodies(made: list[Prompt], kind: str) -> list[Any]:
-    return [prompt.body for prompt in made if prompt.kind == kind]
+    found: list[Any] = []
+    for prompt in made:
+        if prompt.kind == kind:
+            found.append(prompt.body)
+    return found
 
 
 def test_prompts_of_all_kinds(tokenizer: Any) -> None:
@@ -85,10 +89,12 @@ def test_a_base_model_continues_the_text(tokenizer: Any) -> None:
 
 def test_timed_prompts_share_no_first_token(tokenizer: Any) -> None:
     """Or a prefix cache would hold a part of the next one."""
-    made = [
-        prompts.timed(tokenizer, length, number) for number, length in enumerate([1, 2, 64] * 20)
-    ]
-    ids = [prompt.body["input_ids"] for prompt in made]
+    made = []
+    for number, length in enumerate([1, 2, 64] * 20):
+        made.append(prompts.timed(tokenizer, length, number))
+    ids = []
+    for prompt in made:
+        ids.append(prompt.body["input_ids"])
     assert list(map(len, ids)) == [1, 2, 64] * 20
     assert len({one[0] for one in ids}) == len(made)
     assert made[2] == prompts.timed(tokenizer, 64, 2)
@@ -232,16 +238,22 @@ def test_what_prefills_computed_is_judged_by_itself() -> None:
 def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> tuple[dict[str, Any], Any]:
     """The document of servers whose answers differ by ``shift``, and the comparisons."""
     kinds = [Prompt(prompts.QUESTIONS, {}), Prompt(prompts.PREFIX, {})]
-    timed = [Prompt(prompts.TIMED, {"input_ids": [1] * n}) for n in (200, 100)]
+    timed = []
+    for n in (200, 100):
+        timed.append(Prompt(prompts.TIMED, {"input_ids": [1] * n}))
 
     def found(by: float, factor: float) -> Found:
         def answers(*sent: Prompt) -> list[tuple[Prompt, Answer]]:
             made = position(1, -1.0 - by, t1=-1.0 - by, t2=-2.0)
             return [(one, Answer((made,))) for one in sent]
 
-        rounds = {name: answers(*kinds) for name in (ALONE, AT_ONCE, AGAIN)}
+        rounds = {}
+        for name in (ALONE, AT_ONCE, AGAIN):
+            rounds[name] = answers(*kinds)
         rounds[TIMED] = answers(*timed)
-        seconds = {tokens: [tokens * factor] * 2 for tokens in (200, 100)}
+        seconds = {}
+        for tokens in (200, 100):
+            seconds[tokens] = [tokens * factor] * 2
         return Found(rounds, {ALONE: Counter({log.TAIL_EAGER: 7})}, seconds)
 
     document: dict[str, Any] = dict.fromkeys(
@@ -273,7 +285,9 @@ def test_the_document() -> None:
 def test_a_difference_is_named_with_its_kind(shift: float, exact: bool, agrees: bool) -> None:
     document, _ = outcome(shift, exact=exact)
     assert document["agrees"] is agrees
-    named = [problem.partition(":")[0] for problem in document["problems"]]
+    named = []
+    for problem in document["problems"]:
+        named.append(problem.partition(":")[0])
     assert named == [prompts.QUESTIONS, prompts.PREFIX, prompts.TIMED] * (not agrees)
 
 

@@ -1,0 +1,1 @@
+"""A CUDA device for a machine without one; ``device`` says how, ``runtime.cpp`` what it models."""

@@ -1,0 +1,1 @@
+"""What the tests share: batches, requests, servers, and observers from outside."""
