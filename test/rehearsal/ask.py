@@ -1,6 +1,6 @@
 """Rehearses what one question needs, and writes the answer as JSON.
 
-    python test/rehearsal/ask.py model /tmp/model.json
+    cd test; python -m rehearsal.ask model /tmp/model.json
 
 Nothing here judges an answer; the tests do.
 """

@@ -19,7 +19,8 @@ import pytest
 
 from rehearsal import device
 
-FOLDER = Path(device.__file__).parent
+#: What ``python -m rehearsal.ask`` is run in.
+FOLDER = Path(device.__file__).parents[1]
 MISSING = device.say_what_is_missing()
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -61,8 +62,10 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answer]:
             file = tmp_path_factory.mktemp("rehearsal") / "answer.json"
             environment = dict(os.environ)
             environment.pop("SGLANG_PLATFORM", None)
-            command = [sys.executable, str(FOLDER / "ask.py"), question, str(file)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            command = [sys.executable, "-m", "rehearsal.ask", question, str(file)]
+            done = subprocess.run(
+                command, env=environment, cwd=FOLDER, capture_output=True, text=True
+            )
             assert done.returncode == 0, done.stderr[-8000:]
             answers[question] = json.loads(file.read_text())
         return answers[question]

@@ -12,7 +12,8 @@ import pytest
 
 from rehearsal import device
 
-FOLDER = Path(device.__file__).parent
+#: What ``python -m rehearsal...`` is run in.
+FOLDER = Path(device.__file__).parents[1]
 MISSING = device.say_what_is_missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -24,7 +25,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    done = _run("ask_torch.py")
+    done = _run("-m", "rehearsal.ask_torch")
     assert done.returncode == 0, done.stderr
     read: dict[str, Any] = json.loads(done.stdout)
     return read
@@ -69,13 +70,15 @@ def test_a_capture_fails_as_on_a_gpu(answers: dict[str, Any], what: str, code: i
 
 
 def test_a_function_that_is_not_written_ends_the_process_with_its_name() -> None:
-    done = _run("-c", "import device; device.load_runtime().cudaDeviceReset()")
+    done = _run("-c", "from rehearsal import device; device.load_runtime().cudaDeviceReset()")
     assert done.returncode == 70
     assert "cudaDeviceReset is not written" in done.stderr
 
 
 def test_the_host_cannot_read_device_memory() -> None:
-    make = "import ctypes, ask_torch; made = ask_torch.torch.zeros(4, device='cuda')"
+    make = (
+        "import ctypes; from rehearsal.ask_torch import torch; made = torch.zeros(4, device='cuda')"
+    )
     assert _run("-c", make).returncode == 0
     read = "ctypes.string_at(made.data_ptr(), 1)"
     assert _run("-c", f"{make}; {read}").returncode == -11
