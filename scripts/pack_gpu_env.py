@@ -15,7 +15,9 @@ may be another 5.x: the one that SGLang 0.5.17 asks for is in the folder, as new
     python3 scripts/bench_gpu.py --preset e2b --server-args='--grammar-backend none'
 
 SGLang imports some large packages whatever it serves. Stand-ins replace them, and raise an error
-that names them when they are used (``STAND_INS``; one of them is the grammar backend).
+that names them when they are used (``STAND_INS``; one of them is the grammar backend). flashinfer
+is another, as it is 957 MB with its compiler: so norms run there by sgl-kernel's own kernels, of
+SGLang 0.5.17, and not by flashinfer's, which a server of 0.5.23 runs.
 
 At the end all imports that the launch needs are followed through the folder, so that a module
 which neither machine has is found here. Modules whose names are put together at run time are not
@@ -87,6 +89,9 @@ ROOTS = (
     "sglang_gemma4_reference.engine",
     "sglang_gemma4_reference.checkpoint",
 )
+
+#: Which norms run on the other machine.
+NORMS = "sgl-kernel's own, of SGLang 0.5.17; flashinfer's, which SGLang 0.5.23 runs, are left out"
 
 _STAND_IN = '''\
 """A stand-in: the real package is not in this environment, and nothing here needs it."""
@@ -342,6 +347,7 @@ def check(out: Path) -> dict[str, Any]:
         "limit": LIMIT,
         "wheels": {wheel.name: wheel.stat().st_size for wheel in wheels},
         "missing": missing,
+        "norms": NORMS,
         "complete": not missing and size <= LIMIT,
     }
 
@@ -361,6 +367,7 @@ def main() -> int:
     found = check(args.out)
     for module, importer in sorted(found["missing"].items()):
         print(f"missing: {module}, imported by {importer}")
+    print(f"norms: {found['norms']}")
     print(f"{found['bytes']:,} of {LIMIT:,} bytes in {args.out}")
     print(json.dumps(found))
     return 0 if found["complete"] else 1
