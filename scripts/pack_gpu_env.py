@@ -59,6 +59,9 @@ ROOTS = (
     *("sglang_gemma4_reference.engine", "sglang_gemma4_reference.checkpoint"),
 )
 
+#: Which norms run on the other machine.
+NORMS = "sgl-kernel's own, of SGLang 0.5.17; flashinfer's, which SGLang 0.5.23 runs, are left out"
+
 _STAND_IN = '''\
 """A stand-in: the real package is not in this environment, and nothing here needs it."""
 

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 import torch
 from packaging.version import Version
-from sglang.srt.debug_utils.dumper import DumperConfig, dumper
+from sglang.srt.debug_utils.dumper import DumperConfig
+from sglang.srt.debug_utils.dumper import dumper as dumper
 from sglang.srt.environ import EnvField, envs
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -58,6 +59,7 @@ residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
 LAST_TESTED = Version("0.5.23")
 _WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
+#: Set, Gemma 4 adds 1 to a copy of the positions; captured prefills read the original.
 POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
 BARRIER_VARIABLE = "SGLANG_FORCE_COARSE_WAR_BARRIER"
 #: The tail's attention backend, by its name in SGLang's registry.
@@ -123,14 +125,12 @@ def check() -> None:
         )
 
 
-@cache  # it is read from a file, and needed with every batch
-def _installed() -> Version:
-    return Version(version("sglang"))
+_INSTALLED = Version(version("sglang"))  # it is read from a file, and needed with every batch
 
 
 def is_newer_than_tested() -> bool:
     """Whether the installed SGLang came out after the last release that was tested."""
-    return _installed() > LAST_TESTED
+    return _INSTALLED > LAST_TESTED
 
 
 def server_arguments() -> Callable[[str], Any] | None:
@@ -183,14 +183,6 @@ def variable(name: str) -> Any | None:
     return getattr(envs, name).get()
 
 
-def may_dump() -> bool:
-    """Whether SGLang's dumper is on, or can be turned on over HTTP while the server serves.
-
-    Where neither holds when the model is loaded, it has no hooks, and never dumps a tensor.
-    """
-    return bool(dumper.may_enable)
-
-
 def _published() -> Any | None:
     try:
         return get_server_args()
@@ -223,11 +215,6 @@ def captured_prefills(runner: Any) -> Any | None:
     """What replays captured prefills of ``runner``. SGLang may leave out what the flags ask for."""
     captured = getattr(runner, "prefill_cuda_graph_runner", None)
     return None if isinstance(captured, EagerRunner) else captured
-
-
-def copies_positions() -> bool:
-    """Whether Gemma 4 adds 1 to a copy of the positions: captured prefills read the original."""
-    return bool(variable(POSITIONS_VARIABLE))
 
 
 def wait_for_device(device: str) -> None:

@@ -75,11 +75,8 @@ def _fill(inputs: Inputs, requests: Sequence[Request], generator: torch.Generato
         if tensor is not None:
             tensor.copy_(random_like(tensor, generator))
     rows = inputs.rows.shape[0]
-    places, lengths = list[int](), list[int]()
-    for row in range(rows):
-        request = requests[-1 - row % len(requests)]
-        places.append(request.row)
-        lengths.append(max(1, len(request.slots) * (rows - row) // rows))
-    inputs.requests.copy_(torch.tensor(places))
+    chosen = [requests[-1 - row % len(requests)] for row in range(rows)]
+    lengths = [max(1, len(r.slots) * (rows - row) // rows) for row, r in enumerate(chosen)]
+    inputs.requests.copy_(torch.tensor([r.row for r in chosen]))
     inputs.lengths.copy_(torch.tensor(lengths))
     inputs.positions.copy_(inputs.lengths - 1)

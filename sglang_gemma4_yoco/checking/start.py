@@ -74,9 +74,9 @@ class Checked:
     def facts(self) -> dict[str, Any]:  # for /server_info
         worst = self.worst
         return {
-            "compared": None if worst is None else worst.what,
-            "largest_difference": None if worst is None else worst.error,
-            "allowed": None if worst is None else worst.allowed,
+            "compared": getattr(worst, "what", None),
+            "largest_difference": getattr(worst, "error", None),
+            "allowed": getattr(worst, "allowed", None),
             "seconds": round(self.seconds, 3),
             "unchecked": self.unchecked,
         }

@@ -55,9 +55,12 @@ def server_reason() -> str | None:
     argument = compat.server_arguments()
     if argument is None:
         return None
-    if compat.cuda_graph_backend("prefill") is not None and compat.copies_positions():
+    replays = compat.cuda_graph_backend("prefill") is not None
+    if replays and compat.variable(compat.POSITIONS_VARIABLE):
         return WRONG_REPLAYS
-    if compat.may_dump():
+    # It is on, or can be turned on over HTTP while the server serves. Where neither holds when the
+    # model is loaded, it has no hooks, and never dumps a tensor.
+    if compat.dumper.may_enable:
         return DUMPER
     return (
         (_unknown_reason() if compat.is_newer_than_tested() else None)

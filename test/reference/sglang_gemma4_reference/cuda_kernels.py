@@ -29,6 +29,9 @@ from torch.nn.functional import gelu
 
 #: How often each kernel ran, by SGLang's name for it.
 calls: Counter[str] = Counter()
+#: The norms that flashinfer has compiled, which each process does when it first needs one: the
+#: kernel, its width, and whether its rows are contiguous.
+norms: set[tuple[str, int, bool]] = set()
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _INDICES = (torch.int32, torch.int64)
@@ -71,7 +74,8 @@ class _Matcher:
         Args:
             shape: per dimension its size, the name of a size, or None for any.
             strides: likewise, in elements; None demands a contiguous tensor.
-            alignment: in bytes, of the first element and of all strides but the last.
+            alignment: in bytes, of the first element and of all strides but the last. Memory that
+                PyTorch allocates on CUDA begins at a multiple of 512.
         """
         self._require(tensor.dim() == len(shape), f"{name} has {tensor.dim()} dimensions")
         for size, want in zip(tensor.shape, shape, strict=True):
@@ -85,9 +89,9 @@ class _Matcher:
                     self._bind(name, "stride", stride, want)
         self._require(tensor.dtype in dtypes, f"{name} is {tensor.dtype}, not one of {dtypes}")
         steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        offsets = [step * tensor.itemsize for size, step in steps if size != 1]
+        offsets = [tensor.storage_offset(), *(step for size, step in steps if size != 1)]
         self._require(
-            all(offset % alignment == 0 for offset in (tensor.data_ptr(), *offsets)),
+            all(offset * tensor.itemsize % alignment == 0 for offset in offsets),
             f"{name} is not aligned to {alignment} bytes",
         )
 
@@ -105,15 +109,25 @@ class _Matcher:
 
 
 def _check_norm_rows(kernel: str, weight: torch.Tensor, **rows: torch.Tensor) -> None:
-    """What flashinfer's ``csrc/norm.cu`` checks, and sgl-kernel's own add-norm in float32."""
-    match = _Matcher(kernel)
+    """What the kernel that ``sgl_kernel/elementwise.py`` chooses by the type of ``input`` checks.
+
+    In two bytes it is flashinfer's, written in CuTe (0.7.2, ``norm/kernels``, which SGLang 0.5.23
+    requires). It is compiled for dense rows, aligned to 128 bytes as far as the width is, and again
+    for others, aligned to 16. In float32 it is sgl-kernel's own, for dense rows.
+    """
+    match, width, alignment = _Matcher(kernel), rows["input"].shape[-1], 1
+    strides, aligned_weight = None, 1
+    if rows["input"].itemsize == 2:
+        dense = all(tensor.is_contiguous() for tensor in rows.values())
+        alignment = math.gcd(128, 2 * width) if dense else 16
+        strides, aligned_weight = (None, 1), 16
+        norms.add((kernel, width, dense))
     for name, tensor in rows.items():
-        # The two-byte kernels take a row stride. The float32 one takes none (CHECK_INPUT).
-        strides = None if tensor.dtype == torch.float32 else (None, 1)
-        match.verify(name, tensor, ("rows", "width"), strides=strides, dtypes=_FLOATS)
-    match.verify("weight", weight, ("width",), dtypes=_FLOATS)
+        shape = ("rows", "width")
+        match.verify(name, tensor, shape, strides=strides, dtypes=_FLOATS, alignment=alignment)
+    match.verify("weight", weight, ("width",), dtypes=_FLOATS, alignment=aligned_weight)
     dtypes = {tensor.dtype for tensor in (weight, *rows.values())}
-    _require(len(dtypes) == 1, kernel, f"one type is assumed of all arguments, not {dtypes}")
+    _require(len(dtypes) == 1, kernel, f"all arguments have one type, not {dtypes}")
 
 
 def _rms_normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

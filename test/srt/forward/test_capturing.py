@@ -236,7 +236,7 @@ def test_a_captured_prefill_would_read_uncopied_positions(
     have changed these.
     """
     monkeypatch.setenv(compat.POSITIONS_VARIABLE, str(int(copied)))
-    assert compat.copies_positions() is copied
+    assert bool(compat.variable(compat.POSITIONS_VARIABLE)) is copied
     batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
     before = batch.positions.clone()
     inside: list[torch.Tensor] = []

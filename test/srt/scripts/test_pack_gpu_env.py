@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import pytest
 
 import pack_gpu_env
 
@@ -30,6 +33,17 @@ def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:
     pack_gpu_env.write_wheel(wheel, ((name, b"content") for name in files_in), "k-1.dist-info")
     with zipfile.ZipFile(pack_gpu_env.copy_needed(wheel, out)) as stripped:
         assert set(stripped.namelist()) == kept | {"k-1.dist-info/RECORD"}
+
+
+def test_the_output_says_which_norms_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack_gpu_env.write_stand_ins(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pack_gpu_env.py", "--check", str(tmp_path)])
+    pack_gpu_env.main()
+    *lines, document = capsys.readouterr().out.splitlines()
+    assert f"norms: {json.loads(document)['norms']}" in lines
+    assert "flashinfer/__init__.py" in pack_gpu_env.STAND_INS
 
 
 def test_stand_ins_can_be_installed_and_imported(tmp_path: Path) -> None:

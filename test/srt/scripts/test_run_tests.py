@@ -18,6 +18,7 @@ TWO = [*run_tests.IN_TWO_PROCESSES]
 DEFAULT, QUICK = [*run_tests.DEFAULT], [*run_tests.QUICK]
 GATE = "test/srt/unit/test_gate.py"
 PREFILL_REPLAYS = Path(__file__).parents[1] / "gpu" / "test_prefill_replays.py"
+REPO = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,22 @@ def test_everything_in_two_processes_unless_told_otherwise(
 def test_every_folder_is_run() -> None:
     tests = Path(__file__).parents[1]
     assert {*run_tests.FOLDERS, "gpu"} == {path.parent.name for path in tests.glob("*/test_*.py")}
+
+
+# The platform's distribution is not installed where there is a GPU.
+WITHOUT_REFERENCE = """
+import sys, pytest
+sys.meta_path[:] = [each for each in sys.meta_path if "reference" not in each.__module__]
+sys.exit(pytest.main(["-q", "-c", "pyproject.toml", "--noconftest", sys.argv[1]]))
+"""
+
+
+def test_a_gpus_tests_find_the_reference_that_is_not_installed_there(tmp_path: Path) -> None:
+    file = tmp_path / "test_import.py"
+    file.write_text("def test_it():\n    import sglang_gemma4_reference\n")
+    command = [sys.executable, "-c", WITHOUT_REFERENCE, str(file)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.release

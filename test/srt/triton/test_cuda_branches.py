@@ -40,7 +40,7 @@ from harness.observe import (
 )
 from harness.rounding import assert_layers_agree, rounded_otherwise
 from sglang_gemma4_reference import interpreter
-from sglang_gemma4_reference.cuda_kernels import calls
+from sglang_gemma4_reference.cuda_kernels import calls, norms
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core import donor
@@ -158,9 +158,13 @@ def both_ways(
     """The forward off and on, K/V equal byte for byte, after the kernels and rows were counted."""
     scheduled = bench.engine.schedule(prompts)
     reset_log()
-    (stock, stock_calls), (fast, fast_calls) = (
-        watched(bench.engine, scheduled, switch) for switch in "01"
-    )
+    norms.clear()
+    stock, stock_calls = watched(bench.engine, scheduled, "0")
+    of_stock = set(norms)
+    fast, fast_calls = watched(bench.engine, scheduled, "1")
+    assert norms == of_stock  # a request that is cut has none compiled that stock does not
+    assert all(dense for _, _, dense in norms)
+    assert bool(norms) == (bench.engine.runner.dtype != torch.float32)
     shape, total = bench.shape, sum(len(prompt.new) for prompt in prompts)
     assert stock_calls == expected_calls(shape, None)
     assert fast_calls == expected_calls(shape, tail)

@@ -25,6 +25,7 @@ def _always_the_same() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     cuda_kernels.calls.clear()
+    cuda_kernels.norms.clear()
 
 
 # Each kernel with arguments that it takes, which a test changes. Rows are columns of one
@@ -90,6 +91,31 @@ def test_fused_add_rmsnorm_norms_the_sum_before_it_is_rounded() -> None:
     cuda_kernels.fused_add_rmsnorm(**given)
     assert torch.equal(given["residual"], total.bfloat16())
     torch.testing.assert_close(given["input"], want.bfloat16())
+
+
+def halves(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """The same rows as columns of a wider tensor, in two bytes."""
+    wider = torch.zeros(len(tensor), width, dtype=torch.bfloat16)
+    return wider[:, : tensor.shape[-1]].copy_(tensor)
+
+
+def test_flashinfers_norms_are_compiled_for_dense_rows_and_for_others() -> None:
+    given = norm_arguments()
+    weight, dense = given["weight"].bfloat16(), given["input"].bfloat16()
+    compiled = set[tuple[str, int, bool]]()
+    for rows, kernel in ((dense, True), (dense[1:], True), (halves(dense, 2 * WIDTH), False)):
+        compiled.add(("rmsnorm", WIDTH, kernel))
+        want = rms_norm(rows.float(), (WIDTH,), weight.float(), 1e-6).bfloat16()
+        torch.testing.assert_close(cuda_kernels.rmsnorm(rows, weight), want)
+        assert cuda_kernels.norms == compiled
+    for unaligned in (off_by_one(dense), halves(dense, WIDTH + 1), halves(dense, WIDTH + 4)):
+        with pytest.raises(RefusedByKernelError, match="aligned"):
+            cuda_kernels.rmsnorm(unaligned, weight)
+    with pytest.raises(RefusedByKernelError, match="weight is not aligned to 16"):
+        cuda_kernels.rmsnorm(dense, off_by_one(weight))
+    wide = torch.zeros(4 * WIDTH, dtype=torch.bfloat16)[8:][:WIDTH].view(1, WIDTH)
+    with pytest.raises(RefusedByKernelError, match="aligned to 128"):
+        cuda_kernels.rmsnorm(wide, weight)
 
 
 def test_store_cache_leaves_out_the_reserved_slot() -> None:
