@@ -87,9 +87,6 @@ def test_every_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert point["replayed"]["on replayed"]["path"] == log.EXIT_CAPTURED
     [point] = found["profile"]["points"]
     assert point["on"]["kernels"] > 0
-    for point in found["answers"]["points"]:  # in fp32 all is equal, and logits are not alike
-        assert point["on"]["tokens"] == point["off"]["tokens"]
-        assert point["max_difference"] < 1e-3 < point["logit_spread"]
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     for name, made in results.PARTS.items():
         if name.startswith("gpu"):
