@@ -36,6 +36,7 @@ Needs an environment with SGLang, this package and ``test/reference``.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import statistics
@@ -55,7 +56,6 @@ from environment import REPO
 from result_files import RESULTS, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
 
-BENCH = REPO / "scripts" / "bench"
 #: The parts that are other scripts' commands, and what makes them small, to try the script itself.
 COMMANDS = {
     "load": (
@@ -205,18 +205,18 @@ def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
     """The command that measures a part, in a process of its own: it has the GPU to itself."""
     small = args.preset.endswith("TINY")
     name = re.sub(r"[^a-z0-9]+", "-", f"{args.preset} {device_name(device)}".lower()).strip("-")
-    path = args.results / f"gpu_{part}_{name}.json"
-    common = ["--preset", args.preset, "--device", device, "--json", str(path)]
+    path = os.path.relpath(args.results / f"gpu_{part}_{name}.json", REPO)
+    common = ["--preset", args.preset, "--device", device, "--json", path]
     if part in COMMANDS:
         command, smaller = COMMANDS[part]
         options = shlex.split(command)
         if small:
             options += shlex.split(smaller)
-        return [sys.executable, str(BENCH / options[0]), *options[1:], *common]
+        return [sys.executable, f"scripts/bench/{options[0]}", *options[1:], *common]
     own = ["--measure", part, "--lengths", *map(str, LENGTHS[part])]
     if small:
         own = ["--measure", part, "--lengths", "40"]
-    return [sys.executable, __file__, *own, *common]
+    return [sys.executable, "scripts/bench_gpu.py", *own, *common]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -247,7 +247,7 @@ def main() -> int:
         heading(part)
         command = command_of(part, args, device)
         say(f"$ {shlex.join(command)}")
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run(command, cwd=REPO, check=False).returncode:
             missing.append(part)
     if missing:
         say(f"not measured: {', '.join(missing)}", sys.stderr)

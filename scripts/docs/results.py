@@ -136,8 +136,12 @@ def gpu_replayed_rows(document: Document) -> Iterator[list[object]]:
         expected = predicted.get(document["model"], {}).get(str(length), {})
         cells: list[object] = []
         for way in GPU_REPLAYED[2:]:
-            measured = f"{times[way]['median'] * 1e3:.1f}" if way in times else "not captured"
-            cells.append(measured + (f" ({expected[way]:.1f})" if way in expected else ""))
+            cell = "not timed"  # not captured, or on a CPU
+            if times.get(way):
+                cell = f"{times[way]['median'] * 1e3:.1f}"
+            if way in expected:
+                cell += f" ({expected[way]:.1f})"
+            cells.append(cell)
         answer = "the same token" if same else "**another token**"
         yield [f"{document['model']}, {length}", answer, *cells]
 
