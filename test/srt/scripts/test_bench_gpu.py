@@ -19,6 +19,7 @@ import bench_latency
 import bench_prefill
 import result_files
 import results
+from environment import REPO
 from sglang_gemma4_yoco import log
 
 
@@ -53,7 +54,7 @@ def test_a_part_is_a_command_of_another_script(
         monkeypatch.setattr(sys, "argv", command[1:])
         parsed = vars(scripts[Path(command[1]).name])["parse_arguments"]()
         assert parsed.preset == preset
-        assert (bench_gpu.REPO / parsed.json).resolve().parent == tmp_path.resolve()
+        assert (REPO / parsed.json).resolve().parent == tmp_path.resolve()
 
 
 def test_a_rehearsal_is_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
