@@ -4,7 +4,8 @@
 Gemma 4 E2B or E4B at its real dimensions with random weights, so neither a network nor a checkpoint
 is needed; in bf16, with Triton attention and the unchanged SGLang. Each part is one question and
 can run alone, in any order. "off" is ``SGLANG_GEMMA4_YOCO=0``, "on" is ``1``; they take turns, and
-a part reports nothing unless "on" was on and "off" was off.
+a part reports nothing unless "on" was on and "off" was off. Whether answers are right is what
+``run_tests.py --gpu`` shows.
 
 Two parts serve the model to ``sglang.benchmark.serving`` (``bench/bench_latency.py``):
 
@@ -16,10 +17,9 @@ Two time single prefills (``bench/bench_prefill.py``):
     prefill   16 to 32768 tokens against the ceiling, and what the host does in them
     replayed  16 to 8192 tokens that SGLang replays from CUDA graphs, with the package and without
 
-Three look at forwards in this process:
+Two look at forwards in a process of their own:
 
     memory    peak memory of a prefill
-    answers   greedy tokens off and on, and how far their logits are apart
     profile   time of host and device in a prefill, and its kernels; the only part that needs CUPTI
 
 Output contract: each part prints what its script prints, and writes ``benchmark/results/
@@ -36,6 +36,7 @@ Needs an environment with SGLang, this package and ``test/reference``.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import statistics
@@ -55,7 +56,6 @@ from environment import REPO
 from result_files import RESULTS, device_name, write_result
 from sglang_gemma4_yoco.commands.console import say
 
-BENCH = REPO / "scripts" / "bench"
 #: The parts that are other scripts' commands, and what makes them small, to try the script itself.
 COMMANDS = {
     "load": (
@@ -79,8 +79,7 @@ COMMANDS = {
         "--lengths 40 --repeats 1",
     ),
 }
-LENGTHS = {"memory": (512, 8192, 32768), "profile": (16, 128, 512, 2048, 8192), "answers": (2000,)}
-SMALL = {"memory": (40,), "profile": (40,), "answers": (30,)}
+LENGTHS = {"memory": (512, 8192, 32768), "profile": (16, 128, 512, 2048, 8192)}
 WAYS = ("off", "on")
 
 
@@ -171,35 +170,9 @@ def device_time(events: Sequence[Any], device: str) -> dict[str, Any]:
     }
 
 
-def answers(engine: Any, batch: Any, way: str, count: int = 10) -> dict[str, Any]:
-    """Greedy tokens, and the logits of the first one."""
-    from bench_prefill import must_have_spread, switched
-
-    with switched(way):
-        logits = engine.forward(batch).next_token_logits[0].float().cpu()
-        must_have_spread(logits)
-        tokens = [int(logits.argmax())]
-        while len(tokens) < count:
-            following = engine.decode(batch, tokens[-1:]).next_token_logits[0]
-            tokens.append(int(following.argmax()))
-    return {"tokens": tokens, "logits": logits}
-
-
-def compared_answers(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Tokens both ways, and how far the first one's logits are apart."""
-    off, on = found["off"].pop("logits"), found["on"].pop("logits")
-    differences = (on - off).abs()
-    return {
-        "mean_difference": float(differences.mean()),
-        "max_difference": float(differences.max()),
-        "logit_spread": float(off.std()),
-    }
-
-
 PARTS: dict[str, Callable[[Any, Any, str], dict[str, Any]]] = {
     "memory": peak_memory,
     "profile": profile,
-    "answers": answers,
 }
 
 
@@ -207,23 +180,20 @@ def measure_forwards(part: str, args: argparse.Namespace) -> int:
     """Run a part of this script, in turns off and on; return the exit status."""
     import bench_prefill
 
-    device, lengths = bench_prefill.choose_device(args.device), args.lengths or LENGTHS[part]
-    if part == "answers":
-        lengths = [length + more for length in lengths for more in range(args.prompts)]
-    rows = max(lengths)
+    device = bench_prefill.choose_device(args.device)
     with tempfile.TemporaryDirectory() as directory:
-        engine = bench_prefill.build_engine(args.preset, device, Path(directory), rows, graphs=True)
+        engine = bench_prefill.build_engine(
+            args.preset, device, Path(directory), max(args.lengths), graphs=True
+        )
         bench_prefill.capture(engine)
         document = bench_prefill.describe(args.preset, engine) | {"points": []}
-        for length in lengths:
+        for length in args.lengths:
             load = bench_prefill.Load(length, batch_size=1)
             requests = bench_prefill.prompts(load, engine.text_model.config.vocab_size)
             assert_cut(engine, engine.schedule(requests), length)
             point: dict[str, Any] = {"length": length}
             for way in WAYS:
                 point[way] = PARTS[part](engine, engine.schedule(requests), way)
-            if part == "answers":
-                point |= compared_answers(point)
             document["points"].append(point)
             line = write_result(args.json, document)
             say(f"{part}, {length} tokens: off {point['off']}, on {point['on']}")
@@ -235,19 +205,18 @@ def command_of(part: str, args: argparse.Namespace, device: str) -> list[str]:
     """The command that measures a part, in a process of its own: it has the GPU to itself."""
     small = args.preset.endswith("TINY")
     name = re.sub(r"[^a-z0-9]+", "-", f"{args.preset} {device_name(device)}".lower()).strip("-")
-    path = args.results / f"gpu_{part}_{name}.json"
-    common = ["--preset", args.preset, "--device", device, "--json", str(path)]
+    path = os.path.relpath(args.results / f"gpu_{part}_{name}.json", REPO)
+    common = ["--preset", args.preset, "--device", device, "--json", path]
     if part in COMMANDS:
         command, smaller = COMMANDS[part]
         options = shlex.split(command)
         if small:
             options += shlex.split(smaller)
-        return [sys.executable, str(BENCH / options[0]), *options[1:], *common]
-    lengths = SMALL[part] if small else LENGTHS[part]
-    own = ["--measure", part, "--lengths", *map(str, lengths)]
+        return [sys.executable, f"scripts/bench/{options[0]}", *options[1:], *common]
+    own = ["--measure", part, "--lengths", *map(str, LENGTHS[part])]
     if small:
-        own += ["--prompts", "2"]
-    return [sys.executable, __file__, *own, *common]
+        own = ["--measure", part, "--lengths", "40"]
+    return [sys.executable, "scripts/bench_gpu.py", *own, *common]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -261,7 +230,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--results", type=Path, default=RESULTS, help="the folder of the result files")
     add("--measure", choices=PARTS, help=argparse.SUPPRESS)  # what a part's own process does
     add("--lengths", type=int, nargs="+", help=argparse.SUPPRESS)
-    add("--prompts", type=int, default=30, help=argparse.SUPPRESS)
     add("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -279,7 +247,7 @@ def main() -> int:
         heading(part)
         command = command_of(part, args, device)
         say(f"$ {shlex.join(command)}")
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run(command, cwd=REPO, check=False).returncode:
             missing.append(part)
     if missing:
         say(f"not measured: {', '.join(missing)}", sys.stderr)

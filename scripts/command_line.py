@@ -21,16 +21,8 @@ REFERENCE = REPO / "test" / "reference"
 _SERVER_ARGS = "--server-args"
 
 
-class _Defaults(argparse.RawDescriptionHelpFormatter):
-    """Names each default that is worth naming, and keeps the lines of the description."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        default = action.default
-        if not default or default in (True, argparse.SUPPRESS):
-            return action.help
-        if isinstance(default, list):
-            default = " ".join(map(str, default))
-        return f"{action.help or ''} (default: {default})".replace("%", "%%")
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the lines of the description, and names defaults."""
 
 
 def new_parser(about: str | None) -> argparse.ArgumentParser:
@@ -39,7 +31,7 @@ def new_parser(about: str | None) -> argparse.ArgumentParser:
     It takes no shortened flags: servers' secrets are looked for behind ``--server-args``.
     """
     command_without_secrets(sys.argv)
-    return argparse.ArgumentParser(description=about, formatter_class=_Defaults, allow_abbrev=False)
+    return argparse.ArgumentParser(description=about, formatter_class=_Help, allow_abbrev=False)
 
 
 def command_without_secrets(words: Sequence[str]) -> str:

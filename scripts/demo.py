@@ -56,9 +56,9 @@ from environment import REPO, SGLANG_VERSION, SetupError, prepare
 from sglang_gemma4_yoco.commands import verify
 from sglang_gemma4_yoco.commands.console import say
 
-# For a random model two questions show as much as twelve, and a prompt of half the length.
+# For a random model two questions show as much as twelve, and shorter prompts.
 QUESTIONS = "What is the capital of France?\nName three prime numbers.\n"
-SHORT = ("--prompt-tokens", "1024", "--repeats", "3")
+SHORT = ("--prompt-tokens", "512", "--repeats", "3")
 _GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
@@ -109,7 +109,7 @@ def demo(args: argparse.Namespace) -> NoReturn:
         questions.write_text(QUESTIONS)
         command += ["--model-path", str(model), "--label", args.preset]
         command += ["--prompts", str(questions), *SHORT]
-        args.flags = ["--chunked-prefill-size", "1024", *shlex.split(args.server_args), *args.flags]
+        args.flags = ["--chunked-prefill-size", "512", *shlex.split(args.server_args), *args.flags]
     command += [*args.of_verify, "--", *args.flags]
     if device == "cpu":
         os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"

@@ -54,7 +54,10 @@ def find_uv(venv: Path) -> Path:
 
 
 def prepare(venv: Path, *, sglang: str = SGLANG_VERSION, group: str = "cpu") -> Path:
-    """Complete an environment with a release of SGLang and a group; return its interpreter.
+    """Complete an environment with a release of SGLang, or the newest, and a dependency group.
+
+    Returns:
+        Its interpreter.
 
     Raises:
         SetupError: something could not be installed.
@@ -65,8 +68,11 @@ def prepare(venv: Path, *, sglang: str = SGLANG_VERSION, group: str = "cpu") -> 
     free = shutil.disk_usage(venv).free
     if free < 12e9 and not any(venv.glob("lib/*/site-packages/sglang")):
         raise SetupError(f"{venv} has {free / 1e9:.1f} GB of free disk, and SGLang needs about 12")
+    release = f"sglang=={sglang}"
+    if sglang == "newest":
+        release = f"sglang>{SGLANG_VERSION}.dev0"  # pre-releases of SGLang alone
     # Editable, so that an environment of last week has the checkout of today.
-    packages = (f"sglang=={sglang}", "-e", f"{REPO}[verify]", f"--group={group}")
+    packages = (release, "-e", f"{REPO}[verify]", f"--group={group}")
     if not run(find_uv(venv), "pip", "install", "--python", python, *packages):
         raise SetupError(
             "this could not be installed. If the package index was not reached, check network and "

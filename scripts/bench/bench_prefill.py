@@ -278,14 +278,11 @@ def buckets(args: argparse.Namespace, device: str) -> list[int]:
     """Rows of the batches whose prefills SGLang captures."""
     from sglang_gemma4_reference import releases
 
+    on_cpu = device == "cpu"
+    if args.graphs != "prefills" or (on_cpu and not releases.records_prefills()):
+        return []
     totals = {CHECKED, *(load.total for load in loads(args))}
-    if args.graphs != "prefills":
-        return []
-    if device == "cuda":
-        return sorted(totals)
-    if not releases.records_prefills():
-        return []
-    return sorted(total for total in totals if total <= MOST_CAPTURED)
+    return sorted(total for total in totals if total <= MOST_CAPTURED or not on_cpu)
 
 
 def capturable(device: str) -> AbstractContextManager[object]:
@@ -469,12 +466,14 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
         logits = timed(engine, batch, way)[1].clone()
         if len(log.forwards) != 1:
             raise NotActiveError(f"{way}: the package reports {dict(log.forwards)}")
-        found[way] = Replayed(
-            path=next(iter(log.forwards)),
-            max_logit_difference=float((logits - stock).abs().max()),
-            same_tokens=bool((logits.argmax(-1) == stock.argmax(-1)).all()),
-        )
+        found[way] = Replayed(next(iter(log.forwards)), *agreement(logits, stock))
     return found
+
+
+def agreement(logits: torch.Tensor, stock: torch.Tensor) -> tuple[float, bool]:
+    """The largest difference of two answers' logits, and whether their greedy tokens are equal."""
+    same = (logits.argmax(-1) == stock.argmax(-1)).all()
+    return float((logits - stock).abs().max()), bool(same)
 
 
 def captured_rows(engine: Any) -> list[int]:
@@ -524,12 +523,13 @@ def measure(engine: Any, load: Load, repeats: int) -> Point:
     possible, realised = off.median - front.median, math.nan
     if possible > 0:
         realised = (off.median - on.median) / possible
+    difference, same_tokens = agreement(logits["on"], logits["off"])
     return Point(
         load=load,
         path=path,
         rows=(rows[0], rows[-1]),
-        max_logit_difference=float((logits["on"] - logits["off"]).abs().max()),
-        same_tokens=bool((logits["on"].argmax(-1) == logits["off"].argmax(-1)).all()),
+        max_logit_difference=difference,
+        same_tokens=same_tokens,
         off=off,
         on=on,
         front=front,
@@ -583,19 +583,16 @@ def measure_gate(engine: Any) -> dict[str, float]:
         arguments = (model, forward_batch.input_ids, forward_batch.positions, forward_batch)
         return microseconds(lambda: (plan(forward_batch), forward(*arguments)))
 
-    def added(forward_batch: Any) -> float:
-        with_package = taken(wrapped, backend.init_forward_metadata, forward_batch)
-        return with_package - taken(stock, plain_plan, forward_batch)
-
+    added = {}
     try:
-        return {
-            "ineligible_prefill_us": round(added(prefill), 2),
-            "decode_us": round(added(decode), 3),
-        }
+        for name, forward_batch in (("ineligible_prefill_us", prefill), ("decode_us", decode)):
+            with_package = taken(wrapped, backend.init_forward_metadata, forward_batch)
+            added[name] = round(with_package - taken(stock, plain_plan, forward_batch), 3)
     finally:
         known.close()
         if attached is not None:
             model.__dict__[ENTRY] = attached
+    return added
 
 
 def describe(model: object, engine: Any) -> dict[str, Any]:

@@ -87,10 +87,12 @@ def ask_colours(args: argparse.Namespace, url: str) -> Answers:
 def ask_gsm8k(args: argparse.Namespace, url: str) -> Answers:
     """Run lm-eval's GSM8K against one server."""
     import lm_eval
+    import yaml
 
     # lm-eval asks for a key even where none is checked; the server is this machine's.
     os.environ |= {"OPENAI_API_KEY": "none", "NO_PROXY": "127.0.0.1,localhost"}
-    task: dict[str, Any] = {"task": "gsm8k"}
+    home = Path(lm_eval.__file__).parent
+    task: dict[str, Any] = yaml.safe_load((home / "tasks/gsm8k/gsm8k.yaml").read_text())
     if args.questions is not None:
         both = dict.fromkeys(("train", "test"), str(args.questions.resolve()))
         task |= {"dataset_path": "json", "dataset_name": None}

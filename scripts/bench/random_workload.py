@@ -306,7 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--longest", type=int, default=4000, help="tokens of a prompt")
     add("--concurrency", type=int, default=16, help="clients at once")
     add("--captured", action="store_true", help="replay decode steps and tails from graphs")
-    add("--seed", type=int, default=0, help="of the requests (default: 0)")
+    add("--seed", type=int, default=0, help="of the requests")
     add(
         "--failures-every",
         type=int,

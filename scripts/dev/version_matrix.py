@@ -13,7 +13,7 @@ to release for the CPU platform: their tests run with the newest one only, in ev
 Output contract: the last line for each release is ``sglang VERSION: passed`` or ``failed``, with
 counts. What passed goes to ``benchmark/results/version_matrix.json``, of which
 ``scripts/docs/results.py --write`` makes the table of docs/compatibility.md. Exit status: 0 if all
-passed, 1 if one did not, 2 if there is no such release.
+passed, 1 if one did not.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from command_line import failed, heading, new_parser
-from environment import REPO, SetupError, create_venv, find_uv, run
+from command_line import heading, new_parser
+from environment import REPO, run
 from result_files import RESULTS, commit, package_of, write_whole
 from sglang_gemma4_yoco.commands.console import say
 
@@ -51,21 +51,9 @@ FILES = (
 _ABOUT = """
 import json, platform
 from importlib.metadata import version
-print(json.dumps({"torch": version("torch"), "python": platform.python_version()}))
+about = {name: version(name) for name in ("sglang", "torch")}
+print(json.dumps(about | {"python": platform.python_version()}))
 """
-
-
-def newest(folder: Path) -> str:
-    """The newest SGLang on the package index, pre-releases among them."""
-    venv = folder / "tools"
-    if not venv.exists():
-        create_venv(venv)
-    options = ("--quiet", "--no-deps", "--no-header", "--no-annotate", "--prerelease=allow", "-")
-    command = [str(find_uv(venv)), "pip", "compile", *options]
-    done = subprocess.run(command, input="sglang", capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SetupError(f"the newest release is not known: {done.stderr}")
-    return done.stdout.strip().removeprefix("sglang==")
 
 
 def try_release(version: str, folder: Path) -> dict[str, Any]:
@@ -105,23 +93,17 @@ def main() -> int:
     bad = 0
     for name in args.versions:
         heading(f"SGLang {name}")
-        version = name
-        try:
-            if name == "newest":
-                version = newest(folder)
-        except (SetupError, OSError) as failure:
-            return failed(failure)
-        found = try_release(version, folder)
+        found = try_release(name, folder)
         passed = found["passed"] > 0 and not found["failed"]
         bad += not passed
-        if passed and version in VERSIONS:
+        if passed and name in VERSIONS:
             entries = {entry["sglang"]: entry for entry in json.loads(FILE.read_text())}
-            entries[version] = found
+            entries[name] = found
             lines = ",\n".join(json.dumps(entries[one]) for one in sorted(entries, reverse=True))
             write_whole(FILE, f"[\n{lines}\n]\n")
         outcome = "passed" if passed else "failed"
         counts = ", ".join(f"{found[name]} {name}" for name in ("passed", "skipped", "failed"))
-        say(f"sglang {version}: {outcome} ({counts})")
+        say(f"sglang {found['sglang']}: {outcome} ({counts})")
     return int(bad > 0)
 
 

@@ -107,19 +107,19 @@ GPU_LOAD = ("what", "which", "off", "on", "off/on")
 
 
 def gpu_load_rows(document: Document) -> Iterator[list[object]]:
-    """Loads over HTTP: first tokens, and tokens of those that decode."""
+    """Loads over HTTP: their duration, first tokens, and tokens of those that decode."""
+    load = f"{document['requests']} x {document['prompt']} in, {document['answer']} out"
     for point in document["points"]:
-        load = f"{document['requests']} x {document['prompt']} in, {document['answer']} out"
         which = f"{document['model']}, {point['rate']} requests/s, mixed chunks {point['mixed']}"
-        off, on = point["off"], point["on"]
-        one, other = statistics.median(off["seconds"]), statistics.median(on["seconds"])
-        times = (f"{one:.2f}", f"{other:.2f}", f"{one / other:.2f}")
-        yield [f"{load}: duration, s", which, *times]
-        for key, what in (("ttft_ms", "first token"), ("itl_ms", "between tokens")):
+        figures: dict[str, list[float]] = {}
+        for way in ("off", "on"):
+            found = point[way]
+            figures.setdefault("duration, s", []).append(statistics.median(found["seconds"]))
             for p in ("50", "95"):
-                one, other = off[key][p], on[key][p]
-                times = (f"{one:.0f}", f"{other:.0f}", f"{one / other:.2f}")
-                yield [f"{load}: {what}, p{p}, ms", which, *times]
+                figures.setdefault(f"first token, p{p}, ms", []).append(found["ttft_ms"][p])
+                figures.setdefault(f"between tokens, p{p}, ms", []).append(found["itl_ms"][p])
+        for what, (off, on) in figures.items():
+            yield [f"{load}: {what}", which, f"{off:.1f}", f"{on:.1f}", f"{off / on:.2f}"]
 
 
 GPU_REPLAYED = ("model, tokens", "answers", "off", "off replayed", "on", "on replayed")
@@ -136,8 +136,12 @@ def gpu_replayed_rows(document: Document) -> Iterator[list[object]]:
         expected = predicted.get(document["model"], {}).get(str(length), {})
         cells: list[object] = []
         for way in GPU_REPLAYED[2:]:
-            measured = f"{times[way]['median'] * 1e3:.1f}" if way in times else "not captured"
-            cells.append(measured + (f" ({expected[way]:.1f})" if way in expected else ""))
+            cell = "not timed"  # not captured, or on a CPU
+            if times.get(way):
+                cell = f"{times[way]['median'] * 1e3:.1f}"
+            if way in expected:
+                cell += f" ({expected[way]:.1f})"
+            cells.append(cell)
         answer = "the same token" if same else "**another token**"
         yield [f"{document['model']}, {length}", answer, *cells]
 
@@ -145,39 +149,23 @@ def gpu_replayed_rows(document: Document) -> Iterator[list[object]]:
 GPU_FORWARD = ("model", "tokens", "off", "on")
 
 
-def gpu_memory_rows(document: Document) -> Iterator[list[object]]:
-    """Peak memory of a prefill."""
-    for point in document["points"]:
-        peaks = (f"{point[way]['peak_bytes'] / 2**20:.0f} MiB" for way in ("off", "on"))
-        yield [document["model"], point["length"], *peaks]
+def peak(found: dict[str, Any]) -> str:
+    """The peak memory of a prefill."""
+    return f"{found['peak_bytes'] / 2**20:.0f} MiB"
 
 
-def gpu_profile_rows(document: Document) -> Iterator[list[object]]:
+def spent(found: dict[str, Any]) -> str:
     """Where the time of a prefill goes."""
+    host = f"host {found['host_ms']:.1f} of {found['whole_ms']:.1f} ms"
+    return f"{host}, device idle {found['device_idle_ms']:.1f} ms, {found['kernels']} kernels"
+
+
+def gpu_forward_rows(
+    told: Callable[[dict[str, Any]], str], document: Document
+) -> Iterator[list[object]]:
+    """What ``told`` says of single forwards."""
     for point in document["points"]:
-        cells = []
-        for way in ("off", "on"):
-            found = point[way]
-            cells.append(
-                f"host {found['host_ms']:.1f} of {found['whole_ms']:.1f} ms, device idle "
-                f"{found['device_idle_ms']:.1f} ms, {found['kernels']} kernels"
-            )
-        yield [document["model"], point["length"], *cells]
-
-
-def gpu_answers_rows(document: Document) -> Iterator[list[object]]:
-    """Greedy answers that are the same, and the largest difference of logits."""
-    points = document["points"]
-    same = sum(point["off"]["tokens"] == point["on"]["tokens"] for point in points)
-    largest = max(point["max_difference"] for point in points)
-    spread = points[0]["logit_spread"]
-    differ = f"logits differ by at most {largest:.2g}, their spread is {spread:.2g}"
-    yield [
-        document["model"],
-        points[0]["length"],
-        f"{len(points)} answers",
-        f"{same} equal; {differ}",
-    ]
+        yield [document["model"], point["length"], told(point["off"]), told(point["on"])]
 
 
 def load_sources() -> str:
@@ -199,6 +187,7 @@ def releases() -> str:
     return f"{markdown(head, rows, numbers=3)}\n\nCommit `{'`, `'.join(commits)}`, {age}."
 
 
+memory_rows, profile_rows = partial(gpu_forward_rows, peak), partial(gpu_forward_rows, spent)
 PARTS: Parts = {
     "prefill": partial(table_of, "prefill_*.json", PREFILL, prefill_rows),
     "threshold": partial(table_of, "threshold_*.json", PREFILL, prefill_rows),
@@ -208,9 +197,8 @@ PARTS: Parts = {
     "gpu load": partial(table_of, "gpu_l*.json", GPU_LOAD, gpu_load_rows),
     "gpu prefill": partial(table_of, "gpu_prefill_*.json", PREFILL, prefill_rows),
     "gpu replayed": partial(table_of, "gpu_replayed_*.json", GPU_REPLAYED, gpu_replayed_rows),
-    "gpu memory": partial(table_of, "gpu_memory_*.json", GPU_FORWARD, gpu_memory_rows),
-    "gpu profile": partial(table_of, "gpu_profile_*.json", GPU_FORWARD, gpu_profile_rows),
-    "gpu answers": partial(table_of, "gpu_answers_*.json", GPU_FORWARD, gpu_answers_rows),
+    "gpu memory": partial(table_of, "gpu_memory_*.json", GPU_FORWARD, memory_rows),
+    "gpu profile": partial(table_of, "gpu_profile_*.json", GPU_FORWARD, profile_rows),
 }
 
 
