@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -198,14 +197,6 @@ def test_nothing_is_said_without_prefill_graphs(
     assert not [m for m in caplog.messages if "prefill CUDA graphs" in m or "exits" in m]
 
 
-def test_ids_and_embeddings_at_once_are_an_error(engine: Engine) -> None:
-    """What stops a multimodal server where shared layers would not."""
-    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
-    embeds = torch.zeros(len(batch.input_ids), engine.runner.model_config.hidden_size)
-    with pytest.raises(ValueError, match=ERRORS[sglang.IDS_AND_EMBEDDINGS]):
-        engine.text_model(batch.input_ids, batch.positions, batch, embeds)
-
-
 # ---------------------------------------------------------------- what SGLang replays wrongly
 
 
@@ -226,34 +217,3 @@ def test_copied_positions_beside_prefill_graphs(
     assert_stock(engine, limits.WRONG_REPLAYS)
     restarted()
     assert_fast(engine)
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_captured_prefill_would_read_uncopied_positions(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, copied: bool
-) -> None:
-    """A prefill graph has the text model alone, on the batch's own positions: what is outside must
-    have changed these.
-    """
-    monkeypatch.setenv(compat.POSITIONS_VARIABLE, str(int(copied)))
-    assert compat.copies_positions() is copied
-    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
-    before = batch.positions.clone()
-    inside: list[torch.Tensor] = []
-
-    def text_model(*args: Any, **kwargs: Any) -> Any:
-        inside.append(kwargs["positions"] if "positions" in kwargs else args[1])
-        raise _StopError
-
-    with (
-        mock.patch.object(engine.text_model, "forward", text_model),
-        forward_context(ForwardContext(attn_backend=engine.runner.attn_backend)),
-        pytest.raises(_StopError),
-    ):
-        engine.runner.model.forward(batch.input_ids, batch.positions, batch)
-    assert torch.equal(inside[0], before + 1)
-    assert torch.equal(batch.positions, before if copied else before + 1)
-
-
-class _StopError(Exception):
-    """Nothing after this is looked at."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench_checks import SHAPES, draw, engines, kinds, traffic
+from bench_checks import traffic
 from breakages import BREAKAGES
 from harness.batches import batch_of
 from harness.checking import NEW, REQUESTS, audited, checked, counted, counts
@@ -223,18 +223,3 @@ def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
         if batch != CHUNK:
             assert torch.equal(output.next_token_logits, stock.output.next_token_logits), way
         assert_same_cache(stock, dataclasses.replace(stock, kv=captured.kv()))
-
-
-@pytest.mark.release
-def test_a_head_whose_values_cancel() -> None:
-    """It is off by the roundings of what it adds up, 1.2 times what its own size would allow."""
-    (shape, _), seed = SHAPES["35 layers"], 3100
-    [kind] = kinds(1, seed)
-    with torch.no_grad(), engines(shape, "float16") as engine:
-        draw(engine.text_model, dataclasses.replace(shape, outlier_share=0.02, **kind))
-        vocabulary, draws = engine.text_model.config.vocab_size, random.Random(seed)
-        with audited(engine), switched("1"):
-            for _ in range(10):
-                batch = engine.schedule(traffic(draws, vocabulary))
-                engine.forward(batch, intermediate=draws.random() < 0.15)
-    assert counts() == (10, 0)

@@ -98,7 +98,8 @@ def cannot_write(flags: list[str], *_: Any) -> None:
 #: A page takes half a second to draw: the others are drawn for a release.
 PAGES = ("known", "in JSON", "quoted, with spaces", "of several lines", "a shown flag's address")
 ENDS = [
-    *product([is_not_active, ends, breaks, cannot_write], FLAGS),
+    *product([breaks], FLAGS),
+    *product([is_not_active, ends, cannot_write], PAGES),
     *product([agrees], PAGES),
 ]
 MORE_PAGES = [

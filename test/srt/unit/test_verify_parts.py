@@ -35,11 +35,6 @@ def tokenizer() -> Any:
 # ---------------------------------------------------------------- prompts
 
 
-def test_bundled_prompts() -> None:
-    bundled = prompts.read_file(prompts.BUNDLED)
-    assert len(set(bundled)) == len(bundled) == 12
-
-
 def test_a_file_of_prompts(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("One?\n\n  Two, with {braces}?  \nÜ\n".encode() + b"\xff")
