@@ -28,6 +28,8 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.runtime_context import get_context
 
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
+from harness.observe import assert_stock as assert_all_rows
+from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, log
@@ -98,6 +100,17 @@ def trace(forward: Callable[..., Any], batch: Any) -> tuple[list[str], Any]:
     return [f"{node.op} {node.target}" for node in graph.graph.nodes], output
 
 
+def test_a_forward_that_is_compiled(engine: Engine) -> None:
+    """Nothing is decided, nor counted, while PyTorch traces it."""
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        seen = run(engine, scheduled, "1")
+    assert_all_rows(engine, TWO_PROMPTS, seen)
+    assert not log.forwards
+    assert_fast(engine)
+
+
+@pytest.mark.release
 def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     """``torch.compile(fullgraph=True)`` traces the same operations with and without the patch."""
     engine, model = traceable, traceable.text_model
@@ -144,7 +157,9 @@ def test_captured_forward_is_stocks(engine: Engine, name: str) -> None:
     ("backend", "known"), [(Backend.DISABLED, None), (Backend.FULL, "full"), (None, None)]
 )
 def test_prefill_graph_of_the_published_arguments(backend: str | None, known: str | None) -> None:
-    config = None if backend is None else CudaGraphConfig(prefill=PhaseConfig(backend=backend))
+    config = None
+    if backend is not None:
+        config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     with get_context().override_server_args(cuda_graph_config=config):
         assert compat.cuda_graph_backend("prefill") == known
 

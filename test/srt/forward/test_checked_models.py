@@ -102,7 +102,9 @@ def test_a_captured_tail_is_replayed(captured: Engine) -> None:
     with counted(captured) as forwards:
         assert checked(captured).agrees
     suffix, total = NEW[0] - 2 + 1 + NEW[2], sum(NEW)
-    intermediate = 0 if releases.marks_intermediate() else REQUESTS
+    intermediate = REQUESTS
+    if releases.marks_intermediate():
+        intermediate = 0
     # Beside the first replay its layers run eagerly on as many rows as the graph has.
     expected = [total, REQUESTS, suffix, intermediate, REQUESTS + 1, 0]
     assert [f[-1] for f in forwards] == expected

@@ -110,7 +110,9 @@ def assigned(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
 def registered(target: str, hook: Callable[..., Any], kind: HookType) -> Iterator[None]:
     """A plugin has registered a hook, and SGLang has applied it."""
     path, _, name = target.rpartition(".")
-    owner = MODEL if path == f"{TEXT}.Gemma4TextModel" else gemma4_mm
+    owner = gemma4_mm
+    if path == f"{TEXT}.Gemma4TextModel":
+        owner = MODEL
     with mock.patch.object(owner, name, vars(owner)[name]), ExitStack() as stack:
         stack.enter_context(
             mock.patch.object(HookRegistry, "_hooks", {target: [(kind, hook, None)]})

@@ -68,7 +68,9 @@ def read_by(engine: Engine, scheduled: Any, switch: str, *, intermediate: bool) 
     seen = Observed()
     with switched(switch), watching(engine, seen), counted(__file__) as reads:
         engine.forward(scheduled, intermediate=intermediate)
-    kept = seen.rows[-1] if len(seen.rows) == LAYERS else 0
+    kept = 0
+    if len(seen.rows) == LAYERS:
+        kept = seen.rows[-1]
     total = sum(scheduled.extend_lens)
     cut_rows = [total] * FIRST_CUT + [kept] * (LAYERS - FIRST_CUT if kept else 0)
     assert seen.rows == (cut_rows if switch == "1" else [total] * LAYERS)

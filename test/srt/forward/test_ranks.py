@@ -117,7 +117,9 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
             raise MemoryError("of this rank alone")
         return found
 
-    gone = "of this rank alone" if rank == 1 else "closed by peer|reset by peer"
+    gone = "closed by peer|reset by peer"
+    if rank == 1:
+        gone = "of this rank alone"
     with (
         mock.patch.object(checking, "check", check),
         pytest.raises((MemoryError, RuntimeError), match=gone),
@@ -126,7 +128,9 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
 
 
 def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
-    build = {"side_effect": MemoryError} if rank == 1 else {"wraps": compat.build_attn_backend}
+    build: dict[str, Any] = {"side_effect": MemoryError}
+    if rank != 1:
+        build = {"wraps": compat.build_attn_backend}
     with mock.patch.object(compat, "build_attn_backend", **build):
         engine.runner.init_attention_backends()
         assert_stock(engine, ranks.NOT_ALIKE)
@@ -142,11 +146,9 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
 
     def differing(*args: Any) -> Any:
         found.append(check(*args))
-        return (
-            dataclasses.replace(found[-1], worst=rounding.defect("this rank's"))
-            if rank == 1
-            else found[-1]
-        )
+        if rank == 1:
+            return dataclasses.replace(found[-1], worst=rounding.defect("this rank's"))
+        return found[-1]
 
     del state.facts["check"]
     with mock.patch.object(checking, "check", differing):

@@ -81,7 +81,9 @@ def test_both_paths_are_taken(engine: Engine) -> None:
         found = checked(engine)
     total, kept, suffix = sum(NEW), REQUESTS, (NEW[0] - 2) + 1 + NEW[2]
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
-    intermediate = 0 if releases.marks_intermediate() else kept
+    intermediate = kept
+    if releases.marks_intermediate():
+        intermediate = 0
     assert forwards == [
         [total] * LAYERS,
         [0] * before + [kept] * tail,
@@ -127,7 +129,9 @@ def test_logits_that_are_no_numbers(engine: Engine) -> None:
 
     def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
         calls.append(1)
-        return output * math.nan if len(calls) == LAST else None
+        if len(calls) == LAST:
+            return output * math.nan
+        return None
 
     with engine.text_model.register_forward_hook(poison):
         assert worst(engine) == check.NO_NUMBERS
@@ -397,7 +401,9 @@ def other_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     model, calls = engine.text_model, type(engine.text_model.norm).__call__
 
     def call(norm: Any, *args: Any, **kwargs: Any) -> Any:
-        return calls(norm, *args, None) if norm is model.norm else calls(norm, *args, **kwargs)
+        if norm is model.norm:
+            return calls(norm, *args, None)
+        return calls(norm, *args, **kwargs)
 
     # What is patched here is to be taken for SGLang's own.
     with monkeypatch.context() as patched, settings_changed(trust=(__name__,)):

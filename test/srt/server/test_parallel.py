@@ -92,7 +92,9 @@ def both_servers(spread_server: Server, off_server: Server) -> Pair:
 def turn(mode: Mode, servers: Pair, server: Server, number: int) -> dict[str, Any]:
     """The field of a request that has replicas take turns, whatever load SGLang counts."""
     spread = mode.has_replicas and server is servers[0]
-    return {"routed_dp_rank": number % 2} if spread else {}
+    if spread:
+        return {"routed_dp_rank": number % 2}
+    return {}
 
 
 def in_turns(

@@ -476,7 +476,9 @@ def test_signals_leave_no_process(
         ]
         # Two servers, and for each a child and the resource tracker of multiprocessing.
         found = [*first, *(child for one in first for child in one.children(recursive=True))]
-        return found if len(found) >= 6 else []
+        if len(found) >= 6:
+            return found
+        return []
 
     def interrupt() -> None:
         family.extend(wait_until(servers_and_children, "servers with children", 60))

@@ -297,7 +297,9 @@ def compare(
     stock: list[Observed],
     fast: list[Observed],
 ) -> None:
-    prefills = [prompts, rest_of(prompts)] if rest_of(prompts) else [prompts]
+    prefills = [prompts]
+    if rest_of(prompts):
+        prefills = [prompts, rest_of(prompts)]
     assert expected(engine, prompts) is not None
     for chunk, seen in zip(prefills, fast, strict=False):
         assert_fast(engine, chunk, tail, seen)
@@ -320,7 +322,9 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
     stock = stock_of(engine, shape, name, prompts)
     set_up(engine, tail)
     # With the captured tail the cached tokens too are computed by the fast path.
-    prefix = "1" if tail == CAPTURED else "0"
+    prefix = "0"
+    if tail == CAPTURED:
+        prefix = "1"
     fast = play(engine, prompts, "1", prefix=prefix, stock=stock)
     stock_before = any(p.cached for p in prompts) and prefix == "0"
     assert (SWITCHED_OFF in log.forwards) == stock_before, log.forwards
