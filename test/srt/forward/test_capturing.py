@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
