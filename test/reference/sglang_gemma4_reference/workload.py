@@ -176,7 +176,8 @@ def _random_request(
         prompt = _tokens(draw, _random_length(draw, longest), vocabulary)
         if draw.random() < 0.4:
             prefix = draw.choice(prefixes)
-            prompt = [*prefix[: draw.randint(1, len(prefix))], *prompt][:longest]
+            prompt = prefix[: draw.randint(1, len(prefix))] + prompt
+            del prompt[longest:]
         body["input_ids"] = prompt
     if is_image or draw.random() < 0.35:
         body |= {"return_logprob": True, "top_logprobs_num": 2}

@@ -196,7 +196,8 @@ def test_one_row_of_each_request(
     with watched_replays(tail) as replays:
         assert_replayed(engine, prompts)
     [read] = replays
-    assert read["lengths"].tolist() == [40, 8, 91, 53][:requests] + [1] * (size - requests)
+    lengths = [len(prompt.cached) + len(prompt.new) for prompt in prompts]
+    assert read["lengths"].tolist() == lengths + [1] * (size - requests)
     assert not read["requests"][requests:].any()
     assert outcomes() == {log.TAIL_CAPTURED: 2}
     assert tail.rows == (1, 2, 4)

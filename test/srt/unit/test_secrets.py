@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 from sglang.srt.server_args import ServerArgs
-from test_verify_parts import outcome
 
 import environment
+from harness.found import outcome
 from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from sglang_gemma4_yoco.commands import redact, servers, verify
 from sglang_gemma4_yoco.commands.console import CommandError
