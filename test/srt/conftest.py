@@ -111,7 +111,9 @@ class FilesAndServers(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         shares = "/server/" in file and not file.endswith(USES_NONE)
-        return "servers" if shares or file.endswith(USES_SERVERS) else file
+        if shares or file.endswith(USES_SERVERS):
+            return "servers"
+        return file
 
 
 @pytest.hookimpl(optionalhook=True)  # there is none when pytest-xdist is turned off

@@ -130,7 +130,9 @@ class WindowedTorchNativeBackend(TorchNativeAttnBackend):
         in_window_pool = mapping is not None and mapping[layer.layer_id][1]
         if save_kv_cache and k is not None:
             loc = forward_batch.out_cache_loc
-            window_loc = pool.translate_loc_from_full_to_swa(loc) if in_window_pool else None
+            window_loc = None
+            if in_window_pool:
+                window_loc = pool.translate_loc_from_full_to_swa(loc)
             pool.set_kv_buffer(layer, KVWriteLoc(loc, window_loc), k, v)
         return LayerCache(
             pool.get_key_buffer(layer.layer_id),
@@ -185,7 +187,9 @@ def _attend(
     """
     q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
     # How many keys before its own a row sees.
-    window = layer.sliding_window_size if layer.sliding_window_size > 0 else None
+    window = None
+    if layer.sliding_window_size > 0:
+        window = layer.sliding_window_size
     kv_lens = []
     for length in _listed(lengths):
         kv_lens.append(length + ahead)
@@ -195,7 +199,9 @@ def _attend(
     for request, kv_len, query_len in zip(_listed(requests), kv_lens, query_lens, strict=True):
         end = start + query_len
         # Slots further back are in no row's window, and may belong to another request by now.
-        first = 0 if window is None else max(0, kv_len - query_len - window)
+        first = 0
+        if window is not None:
+            first = max(0, kv_len - query_len - window)
         slots = cache.slots[request, first:kv_len].long()
         if cache.window_slots is not None:
             slots = cache.window_slots[slots]
@@ -222,7 +228,9 @@ def _causal(
     for start in range(0, q.shape[0], _BLOCK):
         rows = q[start : start + _BLOCK]
         last = offset + start + rows.shape[0]
-        first = 0 if window is None else max(0, offset + start - window)
+        first = 0
+        if window is not None:
+            first = max(0, offset + start - window)
         mask = None
         if rows.shape[0] > 1:
             row = torch.arange(offset + start, last, device=q.device)[:, None]

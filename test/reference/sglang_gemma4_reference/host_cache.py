@@ -51,9 +51,14 @@ class Event(torch.cpu.Event):
 
     def record(self, stream: torch.cpu.Stream | None = None) -> None:
         """After the work that the stream has so far."""
-        stream = torch.cpu.current_stream() if stream is None else stream
-        self._stream = stream if isinstance(stream, LateStream) else None
-        self._length = 0 if self._stream is None else self._stream.length
+        if stream is None:
+            stream = torch.cpu.current_stream()
+        self._stream = None
+        if isinstance(stream, LateStream):
+            self._stream = stream
+        self._length = 0
+        if self._stream is not None:
+            self._length = self._stream.length
 
     def query(self) -> bool:
         """Complete it, and return True: SGLang calls this between two forwards.

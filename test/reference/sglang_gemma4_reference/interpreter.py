@@ -78,7 +78,9 @@ def _wrapping_once(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         outermost = not wrapped
         wrapped.update(seen)
         scope = stock(fn)
-        return _Outermost(scope, wrapped) if outermost else scope
+        if outermost:
+            return _Outermost(scope, wrapped)
+        return scope
 
     return patch_lang
 

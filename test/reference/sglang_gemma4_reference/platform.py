@@ -71,7 +71,9 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "triton"
 
     def get_dispatch_key_name(self) -> str:
-        return "cuda" if cuda_branches.is_wanted() else "native"
+        if cuda_branches.is_wanted():
+            return "cuda"
+        return "native"
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"

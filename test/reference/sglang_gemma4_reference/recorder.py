@@ -85,7 +85,9 @@ def as_one_node(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             that it touches as arguments, bare or in lists, tuples and dictionaries.
     """
     recording = _recording.get()
-    return kernel(*args, **kwargs) if recording is None else recording.node(kernel, args, kwargs)
+    if recording is None:
+        return kernel(*args, **kwargs)
+    return recording.node(kernel, args, kwargs)
 
 
 @contextmanager
@@ -111,7 +113,9 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _of_dataclass(leaf: Any) -> list[torch.Tensor]:
-    return tensors_in(leaf) if is_dataclass(leaf) and not isinstance(leaf, type) else []
+    if is_dataclass(leaf) and (not isinstance(leaf, type)):
+        return tensors_in(leaf)
+    return []
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -211,7 +215,9 @@ class RecordedGraph:
 
     def held(self, memory: int) -> int:
         """How many of its tensors use this memory, if it is not its own."""
-        return self._foreign[memory].held if memory in self._foreign else 0
+        if memory in self._foreign:
+            return self._foreign[memory].held
+        return 0
 
     def undeclared(self, *declared: Any) -> list[tuple[torch.Tensor, str]]:
         """What was captured by accident: a tensor of each foreign memory, and the call on it.
@@ -381,7 +387,9 @@ def _refuse(what: str) -> None:
 
 def _name(function: Any) -> str:
     if isinstance(function, functools.partial):
-        return _name(function.args[0]) if function.args else _name(function.func)
+        if function.args:
+            return _name(function.args[0])
+        return _name(function.func)
     function = getattr(function, "fn", function)  # of a launch in Triton's interpreter
     return str(getattr(function, "__name__", function))
 

@@ -71,7 +71,9 @@ class Prefill:
 
 
 def _integers(lens: Iterable[Any] | None) -> list[int]:
-    return [] if lens is None else [int(n) for n in lens]
+    if lens is None:
+        return []
+    return [int(n) for n in lens]
 
 
 def observe(model: Any, on_prefill: Callable[[Prefill], None]) -> list[RemovableHandle]:

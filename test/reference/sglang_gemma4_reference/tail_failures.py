@@ -32,7 +32,9 @@ class InjectedError(Exception):
 def so_far(file: Path) -> list[dict[str, int]]:
     """The failures so far, by the number of the forward and the layer that raised."""
     record = file.with_name(f"{file.name}.jsonl")
-    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    if record.exists():
+        return [json.loads(line) for line in record.read_text().splitlines()]
+    return []
 
 
 def _pause_file(file: Path) -> Path:
@@ -69,7 +71,9 @@ def slow_down(model: Any, file: Path) -> None:
 
 
 def _interval(file: Path) -> int:
-    return int(file.read_text() or 0) if file.exists() else 0
+    if file.exists():
+        return int(file.read_text() or 0)
+    return 0
 
 
 def inject(model: Any, file: Path) -> None:
@@ -85,7 +89,9 @@ def inject(model: Any, file: Path) -> None:
         nonlocal total
         # By type: another plugin's wrapper may hide the names that the method gives its arguments.
         (batch,) = (value for value in (*args, *kwargs.values()) if isinstance(value, ForwardBatch))
-        total = 0 if batch.forward_mode.is_decode_or_idle() else len(batch.input_ids)
+        total = 0
+        if not batch.forward_mode.is_decode_or_idle():
+            total = len(batch.input_ids)
 
     def enter_tail(rows: int) -> None:
         nonlocal forwards, fails_at

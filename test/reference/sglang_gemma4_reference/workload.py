@@ -176,7 +176,8 @@ def _random_request(
         prompt = _tokens(draw, _random_length(draw, longest), vocabulary)
         if draw.random() < 0.4:
             prefix = draw.choice(prefixes)
-            prompt = [*prefix[: draw.randint(1, len(prefix))], *prompt][:longest]
+            prompt = prefix[: draw.randint(1, len(prefix))] + prompt
+            del prompt[longest:]
         body["input_ids"] = prompt
     if is_image or draw.random() < 0.35:
         body |= {"return_logprob": True, "top_logprobs_num": 2}
@@ -232,7 +233,9 @@ class Client:
             return self._answer(request)
         except (requests.RequestException, ValueError) as failure:
             left = request.leaves_after is not None and "timed out" in str(failure)
-            return Answer() if left else Answer(error=repr(failure))
+            if left:
+                return Answer()
+            return Answer(error=repr(failure))
         finally:
             if abort is not None:
                 abort.cancel()
@@ -323,7 +326,9 @@ def outcome(prefill: Prefill) -> str:
         return SKIPPED
     if prefill.rows[-1] < total or prefill.replays:  # a few rows may be padded to all
         return ACTIVE
-    return NOTHING_TO_SKIP if total == len(prefill.extend_lens) else STOCK
+    if total == len(prefill.extend_lens):
+        return NOTHING_TO_SKIP
+    return STOCK
 
 
 def outcomes(prefills: Iterable[Prefill]) -> Counter[str]:
@@ -338,7 +343,9 @@ def read_rows(prefill: Prefill) -> int:
     or hidden states or log-probabilities of the prompt are wanted.
     """
     lens = prefill.extend_lens
-    starts = lens if prefill.logprob_starts is None else prefill.logprob_starts
+    starts = lens
+    if prefill.logprob_starts is not None:
+        starts = prefill.logprob_starts
     wanted = [max(n - start, 0) for n, start in zip(lens, starts, strict=True)]
     goes_on = not prefill.ends_prompt and min(lens) > 1 and prefill.captures == "NULL"
     if goes_on and not any(wanted):
@@ -355,7 +362,9 @@ def due_rows(prefill: Prefill, pays: Callable[[int, int], bool]) -> int:
     total, read = sum(prefill.extend_lens), read_rows(prefill)
     if prefill.multimodal and read > len(prefill.extend_lens):
         return total  # log-probabilities of a prompt with an image
-    return read if pays(total, read) else total
+    if pays(total, read):
+        return read
+    return total
 
 
 def held_tokens(client: Client, *, patience: float = 60.0) -> int:

@@ -7,9 +7,7 @@ nothing is queued: time lost there makes the answer later.
 from __future__ import annotations
 
 import ast
-import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,39 +44,6 @@ def test_a_fast_forward_opens_no_file(engine: Engine, name: str) -> None:
             rows = run(engine, scheduled, switched).rows
         assert (rows[-1] < rows[0]) == (switched == "1")
     assert seen["1"] - seen["0"] == Counter()
-
-
-class Counting(dict[str, str]):
-    """An environment that counts what is read."""
-
-    def __init__(self) -> None:
-        super().__init__(os.environ)
-        self.reads: Counter[str] = Counter()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.reads[name] += 1
-        return super().get(name, default)
-
-    def __getitem__(self, name: str) -> str:
-        self.reads[name] += 1
-        return super().__getitem__(name)
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
-    counting = Counting()
-    with monkeypatch.context() as counted:
-        counted.setattr(os, "environ", counting)
-        yield counting
-
-
-def test_no_variable_is_read_in_a_forward(engine: Engine, environment: Counting) -> None:
-    for prompts in (TWO_PROMPTS, NOTHING_TO_SKIP):
-        scheduled = engine.schedule(prompts, prefix="1")
-        environment.reads.clear()
-        engine.forward(scheduled)
-        assert not [name for name in environment.reads if name.startswith(settings.SWITCH)]
-    assert log.forwards == {log.TAIL_EAGER: 2, gate.NOTHING_TO_SKIP: 1}
 
 
 # ---------------------------------------------------------------- the gate

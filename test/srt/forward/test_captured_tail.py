@@ -83,7 +83,9 @@ def engine(tiny_checkpoint: Path) -> Engine:
 def tail(engine: Engine) -> TailGraphs:
     """The engine's captured tail; after a test that lets it go it is captured anew."""
     captured = start.of(engine.text_model).captured
-    return captured if isinstance(captured, TailGraphs) else record_tail(engine, MOST)
+    if isinstance(captured, TailGraphs):
+        return captured
+    return record_tail(engine, MOST)
 
 
 @pytest.fixture
@@ -194,7 +196,8 @@ def test_one_row_of_each_request(
     with watched_replays(tail) as replays:
         assert_replayed(engine, prompts)
     [read] = replays
-    assert read["lengths"].tolist() == [40, 8, 91, 53][:requests] + [1] * (size - requests)
+    lengths = [len(prompt.cached) + len(prompt.new) for prompt in prompts]
+    assert read["lengths"].tolist() == lengths + [1] * (size - requests)
     assert not read["requests"][requests:].any()
     assert outcomes() == {log.TAIL_CAPTURED: 2}
     assert tail.rows == (1, 2, 4)
@@ -355,7 +358,9 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
     errors: int,
 ) -> None:
     def disagreement(findings: str) -> str | None:
-        return ranks.NOT_ALIKE if findings.startswith("replayed: (") else None
+        if findings.startswith("replayed: ("):
+            return ranks.NOT_ALIKE
+        return None
 
     with monkeypatch.context() as broken:
         if fails == "capture":
@@ -613,7 +618,9 @@ class TestReasons:
     def test_what_is_known_of_the_server(
         self, engine: Engine, known: ModelState, place: str, name: str, value: object, why: str
     ) -> None:
-        owner = operator.attrgetter(place)(known) if place else known
+        owner = known
+        if place:
+            owner = operator.attrgetter(place)(known)
         with replaced(owner, **{name: value}):
             assert reason(engine) == why
 

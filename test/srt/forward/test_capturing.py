@@ -29,6 +29,8 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.runtime_context import get_context
 
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
+from harness.observe import assert_stock as assert_all_rows
+from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, log
@@ -99,6 +101,17 @@ def trace(forward: Callable[..., Any], batch: Any) -> tuple[list[str], Any]:
     return [f"{node.op} {node.target}" for node in graph.graph.nodes], output
 
 
+def test_a_forward_that_is_compiled(engine: Engine) -> None:
+    """Nothing is decided, nor counted, while PyTorch traces it."""
+    scheduled = engine.schedule(TWO_PROMPTS)
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        seen = run(engine, scheduled, "1")
+    assert_all_rows(engine, TWO_PROMPTS, seen)
+    assert not log.forwards
+    assert_fast(engine)
+
+
+@pytest.mark.release
 def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     """``torch.compile(fullgraph=True)`` traces the same operations with and without the patch."""
     engine, model = traceable, traceable.text_model
@@ -145,7 +158,9 @@ def test_captured_forward_is_stocks(engine: Engine, name: str) -> None:
     ("backend", "known"), [(Backend.DISABLED, None), (Backend.FULL, "full"), (None, None)]
 )
 def test_prefill_graph_of_the_published_arguments(backend: str | None, known: str | None) -> None:
-    config = None if backend is None else CudaGraphConfig(prefill=PhaseConfig(backend=backend))
+    config = None
+    if backend is not None:
+        config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     with get_context().override_server_args(cuda_graph_config=config):
         assert compat.cuda_graph_backend("prefill") == known
 
@@ -198,14 +213,6 @@ def test_nothing_is_said_without_prefill_graphs(
     assert not [m for m in caplog.messages if "prefill CUDA graphs" in m or "exits" in m]
 
 
-def test_ids_and_embeddings_at_once_are_an_error(engine: Engine) -> None:
-    """What stops a multimodal server where shared layers would not."""
-    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
-    embeds = torch.zeros(len(batch.input_ids), engine.runner.model_config.hidden_size)
-    with pytest.raises(ValueError, match=ERRORS[sglang.IDS_AND_EMBEDDINGS]):
-        engine.text_model(batch.input_ids, batch.positions, batch, embeds)
-
-
 # ---------------------------------------------------------------- what SGLang replays wrongly
 
 
@@ -226,34 +233,3 @@ def test_copied_positions_beside_prefill_graphs(
     assert_stock(engine, limits.WRONG_REPLAYS)
     restarted()
     assert_fast(engine)
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_captured_prefill_would_read_uncopied_positions(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, copied: bool
-) -> None:
-    """A prefill graph has the text model alone, on the batch's own positions: what is outside must
-    have changed these.
-    """
-    monkeypatch.setenv(compat.POSITIONS_VARIABLE, str(int(copied)))
-    assert bool(compat.variable(compat.POSITIONS_VARIABLE)) is copied
-    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
-    before = batch.positions.clone()
-    inside: list[torch.Tensor] = []
-
-    def text_model(*args: Any, **kwargs: Any) -> Any:
-        inside.append(kwargs["positions"] if "positions" in kwargs else args[1])
-        raise _StopError
-
-    with (
-        mock.patch.object(engine.text_model, "forward", text_model),
-        forward_context(ForwardContext(attn_backend=engine.runner.attn_backend)),
-        pytest.raises(_StopError),
-    ):
-        engine.runner.model.forward(batch.input_ids, batch.positions, batch)
-    assert torch.equal(inside[0], before + 1)
-    assert torch.equal(batch.positions, before if copied else before + 1)
-
-
-class _StopError(Exception):
-    """Nothing after this is looked at."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -111,7 +110,9 @@ def assigned(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
 def registered(target: str, hook: Callable[..., Any], kind: HookType) -> Iterator[None]:
     """A plugin has registered a hook, and SGLang has applied it."""
     path, _, name = target.rpartition(".")
-    owner = MODEL if path == f"{TEXT}.Gemma4TextModel" else gemma4_mm
+    owner = gemma4_mm
+    if path == f"{TEXT}.Gemma4TextModel":
+        owner = MODEL
     with mock.patch.object(owner, name, vars(owner)[name]), ExitStack() as stack:
         stack.enter_context(
             mock.patch.object(HookRegistry, "_hooks", {target: [(kind, hook, None)]})
@@ -132,10 +133,6 @@ CASES: dict[str, tuple[Foreign, str]] = {
     "a subclass of the model": (
         lambda engine: another_class(engine.runner.model, MyModel),
         "the model is a test_classes.MyModel",
-    ),
-    "another class of SGLang's": (
-        lambda engine: another_class(engine.runner.model, gemma4_mm.Gemma4MultimodalEmbedder),
-        "the model is a sglang.srt.models.gemma4_mm.Gemma4MultimodalEmbedder",
     ),
     "a subclass of the logits processor": (
         lambda engine: another_class(engine.runner.model.logits_processor, MyLogits),
@@ -185,12 +182,6 @@ CASES: dict[str, tuple[Foreign, str]] = {
         lambda _: assigned(gemma4_mm, "general_mm_embed_routine", wrapped),
         "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.theirs",
     ),
-    "a function, in a cache of the standard library's": (
-        lambda _: assigned(
-            gemma4_mm, "general_mm_embed_routine", lambda f: functools.cache(wrapped(f))
-        ),
-        "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.theirs",
-    ),
     "a method of the attention backend": (
         lambda _: assigned(AttentionBackend, "forward", wrapped),
         "AttentionBackend.forward runs test_classes.theirs",
@@ -203,23 +194,9 @@ CASES: dict[str, tuple[Foreign, str]] = {
         lambda _: registered(FORWARD, passed_on, HookType.AROUND),
         "Gemma4TextModel.forward runs test_classes.passed_on",
     ),
-    "AFTER": (
-        lambda _: registered(FORWARD, seen, HookType.AFTER),
-        "Gemma4TextModel.forward runs test_classes.seen",
-    ),
-    "BEFORE": (
-        lambda _: registered(FORWARD, seen, HookType.BEFORE),
-        "Gemma4TextModel.forward runs test_classes.seen",
-    ),
     "REPLACE": (
         lambda _: registered(FORWARD, wrapped(MODEL.forward), HookType.REPLACE),
         "Gemma4TextModel.forward runs test_classes.theirs",
-    ),
-    "AFTER a function": (
-        lambda _: registered(
-            "sglang.srt.models.gemma4_mm.general_mm_embed_routine", seen, HookType.AFTER
-        ),
-        "sglang.srt.models.gemma4_mm.general_mm_embed_routine runs test_classes.seen",
     ),
     "a hook after a layer": (
         lambda engine: layer(engine).register_forward_hook(seen),
@@ -244,12 +221,6 @@ CASES: dict[str, tuple[Foreign, str]] = {
     "an instance's method": (
         lambda engine: replaced(layer(engine), forward=wrapped(layer(engine).forward)),
         "language_model.layers.7.forward runs test_classes.theirs",
-    ),
-    "an instance's method, bound": (
-        lambda engine: replaced(
-            layer(engine).self_attn.attn, forward=types.MethodType(passed_on, engine)
-        ),
-        "language_model.layers.7.self_attn.attn.forward runs test_classes.passed_on",
     ),
     "what a norm's forward calls": (
         lambda engine: replaced(

@@ -107,7 +107,9 @@ def reattached(engine: Engine) -> str | None:
     fact: str = state.facts["exits"]
     is_closed = found is None or found.closed
     assert fact.startswith("closed: " if is_closed else f"open after segment {TO_THE_EXIT}")
-    return fact if is_closed else None
+    if is_closed:
+        return fact
+    return None
 
 
 # ---------------------------------------------------------------- what leaves, and what does not

@@ -128,7 +128,9 @@ def call_of(frame: Any, event: str, called: Any) -> tuple[Any, str] | None:
         entered = frame.f_code
         if is_of_python(entered.co_filename):
             return None
-        owner = SGLANGS if "/sglang/srt/" in entered.co_filename else ""
+        owner = ""
+        if "/sglang/srt/" in entered.co_filename:
+            owner = SGLANGS
         return caller, f"{owner}{entered.co_qualname}"
     if event != "c_call" or not is_of_package(frame.f_code.co_filename):
         return None
@@ -573,7 +575,9 @@ def test_each_call_fails_once(engine: Engine, name: str, which: str) -> None:
     work, wrong = WORKS[name], []
     sites = work.sites(engine) if which == "all" else work.some_sites(engine)
     for number, site in enumerate(sites):
-        errors = ERRORS if which == "all" else [ERRORS[number % 2]]
+        errors: tuple[type[Exception], ...] = ERRORS
+        if which != "all":
+            errors = (ERRORS[number % 2],)
         for error in errors:
             try:
                 work.fail(engine, site, error)
@@ -588,7 +592,9 @@ def test_what_must_be_raised_leaves_all_as_it_was(engine: Engine, name: str, kin
     """A failure that other ranks would wait for, and what ends the process."""
     way, is_audited = WAYS[name.removesuffix(", audited")], name.endswith(", audited")
     stock = served_by_stock(engine, way)
-    errors = ERRORS if kind == "several ranks" else (KeyboardInterrupt, SystemExit)
+    errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
+    if kind == "several ranks":
+        errors = ERRORS
     for number, site in enumerate(some_of(WORKS[name].sites(engine), every=50)):
         turn_on(engine)
         before, error = what_lives(engine), errors[number % 2]
@@ -611,7 +617,9 @@ def test_what_must_be_raised_leaves_all_as_it_was(engine: Engine, name: str, kin
 def test_a_start_that_must_raise_gives_back_what_it_borrowed(
     engine: Engine, part: str, kind: str
 ) -> None:
-    errors = ERRORS if kind == "several ranks" else (KeyboardInterrupt, SystemExit)
+    errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
+    if kind == "several ranks":
+        errors = ERRORS
     for number, site in enumerate(some_of(WORKS[part].sites(engine), every=40)):
         turn_on(engine)
         before, error = what_lives(engine), errors[number % 2]

@@ -85,7 +85,9 @@ def of_layer(stock: Any, inputs: PerLayerInputs) -> torch.Tensor:
 
 def of_front(stock: Any, *args: Any) -> torch.Tensor:
     rows: torch.Tensor = stock(*args)
-    return larger(rows) if args[3] == 0 else rows
+    if args[3] == 0:
+        return larger(rows)
+    return rows
 
 
 def at_the_end(stock: Any, *args: Any) -> Any:

@@ -359,11 +359,13 @@ def test_decode_goes_straight_through(
         reset_log()
         caplog.clear()
         with (
-            mock.patch.object(gate, "check_eligibility", side_effect=AssertionError),
-            mock.patch.object(attention.tail, "init_forward_metadata", side_effect=AssertionError),
+            mock.patch.object(gate, "check_eligibility") as gated,
+            mock.patch.object(attention.tail, "init_forward_metadata") as planned,
             caplog.at_level("DEBUG", "sglang_gemma4_yoco"),
         ):
             steps.append(step(engine, scheduled, [30, 31], switch))
+        assert not gated.called
+        assert not planned.called
         assert not log.forwards
         assert said(logging.DEBUG) == []
     stock, fast = steps

@@ -61,7 +61,9 @@ class OnHost:
 
     @staticmethod
     def cloned(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return value
 
 
 class Phases:

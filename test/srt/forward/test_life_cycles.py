@@ -83,7 +83,9 @@ def is_of_the_package(value: Any) -> bool:
     """Whether this is one of its functions or objects, or a function that would call one."""
     if isinstance(value, partial):
         return any(map(is_of_the_package, (value.func, *value.args)))
-    owner = value if isinstance(value, FunctionType) else type(value)
+    owner = value
+    if not isinstance(value, FunctionType):
+        owner = type(value)
     return str(getattr(owner, "__module__", "")).startswith(PACKAGE)
 
 

@@ -52,28 +52,12 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor on the device": lambda x: torch.tensor([1, 2], device=x.device),
 }
 
-NO_READS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "index_select": lambda x: x.index_select(0, x[:1] - 1),
-    "slice by numbers": lambda x: x[1:2],
-    "index by a tensor": lambda x: x[x - 1],
-    "pinned copy": lambda x: torch.tensor([1, 2]).to(x.device, non_blocking=True),
-    "cast": lambda x: x.to(torch.int32),
-}
-
 
 @pytest.mark.parametrize("name", READS)
 def test_a_host_read_is_seen(name: str) -> None:
     with counted(__file__) as reads:
         READS[name](torch.tensor([1, 2, 3]))
     assert reads
-
-
-@pytest.mark.parametrize("name", NO_READS)
-def test_what_stays_on_the_device_is_no_read(name: str) -> None:
-    x = torch.tensor([1, 2, 3])
-    with counted(__file__) as reads:
-        NO_READS[name](x)
-    assert reads == Counter()
 
 
 # ---------------------------------------------------------------- the forward
@@ -84,7 +68,9 @@ def read_by(engine: Engine, scheduled: Any, switch: str, *, intermediate: bool) 
     seen = Observed()
     with switched(switch), watching(engine, seen), counted(__file__) as reads:
         engine.forward(scheduled, intermediate=intermediate)
-    kept = seen.rows[-1] if len(seen.rows) == LAYERS else 0
+    kept = 0
+    if len(seen.rows) == LAYERS:
+        kept = seen.rows[-1]
     total = sum(scheduled.extend_lens)
     cut_rows = [total] * FIRST_CUT + [kept] * (LAYERS - FIRST_CUT if kept else 0)
     assert seen.rows == (cut_rows if switch == "1" else [total] * LAYERS)

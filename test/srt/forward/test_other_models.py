@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.batches import BATCHES, batch_of
+from harness.batches import BATCHES
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
@@ -96,10 +96,3 @@ def test_an_embedding_server_is_refused(
     assert said == []
     assert start.of(engine.text_model).attention is None
     assert_stock(engine, gate.EMBEDDINGS)
-
-
-def test_a_server_that_overlaps_two_batches_is_refused(tiny_checkpoint: Path) -> None:
-    """A whole engine that is started with a refused argument; ``test_refused`` has all others."""
-    engine = Engine(tiny_checkpoint, **ENGINE, enable_two_batch_overlap=True)
-    assert_stock(engine, "two-batch overlap", batch_of((30, 40), (0, 9)))
-    assert log.forwards[log.TAIL_EAGER] == 0

@@ -20,8 +20,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from harness import batches
 from harness.forked import preloaded
-from harness.forwards import ENGINE, NEEDS_GRAPHS, assert_fast
-from harness.layer_rows import FIRST_CUT, LAYERS, cut, whole
+from harness.forwards import ENGINE, assert_fast
+from harness.layer_rows import FIRST_CUT, cut, whole
 from harness.observe import both_ways, run, skips_tail
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import recorder, releases
@@ -65,21 +65,6 @@ def assert_stock(engine: Engine, reason: str) -> None:
     assert (known.refused or "").startswith(reason)
     if reason == ranks.NOT_ALIKE:
         assert known.attention is None  # nothing is planned for a tail, and its memory is free
-
-
-def with_the_captured_tail(rank: int, port: int, path: Path) -> None:
-    """Its collectives are captured too: one after each attention, and one after each FFN."""
-    from harness.decode_graphs import record_tail
-
-    engine = start(rank, path, port, cuda_graph_bs_decode=[2])
-    tail = record_tail(engine, 2)
-    (graph, _) = tail._captured.graphs.values()
-    collectives = []
-    for call in graph._calls:
-        if "allreduce" in recorder._name(call.function):
-            collectives.append(call)
-    assert len(collectives) == 2 * (LAYERS - FIRST_CUT)
-    assert_every_batch_is_cut(engine, captured=2)
 
 
 def with_exits(rank: int, port: int, path: Path) -> None:
@@ -132,7 +117,9 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
             raise MemoryError("of this rank alone")
         return found
 
-    gone = "of this rank alone" if rank == 1 else "closed by peer|reset by peer"
+    gone = "closed by peer|reset by peer"
+    if rank == 1:
+        gone = "of this rank alone"
     with (
         mock.patch.object(checking, "check", check),
         pytest.raises((MemoryError, RuntimeError), match=gone),
@@ -141,7 +128,9 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
 
 
 def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
-    build = {"side_effect": MemoryError} if rank == 1 else {"wraps": compat.build_attn_backend}
+    build: dict[str, Any] = {"side_effect": MemoryError}
+    if rank != 1:
+        build = {"wraps": compat.build_attn_backend}
     with mock.patch.object(compat, "build_attn_backend", **build):
         engine.runner.init_attention_backends()
         assert_stock(engine, ranks.NOT_ALIKE)
@@ -157,11 +146,9 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
 
     def differing(*args: Any) -> Any:
         found.append(check(*args))
-        return (
-            dataclasses.replace(found[-1], worst=rounding.defect("this rank's"))
-            if rank == 1
-            else found[-1]
-        )
+        if rank == 1:
+            return dataclasses.replace(found[-1], worst=rounding.defect("this rank's"))
+        return found[-1]
 
     del state.facts["check"]
     with mock.patch.object(checking, "check", differing):
@@ -296,9 +283,3 @@ def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
     ):
         starting.start(engine.runner, engine.text_model)
     assert starting.of(engine.text_model).refused == "ranks on several machines"
-
-
-@pytest.mark.release  # by default ``with_exits`` has a captured tail
-@NEEDS_GRAPHS
-def test_the_tail_is_captured_on_all_ranks(tiny_checkpoint: Path) -> None:
-    on_all_ranks(with_the_captured_tail, tiny_checkpoint)

@@ -84,7 +84,9 @@ def test_what_is_repaired(
     """Only where the operator has named breakable graphs, and has not switched that off."""
     setting(prefill_graphs=switch)
     monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
-    needed = sglang.SHARED_LAYER_IDS if is_needed else None
+    needed = None
+    if is_needed:
+        needed = sglang.SHARED_LAYER_IDS
     with prefill_graphs(*published):
         assert repair.needed(multimodal=True) == repair.needed(multimodal=False) == needed
 

@@ -11,7 +11,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -136,29 +135,6 @@ def noting_plans(backend: Any, plans: list[list[int]]) -> Iterator[None]:
 
 class TestPublishedHelpers:
     """On SGLang's own model and batches; ``models/`` has them on the published stand-ins."""
-
-    @pytest.mark.parametrize("name", BATCHES)
-    def test_truncation(self, engine: Engine, planned: Callable[..., Any], name: str) -> None:
-        batch, model = planned(BATCHES[name]), engine.text_model
-        attention = attention_of(engine)
-        before = MappingProxyType(dict(vars(batch)))
-        total = len(batch.input_ids)
-        hidden = torch.randn(total, E2B_TINY.hidden_size)
-        inputs = torch.randn(total, LAYERS, E2B_TINY.ple_width)
-        rows, positions, row_inputs, index, restore = model._yoco_truncate_to_last_tokens(
-            hidden, batch.positions, inputs, batch
-        )
-        try:
-            assert index.tolist() == kept_index(BATCHES[name])
-            assert torch.equal(rows, hidden[index])
-            assert torch.equal(row_inputs, inputs[index])
-            assert torch.equal(positions, before["positions"][index])
-            assert batch.extend_num_tokens == len(index)
-            assert compat.current_attn_backend() is attention.tail
-        finally:
-            restore()
-        assert compat.current_attn_backend() is attention.main
-        assert {n for n, value in vars(batch).items() if before[n] is not value} == set()
 
     @MARKS_CHUNKS
     @pytest.mark.usefixtures("planned")

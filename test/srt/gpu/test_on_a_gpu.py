@@ -107,7 +107,9 @@ def outcome_of(name: str, *, captured: bool) -> str:
     if name == "an intermediate chunk" and releases.marks_intermediate():
         return log.TAIL_SKIPPED
     eager = name in ("more rows than are captured", "input logprobs")
-    return log.TAIL_CAPTURED if captured and not eager else log.TAIL_EAGER
+    if captured and (not eager):
+        return log.TAIL_CAPTURED
+    return log.TAIL_EAGER
 
 
 @pytest.mark.parametrize("name", BATCHES)

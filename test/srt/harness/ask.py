@@ -200,7 +200,11 @@ def generate(
     Args:
         new_tokens: the length of the answers, or of each one.
     """
-    wanted = [new_tokens] if isinstance(new_tokens, int) else list(new_tokens)
+    wanted: list[int] = []
+    if isinstance(new_tokens, int):
+        wanted.append(new_tokens)
+    else:
+        wanted += new_tokens
     sampling = [GREEDY | {"max_new_tokens": n} for n in wanted]
     replies = server.generate(
         input_ids=input_ids,
@@ -209,8 +213,10 @@ def generate(
         top_logprobs_num=2,
         **body,
     )
-    replies = replies if isinstance(replies, list) else [replies]
-    wanted = wanted if len(wanted) > 1 else wanted * len(replies)
+    if not isinstance(replies, list):
+        replies = [replies]
+    if len(wanted) == 1:
+        wanted = wanted * len(replies)
     return [_answer(reply, n) for reply, n in zip(replies, wanted, strict=True)]
 
 

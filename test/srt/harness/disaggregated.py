@@ -99,7 +99,9 @@ class Disaggregated:
 
 
 def _listed(reply: Any) -> list[Any]:
-    return reply if isinstance(reply, list) else [reply]
+    if isinstance(reply, list):
+        return reply
+    return [reply]
 
 
 @contextmanager

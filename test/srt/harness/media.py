@@ -150,7 +150,9 @@ def _inputs(engine: Engine, prompt: MediaPrompt) -> tuple[tuple[int, ...], Multi
 def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInputs | None]:
     """The prompt as the engine takes it, and its media."""
     ids, inputs = _inputs(engine, prompt)
-    rest = () if prompt.end is None or prompt.is_last else ids[prompt.end :]
+    rest: tuple[int, ...] = ()
+    if prompt.end is not None and not prompt.is_last:
+        rest = ids[prompt.end :]
     new = ids[prompt.cached : prompt.end]
     return Prompt(ids[: prompt.cached], new, prompt.logprob_start, rest), inputs
 

@@ -76,7 +76,9 @@ class Metadata:
     def of(cls, backend: Any) -> Metadata:
         """What ``backend`` has planned now."""
         planned = getattr(backend, "forward_metadata", None)
-        fields = {} if planned is None else vars(planned)
+        fields = {}
+        if planned is not None:
+            fields = vars(planned)
         tensors = {}
         for n, v in fields.items():
             if isinstance(v, torch.Tensor):
@@ -216,7 +218,9 @@ def watching(engine: Engine, seen: Observed) -> Iterator[None]:
 
 def batch_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward batch that the text model is called with."""
-    return kwargs["forward_batch"] if "forward_batch" in kwargs else args[2]
+    if "forward_batch" in kwargs:
+        return kwargs["forward_batch"]
+    return args[2]
 
 
 def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None = None) -> Observed:
@@ -286,7 +290,9 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
         return None
     decodes, intermediate = kept == len(prompts), skips_tail(prompts)
     first_cut = first - 1
-    tail = 0 if intermediate else layers - first_cut
+    tail = 0
+    if not intermediate:
+        tail = layers - first_cut
     return Expected(
         rows=[total] * first_cut + [kept] * tail,
         attention_rows=[total] * first_cut + [kept] * tail,
@@ -442,5 +448,7 @@ def _flat(values: Any) -> torch.Tensor:
         return values.float().flatten()
     if isinstance(values, (list, tuple)):
         parts = [_flat(value) for value in values]
-        return torch.cat(parts) if parts else torch.empty(0)
+        if parts:
+            return torch.cat(parts)
+        return torch.empty(0)
     return torch.tensor([float("nan") if values is None else float(values)]).nan_to_num(7.0)

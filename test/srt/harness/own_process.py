@@ -145,7 +145,8 @@ def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
 def _counted(report: Path) -> dict[str, int]:
     """How many tests ran, failed and were skipped, as the other pytest wrote it down."""
     suite = ElementTree.parse(report).getroot()
-    suite = suite if suite.tag == "testsuite" else suite[0]
+    if suite.tag != "testsuite":
+        suite = suite[0]
     report.unlink()
     found: dict[str, int] = {}
     for name in ("tests", "failures", "errors", "skipped"):

@@ -39,13 +39,17 @@ def has_one_pool(seed: int) -> bool:
     return seed % 3 == 2
 
 
+_PATTERNS = (5, 1, 4, 2, 3)
+_WINDOWS = (16, 5, 40, 512)
+
+
 def random_shape(seed: int) -> Gemma4Shape:
     """A small Gemma 4 with a random layer pattern, drawn so that both kinds of donors exist.
 
     Any four seeds in a row have four windows, any five in a row five patterns, the first E4B's.
     """
     draw = random.Random(seed)
-    sliding_per_full = (5, 1, 4, 2, 3)[seed % 5]
+    sliding_per_full = _PATTERNS[seed % len(_PATTERNS)]
     group = sliding_per_full + 1
     front = draw.randint(group, 2 * group + 1)
     shared = draw.randint(1, 8)
@@ -56,7 +60,7 @@ def random_shape(seed: int) -> Gemma4Shape:
         sliding_per_full=sliding_per_full,
         heads=draw.choice([4, 8]),
         kv_heads=draw.choice([1, 2, 4]),
-        sliding_window=(16, 5, 40, 512)[seed % 4],
+        sliding_window=_WINDOWS[seed % len(_WINDOWS)],
         ple_width=draw.choice([0, 16, 16]),
         double_wide_mlp=draw.random() < 0.5,
         # SGLang's one pool for all layers has one width of heads.

@@ -138,7 +138,9 @@ def test_truncate_to_last_tokens_indices_and_restore(order: str) -> None:
     positions = torch.tensor([0, 1, 2, 10, 11, 12, 13, 0, 1])
     per_layer = torch.arange(9.0)[:, None, None].repeat(1, 35, 16)
     tensors = (hidden, positions, per_layer)
-    arguments = (*tensors, forward_batch) if order == "tensors first" else (forward_batch, *tensors)
+    arguments: tuple[Any, ...] = (forward_batch, *tensors)
+    if order == "tensors first":
+        arguments = (*tensors, forward_batch)
 
     with forward_context(ForwardContext(attn_backend=backend)):
         rows, row_positions, row_inputs, index, restore = model()._yoco_truncate_to_last_tokens(

@@ -90,7 +90,9 @@ def bucket_of(prefill: Prefill) -> int | None:
     total = sum(prefill.extend_lens)
     bucket = min((b for b in BUCKETS if b >= total), default=None)
     fits = bucket is not None and bucket <= 2 * total
-    return bucket if fits and not prefill.multimodal else None
+    if fits and (not prefill.multimodal):
+        return bucket
+    return None
 
 
 def due(prefill: Prefill) -> tuple[list[int], int]:
@@ -141,12 +143,18 @@ def outcome(prefill: Prefill) -> str:
     rows, _ = due(prefill)
     replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, CAPTURED_ROWS)
     if rows[-1] == 0:
-        return log.TAIL_SKIPPED if replayed is None else log.EXIT_SKIPPED
+        if replayed is None:
+            return log.TAIL_SKIPPED
+        return log.EXIT_SKIPPED
     if tail:
-        return log.TAIL_CAPTURED if replayed is None else log.EXIT_CAPTURED
+        if replayed is None:
+            return log.TAIL_CAPTURED
+        return log.EXIT_CAPTURED
     if workload.due_rows(prefill, lambda total, read: read < total) == sum(prefill.extend_lens):
         return metrics.label(gate.NOTHING_TO_SKIP)
-    return log.TAIL_EAGER if replayed is None else metrics.label(TAIL_NOT_CAPTURED)
+    if replayed is None:
+        return log.TAIL_EAGER
+    return metrics.label(TAIL_NOT_CAPTURED)
 
 
 # -- what it says ----------------------------------------------------------------------------

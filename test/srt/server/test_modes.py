@@ -34,13 +34,10 @@ from harness.server import (
     Pair,
     Server,
     drafting_with,
-    pair,
     running,
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_assistant
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco.commands.servers import ENTRY
-from sglang_gemma4_yoco.core import gate
 
 LABELS = [40, 300, 511]
 
@@ -72,22 +69,6 @@ def test_score(servers: Pair) -> None:
     assert len({tuple(scores) for scores in both.on}) == len(items)
 
 
-def test_score_of_cached_prompt(servers: Pair) -> None:
-    """What one score request has put into the cache serves the next."""
-    query = tokens(90, seed=2)
-
-    def ask(server: Server) -> list[list[float]]:
-        found: list[list[float]] = []
-        for n in (4, 20):
-            found.append(score(server, query, [tokens(n, seed=n)])[0])
-        return found
-
-    both = compare(servers, ask)
-    assert_all_fast(both.prefills)
-    assert [prefill.prefix_lens for prefill in both.prefills] == [[0], [90]]
-    assert_same_scores(both)
-
-
 def test_input_logprobs_without_generation(servers: Pair) -> None:
     """A request for the log-probabilities of its prompt's last tokens alone keeps these rows."""
 
@@ -105,27 +86,6 @@ def test_input_logprobs_without_generation(servers: Pair) -> None:
     assert both.rows == [cut(70, 10)]
     assert both.on[0] == pytest.approx(both.off[0], abs=TOLERANCE, rel=0)
     assert len(both.on[0]) == 9
-
-
-# -- hidden states of every row --------------------------------------------------------------
-
-
-@pytest.mark.release
-def test_returned_hidden_states(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """A server that may return every row computes every row, and says so."""
-
-    def ask(server: Server) -> list[Any]:
-        body = {"input_ids": tokens(40, seed=7), "sampling_params": {"max_new_tokens": 1}}
-        return [server.generate(**body, return_hidden_states=True)["meta_info"]["hidden_states"][0]]
-
-    with pair(tiny_checkpoint, tmp_path, "--enable-return-hidden-states") as servers:
-        both = compare(servers, ask)
-        [state] = servers[0].get("/server_info")["internal_states"]
-    assert_all_stock(both.prefills)
-    assert both.on == both.off
-    assert len(both.on[0]) == 40
-    entry = state[ENTRY]
-    assert (entry["active"], entry["reason"]) == (False, gate.HIDDEN_STATES)
 
 
 # -- drafts of a multi-token-prediction assistant --------------------------------------------

@@ -1,4 +1,4 @@
-"""Servers of several model processes: tensor-parallel ranks and replicas; pipelines are stock.
+"""Servers of several model processes: tensor-parallel ranks, and replicas.
 
 Each answers the same requests as the stock server that has one process. That the path was active,
 or not, is proven on every process, by the rows that each of its layers computed.
@@ -15,15 +15,11 @@ from typing import Any
 import pytest
 
 from harness.ask import (
-    IMAGE,
     Answer,
     Compared,
     assert_same_answers,
     at_once,
-    chat,
     generate,
-    one_by_one,
-    picture,
     prompts_of,
     tokens,
 )
@@ -31,20 +27,13 @@ from harness.ask import (
     compare as compare_servers,
 )
 from harness.layer_rows import (
-    FIRST_CUT,
-    LAYERS,
     assert_all_fast,
-    assert_all_stock,
     cut,
-    whole,
     without_audit,
 )
 from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
-
-PARTITION = "SGLANG_PP_LAYER_PARTITION"
-WINDOW_DONOR = FIRST_CUT - 1  # the sliding-window layer whose K/V the tail reads
 
 
 @dataclass(frozen=True)
@@ -61,8 +50,6 @@ class Mode:
 
 TENSOR_PARALLEL = Mode("tensor-parallel", ())
 REPLICAS = Mode("replicas", ("--dp-size", "2", "--load-balance-method", "round_robin"))
-# SGLang refuses decode graphs beside per-layer embeddings in a pipeline.
-_STAGES = ("--pp-size", "2", "--disable-cuda-graph")
 
 
 @pytest.fixture(
@@ -105,7 +92,9 @@ def both_servers(spread_server: Server, off_server: Server) -> Pair:
 def turn(mode: Mode, servers: Pair, server: Server, number: int) -> dict[str, Any]:
     """The field of a request that has replicas take turns, whatever load SGLang counts."""
     spread = mode.has_replicas and server is servers[0]
-    return {"routed_dp_rank": number % 2} if spread else {}
+    if spread:
+        return {"routed_dp_rank": number % 2}
+    return {}
 
 
 def in_turns(
@@ -193,29 +182,6 @@ def test_input_logprobs_of_last_tokens(mode: Mode, both_servers: Pair) -> None:
     assert [len(answer.input_logprobs) for answer in both.on] == [9, 9]
 
 
-def test_images(mode: Mode, both_servers: Pair) -> None:
-    def ask(server: Server) -> list[Answer]:
-        found: list[Answer] = []
-        for i, colour in enumerate(("red", "blue")):
-            found.append(chat(server, picture(colour), **turn(mode, both_servers, server, i)))
-        return found
-
-    both = compare(both_servers, ask)
-    assert_fast_on_all_processes(mode, both.prefills)
-    assert_same_answers(both)
-
-
-def test_input_logprobs_of_an_image_prompt(mode: Mode, both_servers: Pair) -> None:
-    """Refused on every process."""
-    both = compare(
-        both_servers, lambda server: generate(server, None, **IMAGE, logprob_start_len=4)
-    )
-    assert both.prefills
-    assert_all_stock(both.prefills)
-    assert_same_answers(both)
-    assert both.on[0].input_logprobs
-
-
 def test_concurrent_requests(mode: Mode, both_servers: Pair) -> None:
     """Eight clients at once: requests share forwards, and decode steps run between them."""
     lengths = (3, 45, 128, 129, 300, 17, 64, 90)
@@ -244,23 +210,3 @@ def test_log_names_every_process(mode: Mode, spread_server: Server) -> None:
     assert len(active) == 2
     assert spread_server.log_lines("falls back to stock for this server") == []
     assert "Traceback" not in spread_server.log()
-
-
-@pytest.mark.release
-def test_a_pipeline_is_stock(off_server: Server, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Split where SGLang's own answers are right: all KV-shared layers beside their donors."""
-    stages = {PARTITION: f"{WINDOW_DONOR},{LAYERS - WINDOW_DONOR}"}
-    prompts = prompts_of(50, 2 * CHUNK + 44)
-    with running(tiny_checkpoint, tmp_path, switch=None, arguments=_STAGES, env=stages) as server:
-        both = compare((server, off_server), one_by_one(*prompts))
-        fallbacks = server.log_lines("falls back to stock for this server")
-        assert server.log_lines("fast prefill is active") == []
-    assert [f"PP{stage}" in line for stage, line in enumerate(sorted(fallbacks))] == [True, True]
-    assert all(
-        line.endswith("server: pipeline parallelism (--pp-size) is not supported")
-        for line in fallbacks
-    )
-    first, second = by_process(both.prefills)
-    assert (first[0].rows, second[0].rows) == (whole(50)[:WINDOW_DONOR], whole(50)[WINDOW_DONOR:])
-    assert_all_stock(both.prefills)
-    assert_same_answers(both)

@@ -94,7 +94,9 @@ class Waiting:
     @property
     def input_ids(self) -> Any:
         """A batch, or one prompt: of a batch SGLang loses the routing keys."""
-        return list(self.prompts) if len(self.prompts) > 1 else self.prompts[0]
+        if len(self.prompts) > 1:
+            return list(self.prompts)
+        return self.prompts[0]
 
 
 def after_a_long_prompt(server: Server, posts: Sequence[Waiting]) -> list[Answer]:

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from harness.ask import generate, tokens
-from harness.server import Server, running, started, wait_until
+from harness.server import Server, running
 from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from sglang_gemma4_reference import tail_failures
 from sglang_gemma4_yoco import __version__, log
@@ -246,21 +246,6 @@ def test_a_certificate_that_is_not_trusted(certificate: Path, capsys: Captured) 
         assert "use a name that is in it" in line
 
 
-def test_a_file_without_certificates(
-    certificate: Path, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It matters only where there is a certificate to check."""
-    text = tmp_path / "text"
-    text.write_text("none")
-    for file in (str(text), str(tmp_path / "missing")):
-        with http(200, ACTIVE, certificate) as url:
-            line = of_https(refusal(capsys, url, "--cacert", file))
-            assert line.startswith(f"error: {url}: there is no certificate in PEM in the file of")
-        monkeypatch.setenv("SSL_CERT_FILE", file)
-        with http(200, ACTIVE) as url:
-            assert report(capsys, url)[0] == 0
-
-
 def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) -> None:
     """And the other way round."""
     with http(200, ACTIVE, certificate) as url:
@@ -276,25 +261,10 @@ def test_https_is_spoken_where_http_is_not(certificate: Path, capsys: Captured) 
     assert "no answer (Connection refused)" in of_https(refusal(capsys, asked))
 
 
-@pytest.mark.release
-def test_a_server_that_speaks_https(
-    tiny_checkpoint: Path, certificate: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    own = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(certificate)]
-    with started(tiny_checkpoint, tmp_path, switch=None, arguments=own) as server:
-        url = f"https://localhost:{server.port}"
-        trusted = ("--cacert", str(certificate))
-        wait_until(lambda: report(capsys, url, *trusted)[0] == 0, "a server", 300, server.log)
-        assert report(capsys, url, "--insecure")[1][-1] == "The fast path is active."
-        assert "its certificate is not trusted" in of_https(refusal(capsys, url))
-        asked = url.replace("https", "http")
-        assert f"this server speaks https: use {url}" in of_https(refusal(capsys, asked))
-
-
 # ---------------------------------------------------------------- secrets
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", ["known", "of several lines", "an address", "in JSON"])
 def test_no_secret_of_a_server_is_shown(
     name: str, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,12 +255,16 @@ def test_the_gate_knows_how_the_tail_runs(
     reason: str | None,
 ) -> None:
     def bucket_for(kept: KeptRows) -> int | None:
-        return 4 if kept.one_per_request else None
+        if kept.one_per_request:
+            return 4
+        return None
 
     setting(min_skipped_rows=None)
     state: Any = start.of(model())
     state.on_gpu = on_gpu
-    state.captured = SimpleNamespace(bucket_for=bucket_for) if captured else None
+    state.captured = None
+    if captured:
+        state.captured = SimpleNamespace(bucket_for=bucket_for)
     assert gate.ineligible_reason(state, eligible_batch(**changes)) == reason
 
 

@@ -548,12 +548,7 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
 # that SGLang makes of it.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "AWQ": ("awq", _AWQ, "AWQLinearScheme"),
-    "AWQ, Marlin": ("awq_marlin", _AWQ, "AWQMarlinLinearScheme"),
     "GPTQ, Marlin": ("gptq_marlin", _GPTQ, "GPTQMarlinLinearScheme"),
-    "auto-round": (
-        *("auto-round", {**_GPTQ, "packing_format": "auto_round:auto_gptq", "data_type": "int"}),
-        "GPTQMarlinLinearScheme",
-    ),
     "compressed-tensors, 4 bits": (
         "compressed-tensors",
         _compressed(_FOUR_INTS | {"group_size": 32}, None, "pack-quantized"),
@@ -569,21 +564,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], str]] = {
         _compressed(_EIGHT_FLOATS | _BY_CHANNEL, _EIGHT_FLOATS | _BY_TOKEN, "float-quantized"),
         "CompressedTensorsW8A8Fp8",
     ),
-    "ModelOpt, fp8": ("modelopt_fp8", {"quant_algo": "FP8"}, "ModelOptFp8LinearMethod"),
     "ModelOpt, nvfp4": (
         *("modelopt_fp4", {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}),
         "ModelOptFp4LinearMethod",
-    ),
-    "fp8 of channels": (
-        *("w8a8_fp8", {"quant_method": "w8a8_fp8", "is_dynamic": True}),
-        "W8A8Fp8LinearMethod",
     ),
     "int8 of blocks": (
         *("blockwise_int8", {"quant_method": "blockwise_int8", **_BLOCKS}),
         "BlockInt8LinearMethod",
     ),
     "fp8 of blocks": ("fp8", {"quant_method": "fp8", **_BLOCKS}, "Fp8LinearMethod"),
-    "mxfp8": ("mxfp8", {"quant_method": "mxfp8", **_BLOCKS}, "Fp8LinearMethod"),
     "GGUF": ("gguf", {}, "GGUFLinearMethod"),
 }
 

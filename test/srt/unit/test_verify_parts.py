@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.found import outcome, position
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
 from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.commands import main, page, prompts, servers, verify
+from sglang_gemma4_yoco.commands import main, page, prompts, servers
 from sglang_gemma4_yoco.commands.compare import Answer, Comparison, Position, Times
 from sglang_gemma4_yoco.commands.compare import beyond as sentences
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.prompts import Prompt
-from sglang_gemma4_yoco.commands.verify import AGAIN, ALONE, AT_ONCE, TIMED, Found
+from sglang_gemma4_yoco.commands.verify import ALONE
 
 
 @pytest.fixture
@@ -33,11 +33,6 @@ def tokenizer() -> Any:
 
 
 # ---------------------------------------------------------------- prompts
-
-
-def test_bundled_prompts() -> None:
-    bundled = prompts.read_file(prompts.BUNDLED)
-    assert len(set(bundled)) == len(bundled) == 12
 
 
 def test_a_file_of_prompts(tmp_path: Path) -> None:
@@ -119,10 +114,6 @@ def test_free_ports() -> None:
 
 
 # ---------------------------------------------------------------- distances
-
-
-def position(token: int, logprob: float, **likeliest: float) -> Position:
-    return Position(token, logprob, {int(k[1:]): v for k, v in likeliest.items()})
 
 
 def answer(*generated: Position, read: tuple[Position, ...] = ()) -> Answer:
@@ -233,37 +224,6 @@ def test_what_prefills_computed_is_judged_by_itself() -> None:
 
 
 # ---------------------------------------------------------------- the whole, and the page
-
-
-def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> tuple[dict[str, Any], Any]:
-    """The document of servers whose answers differ by ``shift``, and the comparisons."""
-    kinds = [Prompt(prompts.QUESTIONS, {}), Prompt(prompts.PREFIX, {})]
-    timed = []
-    for n in (200, 100):
-        timed.append(Prompt(prompts.TIMED, {"input_ids": [1] * n}))
-
-    def found(by: float, factor: float) -> Found:
-        def answers(*sent: Prompt) -> list[tuple[Prompt, Answer]]:
-            made = position(1, -1.0 - by, t1=-1.0 - by, t2=-2.0)
-            return [(one, Answer((made,))) for one in sent]
-
-        rounds = {}
-        for name in (ALONE, AT_ONCE, AGAIN):
-            rounds[name] = answers(*kinds)
-        rounds[TIMED] = answers(*timed)
-        seconds = {}
-        for tokens in (200, 100):
-            seconds[tokens] = [tokens * factor] * 2
-        return Found(rounds, {ALONE: Counter({log.TAIL_EAGER: 7})}, seconds)
-
-    document: dict[str, Any] = dict.fromkeys(
-        ("device", "dtype", "sglang", "package", "server_args", "repeats")
-    )
-    document |= {"model": "a <model>", "rule": "exact" if exact else "noise floor"}
-    document["left_out"] = {prompts.CHUNKS: "a <reason>"}
-    fast = found(shift, 0.001)
-    fast.forwards[ALONE][log.FAILED] = failed
-    return document, verify.conclude(document, found(0.0, 0.002), fast)
 
 
 def test_the_document() -> None:
