@@ -24,6 +24,8 @@ HERE = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "gemma4_yoco_rehearsal"
 RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
+#: The release whose kernels ``compiled_kernels`` and ``triton_kernels`` know.
+SGLANG = "0.5.23"
 #: Each library, in the order in which they are built and loaded, with its source.
 SOURCES = {
     RUNTIME: "runtime.cpp",

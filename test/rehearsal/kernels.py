@@ -20,8 +20,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import triton
-from rehearsal import operations, triton_kernels
-from sglang_gemma4_reference import cuda_kernels
+from rehearsal import compiled_kernels, operations, triton_kernels
 
 #: Each kernel that was compiled in this process, by its arguments' kinds, and where.
 compiled: dict[str, str] = {}
@@ -72,37 +71,30 @@ def follow_triton() -> None:
     triton.knobs.runtime.jit_post_compile_hook = note
 
 
-# ---- SGLang's, which nvcc compiles when they are first called
+# ---- kernels that are not compiled here
 
 
-class _ClampPosition:
-    def clamp_position(self, out: torch.Tensor, lengths: torch.Tensor) -> None:
-        out.copy_((lengths - 1).clamp(min=0))
+def _launch(name: str, args: Any, check: Callable[..., None], compute: Callable[..., None]) -> None:
+    """Check the arguments, count a launch, and compute."""
+    for tensor in operations.tensors_in(args):
+        if not tensor.is_cuda:
+            raise RuntimeError(f"{name}: a tensor is on the {tensor.device}")
+    check(*args)
+    code = operations.RUNTIME.rehearsal_launch(operations.current_stream())
+    if code:
+        raise RuntimeError(f"CUDA error {code} at the launch of {name}")
+    _run_kernel(name, compute, args, {})
 
 
 class _Module:
-    """A compiled module: each call is one launch, and then computed."""
+    """A module of SGLang's that nvcc compiles when it is first called; it has one kernel."""
 
-    def __init__(self, stand_in: object) -> None:
+    def __init__(self, stand_in: Any) -> None:
         self._stand_in = stand_in
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        compute = getattr(self._stand_in, name)
-
-        def call(*args: Any) -> None:
-            for tensor in operations.tensors_in(args):
-                if not tensor.is_cuda:
-                    raise RuntimeError(f"{name}: a tensor is on the {tensor.device}")
-            _launch()
-            _run_kernel(name, compute, args, {})
-
-        return call
-
-
-def _launch() -> None:
-    code = operations.RUNTIME.rehearsal_launch(operations.current_stream())
-    if code:
-        raise RuntimeError(f"CUDA error {code} at the launch of a kernel")
+        stand_in = self._stand_in
+        return lambda *args: _launch(name, args, stand_in.check, stand_in.compute)
 
 
 def replace_sglangs_kernels() -> None:
@@ -111,69 +103,34 @@ def replace_sglangs_kernels() -> None:
 
     def load_jit(name: str, *template: str, **_: Any) -> _Module:
         _note_compilation(f"{name} {template}")
-        if name.startswith("clamp_position"):
-            return _Module(_ClampPosition())
-        return _Module(cuda_kernels.load_jit(name, *template))
+        return _Module(compiled_kernels.load_jit(name, *template))
 
     for module in list(sys.modules.values()):
         if getattr(module, "load_jit", None) is stock:
             module.load_jit = load_jit  # type: ignore[attr-defined]
 
 
-# ---- flashinfer's norms, which it compiles for each width
-
-
-def _check_norm(
-    name: str, weight: torch.Tensor, rows: dict[str, torch.Tensor], *, early_start: bool
-) -> None:
-    """What flashinfer's compiled host code checks (``flashinfer/norm/kernels``)."""
-    first = next(iter(rows.values()))
-    contiguous = all(tensor.is_contiguous() for tensor in rows.values())
-    width = first.shape[-1]
-    _note_compilation(f"{name} {first.dtype} {width} {early_start} {contiguous}")
-    for which, tensor in (*rows.items(), ("weight", weight)):
-        what = f"flashinfer's {name}: {which}"
-        if not tensor.is_cuda:
-            raise RuntimeError(f"{what} is on the {tensor.device}")
-        if tensor.dtype != first.dtype:
-            raise RuntimeError(f"{what} is {tensor.dtype}, not {first.dtype}")
-        if tensor.shape[-1] != width or tensor.stride(-1) != 1:
-            raise RuntimeError(f"{what}: {tuple(tensor.shape)}, strides {tensor.stride()}")
-        alignment = 128 if contiguous and which != "weight" else 16
-        if tensor.data_ptr() % alignment:
-            raise RuntimeError(f"{what} is not aligned to {alignment} bytes")
-    _launch()
-
-
 def replace_flashinfers_norms() -> None:
     """SGLang 0.5.23 calls flashinfer's CuTe norms where flashinfer is installed."""
     norm: Any = import_module("flashinfer.norm")
 
-    def rmsnorm_cute(
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        eps: float = 1e-6,
-        weight_bias: float = 0.0,
-        enable_pdl: bool = False,
-    ) -> None:
-        assert weight_bias == 0.0
-        _check_norm("rmsnorm", weight, {"input": input, "out": out}, early_start=enable_pdl)
-        _run_kernel("rmsnorm", cuda_kernels.rmsnorm, (input, weight, eps, out), {})
+    def note(name: str, early_start: object, *rows: torch.Tensor) -> None:
+        dense = compiled_kernels.is_dense(*rows)
+        first = rows[0]
+        _note_compilation(f"{name} {first.dtype} {first.shape[-1]} {early_start} {dense}")
+
+    def rmsnorm_cute(input: Any, weight: Any, out: Any, eps: float, *rest: Any, **how: Any) -> None:
+        note("rmsnorm", (rest, how), input, out)
+        check = lambda *_: compiled_kernels.check_norm(weight, input, out)  # noqa: E731
+        _launch("rmsnorm", (input, weight, out, eps), check, compiled_kernels.rmsnorm)
 
     def fused_add_rmsnorm_cute(
-        input: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float = 1e-6,
-        weight_bias: float = 0.0,
-        enable_pdl: bool = False,
+        input: Any, residual: Any, weight: Any, eps: float, *rest: Any, **how: Any
     ) -> None:
-        assert weight_bias == 0.0
-        rows = {"input": input, "residual": residual}
-        _check_norm("fused_add_rmsnorm", weight, rows, early_start=enable_pdl)
-        compute = cuda_kernels.fused_add_rmsnorm
-        _run_kernel("fused_add_rmsnorm", compute, (input, residual, weight, eps), {})
+        note("fused_add_rmsnorm", (rest, how), input, residual)
+        check = lambda *_: compiled_kernels.check_norm(weight, input, residual)  # noqa: E731
+        compute = compiled_kernels.fused_add_rmsnorm
+        _launch("fused_add_rmsnorm", (input, residual, weight, eps), check, compute)
 
     norm.rmsnorm_cute = rmsnorm_cute
     norm.fused_add_rmsnorm_cute = fused_add_rmsnorm_cute

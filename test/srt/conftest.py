@@ -26,12 +26,6 @@ os.environ["SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"] = "1"
 if os.environ.get("TRITON_INTERPRET") == "1":
     # In the interpreter it takes as long as a test; test_any_backend_triton makes it by hand.
     os.environ["SGLANG_GEMMA4_YOCO_SELF_CHECK"] = "0"
-if os.environ.get("GEMMA4_CPU_BRANCHES") == "cuda":
-    # Stand-ins for kernels, and what enters them.
-    _STAND_INS = ("cuda_branches", "cuda_kernels")
-    os.environ["SGLANG_GEMMA4_YOCO_TRUST"] = ",".join(
-        f"sglang_gemma4_reference.{name}" for name in _STAND_INS
-    )
 
 from harness.server import (
     CAPTURED_ARGUMENTS,

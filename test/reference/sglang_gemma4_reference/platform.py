@@ -12,7 +12,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_gemma4_reference import cuda_branches, invariance, releases, roles
+from sglang_gemma4_reference import invariance, releases, roles
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -48,8 +48,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """The CPU as an out-of-tree device: every fused operation takes its PyTorch path.
 
     The attention backend named ``triton`` is ``WindowedTorchNativeBackend``, unless
-    ``TRITON_INTERPRET=1`` selects the real one in Triton's interpreter. With
-    ``GEMMA4_CPU_BRANCHES=cuda`` as well the text model takes a GPU's paths (``cuda_branches``).
+    ``TRITON_INTERPRET=1`` selects the real one in Triton's interpreter.
     Under the names ``FRONT_NAMES`` there is ``FrontBackend``, always.
 
     Graphs are captured and replayed by ``graph_backend``; with ``GEMMA4_CPU_GRAPHS=decode`` SGLang
@@ -71,8 +70,6 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "triton"
 
     def get_dispatch_key_name(self) -> str:
-        if cuda_branches.is_wanted():
-            return "cuda"
         return "native"
 
     def get_torch_profiler_activity_str(self) -> str:
@@ -141,10 +138,7 @@ class Gemma4CpuPlatform(CpuDeviceMixin, SRTPlatform):
         releases.take_host_cache()
         if roles.are_wanted():
             roles.install()
-        if cuda_branches.is_wanted():
-            cuda_branches.install()
-        else:
-            logits_processor._is_cpu = True  # else the softcap is a kernel of Triton's
+        logits_processor._is_cpu = True  # else the softcap is a kernel of Triton's
         # Gemma 4 accepts a fixed list of backend names, and torch_native is not on it.
         if not triton_is_interpreted():
             ATTENTION_BACKENDS["triton"] = partial(_backend, "WindowedTorchNativeBackend")

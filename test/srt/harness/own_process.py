@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,19 +23,14 @@ import pytest
 
 from harness import forked
 from harness.template import Template
-from sglang_gemma4_reference import cuda_branches
 
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
 FOLDER = "triton"
 INTERPRETER = {"TRITON_INTERPRET": "1"}
-# Files that need more than the interpreter, or another folder's that need something.
-_MORE = {"test_cuda_branches.py": {cuda_branches.VARIABLE: "cuda"}}
+# Files of other folders that need something.
 _ELSEWHERE = {
     "test_without_exits.py": {"YOCO_TEST_WITHOUT_EXITS": "1"},
 }
-# What another SGLang than theirs collects of these is one skipped test, in the process that
-# collects it: the other process would refuse to start.
-_RELEASE = {"test_cuda_branches.py": cuda_branches.SGLANG}
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
@@ -44,9 +38,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
     name = module_path.name
     environment = _ELSEWHERE.get(name, {})
     if module_path.parent.name == FOLDER:
-        environment = INTERPRETER | _MORE.get(name, {})
-    released_elsewhere = name in _RELEASE and version("sglang") != _RELEASE[name]
-    if released_elsewhere or is_set_up(environment):
+        environment = INTERPRETER
+    if is_set_up(environment):
         return None
     file = OwnProcessFile.from_parent(parent, path=module_path)
     file.environment = environment

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rehearsal import device
 #: What ``python -m rehearsal.ask`` is run in.
 FOLDER = Path(device.__file__).parents[1]
 MISSING = device.say_what_is_missing()
+if version("sglang") != device.SGLANG:
+    MISSING = f"the rehearsal knows the kernels of SGLang {device.SGLANG} alone"
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.timeout(900),

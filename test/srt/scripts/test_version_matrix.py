@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 
 import environment
 import version_matrix
-from sglang_gemma4_reference import cuda_branches, roles
+from rehearsal import device
+from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
 
 NEWEST = str(compat.LAST_TESTED)
@@ -28,7 +29,7 @@ def test_everything_names_the_same_newest_release() -> None:
     """CONTRIBUTING.md has the list of them; ``compat.LAST_TESTED`` is what decides."""
     assert environment.SGLANG_VERSION == NEWEST
     assert (version_matrix.VERSIONS[0], version_matrix.VERSIONS[-1]) == (OLDEST, NEWEST)
-    assert cuda_branches.SGLANG == roles.SGLANG == NEWEST
+    assert device.SGLANG == roles.SGLANG == NEWEST
     assert f"ARG SGLANG=v{NEWEST}\n" in (environment.REPO / "Dockerfile").read_text()
     readme = (environment.REPO / "README.md").read_text()
     for words in (

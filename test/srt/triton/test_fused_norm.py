@@ -1,0 +1,38 @@
+"""SGLang's fused norm of q, k and v as the package calls it, which a CPU runs here alone.
+
+The rehearsal launches it and computes its values by a stand-in; here it is the kernel itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+from sglang_gemma4_yoco import compat
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("rows", [3, 260])  # above 256 rows a program walks over all heads
+@pytest.mark.parametrize("width", [64, 256])
+def test_one_kind_of_heads_is_normed_in_place(rows: int, heads: int, width: int) -> None:
+    """Rows are columns of a projection's output: they do not lie one after another."""
+    torch.manual_seed(0)
+    projected = torch.randn(rows, 2 * heads * width)
+    keys, values = projected.split(heads * width, dim=1)
+    wanted_values = values.clone()
+    weight = torch.rand(width) + 0.5
+    wanted = rms_norm(keys.unflatten(1, (heads, width)), (width,), weight, 1e-6).flatten(1)
+    compat.gemma4_causal.gemma_qkv_rmsnorm(
+        keys,
+        None,
+        None,
+        weight,
+        None,
+        num_q_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width,
+        eps=1e-6,
+    )
+    torch.testing.assert_close(keys, wanted)
+    assert torch.equal(values, wanted_values)
