@@ -277,8 +277,10 @@ class Client:
 def _read(replies: Sequence[dict[str, Any]]) -> Answer:
     outputs, read = list[Output](), tuple[Position, ...]()
     for number, reply in enumerate(replies):
-        found = comparing.Answer.of(reply)
-        finish = reply["meta_info"]["finish_reason"] or {}
+        about = reply["meta_info"]
+        # What is aborted while it waits has no number of cached tokens.
+        found = comparing.Answer.of({"meta_info": {"cached_tokens": 0, **about}})
+        finish = about["finish_reason"] or {}
         outputs.append(Output(tuple(reply["output_ids"]), found.generated, finish.get("type")))
         if number == 0:
             read = found.read

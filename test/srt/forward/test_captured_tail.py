@@ -26,6 +26,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from harness import observe
 from harness.audited import Operations
 from harness.batches import BATCHES, ONE_BESIDE_TWO, batch_of
+from harness.checking import tensors_unchanged
 from harness.decode_graphs import record_tail, recorded_decode_steps, static_tensors
 from harness.forwards import (
     CHUNKS,
@@ -454,6 +455,13 @@ def test_new_weights_are_captured_anew(engine: Engine, tail: TailGraphs) -> None
 # ---------------------------------------------------------------- it proves itself
 
 
+def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: TailGraphs) -> None:
+    engine.schedule(TWO_PROMPTS)  # overwrites what proofs write, which is the same each time
+    with tensors_unchanged(engine):
+        proof.prove(tail, engine.runner)
+    assert tail.rows == (1, 2, 4)
+
+
 def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> None:
     """So that a key more or less in a window shows."""
     reached, stock = [], tail.eager
@@ -641,6 +649,14 @@ def test_it_is_logged_once(
     [_] = [line for line in said() if "is active" in line]
     assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
     assert known.facts["tail"] == f"captured for up to {MOST} rows"
+
+
+def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
+    """New backends, new buffers: what was captured on the old ones is let go."""
+    engine.runner.init_attention_backends()
+    assert tail.rows == ()
+    assert start.of(engine.text_model).captured is None
+    assert_fast(engine, TWO_PROMPTS)
 
 
 @pytest.mark.parametrize("lacking", ["per-layer embeddings", "their projection"])

@@ -120,6 +120,11 @@ def test_nothing_is_counted_or_logged(engine: Engine, said: Callable[..., list[s
     assert not log.rows
 
 
+def test_what_fails_leaves_nothing_either(engine: Engine) -> None:
+    with nothing_left(engine), failing(engine, "first layer"), pytest.raises(InjectedError):
+        checked(engine)
+
+
 # ---------------------------------------------------------------- what it finds
 
 
