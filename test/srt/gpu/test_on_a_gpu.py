@@ -42,7 +42,7 @@ BATCHES = {
     "three prompts": batch_of((0, 3), (0, 700), (0, 1)),
     "second chunks around the window": batch_of((511, 40), (512, 40), (513, 40)),
     "beside decode rows": [*batch_of((0, 300)), *batch_of((100, 1), decodes=True)],
-    "more rows than are captured": batch_of(*[(20 * i, 9 + i) for i in range(40)]),
+    "more rows than are captured": batch_of(*[(10 * i, 9 + i) for i in range(40)]),
     "input logprobs": [*batch_of((10, 300), logprob_start=280), *batch_of((0, 90))],
     "an intermediate chunk": batch_of((0, 300), to_come=(21, 22)),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -340,3 +341,20 @@ def test_answers_are_stocks_and_k_and_v_to_the_bit(
             # A logit of size 4 is rounded to 1/64 in bf16; some roundings differ.
             assert found[way]["difference"] <= 4 / 64
             assert found[way]["same token"]
+
+
+# ---- what waits for a GPU
+
+
+@RELEASE
+def test_the_tests_that_need_a_gpu_pass() -> None:
+    """By the command of ``benchmark/on_a_gpu.md``; a test that needs CUPTI is left out by name."""
+    arguments = ["--gpu", "--", "-p", "rehearsal.gpu_tests"]
+    command = [sys.executable, "../scripts/run_tests.py", *arguments]
+    environment = dict(os.environ) | {"PYTHONPATH": str(FOLDER)}
+    environment.pop("SGLANG_PLATFORM", None)
+    done = subprocess.run(command, env=environment, cwd=FOLDER, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:]
+    passed = re.search(r"(\d+) passed, 1 deselected", done.stdout)
+    assert passed is not None, done.stdout[-2000:]
+    assert int(passed[1]) >= 80

@@ -82,3 +82,20 @@ def test_the_host_cannot_read_device_memory() -> None:
     assert _run("-c", make).returncode == 0
     read = "ctypes.string_at(made.data_ptr(), 1)"
     assert _run("-c", f"{make}; {read}").returncode == -11
+
+
+WRITE_A_RESULT = """
+from rehearsal import device
+device.load_runtime()
+import pathlib, sys
+sys.path.insert(0, "../scripts")
+from result_files import device_name, write_result
+write_result(pathlib.Path(sys.argv[1]), {"device": device_name("cuda"), "seconds": 1})
+"""
+
+
+def test_no_figure_of_it_is_written_to_a_result_file(tmp_path: Path) -> None:
+    done = _run("-c", WRITE_A_RESULT, str(tmp_path / "result.json"))
+    assert done.returncode == 0, done.stderr
+    assert "nothing was measured" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -5,11 +5,14 @@ The rehearsal launches it and computes its values by a stand-in; here it is the 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core import donor
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -23,16 +26,9 @@ def test_one_kind_of_heads_is_normed_in_place(rows: int, heads: int, width: int)
     wanted_values = values.clone()
     weight = torch.rand(width) + 0.5
     wanted = rms_norm(keys.unflatten(1, (heads, width)), (width,), weight, 1e-6).flatten(1)
-    compat.gemma4_causal.gemma_qkv_rmsnorm(
-        keys,
-        None,
-        None,
-        weight,
-        None,
-        num_q_heads=heads,
-        num_kv_heads=heads,
-        head_dim=width,
-        eps=1e-6,
-    )
+    norm = SimpleNamespace(weight=torch.nn.Parameter(weight), eps=1e-6, scale_shift=0.0)
+    with mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)):
+        normed = donor._headwise_norm(norm, keys, heads, width)
+    assert normed is keys
     torch.testing.assert_close(keys, wanted)
     assert torch.equal(values, wanted_values)

@@ -1,0 +1,56 @@
+"""A pytest plugin: the tests of ``test/srt/gpu`` run on the rehearsal's device, values computed.
+
+    PYTHONPATH=test python scripts/run_tests.py --gpu -- -p rehearsal.gpu_tests
+
+The model is a small one in place of E2B. Tests that need CUPTI, the profiler's library, are left
+out by name. What they print is no measurement: the device is called ``rehearsal``.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from rehearsal import device
+
+device.load_runtime()
+os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import dataclasses  # noqa: E402 - after the runtime and the environment
+
+import pytest  # noqa: E402
+
+NEEDS_CUPTI = ("test_a_replay_is_one_launch",)
+_session = ExitStack()
+
+
+def pytest_configure() -> None:
+    """Enter the mode for the whole session."""
+    from rehearsal import kernels, operations, values
+    from sglang_gemma4_reference import checkpoint
+    from sglang_gemma4_reference.engine import Engine
+
+    _session.enter_context(operations.computed(floats=True))
+    checkpoint.PRESETS["E2B"] = dataclasses.replace(
+        values.SHAPE, sliding_window=512, max_positions=8192
+    )
+    stock = Engine.__init__
+
+    def build(self: Engine, *args: Any, **arguments: Any) -> None:
+        kernels.install()
+        few: dict[str, Any] = {"cuda_graph_bs_decode": [1, 4], "mem_fraction_static": 0.5}
+        stock(self, *args, **(few | arguments))
+
+    Engine.__init__ = build  # type: ignore[method-assign]
+
+
+def pytest_unconfigure() -> None:
+    _session.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    left_out = [item for item in items if item.name.startswith(NEEDS_CUPTI)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
