@@ -34,7 +34,7 @@ def pytest_configure() -> None:
 
     _session.enter_context(operations.computed(floats=True))
     checkpoint.PRESETS["E2B"] = dataclasses.replace(
-        values.SHAPE, sliding_window=512, max_positions=8192
+        values.SHAPE, layers=10, kv_shared_layers=5, sliding_window=512, max_positions=8192
     )
     stock = Engine.__init__
 

@@ -18,7 +18,6 @@
 #include <unistd.h>
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -195,7 +194,6 @@ EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   note(HOST_WAIT, "event", nullptr, event);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaEventElapsedTime(float*, cudaEvent_t, cudaEvent_t) { return fail(cudaErrorNotSupported); }
 
 // ---- graphs
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { std::swap(*mode, thread_mode); return cudaSuccess; }

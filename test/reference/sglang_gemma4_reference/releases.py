@@ -180,12 +180,24 @@ def load_model(args: ServerArgs, rank: int) -> ModelRunner:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    _forget_the_graphs_memory()
     _resolve(args)
     _publish(args, rank)
     if hasattr(one_batch, "_init_process_global_configs"):  # 0.5.22
         one_batch._init_process_global_configs()
     loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), gpu_id=rank, tp_rank=rank)
     return loaded.torch_runner
+
+
+def _forget_the_graphs_memory() -> None:
+    """SGLang keeps one pool for the graphs of a process (0.5.23).
+
+    It dies with the graphs of an engine that is gone, and PyTorch then refuses to capture into it.
+    """
+    runners: Any = import_module("sglang.srt.model_executor.runner")
+    forget = getattr(runners, "set_global_graph_memory_pool", None)
+    if forget is not None:
+        forget(None)
 
 
 def _resolve(args: ServerArgs) -> None:

@@ -175,7 +175,7 @@ def test_pytorch_finds_no_wait_in_planning_and_model(
 ) -> None:
     """``torch.cuda.set_sync_debug_mode("error")``."""
     found = ask(question)["without waits"]
-    assert len(found) == 3 - (question == "without_graphs")
+    assert len(found) == 3
     assert set(found.values()) == {None}
 
 
