@@ -266,7 +266,7 @@ def test_a_server_that_is_not_active_is_not_measured(tiny_checkpoint: Path, tmp_
     for measured in ("answers_equal", "max_logprob_diff", "ttft_off_s", "ttft_on_s", "ratio"):
         assert document[measured] is None, measured
     assert "NOT active (" in document["problems"][0]
-    assert "too few rows could be skipped" in document["problems"][0]
+    assert "too_few_rows_could_be_skipped" in document["problems"][0]
     assert not (tmp_path / "here" / "server-off.log").exists()
 
 
