@@ -24,7 +24,7 @@ import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from harness import observe
-from harness.audited import Operations
+from harness.audited import Operations, functions_entered
 from harness.batches import BATCHES, ONE_BESIDE_TWO, batch_of
 from harness.checking import tensors_unchanged
 from harness.decode_graphs import record_tail, recorded_decode_steps, static_tensors
@@ -279,6 +279,17 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
     [index] = indices
     gathered = [args for name, args in ran.calls if name == "index_select" and args[2] is index]
     assert len(gathered) == len(("rows", "positions", "embeds", "embedded"))
+
+
+def test_a_replay_enters_few_functions_of_the_package(engine: Engine, tail: TailGraphs) -> None:
+    """In one file more than an eager tail: ``captured/graphs.py`` is not a part of the core."""
+    entered = functions_entered(engine, TWO_PROMPTS)
+    assert outcomes() == {log.TAIL_CAPTURED: 2}
+    assert len(entered) <= 60, sorted(entered)
+    files = {Path(file) for file, *_ in entered}
+    outside = {file.name for file in files if file.parent.name != "core"}
+    assert len(files) == 11
+    assert outside == {"log.py", "compat.py", "graphs.py"}
 
 
 def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine, known: ModelState) -> None:

@@ -1,0 +1,42 @@
+"""``--random-seed``: with the package a server samples what it samples without it.
+
+Each server is new, and asked by one client: all requests draw from one generator in the order of
+their batches. With a second client, which SGLang's own ``/health`` is by default, samples depend on
+who was first, with the package or without it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.server import running
+
+pytestmark = pytest.mark.release
+
+PROMPTS = [list(range(20, 20 + tokens)) for tokens in (70, 9, 130)]
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 12}
+WAYS = {
+    "checked": {},
+    "not checked": {"SGLANG_GEMMA4_YOCO_SELF_CHECK": "0"},
+    "stock": {"SGLANG_GEMMA4_YOCO": "0"},
+}
+
+
+def test_a_seed_gives_the_same_samples(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    samples: dict[str, list[Any]] = {}
+    for way, env in WAYS.items():
+        flags: Any = {"arguments": ["--random-seed", "7"], "env": env, "switch": None}
+        with running(tiny_checkpoint, tmp_path / way, **flags) as server:
+            one_by_one = [
+                server.generate(input_ids=ids, sampling_params=SAMPLING)["output_ids"]
+                for ids in PROMPTS
+            ]
+            together = server.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
+            samples[way] = [*one_by_one, *(answer["output_ids"] for answer in together)]
+            rows = server.prefills()[0].rows
+        assert (rows[-1] < rows[0]) == (way != "stock")
+    assert samples["checked"] == samples["not checked"] == samples["stock"]
+    assert len({tuple(sample) for sample in samples["stock"]}) == len(samples["stock"])
