@@ -194,7 +194,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.check:
         missing = cannot_be_imported()
-        print(json.dumps({"missing": missing}))
+        print(f"norms: {NORMS}")
+        print(json.dumps({"missing": missing, "norms": NORMS}))
         return int(bool(missing))
     if args.out is None:
         parser.error("name a folder, or --check")
@@ -204,7 +205,8 @@ def main() -> int:
     build(args.out, args.cache)
     wheels = {path.name: path.stat().st_size for path in sorted(args.out.glob("*.whl"))}
     size = sum(wheels.values())
-    print(json.dumps({"bytes": size, "limit": LIMIT, "wheels": wheels}))
+    print(f"norms: {NORMS}")
+    print(json.dumps({"bytes": size, "limit": LIMIT, "norms": NORMS, "wheels": wheels}))
     return int(size > LIMIT)
 
 

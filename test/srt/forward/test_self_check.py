@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -222,6 +223,7 @@ def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) 
 @pytest.fixture
 def started(engine: Engine) -> Iterator[ModelState]:
     """What is known of the engine's model before its graphs are captured."""
+    gc.collect()  # engines of earlier tests, which ``metrics`` would find
     engine.runner.init_attention_backends()
     yield start.of(engine.text_model)
     engine.runner.init_attention_backends()
