@@ -72,11 +72,13 @@ class Checked:
         return f"checked layer by layer: {'at most ' if self.agrees else ''}{self.worst}"
 
     def facts(self) -> dict[str, Any]:  # for /server_info
-        worst = self.worst
+        what = error = allowed = None
+        if self.worst is not None:
+            what, error, allowed = self.worst.what, self.worst.error, self.worst.allowed
         return {
-            "compared": getattr(worst, "what", None),
-            "largest_difference": getattr(worst, "error", None),
-            "allowed": getattr(worst, "allowed", None),
+            "compared": what,
+            "largest_difference": error,
+            "allowed": allowed,
             "seconds": round(self.seconds, 3),
             "unchecked": self.unchecked,
         }

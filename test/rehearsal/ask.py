@@ -20,7 +20,6 @@ from rehearsal import device
 
 device.load_runtime()
 os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 from rehearsal import (  # noqa: E402 - after the runtime and the environment
     batches_served,
@@ -47,7 +46,7 @@ EXIT_BATCHES = ("40 tokens", "three", "beside decode steps", "chunk", "257 token
 def _state() -> Answer:
     state = attached()
     assert state is not None
-    return {"refused": state.refused, "facts": state.facts, "cut_layer": state.cut_layer}
+    return {"refused": state.refused, "facts": state.facts}
 
 
 def ask_model(folder: Path, shape: Any = engine.E2B, **arguments: Any) -> Answer:
@@ -111,7 +110,8 @@ def ask_failures(folder: Path) -> Answer:
 def ask_values(folder: Path) -> Answer:
     """Small widths, with all values computed."""
     with operations.computed(floats=True):
-        return values.compare(folder, EXITS)
+        served = engine.build(folder, values.SHAPE, weights=True, **EXITS)
+        return _state() | {"batches": values.compare(served)}
 
 
 QUESTIONS: dict[str, Callable[[Path], Answer]] = {

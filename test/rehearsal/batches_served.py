@@ -12,10 +12,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from rehearsal import device, kernels, operations
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, switched
+from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import find
@@ -168,22 +167,7 @@ def serve_refusing_waits(engine: Engine) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name, way in (("40 tokens", CAPTURED), ("40 tokens", EAGER), ("chunk", CAPTURED)):
         batch = engine.schedule(BATCHES[name])
-        with _refusing_waits(engine.text_model, "forward"), _refusing_waits(state, "planner"):
+        with refusing_waits(engine.text_model, "forward"), refusing_waits(state, "planner"):
             cost = serve(engine, batch, way, is_chunk=name == "chunk")
         found[f"{name}, {way}: {cost.outcome}"] = cost.failure
     return found
-
-
-@contextmanager
-def _refusing_waits(owner: Any, method: str) -> Iterator[None]:
-    stock = getattr(owner, method)
-
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return stock(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    with replaced(owner, **{method: refusing}):
-        yield

@@ -155,6 +155,7 @@ def load_runtime() -> ctypes.CDLL:
         raise RuntimeError("the rehearsal's runtime must be loaded before torch")
     folder = build_libraries()
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # operations in compiled functions are not seen
     loaded = [ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL) for name in SOURCES]
     runtime = loaded[0]
     for name in ("count", "host_offset", "used_bytes", "captured_graph"):

@@ -6,9 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401
-
-from rehearsal import kernels  # loads the runtime before torch
+from rehearsal import kernels
 from sglang_gemma4_reference import checkpoint
 from sglang_gemma4_reference.checkpoint import Gemma4Shape
 

@@ -33,10 +33,21 @@ IN_A_CAPTURE: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def _memory() -> dict[str, float]:
-    """In MiB, after all that is not used was given back."""
+def _give_back() -> None:
+    """All memory that is not used."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _count_pools() -> int:
+    """PyTorch's pools that hold memory: its own, and each one's of graphs."""
+    _give_back()
+    return len({tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()})
+
+
+def _memory() -> dict[str, float]:
+    """In MiB."""
+    _give_back()
     return {
         "allocated": torch.cuda.memory_allocated() / 2**20,
         "reserved": torch.cuda.memory_reserved() / 2**20,
@@ -48,8 +59,8 @@ def _capture(engine: Engine, state: ModelState) -> None:
     graphs.capture(engine.runner, state, proof.prove, can_be_captured=True)
 
 
-def _serve(engine: Engine, way: str = CAPTURED, name: str = "40 tokens") -> dict[str, Any]:
-    cost = serve(engine, engine.schedule(BATCHES[name]), way)
+def _serve(engine: Engine, way: str = CAPTURED) -> dict[str, Any]:
+    cost = serve(engine, engine.schedule(BATCHES["40 tokens"]), way)
     return {"outcome": cost.outcome, "failure": cost.failure}
 
 
@@ -78,10 +89,7 @@ def _after_a_failed_capture(engine: Engine, state: ModelState, what: str) -> dic
         "eager": _serve(engine, EAGER),
     }
     torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-    pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
-    found["pools"] = len(pools)
+    found["pools"] = _count_pools()
     _capture(engine, state)
     found["captured again"] = _serve(engine)
     return found
@@ -139,8 +147,7 @@ def find_all(engine: Engine) -> dict[str, Any]:
     four_times = _memory()
     found["three more captures take"] = {name: four_times[name] - once[name] for name in once}
     found["captured four times"] = _serve(engine)
-    pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
-    found["pools"] = len(pools)
+    found["pools"] = _count_pools()
     found["failed captures"] = {
         what: _after_a_failed_capture(engine, state, what) for what in IN_A_CAPTURE
     }

@@ -16,7 +16,6 @@ from rehearsal import device
 
 device.load_runtime()
 os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import dataclasses  # noqa: E402 - after the runtime and the environment
 

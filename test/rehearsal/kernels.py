@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -74,12 +75,11 @@ def follow_triton() -> None:
 # ---- kernels that are not compiled here
 
 
-def _launch(name: str, args: Any, check: Callable[..., None], compute: Callable[..., None]) -> None:
-    """Check the arguments, count a launch, and compute."""
+def _launch(name: str, args: Any, compute: Callable[..., None]) -> None:
+    """Count a launch on arguments that have been checked, and compute."""
     for tensor in operations.tensors_in(args):
         if not tensor.is_cuda:
             raise RuntimeError(f"{name}: a tensor is on the {tensor.device}")
-    check(*args)
     code = operations.RUNTIME.rehearsal_launch(operations.current_stream())
     if code:
         raise RuntimeError(f"CUDA error {code} at the launch of {name}")
@@ -93,8 +93,11 @@ class _Module:
         self._stand_in = stand_in
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        stand_in = self._stand_in
-        return lambda *args: _launch(name, args, stand_in.check, stand_in.compute)
+        def call(*args: Any) -> None:
+            self._stand_in.check(*args)
+            _launch(name, args, self._stand_in.compute)
+
+        return call
 
 
 def replace_sglangs_kernels() -> None:
@@ -121,16 +124,16 @@ def replace_flashinfers_norms() -> None:
 
     def rmsnorm_cute(input: Any, weight: Any, out: Any, eps: float, *rest: Any, **how: Any) -> None:
         note("rmsnorm", (rest, how), input, out)
-        check = lambda *_: compiled_kernels.check_norm(weight, input, out)  # noqa: E731
-        _launch("rmsnorm", (input, weight, out, eps), check, compiled_kernels.rmsnorm)
+        compiled_kernels.check_norm(weight, input, out)
+        _launch("rmsnorm", (input, weight, out, eps), compiled_kernels.rmsnorm)
 
     def fused_add_rmsnorm_cute(
         input: Any, residual: Any, weight: Any, eps: float, *rest: Any, **how: Any
     ) -> None:
         note("fused_add_rmsnorm", (rest, how), input, residual)
-        check = lambda *_: compiled_kernels.check_norm(weight, input, residual)  # noqa: E731
+        compiled_kernels.check_norm(weight, input, residual)
         compute = compiled_kernels.fused_add_rmsnorm
-        _launch("fused_add_rmsnorm", (input, residual, weight, eps), check, compute)
+        _launch("fused_add_rmsnorm", (input, residual, weight, eps), compute)
 
     norm.rmsnorm_cute = rmsnorm_cute
     norm.fused_add_rmsnorm_cute = fused_add_rmsnorm_cute
@@ -171,8 +174,12 @@ def replace_cuda_python() -> None:
         module.rt = _Bindings
 
 
+@functools.cache
 def install() -> None:
-    """All of it, after ``import sglang``'s modules and before a model is built."""
+    """All of it, after ``import sglang``'s modules and before a model is built.
+
+    Once in a process: a kernel that were followed twice would be computed twice, in place.
+    """
     follow_triton()
     replace_sglangs_kernels()
     replace_flashinfers_norms()

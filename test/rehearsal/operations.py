@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rehearsal import device
+from sglang_gemma4_reference.host_reads import INDEXING, READING_OPERATIONS
 
 RUNTIME = device.load_runtime()
 aten = torch.ops.aten
@@ -34,14 +35,8 @@ WRITES_NOTHING = {
     *(aten._pin_memory, aten._local_scalar_dense, aten.detach, aten.alias, aten.lift_fresh),
 }
 #: The shape of their results depends on values, so the real ones wait for the device and read it.
-DEPENDS_ON_VALUES = {
-    *(aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.unique_consecutive),
-    *(aten.bincount, aten.repeat_interleave),
-}
+DEPENDS_ON_VALUES = READING_OPERATIONS - {aten._local_scalar_dense} | {aten.repeat_interleave}
 PRODUCTS = {aten.mm, aten.addmm, aten.linear}
-INDEXES = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-#: Operations that are not PyTorch's: their names, and what computes them on CPU tensors.
-STAND_INS: dict[str, Callable[..., Any]] = {}
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -154,7 +149,7 @@ class Computed(TorchDispatchMode):
             raise failure
         packet = func.overloadpacket
         on_device = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
-        if on_device and packet in INDEXES:
+        if on_device and packet in INDEXING:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         if on_device and packet in DEPENDS_ON_VALUES:
             return self._compute_after_waiting(func, args, kwargs)
@@ -180,18 +175,14 @@ class Computed(TorchDispatchMode):
     # ---- what is computed
 
     def _compute_or_note(self, func: Any, args: Any, kwargs: Any, written: Any) -> None:
-        name = func._schema.name
-        compute = STAND_INS.get(name)
-        if compute is None:
-            if func.namespace not in ("aten", "_c10d_functional"):
-                raise NotImplementedError(f"rehearsal: {name} has no stand-in")
-            compute = func
+        if func.namespace not in ("aten", "_c10d_functional"):
+            raise NotImplementedError(f"rehearsal: {func._schema.name} has no stand-in")
         outputs = [on_cpu(tensor) for tensor in written]
         is_float = any(output.is_floating_point() for output in outputs)
         arguments, keywords = tree_map(on_cpu, (args, kwargs))
 
         def call() -> None:
-            results = tensors_in(compute(*arguments, **keywords))
+            results = tensors_in(func(*arguments, **keywords))
             for output, found in zip(outputs, results, strict=bool(results)):
                 if output.data_ptr() != found.data_ptr():
                     output.copy_(found)
@@ -286,7 +277,7 @@ def _to_device(value: Any) -> Any:
     return value.to("cuda") if isinstance(value, torch.Tensor) else value
 
 
-#: The mode of this process; a forked process uses its own copy.
+#: The mode of this process.
 current: Computed | None = None
 
 

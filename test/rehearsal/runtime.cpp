@@ -272,17 +272,11 @@ static char* map_arena(u64 address, int access, int file) {
   if (at == MAP_FAILED) { perror("rehearsal: device memory"); _exit(70); }
   return (char*)at;
 }
-static void make_arena() {
+__attribute__((constructor)) static void make_arena() {
   int file = memfd_create("rehearsal", 0);
   if (file < 0 || ftruncate(file, ARENA)) { perror("rehearsal: device memory"); _exit(70); }
   device_base = map_arena(0x600000000000, PROT_NONE, file);
   host_base = map_arena(0x680000000000, PROT_READ | PROT_WRITE, file);
-}
-// The memory is made by the process that first asks for some: a fork gets memory of its own.
-static char* arena() {
-  static std::once_flag made;
-  std::call_once(made, make_arena);
-  return device_base;
 }
 static bool on_device(const void* p) { return (char*)p >= device_base && (char*)p < device_base + ARENA; }
 static char* host_view(const void* p) { return on_device(p) ? host_base + ((char*)p - device_base) : (char*)p; }
@@ -295,11 +289,9 @@ static bool inside(const std::map<char*, size_t>& known, const void* p, size_t b
 }
 static bool is_valid(const void* p, size_t bytes) { return !on_device(p) || inside(blocks, p, bytes); }
 static bool is_pageable(const void* p) { return !on_device(p) && !inside(pinned, p, 1); }
-EXPORT u64 rehearsal_host_offset() { return arena() ? host_base - device_base : 0; }
+EXPORT u64 rehearsal_host_offset() { return host_base - device_base; }
 EXPORT u64 rehearsal_used_bytes() { return used; }
 EXPORT int rehearsal_is_pinned(u64 p) { return inside(pinned, (void*)p, 1); }
-// While kernels are computed that read addresses out of a tensor.
-EXPORT void rehearsal_uncover(int open) { mprotect(arena(), ARENA, open ? PROT_READ | PROT_WRITE : PROT_NONE); }
 
 EXPORT cudaError_t cudaMalloc(void** out, size_t bytes) {
   Guard guard(mutex);
@@ -307,7 +299,7 @@ EXPORT cudaError_t cudaMalloc(void** out, size_t bytes) {
   size_t size = (bytes + PAGE - 1) / PAGE * PAGE;
   if (used + size > TOTAL) return fail(cudaErrorMemoryAllocation);
   auto same = freed.find(size);
-  char* block = same == freed.end() ? arena() + top : same->second;
+  char* block = same == freed.end() ? device_base + top : same->second;
   if (same == freed.end()) top += size;
   else freed.erase(same);
   if (top > ARENA) return fail(cudaErrorMemoryAllocation);

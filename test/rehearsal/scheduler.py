@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,11 @@ import torch
 
 from rehearsal import engine, kernels, operations, races
 from sglang_gemma4_reference import checkpoint, releases
+from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.checking import audit
+from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.state import attached
 
 #: By iteration of the loop, the requests that come in: prompt tokens, tokens to generate, whether
 #: log-probabilities are wanted.
@@ -43,7 +46,6 @@ class Served:
 
     def __init__(self, folder: Path, mode: operations.Computed, **arguments: Any) -> None:
         checkpoint.write_checkpoint(folder, engine.E2B_SHORT, weights=False)
-        from sglang.benchmark import one_batch
         from sglang.srt.managers import scheduler
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import PortArgs, ServerArgs
@@ -62,9 +64,7 @@ class Served:
         args = ServerArgs(
             model_path=str(folder), device="cuda", load_format="dummy", **(chosen | arguments)
         )
-        releases._resolve(args)
-        releases._publish(args, 0)
-        one_batch._init_process_global_configs()
+        releases.configure_process(args)
         self.scheduler: Any = scheduler.Scheduler(args, PortArgs.init_new(args))
         for holder in (self.scheduler, self.scheduler.output_streamer):
             for name in ("send_to_detokenizer", "send_to_tokenizer"):
@@ -89,7 +89,7 @@ class Served:
         return {
             "forwards": dict(log.forwards),
             "accesses": self.races.accesses,
-            "races": dict(Counter(self.races.found).most_common(5)),
+            "races": dict(self.races.found.most_common(5)),
             "compiled": len(kernels.compiled) - known,
         }
 
@@ -148,8 +148,6 @@ def _request(name: str, ids: list[int], new: int, logprobs: bool) -> Any:
 @contextmanager
 def planned_on_a_side_stream(served: Served) -> Iterator[None]:
     """The tail is planned on a stream that nothing orders."""
-    from sglang_gemma4_yoco.core.replaced import replaced
-    from sglang_gemma4_yoco.core.state import attached
 
     state, side = attached(), _side_stream(served)
     assert state is not None
@@ -166,8 +164,6 @@ def planned_on_a_side_stream(served: Served) -> Iterator[None]:
 @contextmanager
 def replayed_on_a_side_stream(served: Served) -> Iterator[None]:
     """The tail's graph is replayed on a stream for which the forward's does not wait."""
-    from sglang_gemma4_yoco.core.replaced import replaced
-    from sglang_gemma4_yoco.core.state import attached
 
     state, side = attached(), _side_stream(served)
     assert state is not None
@@ -203,9 +199,6 @@ ON_PURPOSE = (planned_on_a_side_stream, replayed_on_a_side_stream, without_the_b
 
 def find_races(folder: Path, mode: operations.Computed, **arguments: Any) -> dict[str, Any]:
     """What was found at the start, in traffic, beside audits and with each race on purpose."""
-    from sglang_gemma4_reference.engine import settings_changed
-    from sglang_gemma4_yoco.checking import audit
-    from sglang_gemma4_yoco.core.state import attached
 
     served = Served(folder, mode, **arguments)
     state = attached()

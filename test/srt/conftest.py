@@ -191,12 +191,6 @@ def off_server(servers: tuple[Server, Server]) -> Server:
     return servers[1]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_engines_of_earlier_files() -> None:
-    """The package reports on the model that is attached; an earlier file's may still be."""
-    gc.collect()
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
     """SGLang's ModelRunner in this process, whose pool holds 4096 tokens."""

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-# Their result, or its shape, is decided by values: the host waits for them.
-_READING_OPERATIONS = {
+#: Their result, or its shape, is decided by values: the host waits for them.
+READING_OPERATIONS = {
     aten._local_scalar_dense,  # item(), int(), bool(), a tensor as a slice's border or as a size
     aten.nonzero,
     aten.masked_select,
@@ -36,7 +36,7 @@ _READING_OPERATIONS = {
     aten.unique_consecutive,
     aten.bincount,
 }
-_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 # Seen before the dispatcher: on a CPU tensor these run no operation.
 _READING_FUNCTIONS = {
     torch.Tensor.tolist,
@@ -88,12 +88,12 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         packet = func.overloadpacket
-        by_mask = packet in _INDEXING and any(
+        by_mask = packet in INDEXING and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         # Without output_size the repeats are summed up on the host.
         repeats = func is aten.repeat_interleave.Tensor and not (kwargs or {}).get("output_size")
-        if packet in _READING_OPERATIONS or by_mask or repeats:
+        if packet in READING_OPERATIONS or by_mask or repeats:
             self._note(packet.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -121,3 +121,22 @@ def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Where ``Tensor.to`` moves it, or None."""
     given = [kwargs.get("device"), *args[1:2]]
     return next((d for d in given if isinstance(d, (str, torch.device))), None)
+
+
+@contextmanager
+def refusing_waits(owner: Any, method: str) -> Iterator[None]:
+    """CUDA refuses every wait of the host for the device inside this method, for the span."""
+    # Whichever copy of the package is under test.
+    from sglang_gemma4_yoco.core.replaced import replaced
+
+    stock = getattr(owner, method)
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with replaced(owner, **{method: refusing}):
+        yield

@@ -181,12 +181,19 @@ def load_model(args: ServerArgs, rank: int) -> ModelRunner:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     _forget_the_graphs_memory()
+    configure_process(args, rank)
+    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), gpu_id=rank, tp_rank=rank)
+    return loaded.torch_runner
+
+
+def configure_process(args: ServerArgs, rank: int = 0) -> None:
+    """Make these arguments the process's, as a server's processes do before they load a model."""
+    from sglang.benchmark import one_batch
+
     _resolve(args)
     _publish(args, rank)
     if hasattr(one_batch, "_init_process_global_configs"):  # 0.5.22
         one_batch._init_process_global_configs()
-    loaded, _ = one_batch.load_model(args, PortArgs.init_new(args), gpu_id=rank, tp_rank=rank)
-    return loaded.torch_runner
 
 
 def _forget_the_graphs_memory() -> None:

@@ -22,11 +22,11 @@ if os.environ.get("YOCO_TEST_GPU") != "1" or not torch.cuda.is_available():
     pytest.skip("needs a GPU, and run_tests.py --gpu", allow_module_level=True)
 
 from bench_prefill import must_have_spread, randomise
-from harness.forwards import refusing_waits
 from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
+from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.captured import graphs
 from sglang_gemma4_yoco.captured.graphs import TailGraphs

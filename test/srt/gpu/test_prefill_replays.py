@@ -34,10 +34,10 @@ from bench_prefill import (
     served,
     timed,
 )
-from harness.forwards import refusing_waits
 from harness.replayed_answers import Answer
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
+from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import log
 from sglang_gemma4_yoco.loading import start
 

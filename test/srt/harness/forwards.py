@@ -179,22 +179,6 @@ def failing(
 
 
 @contextmanager
-def refusing_waits(owner: Any, method: str) -> Iterator[None]:
-    """CUDA refuses every wait of the host for the device inside this method, for the span."""
-    stock = getattr(owner, method)
-
-    def refusing(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return stock(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    with replaced(owner, **{method: refusing}):
-        yield
-
-
-@contextmanager
 def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
     """The norms before the FFNs add into their arguments, as their CUDA kernel does."""
 
