@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from configparser import ConfigParser
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -67,16 +65,77 @@ TAIL_BACKEND = "triton"
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 
-def listed_in(file: Path) -> ConfigParser:
-    """The names in one of the package's lists, by section; a few have values."""
-    names = ConfigParser(allow_no_value=True, delimiters="=")
-    names.optionxform = str  # type: ignore[assignment,method-assign]  # of either case
-    names.read(file)
-    return names
-
-
-# Names that are used, by their owner, and the first release that has one, if it is not in all.
-_NAMES = listed_in(Path(__file__).with_name("compat.ini"))
+# Names that are used, by their owner. Of a batch: what the tail rewrites, or the gate must see.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "ForwardBatch": (
+        "batch_size",
+        "capture_hidden_mode",
+        "extend_logprob_start_lens_cpu",
+        "extend_num_tokens",
+        "extend_prefix_lens",
+        "extend_prefix_lens_cpu",
+        "extend_seq_lens",
+        "extend_seq_lens_cpu",
+        "extend_start_loc",
+        "forward_mode",
+        "full_prefill_cuda_graph_capture",
+        "input_embeds",
+        "input_ids",
+        "kv_loc_cols",
+        "lora_ids",
+        "mm_input_embeds",
+        "mm_inputs",
+        "multi_item_delimiter_indices",
+        "out_cache_loc",
+        "positions",
+        "replace_embeds",
+        "req_pool_indices",
+        "residual_stream",
+        "return_hidden_states_before_norm",
+        "return_logprob",
+        "seq_lens",
+        "seq_lens_sum",
+        "spec_algorithm",
+        "spec_info",
+        "token_indices_to_pool",
+    ),
+    "ForwardMode": (
+        "DECODE",
+        "EXTEND",
+        "MIXED",
+    ),
+    "CanaryManager": ("model_forward_bracket_scope",),
+    "DumperConfig": ("from_env",),
+    "EnvField": (
+        "get",
+        "is_set",
+    ),
+    "ModelRunner": (
+        "init_attention_backends",
+        "init_cuda_graphs",
+        "init_decode_cuda_graph",
+        "init_prefill_cuda_graph",
+    ),
+    "dumper": ("may_enable",),
+    "forward_context": (
+        "forward_context",
+        "get_forward_context",
+        "has_forward_context",
+    ),
+    "residual_batch": (
+        "set_written",
+        "start",
+    ),
+}
+# The first release that has one of these, if it is not in all that are supported.
+_SINCE = {
+    "ForwardBatch.full_prefill_cuda_graph_capture": Version("0.5.22"),
+    "ForwardBatch.kv_loc_cols": Version("0.5.22"),
+    "ForwardBatch.residual_stream": Version("0.5.22"),
+    "ForwardBatch.token_indices_to_pool": Version("0.5.21"),
+    "residual_batch.set_written": Version("0.5.22"),
+    "residual_batch.start": Version("0.5.22"),
+}
 
 
 class IncompatibleError(RuntimeError):
@@ -107,12 +166,13 @@ def _missing() -> Iterator[str]:
     if "end_layer" not in inspect.unwrap(model.forward).__code__.co_names:
         yield "Gemma4TextModel.forward's loop up to self.end_layer"
     installed = Version(version("sglang"))
-    for part in _NAMES.sections():
+    for part, names in _NAMES.items():
         owner = globals()[part]
         present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
-        for name, since in _NAMES.items(part):
-            if name not in present and installed >= Version(since or "0"):
-                yield f"{part}.{name}"
+        for name in names:
+            missing = f"{part}.{name}"
+            if name not in present and installed >= _SINCE.get(missing, installed):
+                yield missing
 
 
 def check() -> None:
@@ -142,7 +202,13 @@ def server_arguments() -> Callable[[str], Any] | None:
     if args is None:
         return None
     read = resolution_result or getattr
-    return lambda name: read(args, name) if hasattr(args, name) else None
+
+    def argument(name: str) -> Any:
+        if hasattr(args, name):
+            return read(args, name)
+        return None
+
+    return argument
 
 
 def arguments_set() -> dict[str, bool]:
@@ -155,8 +221,9 @@ def arguments_set() -> dict[str, bool]:
         raise IncompatibleError("the server's arguments are no record whose fields can be listed")
     args, given = _published(), {}
     for field in msgspec.structs.fields(ServerArgs):
-        made = field.default_factory
-        default = field.default if made is msgspec.NODEFAULT else made()
+        default = field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
         given[field.name] = getattr(args, field.name, default) != default
     return given
 
@@ -206,15 +273,21 @@ def tensor_parallel_group() -> Any | None:
 def cuda_graph_backend(of: str) -> str | None:
     """The CUDA graph backend with which this server replays "prefill" or "decode", or None."""
     argument = server_arguments()
-    config = None if argument is None else argument("cuda_graph_config")
-    name: str = getattr(getattr(config, of, None), "backend", "disabled")
-    return None if name == "disabled" else name
+    if argument is None:
+        return None
+    of_phase = getattr(argument("cuda_graph_config"), of, None)
+    name: str | None = getattr(of_phase, "backend", None)
+    if name == "disabled":
+        return None
+    return name
 
 
 def captured_prefills(runner: Any) -> Any | None:
     """What replays captured prefills of ``runner``. SGLang may leave out what the flags ask for."""
     captured = getattr(runner, "prefill_cuda_graph_runner", None)
-    return None if isinstance(captured, EagerRunner) else captured
+    if isinstance(captured, EagerRunner):
+        return None
+    return captured
 
 
 def wait_for_device(device: str) -> None:
@@ -324,7 +397,9 @@ def whole_window(backend: Any) -> Iterator[None]:
 def _window_planner(kind: type) -> ModuleType | None:
     """The module whose function plans windows, if it writes into a buffer that it is given."""
     triton = _triton_class(kind)
-    module = None if triton is None else sys.modules[triton.__module__]
+    if triton is None:
+        return None
+    module = sys.modules[triton.__module__]
     function = getattr(module, _WINDOW_PLANNER, None)
     if function is None or "window_kv_indices" not in _parameters(function):
         return None
@@ -358,8 +433,10 @@ def decode_batch(**fields: Any) -> Any:
 
 def keys_in_window(attention: Any) -> int:
     """How many keys a row of this ``RadixAttention`` sees, its own among them; 0 if it sees all."""
-    size = getattr(attention, "sliding_window_size", None)
-    return 0 if size is None or size < 0 else size + 1
+    size: int | None = getattr(attention, "sliding_window_size", None)
+    if size is None or size < 0:
+        return 0
+    return size + 1
 
 
 def is_in_window_pool(pool: Any, layer: int) -> bool:
@@ -384,10 +461,10 @@ def write_keys_and_values(
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
-        planned = None
         if _triton_class(main.__class__) is not None:
-            planned = getattr(main.forward_metadata, "swa_out_cache_loc", None)
-        window_slots = pool.translate_loc_from_full_to_swa(slots) if planned is None else planned
+            window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
+        if window_slots is None:
+            window_slots = pool.translate_loc_from_full_to_swa(slots)
     if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them
         target = KVWriteLoc.for_batch(forward_batch, swa_loc=window_slots)
     else:
@@ -436,7 +513,9 @@ def end_residual(forward_batch: Any) -> None:
 
 def layer_rows(output: Any) -> torch.Tensor:
     """The hidden states in what a decoder layer returns."""
-    rows: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    if isinstance(output, tuple):
+        output = output[0]
+    rows: torch.Tensor = output
     return rows
 
 

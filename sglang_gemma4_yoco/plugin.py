@@ -69,7 +69,9 @@ def load() -> None:
             return
         left_alone = f"{settings.SWITCH}=0"
         # One warning per server: from the process that starts the others.
-        level = logging.WARNING if parent_process() is None else logging.INFO
+        level = logging.INFO
+        if parent_process() is None:
+            level = logging.WARNING
         logger.log(level, "Gemma 4 fast prefill %s is off: %s", __version__, left_alone)
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down
         left_alone = str(refusal) or repr(refusal)

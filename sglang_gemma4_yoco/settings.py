@@ -71,7 +71,9 @@ class Settings:
 
 def name_of(setting: str) -> str:
     """The environment variable that sets this field of ``Settings``."""
-    return SWITCH if setting == "enabled" else f"{SWITCH}_{setting.upper()}"
+    if setting == "enabled":
+        return SWITCH
+    return f"{SWITCH}_{setting.upper()}"
 
 
 #: Every setting, by its environment variable.
@@ -88,7 +90,9 @@ def accepted(setting: Field[Any]) -> str:
     if has_names(setting):
         return "names of Python modules or classes, with commas between"
     minimum = setting.metadata["minimum"]
-    return "1 or 0" if minimum is None else f"a whole number from {minimum} up"
+    if minimum is None:
+        return "1 or 0"
+    return f"a whole number from {minimum} up"
 
 
 def unset(setting: Field[Any]) -> str:
@@ -96,7 +100,9 @@ def unset(setting: Field[Any]) -> str:
     default: Any = setting.default
     if has_names(setting):
         return "none"
-    return "automatic" if default is None else str(int(default))
+    if default is None:
+        return "automatic"
+    return str(int(default))
 
 
 def parse(variable: str, value: str) -> bool | int | tuple[str, ...]:

@@ -18,8 +18,10 @@ _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less
 
 def captured_decode_steps(runner: Any) -> Any | None:
     """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
-    graphs, kind = runner.decode_cuda_graph_runner, compat.cuda_graph_backend("decode")
-    return graphs if isinstance(graphs, DecodeCudaGraphRunner) and kind == "full" else None
+    graphs = runner.decode_cuda_graph_runner
+    if compat.cuda_graph_backend("decode") == "full" and isinstance(graphs, DecodeCudaGraphRunner):
+        return graphs
+    return None
 
 
 def graph_backend(decode_steps: Any) -> Any:
@@ -55,8 +57,10 @@ def lacks_memory(device: torch.device) -> str | None:
         return None
     torch.cuda.empty_cache()  # what PyTorch keeps in reserve is free
     free, _ = torch.cuda.mem_get_info(device)
+    if free >= _RESERVE:
+        return None
     # Without the number: ranks compare their reasons, and each has another number.
-    return None if free >= _RESERVE else f"less than {_RESERVE >> 20} MiB of the GPU are free"
+    return f"less than {_RESERVE >> 20} MiB of the GPU are free"
 
 
 def end_failed_capture(device: torch.device, backend: Any) -> None:

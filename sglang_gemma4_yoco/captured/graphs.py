@@ -169,8 +169,9 @@ class TailGraphs:
         self._decode_steps = backend.captured_decode_steps(runner)
         assert self._decode_steps is not None, "the tail is captured after them"
         # No more rows than the operator has set, and than requests can run at a time.
-        wanted, requests = settings.current.graph_rows, runner.req_to_token_pool.size
-        most = requests if wanted is None else min(wanted, requests)
+        most = runner.req_to_token_pool.size
+        if settings.current.graph_rows is not None:
+            most = min(most, settings.current.graph_rows)
         self._buckets = tuple(rows for rows in _BUCKETS if rows <= most)
         self._inputs = Inputs.of(runner, state, self._decode_steps.buffers, self._buckets[-1])
         self._of_first = [self._inputs.first(rows) for rows in range(self._buckets[-1] + 1)]

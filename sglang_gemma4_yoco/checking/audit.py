@@ -155,8 +155,11 @@ class Auditor:
             return True
         if log.audits.differ <= _MOST_LINES:
             batch = plan.batch
-            what = "another rank has found a defect" if worst.is_rounding else worst
-            starts = batch.extend_logprob_start_lens_cpu if batch.return_logprob else None
+            what, starts = str(worst), None
+            if worst.is_rounding:
+                what = "another rank has found a defect"
+            if batch.return_logprob:
+                starts = batch.extend_logprob_start_lens_cpu
             log.error(
                 f"Gemma 4 fast prefill: an audited prefill differs from stock's: {what}; new "
                 f"tokens {batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, "

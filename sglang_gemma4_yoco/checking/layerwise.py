@@ -153,8 +153,9 @@ def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator
         # Copied now: on a GPU layer 0 adds into the embeddings.
         stock.embeds, stock.embedded = embeds.clone(), embedded
         projected = project(embeds, embedded)
-        for layer in range(0 if projected is None else state.cut_layer):
-            keep(_INPUT, layer, projected[:, layer, :])
+        if projected is not None:
+            for layer in range(state.cut_layer):
+                keep(_INPUT, layer, projected[:, layer, :])
         return projected
 
     def keep_all(number: int, call: dict[str, Any]) -> None:
@@ -164,10 +165,12 @@ def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator
     def keep_final(_: Any, __: Any, output: Any) -> None:
         keep(_FINAL, 0, compat.layer_rows(output))
 
-    numbers = range(0 if front else state.cut_layer, state.cut_layer + 1)
+    watched_layers = dict(enumerate(model.layers[: state.cut_layer + 1]))
+    if not front:
+        watched_layers = {state.cut_layer: model.layers[state.cut_layer]}
     with (
         replaced(model, project_per_layer_inputs=projecting),
-        before({number: model.layers[number] for number in numbers}, keep_all),
+        before(watched_layers, keep_all),
         _steps(state, keep),
         ExitStack() as span,
     ):
@@ -216,8 +219,9 @@ class _Forced:
         state, stock = self._state, self._stock
         if stock.embeds is not None:
             inputs = state.model.project_per_layer_inputs(stock.embeds.clone(), stock.embedded)
-            for layer in range(0 if inputs is None else state.cut_layer):
-                self.visit(_INPUT, layer, inputs[:, layer, :].index_select(0, stock.index))
+            if inputs is not None:
+                for layer in range(state.cut_layer):
+                    self.visit(_INPUT, layer, inputs[:, layer, :].index_select(0, stock.index))
         rows = stock.front[state.cut_layer].clone()
         compat.start_residual(self._batch, rows)
         output: torch.Tensor = state.model.norm(rows)
@@ -247,8 +251,10 @@ class _Forced:
             attention = self._state.model.layers[layer].self_attn.attn
             heads = len(found) * attention.tp_q_head_num
             expected, found = expected.reshape(heads, -1), found.reshape(heads, -1)
-            size = None if step == _QUERIES else rounding.sizes(expected, dim=-1)
-            besides = self._of_scores(layer, attention) if step == _ATTENTION else None
+            if step != _QUERIES:
+                size = rounding.sizes(expected, dim=-1)
+            if step == _ATTENTION:
+                besides = self._of_scores(layer, attention)
         elif step == _FINAL:
             what = step
         elif step == _OUTPUT and layer < self._state.cut_layer:
@@ -281,13 +287,17 @@ def _captured(state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor) -
     assert isinstance(plan.runner, Replay)
     assert stock.positions is not None
     embeds, embedded = stock.embeds, stock.embedded
+    if embeds is not None:
+        embeds = embeds[stock.index]
+    if embedded is not None:
+        embedded = embedded[stock.index, state.cut_layer :]
     eager = plan.runner.eager(
         rows=stock.kept[_OUTPUT, state.cut_layer - 1],
         positions=stock.positions[stock.index],
         requests=plan.batch.req_pool_indices,
         lengths=plan.batch.seq_lens,
-        embeds=None if embeds is None else embeds[stock.index],
-        embedded=None if embedded is None else embedded[stock.index, state.cut_layer :],
+        embeds=embeds,
+        embedded=embedded,
     )
     return Comparison.of(proof.TAIL, eager, rows, proof.ROUNDINGS)
 

@@ -84,8 +84,9 @@ class SyntheticRequests:
         """
         for layer, (pair, slots) in self._caches.items():
             for number, cache in enumerate(pair):
-                # Zeros: what is not written must not look as if it were.
-                cache[slots] = given[layer][number] if given and layer in given else 0
+                cache[slots] = 0  # what is not written must not look as if it were
+                if given and layer in given:
+                    cache[slots] = given[layer][number]
         batch = prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         with log.not_counted() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
@@ -119,7 +120,9 @@ def why_not_borrowed(runner: Any) -> str | None:
     assert argument is not None, "a server that serves has been given its arguments"
     transfers = argument("disaggregation_mode") != "null"
     copies = argument("enable_hierarchical_cache") or loads_kv_layerwise(runner.token_to_kv_pool)
-    return SHARED if transfers or copies else None
+    if transfers or copies:
+        return SHARED
+    return None
 
 
 @contextmanager
@@ -139,7 +142,8 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
     table, end = runner.req_to_token_pool.req_to_token, _end(requests)
     mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
     places = [cache[:end] for _, pair, _ in _caches(runner, state, requests) for cache in pair]
-    places += [] if mapping is None else [mapping[:end]]
+    if mapping is not None:
+        places.append(mapping[:end])
     places += [table[r.row, : len(r.slots)] for r in requests]
     each = replaced(settings, current=replace(settings.current, min_skipped_rows=1))
     seen_by_none = replaced(state, planned_rows=None)  # a plan may be left by one that fails
@@ -204,7 +208,7 @@ def _requests(runner: Any, state: ModelState, window: int) -> list[Request]:
             lengths.append((cached, new))
             pages.append(more)
     draw = torch.Generator().manual_seed(0)
-    both = [(torch.randperm(sum(pages), generator=draw) + 1).split(pages) for _ in "01"]
+    both = [(torch.randperm(sum(pages), generator=draw) + 1).split(pages) for _ in range(2)]
     vocabulary, requests = state.model.config.vocab_size, []
     for row, ((cached, new), *drawn) in enumerate(zip(lengths, *both, strict=True), start=1):
         own = [(p[:, None] * page + torch.arange(page)).flatten()[: cached + new] for p in drawn]
@@ -221,8 +225,9 @@ def _caches(
     pool = runner.token_to_kv_pool
     for layer in state.model.layers[: state.cut_layer + 1]:
         number = layer.self_attn.attn.layer_id
-        window = compat.is_in_window_pool(pool, number)
-        slots = [r.window_slots if window else r.slots for r in requests]
+        slots = [r.slots for r in requests]
+        if compat.is_in_window_pool(pool, number):
+            slots = [r.window_slots for r in requests]
         yield number, pool.get_kv_buffer(number), slots
 
 
@@ -315,5 +320,6 @@ def prefill_batch(
 def _captured_by_every_batch(runner: Any) -> Any:
     """Which hidden states every batch of this server returns, whatever its requests want."""
     of_server = forward_batch_info.get_server_return_hidden_states_mode
-    takes_arguments = inspect.signature(of_server).parameters  # until 0.5.17
-    return of_server(runner.server_args) if takes_arguments else of_server()
+    if inspect.signature(of_server).parameters:  # until 0.5.17
+        return of_server(runner.server_args)
+    return of_server()

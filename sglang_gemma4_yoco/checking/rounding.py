@@ -32,8 +32,10 @@ _TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
 
 def unit(tensor: torch.Tensor) -> float:
     """The relative size of one rounding: eps of the type, and that of sums in fp32."""
-    exact = tensor.dtype != torch.float32 or not tensor.is_cuda
-    return (torch.finfo(tensor.dtype).eps if exact else TF32) + _OF_SUMS
+    eps = torch.finfo(tensor.dtype).eps
+    if tensor.is_cuda and tensor.dtype == torch.float32:
+        eps = TF32
+    return eps + _OF_SUMS
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ class Finding:
     @property
     def excess(self) -> float:
         """The error in multiples of what is allowed."""
-        return self.error / self.allowed if self.allowed else math.inf
+        if self.allowed == 0:
+            return math.inf
+        return self.error / self.allowed
 
     @property
     def is_rounding(self) -> bool:
@@ -55,8 +59,10 @@ class Finding:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
+        if self.allowed == 0:
+            return self.what
         if math.isinf(self.error):
-            return self.what if self.allowed == 0 else f"{self.what} is no number"
+            return f"{self.what} is no number"
         return f"{self.what} off by {self.error:.1e}, up to {self.allowed:.1e} is rounding"
 
 
@@ -101,14 +107,20 @@ class Comparison:
             rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from
                 rows of bf16. None for ``expected``.
         """
-        place = unit(expected if rounded is None else rounded)
+        place = unit(expected)
+        if rounded is not None:
+            place = unit(rounded)
         e, f = (rows.float().flatten(0, -2) for rows in (expected, found))
-        relative_to = sizes(e) if size is None else size.clamp_min(_TINY)
+        relative_to = size
+        if relative_to is None:
+            relative_to = sizes(e)
+        relative_to = relative_to.clamp_min(_TINY)
         error, e = (f - e) / relative_to, e / relative_to
         of_rows = error.square().mean(dim=-1)
         drift = (error * e).sum() / e.square().sum().clamp_min(_TINY)
-        more = drift.new_zeros(()) if besides is None else besides
-        errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs(), more])
+        if besides is None:
+            besides = drift.new_zeros(())
+        errors = torch.stack([of_rows.mean().sqrt(), of_rows.max().sqrt(), drift.abs(), besides])
         bound, few = roundings * place, _OF_FEW / math.sqrt(error.numel())
         return cls(what, errors, (bound, _ONE_ROW * bound, (_DRIFT + few) * bound))
 

@@ -69,7 +69,9 @@ class Checked:
     def __str__(self) -> str:  # for the log
         if self.worst is None:
             return f"not checked: {self.unchecked}"
-        return f"checked layer by layer: {'at most ' if self.agrees else ''}{self.worst}"
+        if self.agrees:
+            return f"checked layer by layer: at most {self.worst}"
+        return f"checked layer by layer: {self.worst}"
 
     def facts(self) -> dict[str, Any]:  # for /server_info
         what = error = allowed = None
@@ -86,7 +88,9 @@ class Checked:
 
 def why_not() -> str | None:
     """Why the check is not made on this server, or None; the same on all ranks."""
-    return None if settings.current.self_check else OFF
+    if settings.current.self_check:
+        return None
+    return OFF
 
 
 def check(runner: Any, state: ModelState) -> Checked:
@@ -122,7 +126,8 @@ class BothPaths:
         self._state, self._requests = state, synthetic
         lens, device = synthetic.lens, synthetic.requests[0].ids.device
         # One request with several rows, one with its last alone, one with all.
-        self._starts = [2, *lens[1:-1], 0][: len(lens)]
+        self._starts = [*lens[:-1], 0]
+        self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
         as_stock = replaced(state, refused=_BEING_CHECKED)
         with layerwise.watched(state, stock, front=True), as_stock:

@@ -51,11 +51,13 @@ class Answer:
 def _positions(about: Mapping[str, Any], part: str) -> tuple[Position, ...]:
     tokens = about.get(f"{part}_token_logprobs") or []
     likeliest = about.get(f"{part}_top_logprobs") or []
-    return tuple(
-        # JSON has no NaN: it arrives as null.
-        Position(token, math.nan if own is None else own, {t: x for x, t, *_ in top or ()})
-        for (own, token, *_), top in zip_longest(tokens, likeliest)
-    )
+    positions = []
+    for (logprob, token, *_), top in zip_longest(tokens, likeliest):
+        if logprob is None:  # JSON has no NaN: it arrives as null
+            logprob = math.nan
+        others = {other: own for own, other, *_ in top or ()}
+        positions.append(Position(token, logprob, others))
+    return tuple(positions)
 
 
 @dataclass
@@ -114,7 +116,9 @@ Compared = Mapping[str, Comparison]  # by kind of prompt
 
 def finite(value: float) -> float | None:
     """A number for JSON: None where it is not finite."""
-    return value if math.isfinite(value) else None
+    if math.isfinite(value):
+        return value
+    return None
 
 
 def _difference(one: Position, other: Position) -> float:
@@ -122,11 +126,14 @@ def _difference(one: Position, other: Position) -> float:
     differences = []
     for mine, yours in ((one, other), (other, one)):
         known = {**yours.likeliest, yours.token: yours.logprob}
-        least = max(mine.logprob - min(known.values()), 0.0)  # of a token that is not known
-        named = mine.token in known
-        differences.append(abs(mine.logprob - known[mine.token]) if named else least)
-    # max() would drop a NaN, which is the worst difference of all.
-    return max(differences) if all(map(math.isfinite, differences)) else math.inf
+        if mine.token in known:
+            difference = abs(mine.logprob - known[mine.token])
+        else:
+            difference = max(mine.logprob - min(known.values()), 0.0)
+        if not math.isfinite(difference):
+            return math.inf
+        differences.append(difference)
+    return max(differences)
 
 
 def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> Iterator[str]:
@@ -174,8 +181,9 @@ class Times:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
         """Summarise at least one time."""
-        points = seconds if len(seconds) > 1 else [*seconds, *seconds]
-        p20, _, _, p80 = statistics.quantiles(points, n=5, method="inclusive")
+        if len(seconds) == 1:  # no percentiles can be taken of it
+            seconds = [*seconds, *seconds]
+        p20, _, _, p80 = statistics.quantiles(seconds, n=5, method="inclusive")
         return cls(statistics.median(seconds), p20, p80)
 
     def __str__(self) -> str:

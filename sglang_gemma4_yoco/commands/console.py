@@ -15,6 +15,14 @@ FACTS = (
     *("model", "layers", "first_shared", "quantisation", "attention", "trusted_not_found"),
 )
 
+# Of ``doctor``, by its exit status.
+_ACTIVE = (True, False, None)
+_VERDICTS = (
+    "It would be active.",
+    "It would NOT be active:",
+    "Whether it would be active cannot be determined here:",
+)
+
 
 class CommandError(Exception):
     """A command cannot go on, for this reason; the end of ``log`` is worth seeing."""
@@ -38,8 +46,10 @@ def say(content: Any = "", file: TextIO | None = None, indent: int | None = None
 
 def tail(log: Path, lines: int = 25) -> str:
     """The end of a log file, for an error message."""
-    content = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join([f"The end of {log}:", *(f"  | {line}" for line in content[-lines:])])
+    shown = [f"The end of {log}:"]
+    if log.exists():
+        shown += (f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-lines:])
+    return "\n".join(shown)
 
 
 @dataclass
@@ -63,16 +73,19 @@ class Findings:
     @property
     def exit_status(self) -> int:
         """0: the path would be active, 1: not, 2: that cannot be determined."""
-        return 1 if self.refusals else 2 if self.unknowns else 0
+        if self.refusals:
+            return 1
+        if self.unknowns:
+            return 2
+        return 0
 
     def show(self, as_json: bool) -> None:
         """Print all of it, for a program or for people."""
         status, reasons = self.exit_status, [*self.refusals, *self.unknowns]
         if as_json:
-            judged = {"active": (True, False, None)[status], "reason": next(iter(reasons), None)}
+            judged = {"active": _ACTIVE[status], "reason": next(iter(reasons), None)}
             why = {"refusals": self.refusals, "unknowns": self.unknowns}
             say({**judged, **self.facts, **why})
             return
-        cannot = "Whether it would be active cannot be determined here:"
-        verdict = ("It would be active.", "It would NOT be active:", cannot)[status]
-        say("\n".join([*self.lines, f"\n{verdict}", *(f"  {reason}" for reason in reasons)]))
+        lines = [*self.lines, f"\n{_VERDICTS[status]}", *(f"  {reason}" for reason in reasons)]
+        say("\n".join(lines))

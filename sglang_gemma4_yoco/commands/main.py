@@ -26,7 +26,9 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 where it could not do its work."""
-    words = sys.argv[1:] if argv is None else argv
+    words = argv
+    if words is None:
+        words = sys.argv[1:]
     learn_secrets(words, os.environ)
     parser = Parser(
         prog="sglang-gemma4-yoco", description="Commands for YOCO fast prefill of Gemma 4 in SGLang"

@@ -32,7 +32,11 @@ def show(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
         fast, stock = found["fast"], found["stock"]
         row = [kind, f"{fast['equal_answers']}/{fast['answers']}"]
         for key in ("mean_logprob_diff", "max_logprob_diff"):
-            row += ["-" if way[key] is None else f"{way[key]:.1e}" for way in (fast, stock)]
+            for way in (fast, stock):
+                shown = "-"
+                if way[key] is not None:
+                    shown = f"{way[key]:.1e}"
+                row.append(shown)
         table.add_row(*row)
     console.print(table)
     title = "Time to first token in seconds: median (20th to 80th percentile)"
@@ -46,12 +50,13 @@ def show(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
         console.print(f"Prefills of the fast server, {name}: {outcomes}")
     for kind, reason in document["left_out"].items():
         console.print(f"Not tried: {kind}: {reason}")
-    agree = "the answers agree" if document["agrees"] else "THE ANSWERS DO NOT AGREE"
+    agree, style = "THE ANSWERS DO NOT AGREE", "bold red"
+    if document["agrees"]:
+        agree, style = "the answers agree", "green"
     rule = {
         "exact": "float32 on a CPU: tokens equal, log-probabilities within 1e-3",
         "noise floor": "judged by how far stock differs from itself",
     }[document["rule"]]
-    style = "green" if document["agrees"] else "bold red"
     console.print(f"Fast prefill was active, and {agree} ({rule}).", style=style)
     for problem in document["problems"]:
         console.print(f"  {problem}", style="red")

@@ -71,8 +71,11 @@ def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any
         raise CommandError(f"the model {name} cannot be read ({why}): {remedy}") from failure
     text = config.get("text_config") or config
     layers: Any = text.get("num_hidden_layers")
-    known = str(text.get("model_type", "")).startswith("gemma4") and layers is not None
-    first = first_shared_layer(SimpleNamespace(**text)) if known else None
+    first, shared = None, "none"
+    if str(text.get("model_type", "")).startswith("gemma4") and layers is not None:
+        first = first_shared_layer(SimpleNamespace(**text))
+    if first is not None:
+        shared = f"{first}: layers {first} to {layers - 1} have no K/V"
     methods = [
         str(part[name].get("quant_method", name))
         for part in (config, text)
@@ -80,7 +83,6 @@ def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any
         if part.get(name)
     ]
     quantised = next(iter(methods), None)
-    shared = "none" if first is None else f"{first}: layers {first} to {layers - 1} have no K/V"
     findings.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
     findings.add("layers", str(layers), layers=layers)
     findings.add("quantisation", quantised or "none, by its config", quantisation=quantised)
@@ -92,8 +94,9 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
     """Have SGLang resolve the flags, as in a server's scheduler; nothing is started."""
     findings.begin("A server with these flags")
     findings.add("flags", redact_flags(flags))
-    spawn = getattr(runtime_context, "SpawnRanks", None)  # from 0.5.21 on
-    ranks = {"ranks": spawn(world_rank=0, gpu_id=0)} if spawn else {}
+    ranks = {}
+    if hasattr(runtime_context, "SpawnRanks"):  # from 0.5.21 on
+        ranks["ranks"] = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
     try:
         with redirect_stderr(io.StringIO()) as printed:
             args = server_args.prepare_server_args(list(flags))
@@ -132,12 +135,16 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
     cut = patch.installed and limits.server_reason() is None
     repaired = cut and repair.needed(multimodal=multimodal) is not None
     if why is not None and not repaired:
-        off = "" if settings.current.prefill_graphs else f" ({repair.OFF}: it is not repaired)"
-        findings.add("prefill graphs", f"{backend}: SGLang cannot capture this model{off}")
+        cannot = f"{backend}: SGLang cannot capture this model"
+        if not settings.current.prefill_graphs:
+            cannot += f" ({repair.OFF}: it is not repaired)"
+        findings.add("prefill graphs", cannot)
         stops = f"SGLang does not start with prefill CUDA graphs of this model ({why})"
         findings.refusals.append(f"{stops}; {disabled} starts it")
         return
-    how = f"SGLang's capture is repaired ({why})" if repaired else "SGLang captures them"
+    how = "SGLang captures them"
+    if repaired:
+        how = f"SGLang's capture is repaired ({why})"
     findings.add("prefill graphs", f"{backend}: {how}")
     replays = "replayed prefills are shortened, where the check at start agrees"
     if closed := repair.exits_refused():

@@ -73,10 +73,9 @@ def make(
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
 
     encode = tokenizer.encode
-    questions = [
-        list(templated(text, return_dict=False) if tokenizer.chat_template else encode(text))
-        for text in texts
-    ]
+    questions = [list(encode(text)) for text in texts]
+    if tokenizer.chat_template:
+        questions = [list(templated(text, return_dict=False)) for text in texts]
     made = [Prompt(QUESTIONS, {"input_ids": ids}) for ids in questions]
     for number, ids in enumerate(questions[:4]):
         # Every second one returns them from its middle on, the others from their first token on.
@@ -88,10 +87,12 @@ def make(
     if long:
         text = encode("\n".join(reversed(texts)))
         made.append(Prompt(CHUNKS, {"input_ids": list(islice(cycle(text), long))}))
-    for colours in (("red", "green"), ("blue", "yellow")) if pictures else ():
+    if pictures:
         parts = [{"type": "image"}, {"type": "text", "text": WHICH_COLOURS}]
-        body = {"text": templated(parts, tokenize=False), "image_data": [picture(*colours)]}
-        made.append(Prompt(PICTURES, body))
+        question = templated(parts, tokenize=False)
+        for colours in (("red", "green"), ("blue", "yellow")):
+            body = {"text": question, "image_data": [picture(*colours)]}
+            made.append(Prompt(PICTURES, body))
     return made
 
 

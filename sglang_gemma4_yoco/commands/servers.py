@@ -60,7 +60,9 @@ class Server:
 
     def __init__(self, fast: bool, arguments: Sequence[str], port: int, log_file: Path) -> None:
         self.fast = fast
-        self.name = f"{SWITCH}=1 (fast prefill)" if fast else f"{SWITCH}=0 (stock)"
+        self.name = f"{SWITCH}=0 (stock)"
+        if fast:
+            self.name = f"{SWITCH}=1 (fast prefill)"
         self.arguments = list(arguments)
         self.port = port
         self.log_file = log_file
@@ -185,16 +187,27 @@ def check_switch(
     """
     forwards = server.forwards() - Counter(since)
     cut = not log.CUT.isdisjoint(forwards)
-    entries = [state.get(ENTRY) for state in server.states()]
-    if cut if server.fast else not (cut or any(entry and entry["active"] for entry in entries)):
-        return forwards
-    reasons = [NO_ENTRY if entry is None else entry["reason"] for entry in entries]
-    why = "; ".join(dict.fromkeys(filter(None, reasons)) or forwards) or "it gives no reason"
+    is_active, reasons = False, dict[str, None]()  # each reason once
+    for state in server.states():
+        entry = state.get(ENTRY, {"active": False, "reason": NO_ENTRY})
+        is_active = is_active or entry["active"]
+        if entry["reason"]:
+            reasons[entry["reason"]] = None
+    if server.fast:
+        if cut:
+            return forwards
+        why = "; ".join(reasons or forwards) or "it gives no reason"
+        wrong = f"{server.name}: the fast path was NOT active ({why})"
+    else:
+        if not cut and not is_active:
+            return forwards
+        wrong = f"{server.name}: the fast path was active"
+    if during:
+        wrong += f" during {during}"
+    lines = "\n".join(server.log_lines("Gemma 4 fast prefill"))
     raise WrongPathError(
-        f"{server.name}: the fast path was {f'NOT active ({why})' if server.fast else 'active'}"
-        f"{during and f' during {during}'}.\nIts prefills: {dict(forwards)}\n"
-        f"The package's lines in {server.log_file}:\n"
-        + "\n".join(server.log_lines("Gemma 4 fast prefill"))
+        f"{wrong}.\nIts prefills: {dict(forwards)}\n"
+        f"The package's lines in {server.log_file}:\n{lines}"
     )
 
 
@@ -208,9 +221,11 @@ def pair(
     # An idle scheduler spins, and would take a core from the server that is measured.
     own = [["--device", "cpu", "--sleep-on-idle"]] * 2
     if device != "cpu":
-        # Each takes its share of what is free when it starts: half, and then nearly all the rest.
-        shares = [["--mem-fraction-static", share] for share in ("0.45", "0.85")]
-        own = [["--device", "cuda", *(share if together else ())] for share in shares]
+        own = [["--device", "cuda"]] * 2
+        if together:
+            # Each takes its share of what is free when it starts: half, then nearly all the rest.
+            shares = ("0.45", "0.85")
+            own = [["--device", "cuda", "--mem-fraction-static", share] for share in shares]
     logs, ports = (folder / "server-off.log", folder / "server-on.log"), free_ports(2, port)
     stock, fast = (Server(bool(i), [*own[i], *arguments], ports[i], logs[i]) for i in (0, 1))
     return stock, fast
@@ -240,7 +255,9 @@ def free_ports(count: int, first: int = 0) -> list[int]:
     """So many free ports: any, or those from ``first`` on; CommandError if one is taken."""
     with ExitStack() as stack:
         try:
-            ports = [first + i if first else 0 for i in range(count)]
+            ports = [0] * count
+            if first:
+                ports = list(range(first, first + count))
             taken = [stack.enter_context(socket.create_server(("127.0.0.1", p))) for p in ports]
         except (OSError, OverflowError) as failure:
             raise CommandError(f"--port {first} cannot be used: {failure}") from failure

@@ -32,16 +32,23 @@ def run(args: argparse.Namespace) -> int:
         say({**document, "schedulers": states})
     else:
         say(states, indent=1)  # null for a scheduler without an entry
-        say(f"The fast path is {'active.' if active else f'NOT active: {reason}'}")
+        said = "The fast path is active."
+        if not active:
+            said = f"The fast path is NOT active: {reason}"
+        say(said)
     return int(not active)
 
 
 def verdict(states: list[dict[str, Any] | None]) -> tuple[bool, str | None]:
     """Whether the path is active on every scheduler, and the first reason why not."""
+    if not states:
+        return False, "the server names no scheduler"
     for state in states:
-        if not state or not state.get("active"):
-            return False, str(state.get("reason")) if state else NO_ENTRY
-    return bool(states), None if states else "the server names no scheduler"
+        if not state:
+            return False, NO_ENTRY
+        if not state.get("active"):
+            return False, str(state.get("reason"))
+    return True, None
 
 
 def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | None]]:

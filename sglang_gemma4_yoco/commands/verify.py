@@ -106,15 +106,20 @@ def fit_prompts(
         left_out[kinds.PREFIX] = "no hit of the prefix cache: it is turned off"
     chunk = settings.get("chunked_prefill_size") or -1
     length = chunk + max(chunk // 4, 16)
-    if not 0 < length <= (2560 if args.device == "cpu" else 65536):  # more would take minutes
+    longest = 65536
+    if args.device == "cpu":  # where more would take minutes
+        longest = 2560
+    if not 0 < length <= longest:
         hint = "try -- --chunked-prefill-size 1024"
         left_out[kinds.CHUNKS], length = f"a chunk has {chunk} tokens: {hint}", 0
     seen = server.get("/model_info").get("has_image_understanding") and tokenizer.chat_template
     if not seen:
         left_out[kinds.PICTURES] = "the model is served without pictures, or has no chat template"
     dtype = str(settings.get("dtype", "auto")).removeprefix("torch.")
-    exact = (args.device, dtype) == ("cpu", "float32")
-    document |= {"dtype": dtype, "rule": "exact" if exact else "noise floor", "left_out": left_out}
+    rule = "noise floor"
+    if (args.device, dtype) == ("cpu", "float32"):
+        rule = "exact"
+    document |= {"dtype": dtype, "rule": rule, "left_out": left_out}
     prompts = kinds.make(tokenizer, args.texts, long=length, pictures=bool(seen))
     of_each = (kinds.WARM_UP, *[kinds.TIMED] * args.repeats)
     for number, (length, kind) in enumerate(product(dict.fromkeys(args.prompt_tokens), of_each)):
@@ -136,7 +141,7 @@ def send(server: Server, prompt: Prompt, bar: Any) -> tuple[Prompt, Answer]:
     began = time.perf_counter()
     reply = server.generate(**prompt.request())
     answer = Answer.of(reply, time.perf_counter() - began)
-    bar.set_description(f"{'fast' if server.fast else 'stock'}: {prompt.kind}", refresh=False)
+    bar.set_description(f"{server.name}: {prompt.kind}", refresh=False)
     bar.update()
     if prompt.kind == kinds.TIMED and answer.cached_tokens:
         cached = f"{server.name} took {answer.cached_tokens} tokens of a timed prompt from a cache"
@@ -181,7 +186,8 @@ def examine(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[bool, Fou
 
     timed = [prompt for prompt in prompts if prompt.kind in (kinds.WARM_UP, kinds.TIMED)]
     others = [prompt for prompt in prompts if prompt.kind in kinds.KINDS]
-    total = sum(len(others) * (2 if server.fast else 3) + len(timed) for server in both)
+    rounds = {True: 2, False: 3}  # stock gets each prompt twice in a row as well
+    total = sum(len(others) * rounds[server.fast] + len(timed) for server in both)
     with tqdm(total=total, unit="request") as bar:
         found = {server.fast: ask(server, others, bar) for server in both}
         turns = list(both)
@@ -252,14 +258,20 @@ def serve(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Fo
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
     if any(flag.startswith("--ssl-") for flag in flags):
         raise CommandError("verify speaks http to its servers: leave out what begins with --ssl-")
-    say("Both servers at once." if together else "One server after the other.")
+    if together:
+        say("Both servers at once.")
+    else:
+        say("One server after the other.")
     how = {"device": args.device, "together": together, "port": args.port}
     stock, fast = servers.pair(flags, args.output, **how)
     run_prefills_eagerly(stock)
     prompts: list[Prompt] = []
     found: dict[bool, Found] = {}
     # The fast one goes first: if it is not active there is nothing to measure.
-    for group in [[stock, fast]] if together else [[fast], [stock]]:
+    groups = [[fast], [stock]]
+    if together:
+        groups = [[stock, fast]]
+    for group in groups:
         with servers.running(group, args.start_timeout, one_by_one=args.device != "cpu"):
             prompts = prompts or fit_prompts(document, args, tokenizer, group[0])
             found |= examine(group, prompts)
@@ -309,4 +321,4 @@ def run(args: argparse.Namespace) -> int:
     with (args.output / "verify.json").open("w") as file:
         say(document, file, indent=1)
     say(document)
-    return 0 if document["agrees"] else 1
+    return int(not document["agrees"])

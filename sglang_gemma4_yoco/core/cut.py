@@ -103,7 +103,9 @@ def layers_before_the_cut(state: ModelState, plan: Plan) -> Iterator[KeptInputs]
     Yields a function that returns the per-layer inputs of the other layers, [B, L - S + 1, width];
     it can be called once the model has run.
     """
-    model, buffers = state.model, None if plan.runner is None else plan.runner.buffers
+    model, buffers = state.model, None
+    if plan.runner is not None:
+        buffers = plan.runner.buffers
     inputs = PerLayerInputs(
         model, state.cut_layer, plan.tail.index, buffers, split=state.splits_per_layer_inputs
     )
@@ -177,11 +179,14 @@ def run_layers(
         # SGLang's code for a KV-shared layer: the donor shares its own K and V, from the pool.
         with replaced(attention, **shares):
             compat.start_residual(batch, rows)
+            own_inputs = None
             for number, layer in enumerate(state.tail_layers):
+                if inputs is not None:
+                    own_inputs = inputs[:, number, :]
                 output = layer(
                     positions=positions,
                     hidden_states=rows,
-                    per_layer_input=None if inputs is None else inputs[:, number, :],
+                    per_layer_input=own_inputs,
                     forward_batch=batch,
                 )
                 rows = compat.layer_rows(output)

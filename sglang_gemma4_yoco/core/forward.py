@@ -55,7 +55,9 @@ def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
         state = self.__dict__.get(ENTRY)
         if state is None:
             return run()
-        embeds = kwargs.get("input_embeds", args[0] if args else None)
+        embeds = kwargs.get("input_embeds")
+        if args:
+            embeds = args[0]
         return serve(state, forward_batch, EagerForward(state, positions, embeds, run))
 
     return forward
@@ -88,7 +90,9 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     if state.after_cut is not None:
         output = state.after_cut(forward, plan, output)
     kept = plan.tail.kept
-    computed = 0 if plan.runner is None else kept.count
+    computed = 0
+    if plan.runner is not None:
+        computed = kept.count
     log.active(
         state.model,
         lambda: f"{type(state.model).__name__}, {state.describe()}",

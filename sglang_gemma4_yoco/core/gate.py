@@ -109,7 +109,9 @@ def plan_batch(
 def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
     """The plan of a batch, its attention planned; or the reason why it runs as stock."""
     found = check_eligibility(state, forward_batch)
-    return found if isinstance(found, str) else plan_of(state, forward_batch, found)
+    if isinstance(found, str):
+        return found
+    return plan_of(state, forward_batch, found)
 
 
 def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
@@ -148,8 +150,9 @@ def decision(state: ModelState, forward_batch: Any) -> Plan | str:
         raise decided
     if state.is_capturing():
         return CAPTURING
-    current = compat.current_attn_backend()
-    return decided if current is decided.attention.main else NOT_PLANNED
+    if compat.current_attn_backend() is not decided.attention.main:
+        return NOT_PLANNED
+    return decided
 
 
 # -- may it be cut? --------------------------------------------------------------------------------
@@ -158,7 +161,9 @@ def decision(state: ModelState, forward_batch: Any) -> Plan | str:
 def ineligible_reason(state: ModelState, forward_batch: Any) -> str | None:
     """Why this batch must run as stock, or None if it may be cut."""
     found = check_eligibility(state, forward_batch)
-    return found if isinstance(found, str) else None
+    if isinstance(found, str):
+        return found
+    return None
 
 
 def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
@@ -171,13 +176,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
         What to keep of it; or the reason why it must run as stock, for the log and for counters.
     """
     # The mode comes first, because it refuses most of the ineligible batches.
-    mode = forward_batch.forward_mode
-    if isinstance(mode, compat.ForwardMode):
-        reason = None if mode in _EXTENDS else f"{_OTHER_MODE}{mode.name}"
-    else:  # a mode of another type, as in the published tests of the helpers
-        extends = mode is not None and mode.is_extend_without_speculative()
-        reason = None if extends else NO_EXTEND
-    reason = reason or state.refused
+    reason = _mode(forward_batch.forward_mode) or state.refused
     if reason is None and state.is_capturing():
         reason = CAPTURING
     reason = reason or _fields(state, forward_batch) or _lengths(forward_batch)
@@ -189,6 +188,17 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
         bucket = state.captured.bucket_for(kept)
     eligible = Eligible(kept, intermediate, bucket)
     return _rows(state, forward_batch, eligible) or eligible
+
+
+def _mode(mode: Any) -> str | None:
+    if isinstance(mode, compat.ForwardMode):
+        if mode in _EXTENDS:
+            return None
+        return f"{_OTHER_MODE}{mode.name}"
+    # A mode of another type, as in the published tests of the helpers.
+    if mode is None or not mode.is_extend_without_speculative():
+        return NO_EXTEND
+    return None
 
 
 def _fields(state: ModelState, forward_batch: Any) -> str | None:
@@ -206,7 +216,9 @@ def _fields(state: ModelState, forward_batch: Any) -> str | None:
     if capture not in _LAST_ROW_CAPTURES and drafts != _CAPTURES_FULL:
         return HIDDEN_STATES
     adapters = getattr(forward_batch, "lora_ids", None) or ()
-    return LORA if len(adapters) > list(adapters).count(None) else None
+    if any(adapter is not None for adapter in adapters):
+        return LORA
+    return None
 
 
 def _drafts(forward_batch: Any) -> str | None:
@@ -239,11 +251,10 @@ def _lengths(forward_batch: Any) -> str | None:
 
 def kept_rows(forward_batch: Any) -> KeptRows:
     """The rows of an extend batch whose logits the sampler and the logprobs read."""
-    return KeptRows.suffixes(
-        forward_batch.extend_seq_lens_cpu,
-        forward_batch.extend_prefix_lens_cpu,
-        forward_batch.extend_logprob_start_lens_cpu if forward_batch.return_logprob else None,
-    )
+    lens, prefix_lens = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    if not forward_batch.return_logprob:
+        return KeptRows.suffixes(lens, prefix_lens)
+    return KeptRows.suffixes(lens, prefix_lens, forward_batch.extend_logprob_start_lens_cpu)
 
 
 def is_intermediate_chunk(forward_batch: Any) -> bool:
@@ -254,31 +265,36 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     each, so a batch with such a request is no intermediate chunk. Neither is one with speculative
     decoding, because a draft may continue from the token that is sampled from a chunk.
     """
+    if getattr(forward_batch, "contains_last_prefill_chunk", True):
+        return False
     capture = getattr(forward_batch, "capture_hidden_mode", None)
+    if capture not in (None, compat.CaptureHiddenMode.NULL) or _drafts(forward_batch) is not None:
+        return False
     lens = forward_batch.extend_seq_lens_cpu
-    starts = forward_batch.extend_logprob_start_lens_cpu if forward_batch.return_logprob else lens
-    return (
-        not getattr(forward_batch, "contains_last_prefill_chunk", True)
-        and min(lens) > 1
-        and capture in (None, compat.CaptureHiddenMode.NULL)
-        and _drafts(forward_batch) is None
-        and all(start >= n for start, n in zip(starts, lens, strict=True))
-    )
+    if min(lens) == 1:
+        return False
+    if not forward_batch.return_logprob:
+        return True
+    starts = forward_batch.extend_logprob_start_lens_cpu
+    return all(start >= n for start, n in zip(starts, lens, strict=True))
 
 
 def _rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | None:
     kept = eligible.kept
     if kept.count == kept.total:
         return NOTHING_TO_SKIP
-    read = 0 if eligible.is_intermediate_chunk else kept.count
+    read = kept.count
+    if eligible.is_intermediate_chunk:
+        read = 0
     eager = eligible.bucket is None and read > 0
     minimum = settings.current.min_skipped_rows
     if not is_worth_cutting(kept.total, read, minimum, eager=eager, on_gpu=state.on_gpu):
         return TOO_LITTLE
     # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
     # row of a request that makes no difference: no row follows it.
-    spread = not kept.one_per_request
-    return IMAGE_LOGPROBS if spread and is_multimodal(forward_batch) else None
+    if not kept.one_per_request and is_multimodal(forward_batch):
+        return IMAGE_LOGPROBS
+    return None
 
 
 def is_multimodal(forward_batch: Any) -> bool:
@@ -286,10 +302,10 @@ def is_multimodal(forward_batch: Any) -> bool:
 
     SGLang replaces the inputs by their embeddings after the batch has been planned.
     """
+    if getattr(forward_batch, "mm_input_embeds", None) is not None:
+        return True
     inputs = getattr(forward_batch, "mm_inputs", None) or ()
-    return getattr(forward_batch, "mm_input_embeds", None) is not None or any(
-        request is not None for request in inputs
-    )
+    return any(request is not None for request in inputs)
 
 
 def is_worth_cutting(
@@ -319,5 +335,7 @@ def is_worth_cutting(
         return skipped >= minimum
     if not eager:
         return skipped >= 1
-    fewest = _FEWEST_EAGER_ON_GPU if on_gpu else _FEWEST_ON_CPU
+    fewest = _FEWEST_ON_CPU
+    if on_gpu:
+        fewest = _FEWEST_EAGER_ON_GPU
     return skipped >= fewest and skipped * _ONE_OF >= total

@@ -93,7 +93,9 @@ class KeptRows:
         first_rows: list[int] = []
         count = end = 0
         for request, n in enumerate(extend_lens):
-            m = 1 if logprob_starts is None else min(max(n - logprob_starts[request], 1), n)
+            m = 1
+            if logprob_starts is not None:
+                m = min(max(n - logprob_starts[request], 1), n)
             end += n
             lens.append(m)
             kept_prefixes.append(prefix_lens[request] + n - m)

@@ -111,13 +111,14 @@ class PerLayerInputs:
             self._front = self._stock(embeds, embedded)
             return self._front
         cut, into = self._cut, self._buffers or (None, None)
-        of_front = None if embedded is None else embedded[:, :cut]
+        of_front = None
+        if embedded is not None:
+            of_front = embedded[:, :cut]
+            self.embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
         self._front = project(self._model, embeds, of_front, 0, cut)
-        # Copies made now: the embeddings are layer 0's residual, which its fused add-norm
+        # A copy made now: the embeddings are layer 0's residual, which its fused add-norm
         # overwrites.
         self._embeds = torch.index_select(embeds, 0, self._index, out=into[0])
-        if embedded is not None:
-            self.embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
         return self
 
     def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor:

@@ -36,7 +36,9 @@ def reason_ranks_differ(found: str) -> str | None:
     everyone: list[str] = [""] * len(group.ranks)
     distributed.all_gather_object(everyone, found, group=group.cpu_group)
     different = sorted(set(everyone))
-    return None if len(different) == 1 else f"{NOT_ALIKE}: {' / '.join(different)}"
+    if len(different) == 1:
+        return None
+    return f"{NOT_ALIKE}: {' / '.join(different)}"
 
 
 def largest(number: float) -> float:

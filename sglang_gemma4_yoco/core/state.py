@@ -99,11 +99,13 @@ class ModelState:
         """Where it is cut, and on which attention, for the log and /server_info."""
         assert self.attention is not None
         main, tail = type(self.attention.main).__name__, type(self.attention.tail).__name__
-        other = "" if main == tail else f", the tail's by {tail}"
-        return (
+        described = (
             f"cut inside layer {self.cut_layer}, after its K and V "
-            f"(of {self.model.config.num_hidden_layers} layers), attention by {main}{other}"
+            f"(of {self.model.config.num_hidden_layers} layers), attention by {main}"
         )
+        if tail != main:
+            described += f", the tail's by {tail}"
+        return described
 
     def attach(self, planner: Callable[[ModelState, Any], None]) -> None:
         """Become the state of the model, and have ``planner`` called."""
@@ -138,7 +140,10 @@ def first_shared_layer(config: Any) -> int | None:
     """
     layers = config.num_hidden_layers
     shared = getattr(config, "num_kv_shared_layers", None) or 0
-    return layers - shared if 0 < shared < layers else None
+    if 0 < shared < layers:
+        first: int = layers - shared
+        return first
+    return None
 
 
 def find(model: Any) -> ModelState | None:

@@ -131,7 +131,9 @@ def judge(found: Iterable[Unknown]) -> tuple[str | None, str]:
             f"docs/help.md; {VARIABLE}={modules} accepts it"
         ), unmatched
     stock = inspect.unwrap(compat.gemma4_causal.Gemma4TextModel.forward, stop=_is_ours)
-    return None if _is_ours(stock) else REPLACED, unmatched
+    if not _is_ours(stock):
+        return REPLACED, unmatched
+    return None, unmatched
 
 
 def _is_ours(function: Any) -> bool:
@@ -202,7 +204,9 @@ def _definition_of(part: Any) -> tuple[str, str]:
     if type(part) is FunctionType:
         return str(part.__globals__.get("__name__")), part.__code__.co_name
     # ``isinstance`` would ask the object, and a proxy answers for what is in it.
-    kind = part if issubclass(type(part), type) else type(part)
+    kind = type(part)
+    if issubclass(kind, type):
+        kind = part
     return kind.__module__, kind.__qualname__
 
 

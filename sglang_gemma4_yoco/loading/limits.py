@@ -6,7 +6,7 @@ a server runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +29,108 @@ WRONG_REPLAYS = (
 
 DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
 
-#: The names that are judged here, and why: arguments, and in capitals environment variables.
-LISTS = Path(__file__).with_name("limits.ini")
-NO_REFUSAL = "no refusal"
-_SECTIONS = compat.listed_in(LISTS)
-#: What refuses if it is set, a number if it is above the one here, by reason.
-REFUSING_ARGUMENTS = {
-    section.removeprefix("refused: "): {name: int(above or 0) for name, above in names.items()}
-    for section, names in _SECTIONS.items()
-    if section.startswith("refused: ")
+#: Arguments and, in capitals, environment variables that refuse a server if set, by reason.
+REFUSING_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "LoRA": ("enable_lora",),
+    "pipeline parallelism (--pp-size) is not supported": ("pp_size",),
+    "data-parallel attention": (
+        "enable_dp_attention",
+        "enable_dp_lm_head",
+        "enable_dense_mlp_attn_tp",
+        "moe_dense_tp_size",
+        "attn_dp_size",
+    ),
+    "sequence parallelism": (
+        "enable_layernorm_sp",
+        "enable_attn_tp_input_scattered",
+        "disable_attn_tp_gather",
+    ),
+    "context parallelism": (
+        "enable_prefill_cp",
+        "enable_kv_cache_sharding",
+        "attn_cp_size",
+        "dcp_size",
+    ),
+    "expert parallelism": (
+        "elastic_ep_backend",
+        "ep_size",
+        "moe_dp_size",
+        "dwdp_size",
+    ),
+    # A batch is cut by all ranks or by none; on one machine they share one installation.
+    "ranks on several machines": ("nnodes",),
+    "ranks that Ray places, possibly on several machines": ("use_ray",),
+    "deterministic inference": ("enable_deterministic_inference",),
+    "all-reduces that round prefill differently from decode": ("enable_quant_communications",),
+    "two-batch overlap": ("enable_two_batch_overlap",),
+    "single-batch overlap": ("enable_single_batch_overlap",),
+    "PD multiplexing": ("enable_pdmux",),
+    "forward hooks, which may read any row": (
+        "forward_hooks",
+        "debug_tensor_dump_output_folder",
+        "enable_layerwise_nvtx_marker",  # its hooks on all modules read shapes only
+        "msprobe_dump_config",
+    ),
+    "weights that are on the device only during their layer's forward": (
+        "cpu_offload_gb",
+        "offload_group_size",  # -1 is none
+    ),
+    "pools of K and V that share and move their memory": ("enable_unified_memory",),
+    "K and V that are stored page by page": ("enable_page_major_kv_layout",),
+    "a cache that may load K and V while layers run": (
+        "enable_lmcache",
+        "enable_flexkv",
+        "enable_unified_cache_external_linker",
+        "radix_cache_backend",
+    ),
+    "a diffusion language model's forward modes": ("dllm_algorithm",),
+    "one kernel in place of the model's layers": (
+        "enable_nvidia_megakernel",
+        "enable_amd_monokernel",
+    ),
+    # TRT-LLM's prefill then leaves out keys; the tail's attention would not.
+    "attention that skips small scores": ("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",),
+    # The tail may be the first to run a variant of a kernel. What is raised then is to end the
+    # server, and not to be taken for a failure of the fast path, after which stock serves.
+    "kernels must not be loaded while the server serves": (
+        "SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY",
+    ),
 }
-# What needs no refusal, by reading SGLang's code; and what functions below judge.
-REVIEWED_ARGUMENTS = {*_SECTIONS[NO_REFUSAL]}
-_HIDDEN_STATE_ARGUMENTS = {*_SECTIONS["refused beside speculative decoding"]}
-_OTHER_ARGUMENTS = {*_SECTIONS["refused by value"]}
+# Numbers that refuse only above this; others are harmless up to 0.
+_HARMLESS_UP_TO = {
+    "pp_size": 1,
+    "attn_dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "ep_size": 1,
+    "moe_dp_size": 1,
+    "dwdp_size": 1,
+    "nnodes": 1,
+}
+# With one of these set, a request may have every row captured: refused beside speculative decoding.
+_HIDDEN_STATE_ARGUMENTS = {
+    "enable_return_hidden_states",
+    "enable_return_aux_hidden_states",
+    "return_hidden_states_mode",
+}
+# Whether these refuse depends on their values.
+_JUDGED_BY_VALUE = {
+    "speculative_algorithm",
+    "disaggregation_mode",
+    "DUMPER_ENABLE",
+    "DUMPER_SERVER_PORT",
+    "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION",
+}
+#: What needs no refusal, by reading SGLang's code.
+REVIEWED_FILE = Path(__file__).with_name("reviewed_arguments.txt")
+REVIEWED_ARGUMENTS = {
+    line for line in REVIEWED_FILE.read_text().splitlines() if not line.startswith("#")
+}
 
 
 def judged_arguments() -> set[str]:
     """The server arguments and environment variables that can refuse a server."""
-    return (_OTHER_ARGUMENTS | _HIDDEN_STATE_ARGUMENTS).union(*REFUSING_ARGUMENTS.values())
+    return (_JUDGED_BY_VALUE | _HIDDEN_STATE_ARGUMENTS).union(*REFUSING_ARGUMENTS.values())
 
 
 def server_reason() -> str | None:
@@ -62,8 +145,11 @@ def server_reason() -> str | None:
     # model is loaded, it has no hooks, and never dumps a tensor.
     if compat.dumper.may_enable:
         return DUMPER
+    unknown = None
+    if compat.is_newer_than_tested():
+        unknown = _unknown_reason()
     return (
-        (_unknown_reason() if compat.is_newer_than_tested() else None)
+        unknown
         or _speculation_reason(argument)
         or _hidden_state_reason(argument)
         or _table_reason(argument)
@@ -82,7 +168,9 @@ def _unknown_reason() -> str | None:
         return f"this SGLang lacks {', '.join(gone)}, which may go by another name now"
     known = judged | REVIEWED_ARGUMENTS
     new = sorted(_flag(name) for name in is_set if is_set[name] and name not in known)
-    return f"{new[0]} is set, which this version has not judged" if new else None
+    if new:
+        return f"{new[0]} is set, which this version has not judged"
+    return None
 
 
 def _flag(name: str) -> str:
@@ -107,17 +195,21 @@ def _speculation_reason(argument: Callable[[str], Any]) -> str | None:
 def _hidden_state_reason(argument: Callable[[str], Any]) -> str | None:
     # SGLang then captures every row of every batch, whether a request wants them or not.
     mode = argument("return_hidden_states_mode")
-    all_rows = mode == "full" or (argument("enable_return_hidden_states") and mode != "last")
-    return HIDDEN_STATES if all_rows else None
+    if mode == "full" or (argument("enable_return_hidden_states") and mode != "last"):
+        return HIDDEN_STATES
+    return None
 
 
 def _table_reason(argument: Callable[[str], Any]) -> str | None:
     for reason, names in REFUSING_ARGUMENTS.items():
-        for name, harmless in names.items():
+        for name in names:
             value = argument(name)
             if name.isupper():
                 value = compat.variable(name)
-            if value > harmless if isinstance(value, int | float) else value:
+            is_set = bool(value)
+            if isinstance(value, int | float):
+                is_set = value > _HARMLESS_UP_TO.get(name, 0)
+            if is_set:
                 return reason
     return None
 
@@ -155,8 +247,9 @@ _SGLANG = "sglang.srt."  # its image models' classes have the same names
 def backend_key(backend: Any) -> str:
     """The name of an attention backend's class in the tables."""
     kind = type(backend)
-    own = kind.__module__.startswith(_SGLANG)
-    return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__.startswith(_SGLANG):
+        return kind.__name__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def backend_reason(main: Any) -> str | None:
@@ -181,8 +274,10 @@ def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
         pool: the runner's ``token_to_kv_pool``.
         dtype: of the model's weights and activations.
     """
-    windowed = type(pool) is SWAKVPool
-    for part in (pool.full_kv_pool, pool.swa_kv_pool) if windowed else (pool,):
+    parts = [pool]
+    if type(pool) is SWAKVPool:
+        parts = [pool.full_kv_pool, pool.swa_kv_pool]
+    for part in parts:
         if type(part) is not MHATokenToKVPool:
             return f"K and V are in a {type(part).__name__}, whose layout is not known"
         if getattr(part, "post_capture_active", False):
@@ -193,14 +288,44 @@ def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
         dimensions = {buffer.dim() for buffer in (*part.k_buffer, *part.v_buffer)}
         if not dimensions <= {3}:
             return f"K and V are not stored slot by slot, but in {max(dimensions)} dimensions"
-    return None if pool.dtype == dtype else f"a KV cache of {pool.dtype} beside weights of {dtype}"
+    if pool.dtype == dtype:
+        return None
+    return f"a KV cache of {pool.dtype} beside weights of {dtype}"
 
 
 # -- layers with weights ---------------------------------------------------------------------------
 
 # A kind is SGLang's class and, where that class has schemes, the scheme's. Refused are all others,
-# and the classes of other packages and platforms.
-_INDEPENDENT_ROWS = {*_SECTIONS["linear layers with independent rows"]}
+# and the classes of other packages and platforms. The scale that rounds a row of these is per row,
+# per block, or from the checkpoint: one from the largest number of the batch would change when
+# other rows are missing. GGUF's are not listed because it rounds few rows differently from many.
+_INDEPENDENT_ROWS = {
+    "AWQLinearMethod.AWQIntelAMXLinearScheme",
+    "AWQLinearMethod.AWQLinearScheme",
+    "AWQLinearMethod.AWQMarlinLinearScheme",
+    "AWQLinearMethod.AWQXPULinearScheme",
+    "BlockInt8LinearMethod",
+    "CompressedTensorsLinearMethod.CompressedTensorsW4A16Fp4",
+    "CompressedTensorsLinearMethod.CompressedTensorsW4A4Fp4",
+    "CompressedTensorsLinearMethod.CompressedTensorsW8A16Fp8",
+    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Fp8",
+    "CompressedTensorsLinearMethod.CompressedTensorsW8A8Int8",
+    "CompressedTensorsLinearMethod.CompressedTensorsWNA16",
+    "CompressedTensorsLinearMethod.XPUCompressedTensorsWNA16",
+    "Fp8LinearMethod",
+    "GPTQLinearMethod.GPTQIntelAMXLinearScheme",
+    "GPTQLinearMethod.GPTQLinearScheme",
+    "GPTQLinearMethod.GPTQXPULinearScheme",
+    "GPTQMarlinLinearMethod.GPTQMarlinLinearScheme",
+    "ModelOptFp4LinearMethod",
+    "ModelOptFp8LinearMethod",
+    "ModelOptNvFp4A16LinearMethod",
+    "PetitNvFp4LinearMethod",
+    "QuarkLinearMethod.QuarkW4A4MXFP4",
+    "QuarkLinearMethod.QuarkW8A8Fp8",
+    "W8A8Fp8LinearMethod",
+    "W8A8Int8LinearMethod",
+}
 
 
 def linear_reason(model: Any, first: int) -> str | None:
@@ -227,7 +352,9 @@ def _computes_rows(part: Any) -> bool:
 def linear_kind(layer: Any) -> str:
     """The class of a layer's method, and of its scheme where it has one."""
     method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
-    return method if scheme is None else f"{method}.{type(scheme).__name__}"
+    if scheme is None:
+        return method
+    return f"{method}.{type(scheme).__name__}"
 
 
 def has_independent_rows(layer: Any) -> bool:

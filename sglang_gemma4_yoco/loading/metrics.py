@@ -45,15 +45,23 @@ def state() -> dict[str, Any]:
     prefills that SGLang has captured may be cut; ``check``, ``exits_check``: results of the checks
     at start; ``rows`` by whether the last layer computed them; ``audits``: None without any.
     """
-    served = attached()
-    reason = NO_MODEL if served is None else served.refused
+    served, cut = attached(), None
+    reason: str | None = NO_MODEL
+    facts: dict[str, Any] = {}
+    # A strict audit that finds a defect ends the audits; their result stays.
+    audited = log.audits != log.Audits()
+    if served is not None:
+        reason, facts = served.refused, dict(served.facts)
+        audited = audited or served.after_cut is not None
     if reason is None and log.is_unused():
         reason = log.NOT_CUT
-    facts = {} if served is None else dict(served.facts)
     if reason is not None:  # no prefill is cut, so how is of no interest
         facts |= {"tail": None, "exits": None}
-    # A strict audit that finds a defect ends the audits; their result stays.
-    audited = log.audits != log.Audits() or (served is not None and served.after_cut is not None)
+    elif served is not None:
+        cut = served.describe()
+    audits = None
+    if audited:
+        audits = asdict(log.audits)
     forwards = Counter[str]()
     for outcome, number in log.forwards.items():
         forwards[label(outcome)] += number
@@ -61,11 +69,11 @@ def state() -> dict[str, Any]:
         "version": __version__,
         "active": reason is None,
         "reason": reason,
-        "cut": None if served is None or reason is not None else served.describe(),
+        "cut": cut,
         **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
         "forwards": forwards,
         "rows": log.rows,
-        "audits": asdict(log.audits) if audited else None,
+        "audits": audits,
     }
     return {name: finite(value) for name, value in entry.items()}
 
@@ -89,9 +97,13 @@ def finite(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {name: finite(part) for name, part in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return "not a number" if math.isnan(value) else "infinite" if value > 0 else "-infinite"
-    return value
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "not a number"
+    if value > 0:
+        return "infinite"
+    return "-infinite"
 
 
 def add_to(output: Any) -> None:

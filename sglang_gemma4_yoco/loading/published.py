@@ -64,7 +64,9 @@ def _yoco_truncate_to_last_tokens(
     else:
         decodes = compat.decodes_like_extend(compat.current_attn_backend())
         tail = TailBatch.of(forward_batch, gate.kept_rows(forward_batch), decodes=decodes)
-    row_inputs = None if per_layer_inputs is None else per_layer_inputs.index_select(0, tail.index)
+    row_inputs = per_layer_inputs
+    if row_inputs is not None:
+        row_inputs = row_inputs.index_select(0, tail.index)
     rows = hidden_states.index_select(0, tail.index)
     row_positions = positions.index_select(0, tail.index)
     fields = {**tail.fields, "positions": row_positions}

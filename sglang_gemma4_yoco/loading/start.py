@@ -60,13 +60,16 @@ def _start(runner: Any, model: Any) -> None:
     reason, attention = _runner_reason(runner, model), None
     if reason is None:
         attention = _tail_backend(runner)
-        reason = limits.NO_TAIL if attention is None else None
+        if attention is None:
+            reason = limits.NO_TAIL
     # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
     # machines is refused by them, and another machine may not have this package to answer.
     if reason is None or limits.server_reason() is None:
         found = f"{__version__}, refused: {reason}, {settings.current}"
         reason = ranks.reason_ranks_differ(found) or reason
-    state = ModelState(model, reason, attention if reason is None else None)
+    if reason is not None:
+        attention = None
+    state = ModelState(model, reason, attention)
     state.attach(gate.plan_batch)
     state.on_close(partial(graphs.drop, state, graphs.NOT_YET))
     if prefill_graphs is not None:
@@ -74,7 +77,9 @@ def _start(runner: Any, model: Any) -> None:
     if reason is None:
         _compile_kernels(state)
     else:
-        level = logging.WARNING if reason == limits.WRONG_REPLAYS else logging.INFO
+        level = logging.INFO
+        if reason == limits.WRONG_REPLAYS:
+            level = logging.WARNING
         log.server_refused(reason, level, logged=gate.is_news(reason))
 
 
@@ -165,7 +170,9 @@ def unused_generators(device: str) -> Iterator[None]:
     server with ``--random-seed`` samples.
     """
     kind = torch.device(device).type
-    on_device = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+    on_device = []
+    if kind != "cpu":
+        on_device.append(torch.get_device_module(kind).current_device())
     with torch.random.fork_rng(on_device, device_type=kind):
         yield
 
@@ -177,11 +184,14 @@ def set_up(runner: Any, state: ModelState) -> None:
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
     # borrowed below before it has run.
     compat.wait_for_device(runner.device)
-    first = "check" not in state.facts
-    unshown = None if first else requests.why_not_borrowed(runner)
+    first, unshown = "check" not in state.facts, None
+    if not first:
+        unshown = requests.why_not_borrowed(runner)
     able = limits.backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
     graphs.capture(runner, state, proof.prove, unshown, can_be_captured=able)
-    checked = _check(runner, state) if first else None
+    checked = None
+    if first:
+        checked = _check(runner, state)
     if prefill_graphs is None:
         state.facts["exits"] = NO_EXITS
     elif state.refused is None:
@@ -200,9 +210,10 @@ def _check(runner: Any, state: ModelState) -> Checked:
     Where nothing could be compared the path is off as well: it is not known to be right. With
     several ranks a failure is raised: the others wait for this rank.
     """
-    unchecked = check.why_not()
+    checked = Checked(unchecked=check.why_not())
     try:
-        checked = Checked(unchecked=unchecked) if unchecked else check.check(runner, state)
+        if checked.unchecked is None:
+            checked = check.check(runner, state)
     except Exception as failure:
         if not compat.is_single_rank():
             raise
@@ -212,8 +223,10 @@ def _check(runner: Any, state: ModelState) -> Checked:
     differ = ranks.reason_ranks_differ(f"agrees with stock: {checked.agrees}")
     if state.refused is not None:  # a forward of the check could not be cut, and has said why
         return checked
-    if not checked.agrees:
-        _turn_off(state, check.UNCHECKED if checked.worst is None else check.FAILED, checked)
+    if checked.worst is None and not checked.agrees:
+        _turn_off(state, check.UNCHECKED, checked)
+    elif not checked.agrees:
+        _turn_off(state, check.FAILED, checked)
     elif differ is not None:
         _turn_off(state, check.FAILED, "another rank's differs")
     return checked

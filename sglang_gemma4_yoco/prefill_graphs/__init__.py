@@ -130,10 +130,13 @@ def attach(runner: Any, state: ModelState, unshown: str | None = None) -> None:
     if getattr(runner, "canary_manager", None) is not None:
         reason = reason or CANARY
     if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
-        config = runner.model.config if hasattr(prefills, _OF_IDS) else None
+        config = None
+        if hasattr(prefills, _OF_IDS):
+            config = runner.model.config
         try:
             exits = PrefillGraphExits(state, prefills, config)
-            reason = reason or (None if all(exits.segments.values()) else NO_POINT)
+            if not all(exits.segments.values()):
+                reason = reason or NO_POINT
         except AttributeError as missing:
             reason = str(missing)
     reason = ranks.reason_ranks_differ(f"exits: {reason}, {exits and exits.segments}") or reason

@@ -153,7 +153,9 @@ class PrefillGraphExits:
             ruled = state.on_gpu and settings.current.min_skipped_rows is None
             if ruled and skipped < _FEWEST_ON_GPU:
                 return gate.TOO_LITTLE
-        outcome = log.EXIT_SKIPPED if found.is_intermediate_chunk else log.EXIT_CAPTURED
+        outcome = log.EXIT_CAPTURED
+        if found.is_intermediate_chunk:
+            outcome = log.EXIT_SKIPPED
         return replace(gate.plan_of(state, forward_batch, found), outcome=outcome)
 
 
@@ -229,4 +231,6 @@ class ExitForward:
 def embed_for_tail(state: ModelState, config: Any, ids: torch.Tensor) -> inputs.Inputs:
     """Input embeddings of these rows, and the per-layer ones of the tail's layers, if any."""
     embeds, embedded = inputs.embed(state.model, config, ids)
-    return embeds, None if embedded is None else embedded[:, state.cut_layer :]
+    if embedded is not None:
+        embedded = embedded[:, state.cut_layer :]
+    return embeds, embedded

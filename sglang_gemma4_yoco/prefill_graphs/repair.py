@@ -29,15 +29,18 @@ def needed(*, multimodal: bool) -> str | None:
     """What keeps SGLang from capturing prefills and is to be repaired, or None."""
     # The flag itself: SGLang may choose breakable graphs without it.
     named = getattr(compat._published(), "cuda_graph_backend_prefill", None)
-    wanted = named == sglang.BREAKABLE and exits_refused() is None
-    return sglang.capture_error(multimodal=multimodal) if wanted else None
+    if named != sglang.BREAKABLE or exits_refused() is not None:
+        return None
+    return sglang.capture_error(multimodal=multimodal)
 
 
 def exits_refused() -> str | None:
     """Why no prefill may leave SGLang's graphs, whatever is captured; None if some may."""
     if not settings.current.prefill_graphs:
         return OFF
-    return None if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE else NO_BREAKS
+    if compat.cuda_graph_backend("prefill") != sglang.BREAKABLE:
+        return NO_BREAKS
+    return None
 
 
 def forward_of_ids(model: Any, config: Any) -> Callable[..., Any]:

@@ -39,7 +39,9 @@ def capture_error(*, multimodal: bool) -> str | None:
     if not _indexes_shared_layers():
         return SHARED_LAYER_IDS
     # Up to 0.5.21. It captures the multimodal model, which makes embeddings of the ids.
-    return IDS_AND_EMBEDDINGS if multimodal and backend != "tc_piecewise" else None
+    if multimodal and backend != "tc_piecewise":
+        return IDS_AND_EMBEDDINGS
+    return None
 
 
 def _indexes_shared_layers() -> bool:
@@ -58,6 +60,9 @@ def indexing_shared_layers() -> Iterator[None]:
     Up to 0.5.22 a break then finds the donor, which has the same heads, window and scale.
     """
     stock: Any = getattr(cuda_graph_setup, _INDEX, None)
+    if stock is None:
+        yield
+        return
 
     def tolerant(attention_layers: Any, companions: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -65,7 +70,7 @@ def indexing_shared_layers() -> Iterator[None]:
         except ValueError:
             return attention_layers, companions
 
-    with replaced(cuda_graph_setup, **({} if stock is None else {_INDEX: tolerant})):
+    with replaced(cuda_graph_setup, **{_INDEX: tolerant}):
         yield
 
 
@@ -91,7 +96,9 @@ def taking_ids(
 def graph_being_captured() -> Any | None:
     """The graph whose segments are being captured now; None in warm-ups and forwards."""
     capture = _current_capture_var.get()
-    return None if capture is None else capture.cuda_graph
+    if capture is None:
+        return None
+    return capture.cuda_graph
 
 
 def at_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:

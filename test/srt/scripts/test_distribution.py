@@ -72,8 +72,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
         "py.typed",
         "commands/prompts.txt",
         "commands/shown_flags.txt",
-        "compat.ini",
-        "loading/limits.ini",
+        "loading/reviewed_arguments.txt",
     }
     about = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
     assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= about

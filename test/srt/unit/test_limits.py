@@ -228,7 +228,7 @@ def test_every_argument_that_is_read_is_judged() -> None:
         ):
             read.add(str(node.args[0].value))
     arguments = set()
-    for name in limits._OTHER_ARGUMENTS:
+    for name in limits._JUDGED_BY_VALUE:
         if not name.isupper():
             arguments.add(name)
     assert read - limits._HIDDEN_STATE_ARGUMENTS == arguments
