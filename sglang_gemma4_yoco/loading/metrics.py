@@ -129,7 +129,7 @@ def collect(labels: Mapping[str, Any]) -> None:
 def _collect(labels: Mapping[str, Any]) -> None:
     import prometheus_client
 
-    counters = {
+    of_metrics = {
         name: prometheus_client.Counter(f"{_PREFIX}{name}_total", text, [*labels, *own])
         for name, (text, *own) in _COUNTERS.items()
     }
@@ -145,7 +145,7 @@ def _collect(labels: Mapping[str, Any]) -> None:
         for key, number in _counted().items():
             if number != collected.get(key):
                 name, *own = key
-                counter = counters[name].labels(*labels.values(), *map(label, own))
+                counter = of_metrics[name].labels(*labels.values(), *map(label, own))
                 counter.inc(number - collected.get(key, 0))
                 collected[key] = number
         worst.labels(**labels).set(log.audits.worst)
