@@ -47,12 +47,12 @@ def _install() -> None:
             f"SGLang {version('sglang')} lacks what the patch needs ({missing}). "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         ) from missing
-    patch.install()
-    if compat.is_newer_than_tested():
+    patch.patch_sglang()
+    if compat.release.is_newer_than_tested():
         logger.warning(
             "Gemma 4 fast prefill %s is installed; SGLang %s is newer than %s, the last release "
             "that it was tested with",
-            *(__version__, version("sglang"), compat.LAST_TESTED),
+            *(__version__, version("sglang"), compat.release.LAST_TESTED),
         )
     else:
         logger.info("Gemma 4 fast prefill %s is installed", __version__)

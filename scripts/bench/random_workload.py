@@ -51,7 +51,7 @@ from environment import REPO, SetupError
 from generated import markdown
 from result_files import device_name, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.commands.servers import Server, pair, running
+from sglang_gemma4_yoco.commands.verify.servers import Server, make_pair, run_servers
 
 FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""
@@ -225,7 +225,7 @@ def build_servers(checkpoint: Path, logs: Path, captured: bool) -> tuple[Server,
         arguments += ["--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS)]
         graphs["GEMMA4_CPU_GRAPHS"] = "decode"
         graphs[settings.name_of("graph_rows")] = str(CAPTURED_ROWS[-1])
-    both = pair(arguments, logs, device="cpu")
+    both = make_pair(arguments, logs, device="cpu")
     for server in both:
         server.env.pop(settings.name_of("min_skipped_rows"), None)
         server.env |= {
@@ -257,7 +257,7 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
     if args.failures_every:
         turns.append(("on, with failures", on, args.failures_every))
     passes, comparisons, reference = [], [], None
-    with running((off, on), args.start_timeout):
+    with run_servers((off, on), args.start_timeout):
         stock = Client(off.url)
         for name, server, interval in turns:
             failures_of(server).write_text(str(interval))

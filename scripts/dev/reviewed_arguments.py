@@ -27,7 +27,9 @@ def installed() -> frozenset[str]:
     from sglang_gemma4_yoco import compat
 
     listed = getattr(ServerArgs, "__struct_fields__", None)  # 0.5.21; before, a dataclass
-    return frozenset(listed or ServerArgs.__dataclass_fields__).union(compat.variables_set())
+    return frozenset(listed or ServerArgs.__dataclass_fields__).union(
+        compat.server.list_set_variables()
+    )
 
 
 def main() -> None:
@@ -35,7 +37,7 @@ def main() -> None:
     new_parser(__doc__).parse_args()
     from sglang_gemma4_yoco.loading import limits
 
-    reviewed, judged = limits.REVIEWED_ARGUMENTS, limits.judged_arguments()
+    reviewed, judged = limits.REVIEWED_ARGUMENTS, limits.list_judged_arguments()
     names = sorted((reviewed | installed()) - judged)
     for name in names:
         if name not in reviewed:

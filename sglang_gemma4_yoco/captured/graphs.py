@@ -20,60 +20,14 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.captured import backend
-from sglang_gemma4_yoco.core import cut, per_layer, ranks
-from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
+from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.core import per_layer, tail
+from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.tail_batch import TailBatch
 
 _BUCKETS = (1, 2, 4, 8, 16, 32)
-
-NOT_YET = "it is not captured yet"
-OFF = f"{settings.name_of('graph_rows')}=0"
-NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
-NOT_DECODING = "its rows are no decode step on this attention backend"
-QUANTISED = "the per-layer inputs are quantised"
-NONE_GOOD = "no graph gave what the eager layers give"
-LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
-_BORROWS = "SGLANG_ENABLE_GRAPH_POOL_BORROW"
-# Server arguments with which a replay may differ from its capture, and why.
-_REFUSED = {
-    "enable_hierarchical_cache": LOADED_MEANWHILE,
-    "enable_memory_saver": "memory may be taken away and given back",
-    "enable_symm_mem": "collectives need memory of their own",
-    "disable_cuda_graph_padding": "rows must not be padded",
-}
-
-
-def why_not(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
-    """Why the tail of this server is not captured, or None.
-
-    Args:
-        can_be_captured: whether decode steps of its attention backend can.
-    """
-    if settings.current.graph_rows == 0:
-        return OFF
-    if backend.captured_decode_steps(runner) is None:
-        return NO_GRAPHS
-    assert state.attention is not None
-    tail = state.attention.tail
-    if not can_be_captured:
-        return f"attention by {type(tail).__name__} is not known to be capturable"
-    if not state.attention.decodes:
-        return NOT_DECODING
-    has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
-    if has_inputs and not state.splits_per_layer_inputs:
-        return QUANTISED
-    if backend.loads_kv_layerwise(tail.token_to_kv_pool):
-        return LOADED_MEANWHILE
-    argument = compat.server_arguments()
-    assert argument is not None, "SGLang has captured its own graphs"
-    for name, reason in _REFUSED.items():
-        if argument(name):
-            return f"--{name.replace('_', '-')}: {reason}"
-    if compat.variable(_BORROWS):  # 0.5.21 and later: while none is replayed
-        return f"SGLang borrows the memory of its graphs ({_BORROWS})"
-    return backend.lacks_memory(torch.device(runner.device))
 
 
 @dataclass(frozen=True)
@@ -135,7 +89,7 @@ class Inputs:
 class Replay:
     """A graph, planned for the tail of one batch; a ``TailRunner``."""
 
-    outcome = log.TAIL_CAPTURED
+    outcome = counters.TAIL_CAPTURED
 
     def __init__(self, graphs: TailGraphs, bucket: int, inputs: Inputs, index: torch.Tensor):
         self._graphs = graphs
@@ -166,7 +120,7 @@ class TailGraphs:
         self.state = state
         self._attention = state.attention
         self._backend = state.attention.tail
-        self._decode_steps = backend.captured_decode_steps(runner)
+        self._decode_steps = compat.decode_graphs.get_captured_steps(runner)
         assert self._decode_steps is not None, "the tail is captured after them"
         # No more rows than the operator has set, and than requests can run at a time.
         most = runner.req_to_token_pool.size
@@ -177,7 +131,7 @@ class TailGraphs:
         self._of_first = [self._inputs.first(rows) for rows in range(self._buckets[-1] + 1)]
         # By bucket the decode step that is captured; a replay reads the tensors that it holds.
         self._batches: dict[int, Any] = {}
-        self._captured = backend.graph_backend(self._decode_steps)
+        self._captured = compat.decode_graphs.make_graph_backend(self._decode_steps)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -188,16 +142,16 @@ class TailGraphs:
     def capture(self) -> None:
         """Capture all, the largest first; when this raises, ``close`` is still due."""
         began = time.monotonic()
-        with compat.whole_window(self._backend):
+        with compat.attention.widen_window(self._backend):
             self._backend.init_cuda_graph_state(self._buckets[-1], self._buckets[-1])
         try:
-            with backend.capturing(self._decode_steps, self._captured):
+            with compat.decode_graphs.capture_session(self._decode_steps, self._captured):
                 for bucket in reversed(self._buckets):
-                    self._batches[bucket] = _decode_step(self._of_first[bucket])
+                    self._batches[bucket] = _make_decode_step(self._of_first[bucket])
                     self._plan_captured(bucket)
                     self._captured.capture_one(bucket, partial(self._tail, bucket))
         except BaseException:
-            backend.end_failed_capture(self._inputs.rows.device, self._captured)
+            compat.decode_graphs.end_failed_capture(self._inputs.rows.device, self._captured)
             raise
         finally:
             self._backend.forward_metadata = None
@@ -240,7 +194,7 @@ class TailGraphs:
     def _plan_captured(self, bucket: int, live: Any | None = None) -> None:
         """Plan in the buffers that the graph reads; ``live`` is None before the capture."""
         batch = self._batches[bucket]
-        with compat.whole_window(self._backend):
+        with compat.attention.widen_window(self._backend):
             if live is not None and hasattr(live, "kv_loc_plan"):
                 batch.kv_loc_plan = live.kv_loc_plan
             self._backend.init_forward_metadata_out_graph(batch, in_capture=live is None)
@@ -253,7 +207,7 @@ class TailGraphs:
         try:
             output: torch.Tensor = self._captured.replay(bucket, None)
         except Exception as failure:
-            drop(self.state, f"a replay failed: {type(failure).__name__}")
+            lifecycle.drop_tail(self.state, f"a replay failed: {type(failure).__name__}")
             raise
         return output
 
@@ -261,7 +215,7 @@ class TailGraphs:
         """Fill so many rows of the static inputs, plan, and replay the graph: [rows, hidden]."""
         inputs = self._of_first[rows]
         fill(inputs)
-        self._plan(bucket, inputs, _decode_step(inputs))
+        self._plan(bucket, inputs, _make_decode_step(inputs))
         return self.replay(bucket)[:rows].clone()
 
     @torch.no_grad()
@@ -276,95 +230,32 @@ class TailGraphs:
         own = {name: t.clone() for name, t in vars(of_graph).items() if t is not None}
         inputs = replace(of_graph, **own)
         inputs.first(kept).fill(**others)
-        batch = _decode_step(inputs)
+        batch = _make_decode_step(inputs)
         batch.seq_lens_sum = int(inputs.lengths.sum())
         with self._attention.running(batch, {}, self._attention.plan(batch, {})):
             return self._layers(inputs, batch)[:kept]
 
     def _tail(self, bucket: int) -> torch.Tensor:
-        with compat.attn_backend_switched(self._backend):
+        with compat.attention.use_backend(self._backend):
             return self._layers(self._of_first[bucket], self._batches[bucket])
 
     def _layers(self, inputs: Inputs, batch: Any) -> torch.Tensor:
         """Layers S-1 to L-1 and the model's norm: [rows, hidden]."""
         model, projected = self.state.model, None
         if inputs.embeds is not None:
-            projected = per_layer.project(
+            projected = per_layer.project_layers(
                 model, inputs.embeds, inputs.embedded, self.state.cut_layer, len(model.layers)
             )
         # Layers add into their input in place, and padding would grow from replay to replay.
         rows = inputs.rows.clone()
-        return cut.run_layers(self.state, batch, rows, inputs.positions, projected)
+        return tail.run_layers(self.state, batch, rows, inputs.positions, projected)
 
 
-def _decode_step(inputs: Inputs) -> Any:
+def _make_decode_step(inputs: Inputs) -> Any:
     """A batch of these rows, one per request, not planned."""
-    return compat.decode_batch(
+    return compat.batch.make_decode_batch(
         input_ids=inputs.positions,  # only its shape is read
         req_pool_indices=inputs.requests,
         seq_lens=inputs.lengths,
         positions=inputs.positions,
     )
-
-
-def drop(state: ModelState, reason: str) -> None:
-    """Run the tail eagerly from now on, for this reason; free what was captured."""
-    captured, state.captured = state.captured, None
-    state.facts["tail"] = f"eager ({reason})"
-    if captured is not None:
-        captured.close()
-    if reason != NOT_YET:
-        log.once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
-
-
-def capture(
-    runner: Any,
-    state: ModelState,
-    prove: Callable[[TailGraphs, Any], None],
-    unshown: str | None = None,
-    *,
-    can_be_captured: bool,
-) -> None:
-    """Capture the tail anew and have its graphs proven, on all ranks or on none.
-
-    Args:
-        unshown: why they cannot be proven now, if so; then nothing is captured.
-
-    Raises:
-        Exception: it failed, and other ranks wait for this one.
-    """
-    try:
-        drop(state, NOT_YET)
-        reason = why_not(runner, state, can_be_captured=can_be_captured) or unshown
-        reason = ranks.reason_ranks_differ(f"captured: {reason}") or reason
-        if reason is None:
-            reason = _capture(runner, state, prove)
-    except BaseException as failure:
-        drop(state, NOT_YET)
-        if not isinstance(failure, Exception) or not compat.is_single_rank():
-            raise
-        log.failure("Gemma 4 fast prefill: capturing the tail failed", failure)
-        reason = f"capturing failed: {type(failure).__name__}"
-    if reason is not None:
-        drop(state, reason)
-
-
-def _capture(
-    runner: Any, state: ModelState, prove: Callable[[TailGraphs, Any], None]
-) -> str | None:
-    """Capture the tail; returns why it is not used, or None."""
-    state.captured = tail = TailGraphs(runner, state)
-    tail.capture()
-    prove(tail, runner)
-    # A graph that one rank drops, no rank may replay: they would add up different rows.
-    differ = ranks.reason_ranks_differ(f"replayed: {tail.rows}")
-    if not tail.rows:
-        return NONE_GOOD
-    if differ is not None:
-        return differ
-    state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
-    log.once(
-        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
-        f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
-    )
-    return None

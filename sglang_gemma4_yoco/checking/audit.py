@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco import compat, counters, log, settings
 from sglang_gemma4_yoco.checking import layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
-from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
+from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
 from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.core.cut import EagerTail, Plan
-from sglang_gemma4_yoco.core.kept import rewritten
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.tail import EagerTail
+from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
+from sglang_gemma4_yoco.replaced import replaced
 
 TABLES = "SGLang may rewrite its tables before an audit plans with them"
 DIFFERED = "an audited prefill differed from stock's"
@@ -32,18 +33,18 @@ _MOST_LINES = 16  # errors that are logged; the others are counted
 _OF_LOGPROBS = 6.0  # roundings: a logit minus the logsumexp of all
 
 
-def auditor(runner: Any, state: ModelState) -> Auditor | None:
+def make_auditor(runner: Any, state: ModelState) -> Auditor | None:
     """The auditor of this server; None if audits are off, or impossible (the log has why)."""
     if settings.current.audit == 0:
         return None
     processor = getattr(runner.model, "logits_processor", None)
     if processor is None:
         why = f"{type(runner.model).__name__} has no logits processor"
-    elif compat.frees_tables_early(runner.attn_backend):
-        why = f"{TABLES}; {compat.BARRIER_VARIABLE}=1 prevents that"
+    elif compat.attention.frees_tables_early(runner.attn_backend):
+        why = f"{TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
     else:
         return Auditor(state, processor, settings.current.audit)
-    log.once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
+    log.log_once(f"Gemma 4 fast prefill is not audited: {why}", logging.WARNING)
     return None
 
 
@@ -72,10 +73,10 @@ class Auditor:
     def _audit(self, forward: Any, plan: Plan, output: Any) -> Any:
         """Audit one forward; if this fails, ``output`` is as it was, and K and V are complete."""
         self._waiting.close()  # the logits of the last one were never made
-        rows = compat.layer_rows(output)
+        rows = compat.layers.get_rows(output)
         fast = rows.clone()  # stock may run in the memory that holds them
         try:
-            with rewritten(plan.batch, {}):  # a forward that fails leaves its residual there
+            with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
                 if hasattr(forward, "findings"):  # a replay; it runs to its end in that memory
                     stock, forced, found = output, None, forward.findings(plan, output)
                 else:
@@ -95,29 +96,29 @@ class Auditor:
         Raises:
             Exception: ``failure``, if other ranks wait for this one.
         """
-        if not compat.is_single_rank():
+        if not compat.server.is_single_rank():
             raise failure
         self._state.after_cut = None
-        log.failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
+        log.log_failure("Gemma 4 fast prefill: an audit failed, and no more are made", failure)
         traceback.clear_frames(failure.__traceback__)  # the answer may need their memory
 
-    def _run_again(self, forward: Any, plan: Plan) -> tuple[Any, torch.Tensor, list[Finding]]:
+    def _run_again(self, forward: Any, plan: Plan) -> tuple[Any, torch.Tensor, list[Difference]]:
         """What stock gives, what the cut gives on stock's rows, and what was found."""
-        stock, found = Stock(plan.tail.index), list[Finding]()
-        with layerwise.watched(self._state, stock):
+        stock, found = Stock(plan.tail.index), list[Difference]()
+        with layerwise.watch_stock(self._state, stock):
             output = forward.stock()
-        caches, slots = layerwise.donor_cache(self._state, plan)
+        caches, slots = layerwise.get_donor_cache(self._state, plan)
         stock.keys = [cache[slots] for cache in caches]
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
-            _, found = layerwise.prefill(self._state, plan, stock)
+            _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
             metadata = plan.attention.plan(plan.batch, plan.tail.fields)
             eager = EagerTail(self._state, plan.batch, plan.tail, plan.attention, metadata)
             plan = replace(plan, runner=eager)
-        rows, found_eagerly = layerwise.prefill(self._state, plan, stock)
+        rows, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
         return output, rows, found + found_eagerly
 
     def _compare_logits(
-        self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor | None, found: list[Finding]
+        self, plan: Plan, fast: torch.Tensor, forced: torch.Tensor | None, found: list[Difference]
     ) -> None:
         """When SGLang computes the logits of stock's rows, compute those of the fast ones too."""
         processor = self._processor.forward
@@ -127,7 +128,7 @@ class Auditor:
             logits = expected.next_token_logits.clone()  # they may be in a buffer of all calls
             if forced is not None:
                 again = processor(input_ids, forced, *args, **kwargs)
-                found.extend(_logits_compared(forced, logits, expected, again))
+                found.extend(_compare_both_logits(forced, logits, expected, again))
             answer = processor(input_ids, fast, *args, **kwargs)
             changed = logits.argmax(dim=-1) != answer.next_token_logits.argmax(dim=-1)
             if self._judge(plan, found, int(changed.sum())):
@@ -145,39 +146,39 @@ class Auditor:
 
         self._waiting.enter_context(replaced(self._processor, forward=forward))
 
-    def _judge(self, plan: Plan, found: list[Finding], changes: int) -> bool:
+    def _judge(self, plan: Plan, found: list[Difference], changes: int) -> bool:
         """Count an audit, and log a defect; returns whether no rank has found one."""
-        worst = rounding.worst(found)
-        excess = ranks.largest(worst.excess)
+        worst = rounding.find_worst(found)
+        excess = ranks.find_largest(worst.excess)
         agrees = excess <= 1
-        log.audited(excess, agrees=agrees, greedy_changes=changes)
+        counters.count_audit(excess, agrees=agrees, greedy_changes=changes)
         if agrees:
             return True
-        if log.audits.differ <= _MOST_LINES:
+        if counters.audits.differ <= _MOST_LINES:
             batch = plan.batch
             what, starts = str(worst), None
             if worst.is_rounding:
                 what = "another rank has found a defect"
             if batch.return_logprob:
                 starts = batch.extend_logprob_start_lens_cpu
-            log.error(
+            log.log_error(
                 f"Gemma 4 fast prefill: an audited prefill differs from stock's: {what}; new "
                 f"tokens {batch.extend_seq_lens_cpu}, cached {batch.extend_prefix_lens_cpu}, "
                 f"logprobs from {starts}, {plan.outcome}"
             )
         if self._turns_off:
             self._state.refuse(DIFFERED)
-            log.server_refused(DIFFERED, logging.ERROR)
+            counters.note_unsupported(DIFFERED, logging.ERROR)
         return False
 
 
-def _logits_compared(
+def _compare_both_logits(
     rows: torch.Tensor, logits: torch.Tensor, stock: Any, forced: Any
-) -> list[Finding]:
+) -> list[Difference]:
     compared = [layerwise.compare_logits(logits, forced.next_token_logits, rows=rows)]
     both = stock.input_token_logprobs, forced.input_token_logprobs
     if both[0] is not None and both[0].numel():
         size, what = logits.float().square().mean(dim=-1).sqrt().mean(), "input log-probabilities"
         one, other = (logprobs[:, None] for logprobs in both)
         compared.append(Comparison.of(what, one, other, _OF_LOGPROBS, size=size, rounded=rows))
-    return rounding.findings(compared)
+    return rounding.read_differences(compared)

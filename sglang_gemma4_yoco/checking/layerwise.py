@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.captured import proof
 from sglang_gemma4_yoco.captured.graphs import Replay
-from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
+from sglang_gemma4_yoco.checking import rounding, tail_graphs
+from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
 from sglang_gemma4_yoco.core import cut
-from sglang_gemma4_yoco.core.cut import EagerTail, Plan
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.tail import EagerTail
+from sglang_gemma4_yoco.replaced import replaced
 
 _INPUT = "per-layer input"
 _QUERIES = "queries"
@@ -86,19 +86,21 @@ class Stock:
         return replace(self, index=self.index[places], kept=kept)
 
 
-def called(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def name_arguments(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """The arguments of a call, by the names of the function's parameters."""
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 @contextmanager
-def before(
+def call_before_layers(
     layers: Mapping[int, Any], visit: Callable[[int, dict[str, Any]], None]
 ) -> Iterator[None]:
     """In the span ``visit`` is called before each layer, with its number and its arguments."""
 
     def hook(number: int, _: Any, args: Any, kwargs: Any) -> None:
-        visit(number, called(_LAYER, args, kwargs))
+        visit(number, name_arguments(_LAYER, args, kwargs))
 
     with ExitStack() as span:
         for number, layer in layers.items():
@@ -108,7 +110,7 @@ def before(
 
 
 @contextmanager
-def _steps(state: ModelState, visit: _Visit) -> Iterator[None]:
+def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
     """In the span ``visit`` is called with the result of each step of the tail."""
 
     def before_layer(number: int, call: dict[str, Any]) -> None:
@@ -126,10 +128,10 @@ def _steps(state: ModelState, visit: _Visit) -> Iterator[None]:
         return output
 
     def after_layer(number: int, _: Any, __: Any, output: Any) -> None:
-        visit(_OUTPUT, number, compat.layer_rows(output))
+        visit(_OUTPUT, number, compat.layers.get_rows(output))
 
     layers = dict(enumerate(state.tail_layers, start=state.cut_layer))
-    with before(layers, before_layer), ExitStack() as span:
+    with call_before_layers(layers, before_layer), ExitStack() as span:
         for number, layer in layers.items():
             span.callback(layer.register_forward_hook(partial(after_layer, number)).remove)
             attention = layer.self_attn.attn
@@ -139,7 +141,7 @@ def _steps(state: ModelState, visit: _Visit) -> Iterator[None]:
 
 
 @contextmanager
-def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator[None]:
+def watch_stock(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator[None]:
     """Fill ``stock``, except for ``keys``, with what stock's layers compute in the span.
 
     With ``front`` the inputs of the layers before the cut are kept too.
@@ -163,22 +165,24 @@ def watched(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator
         stock.positions = call["positions"].clone()
 
     def keep_final(_: Any, __: Any, output: Any) -> None:
-        keep(_FINAL, 0, compat.layer_rows(output))
+        keep(_FINAL, 0, compat.layers.get_rows(output))
 
     watched_layers = dict(enumerate(model.layers[: state.cut_layer + 1]))
     if not front:
         watched_layers = {state.cut_layer: model.layers[state.cut_layer]}
     with (
         replaced(model, project_per_layer_inputs=projecting),
-        before(watched_layers, keep_all),
-        _steps(state, keep),
+        call_before_layers(watched_layers, keep_all),
+        _visit_steps(state, keep),
         ExitStack() as span,
     ):
         span.callback(model.norm.register_forward_hook(keep_final).remove)
         yield
 
 
-def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, list[Finding]]:
+def run_on_stocks_rows(
+    state: ModelState, plan: Plan, stock: Stock
+) -> tuple[torch.Tensor, list[Difference]]:
     """Cut a batch whose layers before the cut have computed the same as stock's.
 
     At the end stock's K and V of layer S-1 are in the pool.
@@ -187,22 +191,24 @@ def prefill(state: ModelState, plan: Plan, stock: Stock) -> tuple[torch.Tensor, 
         What the model would continue with, [T, hidden], and the findings of all steps.
     """
     assert stock.positions is not None
-    forced, found = _Forced(state, plan, stock), list[Finding]()
-    with zeroed(forced.caches, forced.slots, stock.keys):
-        with _steps(state, forced.visit):
-            output = compat.layer_rows(cut.prefill(state, plan, stock.positions, forced.front))
+    forced, found = _StepComparer(state, plan, stock), list[Difference]()
+    with zero_slots(forced.caches, forced.slots, stock.keys):
+        with _visit_steps(state, forced.visit):
+            output = compat.layers.get_rows(
+                cut.run_prefill(state, plan, stock.positions, forced.front)
+            )
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
-            forced.compared.append(_captured(state, plan, stock, rows))
+            forced.compared.append(_compare_captured(state, plan, stock, rows))
         forced.keys_and_values()
     if isinstance(plan.runner, EagerTail):
         forced.visit(_FINAL, 0, rows)
         missing = sorted({layer for _, layer in forced.missing})
-        found += [rounding.defect(f"layer {layer} has not run") for layer in missing]
-    return output, found + rounding.findings(forced.compared)
+        found += [rounding.make_defect(f"layer {layer} has not run") for layer in missing]
+    return output, found + rounding.read_differences(forced.compared)
 
 
-class _Forced:
+class _StepComparer:
     """Compares what each step gives with stock's, and replaces it by stock's."""
 
     def __init__(self, state: ModelState, plan: Plan, stock: Stock) -> None:
@@ -212,7 +218,7 @@ class _Forced:
         self._batch = plan.batch
         self._stock = stock
         # Now: the tail's batch has other slots.
-        self.caches, self.slots = donor_cache(state, plan)
+        self.caches, self.slots = get_donor_cache(state, plan)
 
     def front(self) -> torch.Tensor:
         """Replaces the model's forward up to the cut: per-layer inputs, stock's rows, norm."""
@@ -223,7 +229,7 @@ class _Forced:
                 for layer in range(state.cut_layer):
                     self.visit(_INPUT, layer, inputs[:, layer, :].index_select(0, stock.index))
         rows = stock.front[state.cut_layer].clone()
-        compat.start_residual(self._batch, rows)
+        compat.batch.start_residual(self._batch, rows)
         output: torch.Tensor = state.model.norm(rows)
         return output
 
@@ -252,7 +258,7 @@ class _Forced:
             heads = len(found) * attention.tp_q_head_num
             expected, found = expected.reshape(heads, -1), found.reshape(heads, -1)
             if step != _QUERIES:
-                size = rounding.sizes(expected, dim=-1)
+                size = rounding.measure_sizes(expected, dim=-1)
             if step == _ATTENTION:
                 besides = self._of_scores(layer, attention)
         elif step == _FINAL:
@@ -263,7 +269,9 @@ class _Forced:
             # Sums of the residual have the input's size too, scaled as the layer scales its output.
             given = self._stock.kept[_OUTPUT, layer - 1]
             scale = expected.float().abs().median() / given.float().abs().median().clamp_min(1e-30)
-            size = torch.hypot(rounding.sizes(expected), scale * rounding.sizes(given))
+            size = torch.hypot(
+                rounding.measure_sizes(expected), scale * rounding.measure_sizes(given)
+            )
         return Comparison.of(what, expected, found, _ROUNDINGS[step], size=size, besides=besides)
 
     def _of_scores(self, layer: int, attention: Any) -> torch.Tensor:
@@ -282,7 +290,9 @@ class _Forced:
         return off
 
 
-def _captured(state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor) -> Comparison:
+def _compare_captured(
+    state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor
+) -> Comparison:
     """A captured tail's result against its layers, run eagerly on stock's rows, with padding."""
     assert isinstance(plan.runner, Replay)
     assert stock.positions is not None
@@ -299,19 +309,19 @@ def _captured(state: ModelState, plan: Plan, stock: Stock, rows: torch.Tensor) -
         embeds=embeds,
         embedded=embedded,
     )
-    return Comparison.of(proof.TAIL, eager, rows, proof.ROUNDINGS)
+    return Comparison.of(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS)
 
 
-def donor_cache(
+def get_donor_cache(
     state: ModelState, plan: Plan
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     """K and V of layer S-1, and where in them the batch's new tokens are."""
     layer = state.tail_layers[0].self_attn.attn.layer_id
-    return compat.cache_of(plan.attention.tail, layer, plan.batch.out_cache_loc)
+    return compat.pools.get_cache(plan.attention.tail, layer, plan.batch.out_cache_loc)
 
 
 @contextmanager
-def zeroed(
+def zero_slots(
     caches: Iterable[torch.Tensor], slots: torch.Tensor, otherwise: Sequence[torch.Tensor]
 ) -> Iterator[None]:
     """Zeros at the slots of these caches: what is not written must not look as if it were.

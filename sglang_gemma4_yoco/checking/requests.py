@@ -18,10 +18,10 @@ from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.captured.backend import loads_kv_layerwise
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco.compat.decode_graphs import loads_kv_layerwise
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.replaced import replaced
 
 NO_ROOM = "the pools are too small for it"
 SHARED = "K and V of a server that serves are read or written by more than its forwards"
@@ -64,7 +64,7 @@ class SyntheticRequests:
         self._runner = runner
         self._caches = {
             layer: (pair, torch.cat([t[r.cached :] for t, r in zip(slots, requests, strict=True)]))
-            for layer, pair, slots in _caches(runner, state, requests)
+            for layer, pair, slots in _list_caches(runner, state, requests)
         }
         self._before = self._others()
 
@@ -87,8 +87,8 @@ class SyntheticRequests:
                 cache[slots] = 0  # what is not written must not look as if it were
                 if given and layer in given:
                     cache[slots] = given[layer][number]
-        batch = prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
-        with log.not_counted() as outcomes:
+        batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
+        with counters.count_apart() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
         items = self._caches.items()
         caches = {layer: [cache[slots] for cache in pair] for layer, (pair, slots) in items}
@@ -100,7 +100,7 @@ class SyntheticRequests:
 
     def _others(self) -> list[torch.Tensor]:
         """Copies of what is borrowed; zeros for the new tokens, and for slot 0 of the padding."""
-        end = _end(self.requests)
+        end = _find_end(self.requests)
         return [
             cache[:end].index_fill(0, torch.cat([slots.new_zeros(1), slots]), 0)
             for pair, slots in self._caches.values()
@@ -108,7 +108,7 @@ class SyntheticRequests:
         ]
 
 
-def why_not_borrowed(runner: Any) -> str | None:
+def find_borrowing_reason(runner: Any) -> str | None:
     """Why slots of a server that serves may not be borrowed for a moment, or None.
 
     SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
@@ -116,7 +116,7 @@ def why_not_borrowed(runner: Any) -> str | None:
     except for what the scheduler does not launch: transfers to and from other machines, and what
     a hierarchical cache copies.
     """
-    argument = compat.server_arguments()
+    argument = compat.server.get_server_arguments()
     assert argument is not None, "a server that serves has been given its arguments"
     transfers = argument("disaggregation_mode") != "null"
     copies = argument("enable_hierarchical_cache") or loads_kv_layerwise(runner.token_to_kv_pool)
@@ -126,7 +126,7 @@ def why_not_borrowed(runner: Any) -> str | None:
 
 
 @contextmanager
-def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequests]:
+def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequests]:
     """Requests to run in the span, on whichever path is on; it skips every row that it can.
 
     Args:
@@ -135,19 +135,21 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
     Raises:
         NotComparableError: the pools have no room for them.
     """
-    window = max(compat.keys_in_window(layer.self_attn.attn) for layer in state.model.layers)
-    requests = _requests(runner, state, window)
+    window = max(
+        compat.attention.count_keys_in_window(layer.self_attn.attn) for layer in state.model.layers
+    )
+    requests = _fit_requests(runner, state, window)
     if not requests:
         raise NotComparableError(NO_ROOM)
-    table, end = runner.req_to_token_pool.req_to_token, _end(requests)
+    table, end = runner.req_to_token_pool.req_to_token, _find_end(requests)
     mapping = getattr(runner.token_to_kv_pool, "full_to_swa_index_mapping", None)
-    places = [cache[:end] for _, pair, _ in _caches(runner, state, requests) for cache in pair]
+    places = [cache[:end] for _, pair, _ in _list_caches(runner, state, requests) for cache in pair]
     if mapping is not None:
         places.append(mapping[:end])
     places += [table[r.row, : len(r.slots)] for r in requests]
     each = replaced(settings, current=replace(settings.current, min_skipped_rows=1))
     seen_by_none = replaced(state, planned_rows=None)  # a plan may be left by one that fails
-    with torch.no_grad(), each, seen_by_none, unseen_by_canary(runner), borrowed(places):
+    with torch.no_grad(), each, seen_by_none, hide_from_canary(runner), restore_afterwards(places):
         for r in requests:
             table[r.row, : len(r.slots)] = r.slots.to(table.dtype)
             if mapping is not None:
@@ -157,7 +159,7 @@ def synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequ
 
 
 @contextmanager
-def unseen_by_canary(runner: Any) -> Iterator[None]:
+def hide_from_canary(runner: Any) -> Iterator[None]:
     """Keep SGLang's KV canary from the forwards of the span: it would write and verify nothing.
 
     It knows a slot only from a forward that wrote to it, so it would take each token of a synthetic
@@ -172,7 +174,7 @@ def unseen_by_canary(runner: Any) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed(places: Sequence[torch.Tensor]) -> Iterator[None]:
+def restore_afterwards(places: Sequence[torch.Tensor]) -> Iterator[None]:
     """Restore the contents of these views at the end of the span."""
     with ExitStack() as span:  # which goes on with the others where one cannot be restored
         for place in places:
@@ -180,12 +182,12 @@ def borrowed(places: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-def random_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def draw_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Normally distributed, of this shape, in fp32."""
     return torch.randn(like.shape, generator=generator, device=like.device)
 
 
-def _lengths(window: int, page: int) -> list[tuple[int, int]]:
+def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
     """Tokens cached and new, of each request; what is cached ends with a page.
 
     >>> _lengths(512, 1), _lengths(32, 64)
@@ -196,12 +198,12 @@ def _lengths(window: int, page: int) -> list[tuple[int, int]]:
     return [(0, _NEW), (before, window + _BEYOND - before), (beyond, _NEW - 2)]
 
 
-def _requests(runner: Any, state: ModelState, window: int) -> list[Request]:
+def _fit_requests(runner: Any, state: ModelState, window: int) -> list[Request]:
     """Those that fit into the pools; slots of a page are consecutive, and pages are shuffled."""
     page, table = runner.token_to_kv_pool_allocator.page_size, runner.req_to_token_pool.req_to_token
-    slots = min(len(keys) for _, (keys, _), _ in _caches(runner, state, ()))
+    slots = min(len(keys) for _, (keys, _), _ in _list_caches(runner, state, ()))
     lengths, pages = list[tuple[int, int]](), list[int]()
-    for cached, new in _lengths(window, page):
+    for cached, new in _choose_lengths(window, page):
         more = -(-(cached + new) // page)
         fits = sum(pages) + more < slots // page  # the first one is reserved
         if fits and cached + new <= table.shape[1] and len(lengths) + 1 < table.shape[0]:
@@ -218,7 +220,7 @@ def _requests(runner: Any, state: ModelState, window: int) -> list[Request]:
     return requests
 
 
-def _caches(
+def _list_caches(
     runner: Any, state: ModelState, requests: Sequence[Request]
 ) -> Iterator[tuple[int, _Pair, list[torch.Tensor]]]:
     """Of layers 0 to S-1 the number, K and V, and the slots of each request in them."""
@@ -226,24 +228,24 @@ def _caches(
     for layer in state.model.layers[: state.cut_layer + 1]:
         number = layer.self_attn.attn.layer_id
         slots = [r.slots for r in requests]
-        if compat.is_in_window_pool(pool, number):
+        if compat.pools.is_in_window_pool(pool, number):
             slots = [r.window_slots for r in requests]
         yield number, pool.get_kv_buffer(number), slots
 
 
-def _end(requests: Sequence[Request]) -> int:
+def _find_end(requests: Sequence[Request]) -> int:
     return 1 + max(int(slots.max()) for r in requests for slots in (r.slots, r.window_slots))
 
 
 def _fill_caches(runner: Any, state: ModelState, requests: Sequence[Request], window: int) -> None:
     """Write random K and V into the requests' slots, as large as the model's own."""
-    generator, end = torch.Generator(runner.device).manual_seed(0), _end(requests)
-    caches = _caches(runner, state, requests)
+    generator, end = torch.Generator(runner.device).manual_seed(0), _find_end(requests)
+    caches = _list_caches(runner, state, requests)
     for layer, (_, (keys, values), slots) in zip(state.model.layers, caches, strict=False):
         # Gemma 4 scales no scores: its weights keep keys small.
         of_channels = layer.self_attn.k_norm.weight.float()
-        keys[:end] = random_like(keys[:end], generator) * of_channels
-        values[:end] = random_like(values[:end], generator)
+        keys[:end] = draw_like(keys[:end], generator) * of_channels
+        values[:end] = draw_like(values[:end], generator)
         for request, own in zip(requests, slots, strict=True):
             _mark_edges(values, own, request, window)
 
@@ -259,7 +261,7 @@ def _mark_edges(values: torch.Tensor, slots: torch.Tensor, request: Request, win
             values[slots[token]] *= min(window, most)
 
 
-def prefill_batch(
+def make_prefill_batch(
     runner: Any, requests: Sequence[Request], *, starts: Sequence[int] | None, finishes: bool
 ) -> Any:
     """The batch of ``SyntheticRequests.run``, with SGLang's own fields, except for sampling.
@@ -271,7 +273,7 @@ def prefill_batch(
     input_ids = torch.cat([r.ids for r in requests])
     on_device = input_ids.new_tensor
     batch = ForwardBatch(
-        forward_mode=compat.ForwardMode.EXTEND,
+        forward_mode=compat.batch.ForwardMode.EXTEND,
         batch_size=size,
         input_ids=input_ids,
         req_pool_indices=on_device(rows),
@@ -292,7 +294,7 @@ def prefill_batch(
         mm_inputs=[None] * size,
         lora_ids=[None] * size,
         spec_algorithm=SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=_captured_by_every_batch(runner),
+        capture_hidden_mode=_find_capture_mode(runner),
     )
     for name, value in {
         "contains_last_prefill_chunk": finishes,
@@ -317,7 +319,7 @@ def prefill_batch(
     return batch
 
 
-def _captured_by_every_batch(runner: Any) -> Any:
+def _find_capture_mode(runner: Any) -> Any:
     """Which hidden states every batch of this server returns, whatever its requests want."""
     of_server = forward_batch_info.get_server_return_hidden_states_mode
     if inspect.signature(of_server).parameters:  # until 0.5.17

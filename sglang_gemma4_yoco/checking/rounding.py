@@ -30,7 +30,7 @@ _FLOOR = 0.25
 _TINY = torch.finfo(torch.float32).tiny  # instead of 0, to divide by
 
 
-def unit(tensor: torch.Tensor) -> float:
+def get_unit(tensor: torch.Tensor) -> float:
     """The relative size of one rounding: eps of the type, and that of sums in fp32."""
     eps = torch.finfo(tensor.dtype).eps
     if tensor.is_cuda and tensor.dtype == torch.float32:
@@ -39,7 +39,7 @@ def unit(tensor: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Difference:
     """The largest error of a comparison, and how much of it may be rounding; both relative."""
 
     what: str  # was compared, for the log
@@ -66,9 +66,9 @@ class Finding:
         return f"{self.what} off by {self.error:.1e}, up to {self.allowed:.1e} is rounding"
 
 
-def defect(what: str) -> Finding:
+def make_defect(what: str) -> Difference:
     """A finding that no rounding explains."""
-    return Finding(what, math.inf, 0.0)
+    return Difference(what, math.inf, 0.0)
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ class Comparison:
             rounded: what was rounded, if that is of another type: SGLang makes logits of fp32 from
                 rows of bf16. None for ``expected``.
         """
-        place = unit(expected)
+        place = get_unit(expected)
         if rounded is not None:
-            place = unit(rounded)
+            place = get_unit(rounded)
         e, f = (rows.float().flatten(0, -2) for rows in (expected, found))
         relative_to = size
         if relative_to is None:
-            relative_to = sizes(e)
+            relative_to = measure_sizes(e)
         relative_to = relative_to.clamp_min(_TINY)
         error, e = (f - e) / relative_to, e / relative_to
         of_rows = error.square().mean(dim=-1)
@@ -125,7 +125,7 @@ class Comparison:
         return cls(what, errors, (bound, _ONE_ROW * bound, (_DRIFT + few) * bound))
 
 
-def sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+def measure_sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Root mean squares of ``values`` [rows, channels] over ``dim``, which is kept, in fp32.
 
     Small ones count as a quarter of the typical one: a sum that cancels still has the roundings of
@@ -136,7 +136,7 @@ def sizes(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return (squares + _FLOOR**2 * squares.median()).sqrt().clamp_min(_TINY)
 
 
-def findings(compared: Sequence[Comparison]) -> list[Finding]:
+def read_differences(compared: Sequence[Comparison]) -> list[Difference]:
     """The worst error of each comparison; all are read from the device at once."""
     if not compared:
         return []
@@ -144,10 +144,10 @@ def findings(compared: Sequence[Comparison]) -> list[Finding]:
     errors = torch.stack([one.errors for one in compared]).nan_to_num(math.inf, posinf=math.inf)
     for one, (*row, more) in zip(compared, errors.tolist(), strict=True):
         pairs = zip(row, one.allowed, strict=True)
-        found.append(worst(Finding(one.what, e, allowed + more) for e, allowed in pairs))
+        found.append(find_worst(Difference(one.what, e, allowed + more) for e, allowed in pairs))
     return found
 
 
-def worst(found: Iterable[Finding]) -> Finding:
+def find_worst(found: Iterable[Difference]) -> Difference:
     """The one that is farthest beyond its bound, or nearest to it."""
     return max(found, key=lambda finding: finding.excess)

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.checking import layerwise, requests, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.requests import NotComparableError, Run, SyntheticRequests
-from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
-from sglang_gemma4_yoco.core.cut import Plan
-from sglang_gemma4_yoco.core.forward import EagerForward, serve
-from sglang_gemma4_yoco.core.kept import KeptRows
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.core.forward import EagerForward, serve_forward
+from sglang_gemma4_yoco.core.kept_rows import KeptRows
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.replaced import replaced
 
 OFF = f"{settings.name_of('self_check')}=0"
 FAILED = "its self-check at start failed"
@@ -55,7 +55,7 @@ class FastPathError(Exception):
 class Checked:
     """The result of the check: the worst comparison, or why nothing was compared."""
 
-    worst: Finding | None = None
+    worst: Difference | None = None
     seconds: float = 0.0
     unchecked: str | None = None
 
@@ -86,36 +86,36 @@ class Checked:
         }
 
 
-def why_not() -> str | None:
+def find_reason() -> str | None:
     """Why the check is not made on this server, or None; the same on all ranks."""
     if settings.current.self_check:
         return None
     return OFF
 
 
-def check(runner: Any, state: ModelState) -> Checked:
+def check_model(runner: Any, state: ModelState) -> Checked:
     """Run and compare on a ``ModelRunner`` that serves no request; what was written is put back."""
     began = time.monotonic()
     try:
-        with comparing(runner, state) as both:
-            worst = rounding.worst(both.findings())
+        with run_both_paths(runner, state) as both:
+            worst = rounding.find_worst(both.findings())
             if state.on_gpu:
                 both.compile_kernels(runner)
     except NotComparableError as why:
         return Checked(unchecked=str(why))
     except FastPathError:
-        worst = rounding.defect(RAISED)
+        worst = rounding.make_defect(RAISED)
     return Checked(worst, time.monotonic() - began)
 
 
 @contextmanager
-def comparing(runner: Any, state: ModelState) -> Iterator[BothPaths]:
+def run_both_paths(runner: Any, state: ModelState) -> Iterator[BothPaths]:
     """Both paths, stock watched on synthetic requests already; or ``NotComparableError``."""
     with ExitStack() as span:
-        graphs = compat.captured_prefills(runner)
+        graphs = compat.server.get_captured_prefills(runner)
         if graphs is not None:  # prefills run eagerly
             span.enter_context(replaced(graphs, can_run_graph=lambda _: False))
-        yield BothPaths(state, span.enter_context(requests.synthetic_requests(runner, state)))
+        yield BothPaths(state, span.enter_context(requests.make_synthetic_requests(runner, state)))
 
 
 class BothPaths:
@@ -130,7 +130,7 @@ class BothPaths:
         self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
         as_stock = replaced(state, refused=_BEING_CHECKED)
-        with layerwise.watched(state, stock, front=True), as_stock:
+        with layerwise.watch_stock(state, stock, front=True), as_stock:
             run = synthetic.run(self._starts)
         if not stock.front:
             raise NotComparableError(NOT_SEEN)
@@ -141,7 +141,7 @@ class BothPaths:
         *front, (_, stock.keys) = run.caches.items()
         self._front = dict(front)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Difference]:
         """Run all comparisons, and return what they have found.
 
         Raises:
@@ -156,10 +156,10 @@ class BothPaths:
             found += self._on_stocks_rows(suffixes, self._starts)
             found += self._on_stocks_rows(last, finishes=False)
         if captured is not None and captured.bucket_for(last) is not None:
-            found += self._on_stocks_rows(last, outcome=log.TAIL_CAPTURED)
+            found += self._on_stocks_rows(last, outcome=counters.TAIL_CAPTURED)
         found += self._as_served()
         if self._requests.others_changed():
-            found.append(rounding.defect(OTHERS_SLOTS))
+            found.append(rounding.make_defect(OTHERS_SLOTS))
         return found
 
     def compile_kernels(self, runner: Any) -> None:
@@ -176,20 +176,20 @@ class BothPaths:
         *,
         finishes: bool = True,
         outcome: str | None = None,
-    ) -> list[Finding]:
+    ) -> list[Difference]:
         """Run the cut on stock's rows, and compare."""
-        state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Finding]()
+        state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Difference]()
         assert stock.positions is not None
         forward = EagerForward(state, stock.positions, None, stock.front[state.cut_layer].clone)
 
         def fast(plan: Plan) -> torch.Tensor:
-            rows, compared = layerwise.prefill(state, plan, stock)
+            rows, compared = layerwise.run_on_stocks_rows(state, plan, stock)
             found.extend(compared)
             return rows
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            batch = layerwise.called(_MODEL, args, kwargs)["forward_batch"]
-            return serve(state, batch, forward)
+            batch = layerwise.name_arguments(_MODEL, args, kwargs)["forward_batch"]
+            return serve_forward(state, batch, forward)
 
         with replaced(forward, fast=fast), replaced(state.model, forward=run):
             seen, before = self._cut(starts, self._front, finishes=finishes)
@@ -199,32 +199,32 @@ class BothPaths:
         if finishes and outcome is None:  # a captured tail is not given stock's steps
             rows = stock.front[state.cut_layer]
             logits = layerwise.compare_logits(self._logits, seen.logits, rows=rows)
-            found += rounding.findings([logits])
+            found += rounding.read_differences([logits])
         return found
 
-    def _as_served(self) -> list[Finding]:
+    def _as_served(self) -> list[Difference]:
         """Run a whole forward, with stock's rows before the cut."""
         layers = dict(enumerate(self._state.model.layers[: self._state.cut_layer]))
 
         def force(number: int, call: dict[str, Any]) -> None:
             call["hidden_states"].copy_(self._stock.front[number])
 
-        with layerwise.before(layers, force):
+        with layerwise.call_before_layers(layers, force):
             seen, found = self._cut(None)
         if not seen.logits.isfinite().all():
-            found.append(rounding.defect(NO_NUMBERS))
+            found.append(rounding.make_defect(NO_NUMBERS))
         return found
 
     def _cut(
         self, starts: Sequence[int] | None, given: Mapping[int, Any] | None = None, **kind: bool
-    ) -> tuple[Run, list[Finding]]:
+    ) -> tuple[Run, list[Difference]]:
         """Run a forward that must be cut; its K and V of layers before the cut are compared."""
         run = self._requests.run(starts, given=given, **kind)
-        if run.outcome == log.FAILED:
+        if run.outcome == counters.FAILED:
             raise FastPathError
-        if run.outcome not in log.CUT:
+        if run.outcome not in counters.CUT:
             raise NotComparableError(run.outcome or NOT_SEEN)
         compared = list[Comparison]()
         for layer, expected in self._front.items():
             compared += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])
-        return run, rounding.findings(compared)
+        return run, rounding.read_differences(compared)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from contextlib import suppress
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 
@@ -26,3 +28,25 @@ def explain_failure(failure: BaseException, url: str) -> str:
             ssl.get_server_certificate((str(where.hostname), where.port or 80), timeout=5)
             return f"this server speaks https: use https://{where.netloc}"
     return f"no answer ({why}); expected http://HOST:PORT"
+
+
+pass
+
+if TYPE_CHECKING:
+    import requests
+
+API_KEY = "SGLANG_API_KEY"
+
+
+def make_session(url: str, key: str | None = None) -> requests.Session:
+    """An HTTP client for a server, with its API key; to this machine it uses no proxy."""
+    import requests  # both come with SGLang
+    import urllib3
+
+    urllib3.disable_warnings()  # of a certificate that is not to be checked
+    client = requests.Session()
+    client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")
+    client.headers["Connection"] = "close"  # an idle connection may be closed as it is used again
+    if key := key or os.environ.get(API_KEY):
+        client.headers["Authorization"] = f"Bearer {key}"
+    return client

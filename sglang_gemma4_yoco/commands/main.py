@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from sglang_gemma4_yoco import __version__
-from sglang_gemma4_yoco.commands import doctor, status, verify
+from sglang_gemma4_yoco.commands import doctor, status
 from sglang_gemma4_yoco.commands.console import CommandError, say, tail
 from sglang_gemma4_yoco.commands.redact import learn_secrets, redact
+from sglang_gemma4_yoco.commands.verify import verify
 
 
 class Parser(argparse.ArgumentParser):

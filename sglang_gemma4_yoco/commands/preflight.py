@@ -18,12 +18,13 @@ from transformers import PretrainedConfig
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.commands.console import CommandError, Findings
 from sglang_gemma4_yoco.commands.redact import redact_flags
-from sglang_gemma4_yoco.core.gate import EMBEDDINGS
+from sglang_gemma4_yoco.core.eligibility import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits, metrics, patch, start
 
 try:
-    from sglang_gemma4_yoco.prefill_graphs import repair, sglang
+    from sglang_gemma4_yoco.compat import captured_prefills
+    from sglang_gemma4_yoco.exits import capture
 except ImportError:  # as in ``loading.start``
     repair = None  # type: ignore[assignment]
 
@@ -39,8 +40,8 @@ _QUANTISING = (
 def examine(findings: Findings, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
     findings.facts["plugins"]["installed"] = patch.installed
-    if compat.is_newer_than_tested():
-        findings.add("SGLang", f"newer than {compat.LAST_TESTED}, the last release tested")
+    if compat.release.is_newer_than_tested():
+        findings.add("SGLang", f"newer than {compat.release.LAST_TESTED}, the last release tested")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
@@ -112,7 +113,7 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
         why = " ".join(f"{type(failure).__name__}: {failure}".split())
         unknown = f"SGLang does not resolve these flags on this machine ({why})"
         raise CommandError(unknown) from failure
-    argument = compat.server_arguments()
+    argument = compat.server.get_server_arguments()
     assert argument is not None, "they have been published"
     _prefill_graphs(findings, config, argument)
     _judge(findings, argument)
@@ -122,22 +123,22 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
 
 def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
     """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
-    graph = compat.cuda_graph_backend("prefill")
+    graph = compat.server.get_cuda_graph_backend("prefill")
     if graph is None:
         return
     backend, disabled = f"backend {graph!r}", "--cuda-graph-backend-prefill=disabled"
-    if repair is None:
+    if capture is None:
         findings.add("prefill graphs", f"{backend}: exits are {start.NO_EXITS}")
         return
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)
-    why = sglang.capture_error(multimodal=multimodal)
-    cut = patch.installed and limits.server_reason() is None
-    repaired = cut and repair.needed(multimodal=multimodal) is not None
+    why = captured_prefills.find_capture_error(multimodal=multimodal)
+    cut = patch.installed and limits.find_server_reason() is None
+    repaired = cut and capture.find_repair(multimodal=multimodal) is not None
     if why is not None and not repaired:
         cannot = f"{backend}: SGLang cannot capture this model"
         if not settings.current.prefill_graphs:
-            cannot += f" ({repair.OFF}: it is not repaired)"
+            cannot += f" ({capture.OFF}: it is not repaired)"
         findings.add("prefill graphs", cannot)
         stops = f"SGLang does not start with prefill CUDA graphs of this model ({why})"
         findings.refusals.append(f"{stops}; {disabled} starts it")
@@ -147,7 +148,7 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
         how = f"SGLang's capture is repaired ({why})"
     findings.add("prefill graphs", f"{backend}: {how}")
     replays = "replayed prefills are shortened, where the check at start agrees"
-    if closed := repair.exits_refused():
+    if closed := capture.find_closed_reason():
         replays = f"replayed prefills are not shortened ({closed}); {disabled} shortens them"
     findings.add("", replays)
 
@@ -158,7 +159,7 @@ def _judge(findings: Findings, argument: Any) -> None:
         findings.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
         findings.refusals.append(EMBEDDINGS)
-    findings.refusals += filter(None, (limits.server_reason(),))
+    findings.refusals += filter(None, (limits.find_server_reason(),))
     quantised = next(filter(None, map(argument, _QUANTISING)), findings.facts["quantisation"])
     if quantised is not None:
         findings.unknowns.append(
@@ -170,7 +171,7 @@ def _judge(findings: Findings, argument: Any) -> None:
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     attention = sorted(map(str, names))
     findings.add("attention backend", ", ".join(attention), attention=attention)
-    if others := [name for name in attention if name != compat.TAIL_BACKEND]:
+    if others := [name for name in attention if name != compat.attention.TAIL_BACKEND]:
         findings.unknowns.append(
             f"attention by {', '.join(others)}: settled when a server has built it. Admitted are "
             "triton, trtllm_mha, fa4, intel_xpu, and hybrids of them"
@@ -186,7 +187,7 @@ def _judge_classes(findings: Findings, architectures: Sequence[str]) -> None:
         outer: type = ModelRegistry.resolve_model_cls(list(architectures))[0]
     except ValueError as failure:
         raise CommandError(f"SGLang loads no {' or '.join(architectures)} here") from failure
-    reason, unmatched = classes.judge(classes.find_unknown(outer, {}))
+    reason, unmatched = classes.judge_classes(classes.find_unknown(outer, {}))
     findings.refusals += filter(None, (reason,))
     if unmatched:
         line = f"no class or method is of {unmatched}: misspelt, unless it is a hook"

@@ -1,14 +1,26 @@
-"""Is it active on all schedulers of a server? Exit status: 0 yes, 1 no, 2 no server answers."""
+"""Unchanged SGLang servers, stock and fast; each has its own process group, ended as one."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_gemma4_yoco.commands.console import CommandError, say
-from sglang_gemma4_yoco.commands.https import explain_failure
-from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY, session
+from sglang_gemma4_yoco.commands.https import API_KEY, explain_failure, make_session
+from sglang_gemma4_yoco.settings import SWITCH
+
+pass
+
+if TYPE_CHECKING:
+    pass
+#: What the package adds to the internal state of each scheduler.
+ENTRY = "gemma4_yoco"
+NO_ENTRY = (
+    f"the server has no entry {ENTRY}. Likely reasons: it is switched off ({SWITCH}=0); the "
+    "package is not installed in the server's environment (run `sglang-gemma4-yoco doctor` there); "
+    "the plugin failed to load (see the lines `Gemma 4 fast prefill` in the server's log)"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +69,7 @@ def schedulers(args: argparse.Namespace) -> tuple[str, list[dict[str, Any] | Non
     trusted = not args.insecure and (args.cacert or True)
     try:
         # As an argument: variables have precedence over what a session has.
-        reply = session(url, args.api_key).get(address, timeout=30, verify=trusted)
+        reply = make_session(url, args.api_key).get(address, timeout=30, verify=trusted)
     except (OSError, ValueError) as failure:  # ValueError: it is no URL
         raise CommandError(f"{url}: {explain_failure(failure, url)}") from None
     if reply.status_code in (401, 403):

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.kept import rewritten
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
+from sglang_gemma4_yoco.replaced import replaced
 
 
 class TailBackend:
@@ -28,7 +28,7 @@ class TailBackend:
     def __init__(self, main: Any, tail: Any) -> None:
         self.main = main
         self.tail = tail
-        self.decodes: bool = compat.decodes_like_extend(tail)
+        self.decodes: bool = compat.attention.decodes_like_extend(tail)
 
     def followed_by(self, state: Any) -> AbstractContextManager[None]:
         """Call ``state.planner`` with each batch, except decode steps, that SGLang plans."""
@@ -36,7 +36,7 @@ class TailBackend:
 
         def init_forward_metadata(forward_batch: Any) -> None:
             stock(forward_batch)
-            if forward_batch.forward_mode is not compat.ForwardMode.DECODE:
+            if forward_batch.forward_mode is not compat.batch.ForwardMode.DECODE:
                 state.planner(state, forward_batch)
 
         return replaced(self.main, init_forward_metadata=init_forward_metadata)
@@ -44,8 +44,8 @@ class TailBackend:
     def plan(self, forward_batch: Any, fields: Mapping[str, object]) -> Any:
         """The metadata of the tail's batch. The next plan may overwrite the buffers it is in."""
         try:
-            with rewritten(forward_batch, fields):
-                compat.plan(self.tail, forward_batch)
+            with rewrite_batch(forward_batch, fields):
+                compat.attention.plan_tail(self.tail, forward_batch)
             return getattr(self.tail, "forward_metadata", None)
         finally:
             self.tail.forward_metadata = None
@@ -57,7 +57,7 @@ class TailBackend:
         """Make ``tail`` the current backend with this metadata; the batch has the tail's fields."""
         self.tail.forward_metadata = metadata
         try:
-            with rewritten(forward_batch, fields), compat.attn_backend_switched(self.tail):
+            with rewrite_batch(forward_batch, fields), compat.attention.use_backend(self.tail):
                 yield
         finally:
             self.tail.forward_metadata = None

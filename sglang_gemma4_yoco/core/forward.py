@@ -23,10 +23,11 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import cut, gate
-from sglang_gemma4_yoco.core.cut import NotCuttableError, Plan
-from sglang_gemma4_yoco.core.state import ENTRY, ModelState
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.core import cut, eligibility, plan
+from sglang_gemma4_yoco.core.model import NotCuttableError
+from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
 
 LIMIT = 8
 GIVEN_UP = f"it failed {LIMIT} times in a row and is off in this process"
@@ -42,50 +43,53 @@ class Forward(Protocol):
         """Run it as stock, from the state in which it began; returns the model's output."""
 
 
-def with_fast_prefill(stock: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_model_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``Gemma4TextModel.forward``, which cuts prefills of models that have a state."""
 
     @wraps(stock)
     def forward(
         self: Any, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if forward_batch.forward_mode is compat.ForwardMode.DECODE or torch.compiler.is_compiling():
+        if (
+            forward_batch.forward_mode is compat.batch.ForwardMode.DECODE
+            or torch.compiler.is_compiling()
+        ):
             return stock(self, input_ids, positions, forward_batch, *args, **kwargs)
         run = partial(stock, self, input_ids, positions, forward_batch, *args, **kwargs)
-        state = self.__dict__.get(ENTRY)
+        state = self.__dict__.get(STATE_ENTRY)
         if state is None:
             return run()
         embeds = kwargs.get("input_embeds")
         if args:
             embeds = args[0]
-        return serve(state, forward_batch, EagerForward(state, positions, embeds, run))
+        return serve_forward(state, forward_batch, EagerForward(state, positions, embeds, run))
 
     return forward
 
 
-def serve(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
+def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> Any:
     """Run a forward on the path that was chosen for its batch; returns the model's output."""
     rows = getattr(forward_batch, "extend_num_tokens", None) or 0  # some modes have no new tokens
     state.planned_rows = None
     try:
-        decided = gate.decision(state, forward_batch)
+        decided = plan.take_plan(state, forward_batch)
         if not isinstance(decided, str):
-            return _cut(state, decided, forward)
-        log.batch_refused(decided, rows, logged=gate.is_news(decided))
+            return _serve_cut(state, decided, forward)
+        counters.count_ineligible(decided, rows, logged=eligibility.is_logged(decided))
     except NotCuttableError as late:  # on all ranks alike, as any refusal
         reason = str(late)
         state.refuse(reason)
-        log.server_refused(reason, logging.ERROR)
-        log.batch_refused(reason, rows)
+        counters.note_unsupported(reason, logging.ERROR)
+        counters.count_ineligible(reason, rows)
     except Exception as failure:
-        if not compat.is_single_rank():
+        if not compat.server.is_single_rank():
             raise
-        _failed(state, failure, rows)
+        _serve_failed(state, failure, rows)
         return forward.stock()
     return forward.stock()
 
 
-def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
+def _serve_cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     output = forward.fast(plan)
     if state.after_cut is not None:
         output = state.after_cut(forward, plan, output)
@@ -93,7 +97,7 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     computed = 0
     if plan.runner is not None:
         computed = kept.count
-    log.active(
+    counters.count_cut(
         state.model,
         lambda: f"{type(state.model).__name__}, {state.describe()}",
         plan.outcome,
@@ -104,13 +108,13 @@ def _cut(state: ModelState, plan: Plan, forward: Forward) -> Any:
     return output
 
 
-def _failed(state: ModelState, failure: Exception, rows: int) -> None:
+def _serve_failed(state: ModelState, failure: Exception, rows: int) -> None:
     """Count a failure of the fast path; ``rows`` are those of the batch."""
-    log.failed(failure, rows)
+    counters.count_failure(failure, rows)
     state.failures_in_a_row += 1
     if state.failures_in_a_row == LIMIT:
         state.refuse(GIVEN_UP)
-        log.server_refused(GIVEN_UP, logging.ERROR)
+        counters.note_unsupported(GIVEN_UP, logging.ERROR)
     # The traceback keeps the tensors of the first run alive, and the second one needs the memory.
     traceback.clear_frames(failure.__traceback__)
 
@@ -136,7 +140,7 @@ class EagerForward:
         """Run it on the fast path."""
         if self.embeds is not None:
             self.copy = self.embeds.clone()
-        return cut.prefill(self.state, plan, self.positions, self.run)
+        return cut.run_prefill(self.state, plan, self.positions, self.run)
 
     def stock(self) -> Any:
         """Run it as stock, on the embeddings that the model was called with."""

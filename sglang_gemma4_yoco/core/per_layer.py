@@ -19,7 +19,7 @@ from sglang_gemma4_yoco import compat
 def can_be_split(model: Any) -> bool:
     """Whether this model has per-layer inputs and projects them with plain weights."""
     projection = getattr(model, "per_layer_model_projection", None)
-    return projection is not None and compat.is_plain_linear(projection)
+    return projection is not None and compat.layers.is_plain_linear(projection)
 
 
 class _SomeLayers:
@@ -39,7 +39,7 @@ class _SomeLayers:
         return functional.linear(embeds, weight), None
 
 
-def project(
+def project_layers(
     model: Any, embeds: torch.Tensor, embedded: torch.Tensor | None, start: int, stop: int
 ) -> torch.Tensor:
     """Per-layer inputs of layers [start, stop), by the stock function.
@@ -115,7 +115,7 @@ class PerLayerInputs:
         if embedded is not None:
             of_front = embedded[:, :cut]
             self.embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
-        self._front = project(self._model, embeds, of_front, 0, cut)
+        self._front = project_layers(self._model, embeds, of_front, 0, cut)
         # A copy made now: the embeddings are layer 0's residual, which its fused add-norm
         # overwrites.
         self._embeds = torch.index_select(embeds, 0, self._index, out=into[0])
@@ -130,7 +130,7 @@ class PerLayerInputs:
         if self._split:
             assert self._embeds is not None
             stop = self._model.config.num_hidden_layers
-            return project(self._model, self._embeds, self.embedded, self._cut, stop)
+            return project_layers(self._model, self._embeds, self.embedded, self._cut, stop)
         if self._front is None:
             return None
         return self._front[:, self._cut :].index_select(0, self._index)

@@ -20,7 +20,7 @@ from sglang_gemma4_yoco import compat
 NOT_ALIKE = "the tensor-parallel ranks were not set up alike"
 
 
-def reason_ranks_differ(found: str) -> str | None:
+def find_difference(found: str) -> str | None:
     """Compare what this rank has found with what the others of its group have found.
 
     Args:
@@ -30,7 +30,7 @@ def reason_ranks_differ(found: str) -> str | None:
     Returns:
         Why no batch may be cut, the same on every rank of the group, or None.
     """
-    group = compat.tensor_parallel_group()
+    group = compat.server.get_tensor_parallel_group()
     if group is None:
         return None
     everyone: list[str] = [""] * len(group.ranks)
@@ -41,9 +41,9 @@ def reason_ranks_differ(found: str) -> str | None:
     return f"{NOT_ALIKE}: {' / '.join(different)}"
 
 
-def largest(number: float) -> float:
+def find_largest(number: float) -> float:
     """The largest of this rank's and its group's numbers."""
-    group = compat.tensor_parallel_group()
+    group = compat.server.get_tensor_parallel_group()
     if group is None:
         return number
     shared = torch.tensor(number, dtype=torch.float64)

@@ -15,7 +15,7 @@ from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
 
 #: Where a model has its ``ModelState``, and a batch its plan.
-ENTRY = "_yoco"
+STATE_ENTRY = "_yoco"
 
 _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
@@ -69,7 +69,7 @@ class ModelState:
         self.attention = attention
         self.captured: Any = None
         self.planner: Callable[[ModelState, Any], None] = lambda *_: None
-        self.is_capturing: Callable[[], bool] = compat.is_capturing
+        self.is_capturing: Callable[[], bool] = compat.attention.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
         self.planned_rows: int | None = None
@@ -110,7 +110,7 @@ class ModelState:
     def attach(self, planner: Callable[[ModelState, Any], None]) -> None:
         """Become the state of the model, and have ``planner`` called."""
         self.close()
-        self.model.__dict__[ENTRY] = self
+        self.model.__dict__[STATE_ENTRY] = self
         _attached.add(self)
         self.planner = planner
         if self.attention is not None:
@@ -119,7 +119,7 @@ class ModelState:
     def close(self) -> None:
         """Leave the runner's backend and the model as they were."""
         self._patches.close()
-        self.model.__dict__.pop(ENTRY, None)
+        self.model.__dict__.pop(STATE_ENTRY, None)
         _attached.discard(self)
 
     def on_close(self, callback: Callable[[], object]) -> None:
@@ -146,12 +146,12 @@ def first_shared_layer(config: Any) -> int | None:
     return None
 
 
-def find(model: Any) -> ModelState | None:
+def find_state(model: Any) -> ModelState | None:
     """The state of ``model``, if it has one."""
-    state: ModelState | None = model.__dict__.get(ENTRY)
+    state: ModelState | None = model.__dict__.get(STATE_ENTRY)
     return state
 
 
-def attached() -> ModelState | None:
+def get_attached_state() -> ModelState | None:
     """The state of the model that this process serves."""
     return next(iter(_attached), None)

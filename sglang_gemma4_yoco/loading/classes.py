@@ -95,18 +95,18 @@ class Unknown(NamedTuple):
     name: str
 
 
-def why_not(runner: Any) -> str | None:
+def find_reason(runner: Any) -> str | None:
     """Why rows may be read that this runner's model has not computed, or None. Never raises."""
     model, backend = runner.model, runner.attn_backend  # whose class ``limits`` judges
     try:
         found = [*find_unknown(type(model), _list_objects(model))]
         found += _find_in(type(backend).__name__, vars(backend))
-        reason, unmatched = judge(found)
+        reason, unmatched = judge_classes(found)
     except Exception as failure:  # noqa: BLE001 - of objects that are like no others
-        log.failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
+        log.log_failure("Gemma 4 fast prefill: looking for other people's code failed", failure)
         return NOT_JUDGED
     if unmatched:
-        log.once(
+        log.log_once(
             f"Gemma 4 fast prefill: {VARIABLE} has {unmatched}, but nothing of that name is in "
             "this server's model: is it misspelt?",
             logging.WARNING,
@@ -114,7 +114,7 @@ def why_not(runner: Any) -> str | None:
     return reason
 
 
-def judge(found: Iterable[Unknown]) -> tuple[str | None, str]:
+def judge_classes(found: Iterable[Unknown]) -> tuple[str | None, str]:
     """Why this code refuses a server, or None; and the trusted names that mean nothing of it."""
     trust, matched, refused = settings.current.trust, set[str](), list[Unknown]()
     for one in found:
@@ -130,7 +130,7 @@ def judge(found: Iterable[Unknown]) -> tuple[str | None, str]:
             f"{place} {module}.{name}, which may read rows that are not computed: see "
             f"docs/help.md; {VARIABLE}={modules} accepts it"
         ), unmatched
-    stock = inspect.unwrap(compat.gemma4_causal.Gemma4TextModel.forward, stop=_is_ours)
+    stock = inspect.unwrap(compat.layers.gemma4_causal.Gemma4TextModel.forward, stop=_is_ours)
     if not _is_ours(stock):
         return REPLACED, unmatched
     return None, unmatched

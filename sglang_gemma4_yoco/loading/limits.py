@@ -17,20 +17,20 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.gate import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
+from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
 
 # -- server arguments and environment variables ----------------------------------------------------
 
 # SGLang's own defect. It is refused because it would be taken for one of this package.
 WRONG_REPLAYS = (
-    f"{compat.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
+    f"{compat.server.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
     "unset it"
 )
 
 DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
 
 #: Arguments and, in capitals, environment variables that refuse a server if set, by reason.
-REFUSING_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "LoRA": ("enable_lora",),
     "pipeline parallelism (--pp-size) is not supported": ("pp_size",),
     "data-parallel attention": (
@@ -128,58 +128,58 @@ REVIEWED_ARGUMENTS = {
 }
 
 
-def judged_arguments() -> set[str]:
+def list_judged_arguments() -> set[str]:
     """The server arguments and environment variables that can refuse a server."""
-    return (_JUDGED_BY_VALUE | _HIDDEN_STATE_ARGUMENTS).union(*REFUSING_ARGUMENTS.values())
+    return (_JUDGED_BY_VALUE | _HIDDEN_STATE_ARGUMENTS).union(*UNSUPPORTED_ARGUMENTS.values())
 
 
-def server_reason() -> str | None:
+def find_server_reason() -> str | None:
     """Why the arguments or variables of this server refuse every batch of it, or None."""
-    argument = compat.server_arguments()
+    argument = compat.server.get_server_arguments()
     if argument is None:
         return None
-    replays = compat.cuda_graph_backend("prefill") is not None
-    if replays and compat.variable(compat.POSITIONS_VARIABLE):
+    replays = compat.server.get_cuda_graph_backend("prefill") is not None
+    if replays and compat.server.read_variable(compat.server.POSITIONS_VARIABLE):
         return WRONG_REPLAYS
     # It is on, or can be turned on over HTTP while the server serves. Where neither holds when the
     # model is loaded, it has no hooks, and never dumps a tensor.
-    if compat.dumper.may_enable:
+    if compat.server.dumper.may_enable:
         return DUMPER
     unknown = None
-    if compat.is_newer_than_tested():
-        unknown = _unknown_reason()
+    if compat.release.is_newer_than_tested():
+        unknown = _find_unknown()
     return (
         unknown
-        or _speculation_reason(argument)
-        or _hidden_state_reason(argument)
-        or _table_reason(argument)
+        or _check_speculation(argument)
+        or _check_hidden_states(argument)
+        or _check_table(argument)
     )
 
 
-def _unknown_reason() -> str | None:
+def _find_unknown() -> str | None:
     """Why the arguments or variables of a newer SGLang cannot be judged, or None."""
     try:
-        is_set = compat.arguments_set() | compat.variables_set()
-    except compat.IncompatibleError as unlisted:
+        is_set = compat.server.list_set_arguments() | compat.server.list_set_variables()
+    except compat.release.IncompatibleError as unlisted:
         return str(unlisted)
-    judged = judged_arguments()
-    gone = sorted(map(_flag, judged - is_set.keys()))
+    judged = list_judged_arguments()
+    gone = sorted(map(_name_flag, judged - is_set.keys()))
     if gone:  # what it would refuse must not pass as unset
         return f"this SGLang lacks {', '.join(gone)}, which may go by another name now"
     known = judged | REVIEWED_ARGUMENTS
-    new = sorted(_flag(name) for name in is_set if is_set[name] and name not in known)
+    new = sorted(_name_flag(name) for name in is_set if is_set[name] and name not in known)
     if new:
         return f"{new[0]} is set, which this version has not judged"
     return None
 
 
-def _flag(name: str) -> str:
+def _name_flag(name: str) -> str:
     if name.isupper():
         return name
     return f"--{name.replace('_', '-')}"
 
 
-def _speculation_reason(argument: Callable[[str], Any]) -> str | None:
+def _check_speculation(argument: Callable[[str], Any]) -> str | None:
     algorithm = argument("speculative_algorithm")
     if not algorithm:
         return None
@@ -192,7 +192,7 @@ def _speculation_reason(argument: Callable[[str], Any]) -> str | None:
     return None
 
 
-def _hidden_state_reason(argument: Callable[[str], Any]) -> str | None:
+def _check_hidden_states(argument: Callable[[str], Any]) -> str | None:
     # SGLang then captures every row of every batch, whether a request wants them or not.
     mode = argument("return_hidden_states_mode")
     if mode == "full" or (argument("enable_return_hidden_states") and mode != "last"):
@@ -200,12 +200,12 @@ def _hidden_state_reason(argument: Callable[[str], Any]) -> str | None:
     return None
 
 
-def _table_reason(argument: Callable[[str], Any]) -> str | None:
-    for reason, names in REFUSING_ARGUMENTS.items():
+def _check_table(argument: Callable[[str], Any]) -> str | None:
+    for reason, names in UNSUPPORTED_ARGUMENTS.items():
         for name in names:
             value = argument(name)
             if name.isupper():
-                value = compat.variable(name)
+                value = compat.server.read_variable(name)
             is_set = bool(value)
             if isinstance(value, int | float):
                 is_set = value > _HARMLESS_UP_TO.get(name, 0)
@@ -244,7 +244,7 @@ NO_TAIL = "no attention backend could be built for the tail"
 _SGLANG = "sglang.srt."  # its image models' classes have the same names
 
 
-def backend_key(backend: Any) -> str:
+def get_backend_key(backend: Any) -> str:
     """The name of an attention backend's class in the tables."""
     kind = type(backend)
     if kind.__module__.startswith(_SGLANG):
@@ -252,11 +252,11 @@ def backend_key(backend: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def backend_reason(main: Any) -> str | None:
+def find_backend_reason(main: Any) -> str | None:
     """Why no batch may be cut on a server with this attention backend, or None."""
     if type(main) is HybridAttnBackend:  # one for prefills, one for decode steps
-        return backend_reason(main.prefill_backend) or backend_reason(main.decode_backend)
-    if backend_key(main) in MAIN_BACKENDS:
+        return find_backend_reason(main.prefill_backend) or find_backend_reason(main.decode_backend)
+    if get_backend_key(main) in MAIN_BACKENDS:
         return None
     return f"the attention backend {type(main).__name__} is not proven"
 
@@ -264,7 +264,7 @@ def backend_reason(main: Any) -> str | None:
 # -- pools of K and V ------------------------------------------------------------------------------
 
 
-def pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
+def find_pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
     """Why the tail cannot read K and V of this server, or None.
 
     It needs one tensor of K and one of V for each layer, slot by slot, as they were computed. With
@@ -328,7 +328,7 @@ _INDEPENDENT_ROWS = {
 }
 
 
-def linear_reason(model: Any, first: int) -> str | None:
+def find_linear_reason(model: Any, first: int) -> str | None:
     """Why the rows of this model's tail may depend on rows that would be dropped, or None.
 
     Args:
@@ -338,7 +338,7 @@ def linear_reason(model: Any, first: int) -> str | None:
     for layer in list(getattr(model, "layers", ()))[first - 1 :]:
         for part in layer.modules():
             if _computes_rows(part) and not has_independent_rows(part):
-                return f"rows of {linear_kind(part)} may depend on each other"
+                return f"rows of {get_linear_kind(part)} may depend on each other"
     return None
 
 
@@ -346,10 +346,13 @@ def _computes_rows(part: Any) -> bool:
     """Whether a module computes rows by a method that may be quantised: linear, or of experts."""
     if type(part) is RadixAttention:
         return False  # its method is of its cache, which ``pool_reason`` judges
-    return isinstance(part, compat.LinearBase) or getattr(part, "quant_method", None) is not None
+    return (
+        isinstance(part, compat.layers.LinearBase)
+        or getattr(part, "quant_method", None) is not None
+    )
 
 
-def linear_kind(layer: Any) -> str:
+def get_linear_kind(layer: Any) -> str:
     """The class of a layer's method, and of its scheme where it has one."""
     method, scheme = type(layer.quant_method).__name__, getattr(layer, "scheme", None)
     if scheme is None:
@@ -362,11 +365,13 @@ def has_independent_rows(layer: Any) -> bool:
 
     No kind of a mixture of experts is: experts may be chosen, or rounded, for a batch as a whole.
     """
-    method, kind = layer.quant_method, linear_kind(layer)
-    if not (isinstance(layer, compat.LinearBase) and type(method).__module__.startswith(_SGLANG)):
+    method, kind = layer.quant_method, get_linear_kind(layer)
+    if not (
+        isinstance(layer, compat.layers.LinearBase) and type(method).__module__.startswith(_SGLANG)
+    ):
         return False
     if kind == "UnquantizedLinearMethod":
-        return compat.is_plain_tensor(layer.weight)
+        return compat.layers.is_plain_tensor(layer.weight)
     if kind == "BitsAndBytesLinearMethod":  # in 8 bits all rows select columns
         return not method.quant_config.load_in_8bit
     # On AMD fp8 often has one scale for the whole batch, and mxfp8 other weights for few rows.

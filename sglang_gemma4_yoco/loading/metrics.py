@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, compat, log
-from sglang_gemma4_yoco.core.state import attached
+from sglang_gemma4_yoco import __version__, compat, counters, log
+from sglang_gemma4_yoco.core.state import get_attached_state
 
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
-SERVER_REFUSED = "server_refused"
+SERVER_UNSUPPORTED = "server_refused"
 
 _PREFIX = "sglang:gemma4_yoco_"
 # The name of a counter -> its documentation, and the label of its own.
@@ -38,33 +38,33 @@ _COUNTERS = {
 }
 
 
-def state() -> dict[str, Any]:
+def describe_state() -> dict[str, Any]:
     """This process's entry in /server_info.
 
     ``reason``: why not active; ``cut``, ``tail``: where, and how the tail runs; ``exits``: whether
     prefills that SGLang has captured may be cut; ``check``, ``exits_check``: results of the checks
     at start; ``rows`` by whether the last layer computed them; ``audits``: None without any.
     """
-    served, cut = attached(), None
+    served, cut = get_attached_state(), None
     reason: str | None = NO_MODEL
     facts: dict[str, Any] = {}
     # A strict audit that finds a defect ends the audits; their result stays.
-    audited = log.audits != log.Audits()
+    audited = counters.audits != counters.Audits()
     if served is not None:
         reason, facts = served.refused, dict(served.facts)
         audited = audited or served.after_cut is not None
-    if reason is None and log.is_unused():
-        reason = log.NOT_CUT
+    if reason is None and counters.is_unused():
+        reason = counters.NOT_CUT
     if reason is not None:  # no prefill is cut, so how is of no interest
         facts |= {"tail": None, "exits": None}
     elif served is not None:
         cut = served.describe()
     audits = None
     if audited:
-        audits = asdict(log.audits)
+        audits = asdict(counters.audits)
     forwards = Counter[str]()
-    for outcome, number in log.forwards.items():
-        forwards[label(outcome)] += number
+    for outcome, number in counters.forwards.items():
+        forwards[make_label(outcome)] += number
     entry = {
         "version": __version__,
         "active": reason is None,
@@ -72,31 +72,31 @@ def state() -> dict[str, Any]:
         "cut": cut,
         **{name: facts.get(name) for name in ("tail", "exits", "check", "exits_check")},
         "forwards": forwards,
-        "rows": log.rows,
+        "rows": counters.rows,
         "audits": audits,
     }
-    return {name: finite(value) for name, value in entry.items()}
+    return {name: replace_infinite(value) for name, value in entry.items()}
 
 
-def label(outcome: str) -> str:
+def make_label(outcome: str) -> str:
     """An outcome in snake case, for a metric; reasons of the whole server have one in common.
 
     >>> label("LoRA"), label("forward mode TARGET_VERIFY"), label("active_eager")
     ('lora', 'forward_mode_target_verify', 'active_eager')
     """
-    if outcome in log.server_reasons:
-        return SERVER_REFUSED
+    if outcome in counters.server_reasons:
+        return SERVER_UNSUPPORTED
     return re.sub(r"\W+", "_", outcome.replace("'", "")).lower().strip("_")
 
 
-def finite(value: Any) -> Any:
+def replace_infinite(value: Any) -> Any:
     """``value`` with a word for each number in it that is not finite: JSON has none.
 
     >>> finite({"worst": math.inf, "check": {"allowed": 0.5}})
     {'worst': 'infinite', 'check': {'allowed': 0.5}}
     """
     if isinstance(value, Mapping):
-        return {name: finite(part) for name, part in value.items()}
+        return {name: replace_infinite(part) for name, part in value.items()}
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
@@ -106,27 +106,27 @@ def finite(value: Any) -> Any:
     return "-infinite"
 
 
-def add_to(output: Any) -> None:
+def add_to_server_info(output: Any) -> None:
     """Put ``state`` into a scheduler's answer to /server_info. Never raises."""
     try:
-        output.internal_state[ENTRY] = state()
+        output.internal_state[ENTRY] = describe_state()
     except Exception as failure:  # noqa: BLE001 - SGLang's own answer must not fail
-        log.failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
+        log.log_failure("Gemma 4 fast prefill: /server_info goes without its state", failure)
 
 
-def collect(labels: Mapping[str, Any]) -> None:
+def collect_metrics(labels: Mapping[str, Any]) -> None:
     """Count in SGLang's metrics from now on, with the scheduler's labels. Never raises."""
-    argument = compat.server_arguments()
+    argument = compat.server.get_server_arguments()
     every_rank = argument is not None and argument("enable_metrics_for_all_schedulers")
     if labels.get("tp_rank", 0) != 0 and not every_rank:
         return
     try:
-        _collect(labels)
+        _collect_counters(labels)
     except Exception as failure:  # noqa: BLE001 - a server without these metrics serves as well
-        log.failure("Gemma 4 fast prefill: its metrics are not collected", failure)
+        log.log_failure("Gemma 4 fast prefill: its metrics are not collected", failure)
 
 
-def _collect(labels: Mapping[str, Any]) -> None:
+def _collect_counters(labels: Mapping[str, Any]) -> None:
     import prometheus_client
 
     of_metrics = {
@@ -142,24 +142,24 @@ def _collect(labels: Mapping[str, Any]) -> None:
     collected: dict[tuple[str, ...], int] = {}
 
     def collect_what_is_new() -> None:
-        for key, number in _counted().items():
+        for key, number in _list_counts().items():
             if number != collected.get(key):
                 name, *own = key
-                counter = of_metrics[name].labels(*labels.values(), *map(label, own))
+                counter = of_metrics[name].labels(*labels.values(), *map(make_label, own))
                 counter.inc(number - collected.get(key, 0))
                 collected[key] = number
-        worst.labels(**labels).set(log.audits.worst)
+        worst.labels(**labels).set(counters.audits.worst)
 
     collect_what_is_new()
-    log.observers.append(collect_what_is_new)
+    counters.observers.append(collect_what_is_new)
 
 
-def _counted() -> dict[tuple[str, ...], int]:
+def _list_counts() -> dict[tuple[str, ...], int]:
     """All numbers, each by the name of its counter and the value of the label of its own."""
     return {
-        **{("forwards", outcome): number for outcome, number in log.forwards.items()},
-        **{("rows", part): log.rows[part] for part in log.PARTS},
-        ("audits", "agrees"): log.audits.agree,
-        ("audits", "differs"): log.audits.differ,
-        ("audit_greedy_changes",): log.audits.greedy_changes,
+        **{("forwards", outcome): number for outcome, number in counters.forwards.items()},
+        **{("rows", part): counters.rows[part] for part in counters.PARTS},
+        ("audits", "agrees"): counters.audits.agree,
+        ("audits", "differs"): counters.audits.differ,
+        ("audit_greedy_changes",): counters.audits.greedy_changes,
     }

@@ -15,13 +15,13 @@ from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import metrics, published, start
 
-_Model, _Runner = compat.gemma4_causal.Gemma4TextModel, compat.ModelRunner
+_Model, _Runner = compat.layers.gemma4_causal.Gemma4TextModel, compat.names.ModelRunner
 
 #: Whether this process's SGLang is patched by this package.
 installed = False
 
 
-def _followed_by(call: Callable[[Any, Any], object]) -> Callable[..., Callable[..., Any]]:
+def _call_after(call: Callable[[Any, Any], object]) -> Callable[..., Callable[..., Any]]:
     """What wraps a method so that ``call(self, result)`` is called after it."""
 
     def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,20 +36,20 @@ def _followed_by(call: Callable[[Any, Any], object]) -> Callable[..., Callable[.
     return wrap
 
 
-def _with_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Capture the tail after SGLang's own graphs, at start and again for new weights."""
 
     @functools.wraps(stock)
     def capture_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as span:
-            for model in _text_models(self):
-                span.enter_context(start.capturing(self, model))
+            for model in _find_text_models(self):
+                span.enter_context(start.set_up_after_capture(self, model))
             return stock(self, *args, **kwargs)
 
     return capture_graphs
 
 
-def _text_models(runner: Any) -> list[Any]:
+def _find_text_models(runner: Any) -> list[Any]:
     """The text models of a runner that have a KV-shared tail; a draft model's is left alone."""
     if getattr(runner, "is_draft_worker", False):
         return []
@@ -60,26 +60,28 @@ def _text_models(runner: Any) -> list[Any]:
     ]
 
 
-def _start(runner: Any, _: Any) -> None:
-    for model in _text_models(runner):
-        start.start(runner, model)
+def _start_models(runner: Any, _: Any) -> None:
+    for model in _find_text_models(runner):
+        start.start_model(runner, model)
 
 
 #: (class, attribute) -> what wraps it.
 WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    (_Model, "forward"): forward.with_fast_prefill,
-    (_Runner, "init_attention_backends"): _followed_by(_start),
-    (_Runner, "init_cuda_graphs"): _with_capture,
-    (_Runner, "init_decode_cuda_graph"): _with_capture,
-    (_Runner, "init_prefill_cuda_graph"): _with_capture,
-    (compat.Scheduler, "get_internal_state"): _followed_by(lambda _, state: metrics.add_to(state)),
-    (compat.SchedulerMetricsCollector, "__init__"): _followed_by(
-        lambda collector, _: metrics.collect(collector.labels)
+    (_Model, "forward"): forward.wrap_model_forward,
+    (_Runner, "init_attention_backends"): _call_after(_start_models),
+    (_Runner, "init_cuda_graphs"): _wrap_capture,
+    (_Runner, "init_decode_cuda_graph"): _wrap_capture,
+    (_Runner, "init_prefill_cuda_graph"): _wrap_capture,
+    (compat.names.Scheduler, "get_internal_state"): _call_after(
+        lambda _, state: metrics.add_to_server_info(state)
+    ),
+    (compat.names.SchedulerMetricsCollector, "__init__"): _call_after(
+        lambda collector, _: metrics.collect_metrics(collector.labels)
     ),
 }
 
 
-def install() -> None:
+def patch_sglang() -> None:
     """Patch SGLang's classes in this process.
 
     Raises:
@@ -87,9 +89,9 @@ def install() -> None:
             nothing is changed.
     """
     global installed
-    compat.check()
+    compat.names.check_names()
     for (patched, name), wrap in WRAPPED.items():
         setattr(patched, name, wrap(getattr(patched, name)))
-    for name in compat.PUBLISHED_HELPERS:
+    for name in compat.names.PUBLISHED_HELPERS:
         setattr(_Model, name, getattr(published, name))
     installed = True

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.cut import Plan
-from sglang_gemma4_yoco.core.kept import TailBatch, rewritten
-from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.state import STATE_ENTRY
+from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
 from sglang_gemma4_yoco.loading import limits, start
 
 
@@ -28,12 +28,12 @@ def _yoco_eligibility(self: Any, forward_batch: Any) -> bool:
     """
     if os.environ.get(settings.SWITCH, "1") != "1":
         return False
-    state, current = start.of(self), compat.current_attn_backend()
-    if gate.ineligible_reason(state, forward_batch) is not None:
+    state, current = start.get_state(self), compat.attention.get_current_backend()
+    if eligibility.find_ineligible_reason(state, forward_batch) is not None:
         return False
     # A tail is planned on its own backend, on this one, or outside of any forward.
     planned = current is None or (state.attention is not None and current is state.attention.main)
-    return planned or limits.backend_key(current) in limits.TAIL_BACKENDS
+    return planned or limits.get_backend_key(current) in limits.TAIL_BACKENDS
 
 
 def _yoco_truncate_to_last_tokens(
@@ -58,12 +58,14 @@ def _yoco_truncate_to_last_tokens(
         # The helper was published in two argument orders; in the other one the batch comes first.
         others = (positions, per_layer_inputs, forward_batch)
         forward_batch, (hidden_states, positions, per_layer_inputs) = hidden_states, others
-    plan = getattr(forward_batch, ENTRY, None)
+    plan = getattr(forward_batch, STATE_ENTRY, None)
     if isinstance(plan, Plan):
         tail = plan.tail
     else:
-        decodes = compat.decodes_like_extend(compat.current_attn_backend())
-        tail = TailBatch.of(forward_batch, gate.kept_rows(forward_batch), decodes=decodes)
+        decodes = compat.attention.decodes_like_extend(compat.attention.get_current_backend())
+        tail = TailBatch.of(
+            forward_batch, eligibility.find_kept_rows(forward_batch), decodes=decodes
+        )
     row_inputs = per_layer_inputs
     if row_inputs is not None:
         row_inputs = row_inputs.index_select(0, tail.index)
@@ -71,13 +73,13 @@ def _yoco_truncate_to_last_tokens(
     row_positions = positions.index_select(0, tail.index)
     fields = {**tail.fields, "positions": row_positions}
     with ExitStack() as stack:
-        stack.enter_context(_planned(plan, forward_batch, fields))
-        compat.write_residual(forward_batch, rows)
+        stack.enter_context(_plan_attention(plan, forward_batch, fields))
+        compat.batch.write_residual(forward_batch, rows)
         return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
 
 
 @contextmanager
-def _planned(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
+def _plan_attention(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
     """The batch has these fields in the span, and attention is planned for them.
 
     Where the package has planned this batch, its tail has a backend of its own. Elsewhere the
@@ -89,10 +91,10 @@ def _planned(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Ite
         with tail.running(forward_batch, fields, tail.plan(forward_batch, fields)):
             yield
         return
-    main: Any = compat.current_attn_backend()
+    main: Any = compat.attention.get_current_backend()
     try:
-        with rewritten(forward_batch, fields):
-            compat.plan(main, forward_batch)
+        with rewrite_batch(forward_batch, fields):
+            compat.attention.plan_tail(main, forward_batch)
             yield
     finally:
         main.init_forward_metadata(forward_batch)

@@ -10,18 +10,19 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import __version__, compat, log, settings
-from sglang_gemma4_yoco.captured import graphs, proof
-from sglang_gemma4_yoco.checking import audit, requests
+from sglang_gemma4_yoco import __version__, compat, counters, log, settings
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.checking import audit, requests, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.core import donor, gate, kept, ranks
+from sglang_gemma4_yoco.core import eligibility, plan, ranks, tail_batch
 from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.state import ModelState, find, first_shared_layer
+from sglang_gemma4_yoco.core.state import ModelState, find_state, first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits
+from sglang_gemma4_yoco.models import gemma4
 
 try:
-    from sglang_gemma4_yoco import prefill_graphs
+    from sglang_gemma4_yoco.exits import attach
 except ImportError:  # left out, or this SGLang captures prefills differently: they run as stock
     prefill_graphs = None  # type: ignore[assignment]
 
@@ -30,81 +31,81 @@ NOT_SET_UP = "it could not be set up"
 NO_EXITS = "closed: captured prefills run to their end, in this SGLang or without that part"
 
 
-def model_reason(model: Any) -> str | None:
+def find_model_reason(model: Any) -> str | None:
     """Why no batch of this model, in a server with these arguments, may be cut; or None."""
     first = first_shared_layer(model.config)
-    reason = limits.server_reason()
+    reason = limits.find_server_reason()
     if reason is not None or first is None:
         return reason or NO_SHARED_LAYERS
-    return limits.linear_reason(model, first)
+    return limits.find_linear_reason(model, first)
 
 
-def of(model: Any) -> ModelState:
+def get_state(model: Any) -> ModelState:
     """What is known of ``model``; where no runner has started it, by its config alone."""
-    return find(model) or ModelState(model, model_reason(model))
+    return find_state(model) or ModelState(model, find_model_reason(model))
 
 
 # -- SGLang has built its attention backends -------------------------------------------------------
 
 
-def start(runner: Any, model: Any) -> None:
+def start_model(runner: Any, model: Any) -> None:
     """Decide anew whether prefills may be cut; with several ranks, the same on all of them."""
-    with _stock_if_it_fails(model):
-        _start(runner, model)
+    with _serve_stock_after_failure(model):
+        _start_state(runner, model)
 
 
-def _start(runner: Any, model: Any) -> None:
-    previous = find(model)
+def _start_state(runner: Any, model: Any) -> None:
+    previous = find_state(model)
     if previous is not None:
         previous.close()
-    reason, attention = _runner_reason(runner, model), None
+    reason, attention = _find_runner_reason(runner, model), None
     if reason is None:
-        attention = _tail_backend(runner)
+        attention = _build_tail_backend(runner)
         if attention is None:
             reason = limits.NO_TAIL
     # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
     # machines is refused by them, and another machine may not have this package to answer.
-    if reason is None or limits.server_reason() is None:
+    if reason is None or limits.find_server_reason() is None:
         found = f"{__version__}, refused: {reason}, {settings.current}"
-        reason = ranks.reason_ranks_differ(found) or reason
+        reason = ranks.find_difference(found) or reason
     if reason is not None:
         attention = None
     state = ModelState(model, reason, attention)
-    state.attach(gate.plan_batch)
-    state.on_close(partial(graphs.drop, state, graphs.NOT_YET))
-    if prefill_graphs is not None:
-        state.on_close(partial(prefill_graphs.close, runner))
+    state.attach(plan.plan_batch)
+    state.on_close(partial(lifecycle.drop_tail, state, lifecycle.NOT_YET))
+    if attach is not None:
+        state.on_close(partial(attach.close_exits, runner))
     if reason is None:
         _compile_kernels(state)
     else:
         level = logging.INFO
         if reason == limits.WRONG_REPLAYS:
             level = logging.WARNING
-        log.server_refused(reason, level, logged=gate.is_news(reason))
+        counters.note_unsupported(reason, level, logged=eligibility.is_logged(reason))
 
 
-def _runner_reason(runner: Any, model: Any) -> str | None:
+def _find_runner_reason(runner: Any, model: Any) -> str | None:
     if not runner.is_generation:
-        return gate.EMBEDDINGS
+        return eligibility.EMBEDDINGS
     return (
-        model_reason(model)
-        or classes.why_not(runner)
-        or donor.why_not(model)
-        or limits.backend_reason(runner.attn_backend)
-        or limits.pool_reason(runner.token_to_kv_pool, runner.dtype)
+        find_model_reason(model)
+        or classes.find_reason(runner)
+        or gemma4.find_unsupported_reason(model)
+        or limits.find_backend_reason(runner.attn_backend)
+        or limits.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
 
-def _tail_backend(runner: Any) -> TailBackend | None:
+def _build_tail_backend(runner: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
-        tail = compat.build_attn_backend(runner)
-        if limits.backend_key(tail) in limits.TAIL_BACKENDS:
+        tail = compat.attention.build_backend(runner)
+        if limits.get_backend_key(tail) in limits.TAIL_BACKENDS:
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
     except Exception as raised:  # noqa: BLE001 - whatever it is, stock serves
         failure = repr(raised)
-    log.once(
+    log.log_once(
         f"Gemma 4 fast prefill: no attention backend of the tail's own ({failure})",
         logging.WARNING,
     )
@@ -114,13 +115,13 @@ def _tail_backend(runner: Any) -> TailBackend | None:
 def _compile_kernels(state: ModelState) -> None:
     """Compile what neither stock nor the check runs. Never raises: the first forward can do it."""
     try:
-        donor.compile_kernels(state.tail_layers[0].self_attn)
+        gemma4.compile_kernels(state.tail_layers[0].self_attn)
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
-        log.failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
+        log.log_failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
 
 @contextmanager
-def _stock_if_it_fails(model: Any) -> Iterator[None]:
+def _serve_stock_after_failure(model: Any) -> Iterator[None]:
     """Where a part of the start fails, stock serves this model, and the server goes on.
 
     With several ranks the failure is raised: the others wait for this rank.
@@ -128,13 +129,13 @@ def _stock_if_it_fails(model: Any) -> Iterator[None]:
     try:
         yield
     except Exception as failure:
-        if not compat.is_single_rank():
+        if not compat.server.is_single_rank():
             raise
-        log.failure("Gemma 4 fast prefill: its setup failed", failure)
-        state = find(model)
+        log.log_failure("Gemma 4 fast prefill: its setup failed", failure)
+        state = find_state(model)
         if state is None:
             state = ModelState(model, NOT_SET_UP)
-            state.attach(gate.plan_batch)
+            state.attach(plan.plan_batch)
         _turn_off(state, NOT_SET_UP, type(failure).__name__)
 
 
@@ -142,28 +143,28 @@ def _stock_if_it_fails(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def capturing(runner: Any, model: Any) -> Iterator[None]:
+def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     """The span in which SGLang captures this model's graphs; then the fast path is set up."""
-    state = find(model)
+    state = find_state(model)
     repaired = None
     with ExitStack() as span:
-        if state is not None and prefill_graphs is not None:
-            with _stock_if_it_fails(model):
-                repaired = span.enter_context(prefill_graphs.capturing(runner, state))
+        if state is not None and attach is not None:
+            with _serve_stock_after_failure(model):
+                repaired = span.enter_context(attach.capture_graphs(runner, state))
         yield
     if state is None:
         return
-    with _stock_if_it_fails(model):
-        if prefill_graphs is not None:
+    with _serve_stock_after_failure(model):
+        if attach is not None:
             # Also where the path was turned off meanwhile: else they would answer images as text.
-            prefill_graphs.keep_to_text(runner, state, repaired)
+            attach.keep_to_text(runner, state, repaired)
         if state.refused is None:
-            with unused_generators(runner.device):
+            with restore_generators(runner.device):
                 set_up(runner, state)
 
 
 @contextmanager
-def unused_generators(device: str) -> Iterator[None]:
+def restore_generators(device: str) -> Iterator[None]:
     """PyTorch's random generators are afterwards where they were before.
 
     Else a layer that draws numbers in a check, as stochastic rounding does, would change what a
@@ -183,44 +184,44 @@ def set_up(runner: Any, state: ModelState) -> None:
     # At a recapture the server serves already. SGLang's scheduler, which captures between two
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
     # borrowed below before it has run.
-    compat.wait_for_device(runner.device)
+    compat.server.wait_for_device(runner.device)
     first, unshown = "check" not in state.facts, None
     if not first:
-        unshown = requests.why_not_borrowed(runner)
-    able = limits.backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
-    graphs.capture(runner, state, proof.prove, unshown, can_be_captured=able)
+        unshown = requests.find_borrowing_reason(runner)
+    able = limits.get_backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
+    lifecycle.capture_tail(runner, state, tail_graphs.check_graphs, unshown, can_be_captured=able)
     checked = None
     if first:
-        checked = _check(runner, state)
-    if prefill_graphs is None:
+        checked = _check_start(runner, state)
+    if attach is None:
         state.facts["exits"] = NO_EXITS
     elif state.refused is None:
-        prefill_graphs.attach(runner, state, unshown)
+        attach.open_exits(runner, state, unshown)
     if state.refused is not None:
         return
     if checked is not None:
-        state.after_cut = audit.auditor(runner, state)
-        log.once(f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked}")
-    kept.pin_memory(runner.device)
+        state.after_cut = audit.make_auditor(runner, state)
+        log.log_once(f"Gemma 4 fast prefill {__version__} is on: {state.describe()}, {checked}")
+    tail_batch.pin_memory(runner.device)
 
 
-def _check(runner: Any, state: ModelState) -> Checked:
+def _check_start(runner: Any, state: ModelState) -> Checked:
     """Compare with stock, unless the operator wants no check; with several ranks, all or none.
 
     Where nothing could be compared the path is off as well: it is not known to be right. With
     several ranks a failure is raised: the others wait for this rank.
     """
-    checked = Checked(unchecked=check.why_not())
+    checked = Checked(unchecked=check.find_reason())
     try:
         if checked.unchecked is None:
-            checked = check.check(runner, state)
+            checked = check.check_model(runner, state)
     except Exception as failure:
-        if not compat.is_single_rank():
+        if not compat.server.is_single_rank():
             raise
-        log.failure("Gemma 4 fast prefill: its self-check could not be run", failure)
+        log.log_failure("Gemma 4 fast prefill: its self-check could not be run", failure)
         checked = Checked(unchecked=f"it failed: {type(failure).__name__}")
     state.facts["check"] = checked.facts()
-    differ = ranks.reason_ranks_differ(f"agrees with stock: {checked.agrees}")
+    differ = ranks.find_difference(f"agrees with stock: {checked.agrees}")
     if state.refused is not None:  # a forward of the check could not be cut, and has said why
         return checked
     if checked.worst is None and not checked.agrees:
@@ -234,5 +235,5 @@ def _check(runner: Any, state: ModelState) -> Checked:
 
 def _turn_off(state: ModelState, reason: str, found: object) -> None:
     state.refuse(reason)
-    log.server_refused(reason, logged=False)
-    log.error(f"Gemma 4 fast prefill is off for this server: {reason}; {found}")
+    counters.note_unsupported(reason, logged=False)
+    log.log_error(f"Gemma 4 fast prefill is off for this server: {reason}; {found}")

@@ -31,7 +31,7 @@ from rehearsal import (  # noqa: E402 - after the runtime and the environment
     values,
 )
 from rehearsal.batches_served import BATCHES, CAPTURED, EAGER, STOCK  # noqa: E402
-from sglang_gemma4_yoco.core.state import attached  # noqa: E402
+from sglang_gemma4_yoco.core.state import get_attached_state  # noqa: E402
 
 Answer = dict[str, Any]
 #: Of SGLang's captured prefills.
@@ -44,7 +44,7 @@ EXIT_BATCHES = ("40 tokens", "three", "beside decode steps", "chunk", "257 token
 
 
 def _state() -> Answer:
-    state = attached()
+    state = get_attached_state()
     assert state is not None
     return {"refused": state.refused, "facts": state.facts}
 

@@ -15,9 +15,9 @@ from typing import Any
 from rehearsal import device, kernels, operations
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, switched
 from sglang_gemma4_reference.host_reads import refusing_waits
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import find
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core.state import find_state
+from sglang_gemma4_yoco.replaced import replaced
 
 STOCK, CAPTURED, EAGER = "stock", "captured", "eager"
 #: SGLang reads input log-probabilities back to the host in the forward that computes them.
@@ -87,7 +87,7 @@ class Cost:
 @contextmanager
 def way_of(engine: Engine, way: str) -> Iterator[None]:
     """Forwards in the block are served in this way; any skipped row is worth it."""
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     with ExitStack() as span:
         span.enter_context(settings_changed(min_skipped_rows=1))
@@ -101,13 +101,13 @@ def way_of(engine: Engine, way: str) -> Iterator[None]:
 def _failures_noted() -> Iterator[list[str]]:
     """Those that the package catches, to have stock serve the batch."""
     noted: list[str] = []
-    stock = log.failed
+    stock = counters.count_failure
 
     def failed(failure: Exception, *others: Any) -> Any:
         noted.append(f"{type(failure).__name__}: {failure}")
         return stock(failure, *others)
 
-    with replaced(log, failed=failed):
+    with replaced(counters, count_failure=failed):
         yield noted
 
 
@@ -123,7 +123,7 @@ def serve_with_output(
     """``serve``, and SGLang's logits output; None where the forward has failed."""
     mode = operations.current
     assert mode is not None
-    log.forwards.clear()
+    counters.forwards.clear()
     mode.waits.clear()
     mode.product_rows.clear()
     known = set(kernels.compiled)
@@ -136,7 +136,7 @@ def serve_with_output(
             failures.append(f"{type(failure).__name__}: {failure}")
         counts = Counter(device.read_counters(operations.RUNTIME)) - before
     cost = Cost(
-        outcome=next(iter(log.forwards), ""),
+        outcome=next(iter(counters.forwards), ""),
         counts=dict(counts),
         product_rows=dict(Counter(map(str, mode.product_rows))),
         waits={place: n for place, n in mode.waits.items() if LOGPROBS_ARE_READ not in place},
@@ -162,7 +162,7 @@ def serve_all(
 
 def serve_refusing_waits(engine: Engine) -> dict[str, str | None]:
     """What fails where PyTorch refuses each wait of the host, in planning and in the model."""
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     found: dict[str, str | None] = {}
     for name, way in (("40 tokens", CAPTURED), ("40 tokens", EAGER), ("chunk", CAPTURED)):

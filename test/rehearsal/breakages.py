@@ -20,10 +20,11 @@ from sglang.kernels.ops.layernorm import gemma4_fused_ops
 from rehearsal import batches_served, kernels
 from rehearsal.batches_served import CAPTURED, EAGER, STOCK, prompt
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.captured import graphs, proof
-from sglang_gemma4_yoco.core import kept
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import find
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.checking import tail_graphs
+from sglang_gemma4_yoco.core import tail_batch
+from sglang_gemma4_yoco.core.state import find_state
+from sglang_gemma4_yoco.replaced import replaced
 
 #: Each batch with the way in which it is served.
 BATCHES = {
@@ -75,13 +76,13 @@ def _broken(breakage: dict[str, Any]) -> Iterator[None]:
 
 def look(engine: Engine, *, captures: bool) -> list[str]:
     """What is wrong in the batches of this module; empty when all is well."""
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     state.failures_in_a_row = 0
     state.refused = None
     found: list[str] = []
     if captures:
-        graphs.capture(engine.runner, state, proof.prove, can_be_captured=True)
+        lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs, can_be_captured=True)
         if state.captured is None:
             found.append(f"capture: {state.facts['tail']}")
     for name, (way, prompts) in BATCHES.items():
@@ -115,7 +116,7 @@ def find_all(engine: Engine) -> dict[str, list[str]]:
     for breakage in read_breakages():
         with _broken(breakage):
             found[breakage["name"]] = look(engine, captures=breakage["captures"])
-    with replaced(kept, _ALIGNMENT=1):
+    with replaced(tail_batch, _ALIGNMENT=1):
         found[UNALIGNED] = look(engine, captures=False)
     found["after them"] = look(engine, captures=True)
     _forget_the_norms()

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rehearsal import operations
 from rehearsal.batches_served import BATCHES, CAPTURED, EAGER, prompt, serve
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.captured import graphs, proof
-from sglang_gemma4_yoco.core import cut
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ModelState, find
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.checking import tail_graphs
+from sglang_gemma4_yoco.core import tail
+from sglang_gemma4_yoco.core.state import ModelState, find_state
+from sglang_gemma4_yoco.replaced import replaced
 
 _ALLOCATES_ROWS = (torch.ops.aten.index_select.default, torch.ops.aten.index_select.out)
 
@@ -56,7 +57,7 @@ def _memory() -> dict[str, float]:
 
 
 def _capture(engine: Engine, state: ModelState) -> None:
-    graphs.capture(engine.runner, state, proof.prove, can_be_captured=True)
+    lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs, can_be_captured=True)
 
 
 def _serve(engine: Engine, way: str = CAPTURED) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def _serve(engine: Engine, way: str = CAPTURED) -> dict[str, Any]:
 @contextmanager
 def _capture_failing(happens: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """In the second bucket of a capture, after the layers of its tail."""
-    stock, captures = cut.run_layers, iter(range(1000))
+    stock, captures = tail.run_layers, iter(range(1000))
 
     def failing(*args: Any) -> torch.Tensor:
         rows = stock(*args)
@@ -75,7 +76,7 @@ def _capture_failing(happens: Callable[[torch.Tensor], Any]) -> Iterator[None]:
             happens(rows)
         return rows
 
-    with replaced(cut, run_layers=failing):
+    with replaced(tail, run_layers=failing):
         yield
 
 
@@ -133,11 +134,11 @@ def _out_of_memory(engine: Engine, state: ModelState) -> dict[str, Any]:
 
 def find_all(engine: Engine) -> dict[str, Any]:
     """Each failure in turn, at the size of ``engine``'s model."""
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     found: dict[str, Any] = {"as started": _serve(engine)}
     with_tail = _memory()
-    graphs.drop(state, graphs.NOT_YET)
+    lifecycle.drop_tail(state, lifecycle.NOT_YET)
     without = _memory()
     found["tail takes"] = {name: with_tail[name] - without[name] for name in without}
     _capture(engine, state)

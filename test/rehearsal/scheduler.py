@@ -14,10 +14,10 @@ import torch
 from rehearsal import engine, kernels, operations, races
 from sglang_gemma4_reference import checkpoint, releases
 from sglang_gemma4_reference.engine import settings_changed
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.checking import audit
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import attached
+from sglang_gemma4_yoco.core.state import get_attached_state
+from sglang_gemma4_yoco.replaced import replaced
 
 #: By iteration of the loop, the requests that come in: prompt tokens, tokens to generate, whether
 #: log-probabilities are wanted.
@@ -81,13 +81,13 @@ class Served:
         self._rounds += 1
         self.races.found.clear()
         self.races.accesses = 0
-        log.forwards.clear()
+        counters.forwards.clear()
         known = len(kernels.compiled)
         with self._requests_come_in():
             self.scheduler.run_event_loop()
         torch.cuda.synchronize()
         return {
-            "forwards": dict(log.forwards),
+            "forwards": dict(counters.forwards),
             "accesses": self.races.accesses,
             "races": dict(self.races.found.most_common(5)),
             "compiled": len(kernels.compiled) - known,
@@ -149,7 +149,7 @@ def _request(name: str, ids: list[int], new: int, logprobs: bool) -> Any:
 def planned_on_a_side_stream(served: Served) -> Iterator[None]:
     """The tail is planned on a stream that nothing orders."""
 
-    state, side = attached(), _side_stream(served)
+    state, side = get_attached_state(), _side_stream(served)
     assert state is not None
     stock = state.planner
 
@@ -165,7 +165,7 @@ def planned_on_a_side_stream(served: Served) -> Iterator[None]:
 def replayed_on_a_side_stream(served: Served) -> Iterator[None]:
     """The tail's graph is replayed on a stream for which the forward's does not wait."""
 
-    state, side = attached(), _side_stream(served)
+    state, side = get_attached_state(), _side_stream(served)
     assert state is not None
     stock = state.captured.replay
 
@@ -201,7 +201,7 @@ def find_races(folder: Path, mode: operations.Computed, **arguments: Any) -> dic
     """What was found at the start, in traffic, beside audits and with each race on purpose."""
 
     served = Served(folder, mode, **arguments)
-    state = attached()
+    state = get_attached_state()
     assert state is not None
     found: dict[str, Any] = {
         "refused": state.refused,
@@ -209,8 +209,8 @@ def find_races(folder: Path, mode: operations.Computed, **arguments: Any) -> dic
         "sound": served.serve(),
     }
     with settings_changed(audit=1):
-        state.after_cut = audit.auditor(served.scheduler.tp_worker.model_runner, state)
-        found["audited"] = served.serve() | {"audits": vars(log.audits)}
+        state.after_cut = audit.make_auditor(served.scheduler.tp_worker.model_runner, state)
+        found["audited"] = served.serve() | {"audits": vars(counters.audits)}
     state.after_cut = None
     for race in ON_PURPOSE:
         with race(served):

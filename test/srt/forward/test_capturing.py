@@ -33,16 +33,16 @@ from harness.observe import assert_stock as assert_all_rows
 from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, switched
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.cut import Plan
-from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.compat import captured_prefills
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.state import STATE_ENTRY
 from sglang_gemma4_yoco.loading import limits, start
-from sglang_gemma4_yoco.prefill_graphs import sglang
 
 ERRORS = {
-    sglang.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
-    sglang.IDS_AND_EMBEDDINGS: "exactly one of input_ids or inputs_embeds",
+    captured_prefills.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
+    captured_prefills.IDS_AND_EMBEDDINGS: "exactly one of input_ids or inputs_embeds",
 }
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -107,7 +107,7 @@ def test_a_forward_that_is_compiled(engine: Engine) -> None:
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         seen = run(engine, scheduled, "1")
     assert_all_rows(engine, TWO_PROMPTS, seen)
-    assert not log.forwards
+    assert not counters.forwards
     assert_fast(engine)
 
 
@@ -115,7 +115,7 @@ def test_a_forward_that_is_compiled(engine: Engine) -> None:
 def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     """``torch.compile(fullgraph=True)`` traces the same operations with and without the patch."""
     engine, model = traceable, traceable.text_model
-    attention = start.of(model).attention
+    attention = start.get_state(model).attention
     assert attention is not None
     batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
     stock = type(model).forward.__wrapped__
@@ -125,7 +125,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
         forward_context(ForwardContext(attn_backend=attention.main)),
     ):
         attention.main.init_forward_metadata(batch)
-        would_be_cut = isinstance(getattr(batch, ENTRY), Plan)
+        would_be_cut = isinstance(getattr(batch, STATE_ENTRY), Plan)
         assert would_be_cut, "were it not being traced"
         # Eagerly first: what SGLang's layers find out on their first call cannot be traced.
         expected = stock(model, batch.input_ids, batch.positions, batch)
@@ -135,7 +135,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
     assert got == want
     assert torch.equal(computed_by_stock, expected)
     assert torch.equal(computed, expected)
-    assert not log.forwards
+    assert not counters.forwards
     torch._dynamo.reset()
 
 
@@ -150,7 +150,7 @@ CAPTURES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 def test_captured_forward_is_stocks(engine: Engine, name: str) -> None:
     """Inside SGLang's capture and replay spans the forward is the stock one, bit for bit."""
     with CAPTURES[name]():
-        assert_stock(engine, gate.CAPTURING)
+        assert_stock(engine, eligibility.CAPTURING)
     assert_fast(engine)
 
 
@@ -162,7 +162,7 @@ def test_prefill_graph_of_the_published_arguments(backend: str | None, known: st
     if backend is not None:
         config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
     with get_context().override_server_args(cuda_graph_config=config):
-        assert compat.cuda_graph_backend("prefill") == known
+        assert compat.server.get_cuda_graph_backend("prefill") == known
 
 
 def replaying(backend: str) -> CudaGraphConfig:
@@ -183,13 +183,13 @@ def test_what_cannot_be_captured_is_said(
     refused: str | None,
 ) -> None:
     """Before SGLang's own runner of prefill graphs fails on the model, whatever else is refused."""
-    runner, state = engine.runner, start.of(engine.text_model)
+    runner, state = engine.runner, start.get_state(engine.text_model)
     # Put back afterwards: SGLang takes it away before it fails.
     monkeypatch.setattr(runner, "prefill_cuda_graph_runner", runner.prefill_cuda_graph_runner)
     monkeypatch.setattr(runner.model_config, "is_multimodal", multimodal)
     monkeypatch.setattr(state, "refused", refused)
     with releases.published(cuda_graph_config=replaying(Backend.BREAKABLE)):
-        why = sglang.capture_error(multimodal=multimodal)
+        why = captured_prefills.find_capture_error(multimodal=multimodal)
         if why is None:
             pytest.skip("this SGLang captures the prefills of such a model")
         with pytest.raises(ValueError, match=ERRORS[why]):
@@ -207,7 +207,7 @@ def test_nothing_is_said_without_prefill_graphs(
     assert type(engine.runner.prefill_cuda_graph_runner) is EagerRunner
     with (
         caplog.at_level("INFO", "sglang_gemma4_yoco"),
-        start.capturing(engine.runner, engine.text_model),
+        start.set_up_after_capture(engine.runner, engine.text_model),
     ):
         pass
     assert not [m for m in caplog.messages if "prefill CUDA graphs" in m or "exits" in m]
@@ -223,7 +223,7 @@ def test_copied_positions_beside_prefill_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server falls back to stock, and logs that SGLang's replays are wrong and what to do."""
-    monkeypatch.setenv(compat.POSITIONS_VARIABLE, "1")
+    monkeypatch.setenv(compat.server.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
     (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS in r.getMessage()]

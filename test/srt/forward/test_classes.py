@@ -27,8 +27,8 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Findings
-from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.loading import classes
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -278,7 +278,7 @@ def test_a_refused_server_answers_as_stock(
     rows: list[int] = []
 
     def count(_: Any, __: Any, output: Any) -> None:
-        rows.append(len(compat.layer_rows(output)))
+        rows.append(len(compat.layers.get_rows(output)))
 
     with layer(engine).register_forward_hook(count):
         reason = judged()

@@ -48,9 +48,10 @@ from sglang_gemma4_reference.engine import (
     settings_changed,
     switched,
 )
-from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
-from sglang_gemma4_yoco.captured import graphs
-from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.core.state import STATE_ENTRY
+from sglang_gemma4_yoco.exits import attach
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = [
@@ -232,20 +233,20 @@ def set_up(engine: Engine, part: str) -> None:
     state = state_of(engine)
     with ExitStack() as without:
         if part != "capture":
-            without.enter_context(mock.patch.object(graphs, "capture"))
+            without.enter_context(mock.patch.object(lifecycle, "capture_tail"))
         if part == "check":
             state.facts.pop("check", None)
         if part != "exits":
-            without.enter_context(mock.patch.object(prefill_graphs, "attach"))
+            without.enter_context(mock.patch.object(attach, "open_exits"))
         elif exits_of(engine) is not None:
             exits_of(engine).hooks.close()
-        without.enter_context(start._stock_if_it_fails(engine.text_model))
+        without.enter_context(start._serve_stock_after_failure(engine.text_model))
         start.set_up(engine.runner, state)
 
 
 def exits_of(engine: Engine) -> Any:
     """The exits of its captured prefills, or None."""
-    return getattr(engine.runner.prefill_cuda_graph_runner, ENTRY, None)
+    return getattr(engine.runner.prefill_cuda_graph_runner, STATE_ENTRY, None)
 
 
 def turn_on(engine: Engine) -> None:
@@ -281,9 +282,9 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "eager": Way(tuple(BATCHES["input logprobs"]), eagerly, log.TAIL_EAGER),
-    "captured": Way(tuple(batch_of((9, 40))), eagerly, log.TAIL_CAPTURED),
-    "exit": Way(tuple(batch_of((4, 40))), as_captured, log.EXIT_CAPTURED),
+    "eager": Way(tuple(BATCHES["input logprobs"]), eagerly, counters.TAIL_EAGER),
+    "captured": Way(tuple(batch_of((9, 40))), eagerly, counters.TAIL_CAPTURED),
+    "exit": Way(tuple(batch_of((4, 40))), as_captured, counters.EXIT_CAPTURED),
 }
 
 
@@ -403,7 +404,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 def outcomes() -> dict[str, int]:
     """How forwards with the path on were counted."""
     found: dict[str, int] = {}
-    for outcome, n in log.forwards.items():
+    for outcome, n in counters.forwards.items():
         if outcome != SWITCHED_OFF:
             found[outcome] = n
     return found
@@ -433,7 +434,7 @@ def serve_failing(engine: Engine, way: Way, site: Site, error: type[BaseExceptio
     assert stock.answer is not None
     assert torch.equal(seen.answer, stock.answer), "the answer"
     assert_left_as_by(stock, seen)
-    assert log.forwards[log.FAILED] == 1, outcomes()
+    assert counters.forwards[counters.FAILED] == 1, outcomes()
     assert state_of(engine).failures_in_a_row == 1
     dropped = ["state.captured"] * (site.callee == GRAPH_REPLAYED)
     assert_nothing_else_changed(engine, before, "state.failures_in_a_row", *dropped)
@@ -458,7 +459,7 @@ def audit_failing(engine: Engine, way: Way, site: Site, error: type[BaseExceptio
 # What the start itself sets.
 SET_UP = (
     *("state.captured", "state.refused", "state.failures_in_a_row"),
-    *(f"prefills.{ENTRY}", "prefills.execute", "prefills' backend.replay"),
+    *(f"prefills.{STATE_ENTRY}", "prefills.execute", "prefills' backend.replay"),
 )
 
 
@@ -469,14 +470,14 @@ def start_failing(engine: Engine, part: str, site: Site, error: type[BaseExcepti
     with tensors_unchanged(engine), failing_at(site, error):
         set_up(engine, part)
     assert_nothing_else_changed(engine, before, *SET_UP)
-    assert not log.forwards
+    assert not counters.forwards
     if site.phase in ("capture", "graphs compared"):
         assert state_of(engine).refused is None, "the tail can still run eagerly"
     for way in (WAYS["captured"], WAYS["exit"]):
         stock, seen = served_by_stock(engine, way), serve(engine, way, nullcontext())
         torch.testing.assert_close(seen.answer, stock.answer, atol=TOLERANCE, rtol=0)
         assert_left_as_by(stock, seen)
-    assert log.FAILED not in log.forwards
+    assert counters.FAILED not in counters.forwards
 
 
 class Work(NamedTuple):
@@ -598,7 +599,9 @@ def test_what_must_be_raised_leaves_all_as_it_was(engine: Engine, name: str, kin
     for number, site in enumerate(some_of(WORKS[name].sites(engine), every=50)):
         turn_on(engine)
         before, error = what_lives(engine), errors[number % 2]
-        alone = mock.patch.object(compat, "is_single_rank", return_value=kind == "interrupted")
+        alone = mock.patch.object(
+            compat.server, "is_single_rank", return_value=kind == "interrupted"
+        )
         with alone, audited(engine) if is_audited else nullcontext():
             seen = serve(engine, way, failing_at(site, error), raises=error)
         # A forward that raises leaves its residual on the batch, with or without this package.
@@ -607,7 +610,7 @@ def test_what_must_be_raised_leaves_all_as_it_was(engine: Engine, name: str, kin
             assert all(map(torch.equal, seen.cache, stock.cache)), site
             assert torch.equal(seen.step, stock.step), site
         assert all(map(torch.equal, seen.free, stock.free)), site
-        assert log.FAILED not in log.forwards
+        assert counters.FAILED not in counters.forwards
         assert_nothing_else_changed(engine, before)
 
 
@@ -623,7 +626,9 @@ def test_a_start_that_must_raise_gives_back_what_it_borrowed(
     for number, site in enumerate(some_of(WORKS[part].sites(engine), every=40)):
         turn_on(engine)
         before, error = what_lives(engine), errors[number % 2]
-        alone = mock.patch.object(compat, "is_single_rank", return_value=kind == "interrupted")
+        alone = mock.patch.object(
+            compat.server, "is_single_rank", return_value=kind == "interrupted"
+        )
         with alone, tensors_unchanged(engine), pytest.raises(error), failing_at(site, error):
             set_up(engine, part)
         assert_nothing_else_changed(engine, before, *SET_UP)

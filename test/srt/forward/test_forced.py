@@ -16,10 +16,11 @@ from harness.layer_rows import FIRST_SHARED
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.core import cut, donor, per_layer
+from sglang_gemma4_yoco.core import cut, per_layer, tail
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import find
+from sglang_gemma4_yoco.core.state import find_state
+from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -41,7 +42,7 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
     """What this module of a layer returns is ``wrong`` where stock does not run it."""
 
     def broken(engine: Engine) -> AbstractContextManager[Any]:
-        state, owner = find(engine.text_model), engine.text_model.layers[layer]
+        state, owner = find_state(engine.text_model), engine.text_model.layers[layer]
         assert state is not None
         owner = owner.get_submodule(name)
         stock = owner.forward
@@ -119,8 +120,8 @@ KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "val
 CASES: dict[str, tuple[Wrong, set[str]]] = {
     "nothing": (nullcontext, set()),
     "queries": (module(LAYER, "self_attn.q_norm", larger), {f"queries of layer {LAYER}"}),
-    "keys": (function(donor, "keys_and_values", partial(keys_or_values, 0)), {KEYS}),
-    "values": (function(donor, "keys_and_values", partial(keys_or_values, 1)), {VALUES}),
+    "keys": (function(gemma4, "compute_keys_and_values", partial(keys_or_values, 0)), {KEYS}),
+    "values": (function(gemma4, "compute_keys_and_values", partial(keys_or_values, 1)), {VALUES}),
     "attention": (
         module(LAYER, "self_attn.attn", in_turns),
         {f"attention of layer {LAYER}", f"mean of the values of layer {LAYER}"},
@@ -130,16 +131,16 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
         {f"per-layer input of layer {LAYER}"},
     ),
     "per-layer inputs before the cut": (
-        function(per_layer, "project", of_front),
+        function(per_layer, "project_layers", of_front),
         {f"per-layer input of layer {layer}" for layer in range(DONOR)},
     ),
     "FFN of the donor": (module(DONOR, "mlp", in_turns), {f"output of layer {DONOR}"}),
     "FFN of the last layer": (module(LAST, "mlp", in_turns), {"output of layer 7"}),
     "rows at the end": (
-        function(cut, "run_layers", at_the_end),
+        function(tail, "run_layers", at_the_end),
         {"rows after the norm", "logits"},
     ),
-    "rows at the beginning": (function(cut, "run_layers", at_the_beginning), {"rows at the cut"}),
+    "rows at the beginning": (function(tail, "run_layers", at_the_beginning), {"rows at the cut"}),
     "nothing written": (
         function(cut, "write_keys_and_values", partial(written, True)),
         {KEYS, VALUES},
@@ -161,9 +162,9 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
 
 def named(engine: Engine) -> set[str]:
     """All that is no rounding."""
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
-    with check.comparing(engine.runner, state) as both:
+    with check.run_both_paths(engine.runner, state) as both:
         found: set[str] = set()
         for finding in both.findings():
             if not finding.is_rounding:
@@ -180,7 +181,7 @@ def test_it_is_named(sharp: Engine, case: str) -> None:
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
-    model, state = sharp.text_model, find(sharp.text_model)
+    model, state = sharp.text_model, find_state(sharp.text_model)
     assert state is not None
     stock = type(model.layers[LAYER]).__call__
 

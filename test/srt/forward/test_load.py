@@ -152,7 +152,7 @@ def test_names_that_are_gone(
 ) -> None:
     """As on a release that has given each of them another one."""
     for of, names in NAMES.items():
-        monkeypatch.setattr(compat, of, SimpleNamespace())
+        monkeypatch.setattr(compat.names, of, SimpleNamespace())
         why = refusal(caplog)
         for name in names:
             assert f"{of}.{name}" in why
@@ -161,13 +161,13 @@ def test_names_that_are_gone(
 
 def test_names_of_newer_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a release never had is not missed there."""
-    monkeypatch.setattr(compat, "ForwardBatch", None)
-    monkeypatch.setattr(compat, "residual_batch", None)
+    monkeypatch.setattr(compat.batch, "ForwardBatch", None)
+    monkeypatch.setattr(compat.batch, "residual_batch", None)
     names = {f"{of}.{name}": SINCE.get(name) for of in NEWER for name in NAMES[of]}
     for release in ("0.5.20", "0.5.21", "0.5.22"):
-        monkeypatch.setattr(compat, "version", lambda _, release=release: release)
+        monkeypatch.setattr(compat.names, "version", lambda _, release=release: release)
         due = {name for name, since in names.items() if since is None or since <= release}
-        assert set(compat._missing()) == due
+        assert set(compat.names._missing()) == due
     assert due == names.keys()
 
 
@@ -177,11 +177,11 @@ def _anything(*_: Any) -> None:
 
 SIGNATURES: dict[str, tuple[type, str]] = {
     "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds": (
-        compat.gemma4_causal.Gemma4TextModel,
+        compat.layers.gemma4_causal.Gemma4TextModel,
         "forward",
     ),
     "Gemma4DecoderLayer.forward(self, positions, hidden_states, per_layer_input, forward_": (
-        compat.gemma4_causal.Gemma4DecoderLayer,
+        compat.layers.gemma4_causal.Gemma4DecoderLayer,
         "forward",
     ),
     "AttentionBackend.init_forward_metadata(self, forward_batch)": (
@@ -206,6 +206,6 @@ def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -
         for layer in self.layers:
             layer(positions)
 
-    monkeypatch.setattr(compat.gemma4_causal.Gemma4TextModel, "forward", forward)
-    with pytest.raises(compat.IncompatibleError, match=r"loop up to self\.end_layer"):
-        compat.check()
+    monkeypatch.setattr(compat.layers.gemma4_causal.Gemma4TextModel, "forward", forward)
+    with pytest.raises(compat.release.IncompatibleError, match=r"loop up to self\.end_layer"):
+        compat.names.check_names()

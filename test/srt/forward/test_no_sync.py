@@ -26,9 +26,9 @@ from harness.media import MediaPrompt, media_batch
 from harness.observe import Observed, watching
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.host_reads import counted
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.state import find
+from sglang_gemma4_yoco import counters, log
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.state import find_state
 
 PACKAGE = str(Path(log.__file__).parent)
 
@@ -112,7 +112,7 @@ def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cach
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -> None:
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     attention = state.attention
     assert attention is not None
@@ -143,7 +143,7 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
         patch.undo()
         for hook in hooks:
             hook.remove()
-    assert log.forwards
+    assert counters.forwards
     if name == "an intermediate chunk":  # which has no tail
         assert events == ["plan main", *(f"layer {i}" for i in range(FIRST_CUT))]
     else:
@@ -153,13 +153,13 @@ def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -
 def test_a_read_in_the_package_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = read_by(engine, scheduled, "0", intermediate=False)
-    check = gate.check_eligibility
+    check = eligibility.check_eligibility
 
     def reading(state: Any, forward_batch: Any) -> Any:
         assert int(forward_batch.seq_lens.max()) > 0
         return check(state, forward_batch)
 
-    monkeypatch.setattr(gate, "check_eligibility", reading)
+    monkeypatch.setattr(eligibility, "check_eligibility", reading)
     fast = read_by(engine, scheduled, "1", intermediate=False)
     with pytest.raises(AssertionError):
         assert_no_more_reads(fast, stock)

@@ -24,9 +24,9 @@ from harness.layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -153,25 +153,28 @@ class TestPublishedHelpers:
             restore()
         assert plans == [[1]]
 
-    @pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+    @pytest.mark.skipif(not compat.batch.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
     def test_the_residual_is_that_of_the_kept_rows(
         self, engine: Engine, planned: Callable[..., Any]
     ) -> None:
         batch, model = planned(BATCHES["one prompt"]), engine.text_model
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
-        compat.start_residual(batch, hidden)
+        compat.batch.start_residual(batch, hidden)
         rows, *_, restore = model._yoco_truncate_to_last_tokens(
             hidden, batch.positions, None, batch
         )
-        assert compat.residual_is_written(batch, rows)
-        assert not compat.residual_is_written(batch, hidden)
+        assert compat.batch.residual_is_written(batch, rows)
+        assert not compat.batch.residual_is_written(batch, hidden)
         restore()
-        assert compat.residual_is_written(batch, hidden)
+        assert compat.batch.residual_is_written(batch, hidden)
 
 
 @pytest.mark.parametrize(
     ("prompts", "outcome"),
-    [(BATCHES["one prompt"], log.TAIL_EAGER), (batch_of((0, 1), (0, 1)), gate.NOTHING_TO_SKIP)],
+    [
+        (BATCHES["one prompt"], counters.TAIL_EAGER),
+        (batch_of((0, 1), (0, 1)), eligibility.NOTHING_TO_SKIP),
+    ],
     ids=["cut", "refused"],
 )
 def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str) -> None:
@@ -188,4 +191,4 @@ def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str
         assert batch() is None
     finally:
         gc.enable()
-    assert log.forwards[outcome] == 1
+    assert counters.forwards[outcome] == 1

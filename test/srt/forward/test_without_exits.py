@@ -24,7 +24,7 @@ from harness.upstream_fixes import repaired
 from sglang_gemma4_reference import prefill_graphs, recorder, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Findings
 from sglang_gemma4_yoco.loading import metrics, start
@@ -54,18 +54,18 @@ def run(engine: Engine, batch: Any, switch: str) -> tuple[torch.Tensor, int, dic
     """Logits, segments of a captured prefill that were run, and what was counted."""
     engine.poison(batch)
     recorder.replays.clear()
-    log.forwards.clear()
+    counters.forwards.clear()
     with switched(switch):
         logits = engine.forward(batch).next_token_logits.clone()
     prefills = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
-    return logits, sum(graph.ran for graph in prefills), dict(log.forwards)
+    return logits, sum(graph.ran for graph in prefills), dict(counters.forwards)
 
 
 def test_prefills_are_cut(engine: Engine) -> None:
     """Without a bucket, by the captured tail; three requests with an eager one."""
     for prompts, outcome in (
-        (batch_of((0, 90), (30, 7)), log.TAIL_CAPTURED),
-        (batch_of(*((0, 40) for _ in range(ROWS + 1))), log.TAIL_EAGER),
+        (batch_of((0, 90), (30, 7)), counters.TAIL_CAPTURED),
+        (batch_of(*((0, 40) for _ in range(ROWS + 1))), counters.TAIL_EAGER),
     ):
         batch = engine.schedule(prompts)
         stock, _, refused = run(engine, batch, "0")
@@ -84,7 +84,7 @@ def test_captured_prefills_run_to_their_end(engine: Engine) -> None:
 
 def test_it_is_said() -> None:
     assert vars(start)["prefill_graphs"] is None
-    reported = metrics.state()
+    reported = metrics.describe_state()
     assert reported["active"] is True
     assert reported["exits"] == start.NO_EXITS
     findings = Findings()

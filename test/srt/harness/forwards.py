@@ -31,11 +31,11 @@ from harness.observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import donor
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ModelState, find
+from sglang_gemma4_yoco.core.state import ModelState, find_state
+from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.replaced import replaced
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
@@ -60,7 +60,7 @@ NEEDS_GRAPHS = pytest.mark.skipif(
 
 def state_of(engine: Engine) -> ModelState:
     """What is known of the engine's model."""
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     return state
 
@@ -105,11 +105,11 @@ def assert_fast(
 
 def assert_stock(engine: Engine, reason: str, prompts: Sequence[Prompt] = TWO_PROMPTS) -> Observed:
     """The switch makes no difference to anything that is computed, and the reason is counted."""
-    scheduled, before = engine.schedule(prompts), log.forwards[reason]
+    scheduled, before = engine.schedule(prompts), counters.forwards[reason]
     stock, refused = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)
     observe.assert_stock(engine, prompts, refused)
-    assert log.forwards[reason] == before + 1
+    assert counters.forwards[reason] == before + 1
     assert_served_by_stock(stock, refused)
     captured = stock.output.hidden_states
     if captured is not None:
@@ -135,7 +135,7 @@ def assert_untouched(engine: Engine) -> None:
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
     assert (model.start_layer, model.end_layer) == (0, len(model.layers))
     assert not forward_context.has_forward_context()
-    state = find(model)
+    state = find_state(model)
     if state is not None and state.attention is not None:
         assert state.attention.tail.forward_metadata is None
 
@@ -198,10 +198,10 @@ def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
 
 def with_larger_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Break the package: the keys of the layer that is cut are a hundredth too large."""
-    stock = donor.keys_and_values
+    stock = gemma4.compute_keys_and_values
 
     def keys_and_values(*args: Any) -> Any:
         k, v = stock(*args)
         return k * 1.01, v
 
-    monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
+    monkeypatch.setattr(gemma4, "compute_keys_and_values", keys_and_values)

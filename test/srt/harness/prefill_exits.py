@@ -20,11 +20,12 @@ from harness.batches import rest_of
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core.gate import NOTHING_TO_SKIP
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP
+from sglang_gemma4_yoco.exits import exits
+from sglang_gemma4_yoco.exits.capture import ExitPoint
+from sglang_gemma4_yoco.exits.exits import TAIL_NOT_CAPTURED
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.prefill_graphs import exits
-from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED, ExitPoint
 
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is captured
@@ -72,14 +73,14 @@ def run(
     refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
     engine.poison(batch)
     recorder.replays.clear()
-    before = log.forwards.copy()
+    before = counters.forwards.copy()
     with refused if eagerly else nullcontext(), switched("1" if fast else "0"):
         output = engine.forward(batch, intermediate=intermediate)
     replays = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
     logprobs = output.input_token_logprobs
     return Run(
         sum(graph.ran for graph in replays),
-        dict(log.forwards - before),
+        dict(counters.forwards - before),
         output.next_token_logits.clone(),
         None if logprobs is None else torch.as_tensor(logprobs).clone(),
         output,
@@ -110,21 +111,23 @@ def strict_exits() -> Iterator[None]:
         yield
 
 
-EAGERLY = frozenset({log.TAIL_EAGER, log.TAIL_CAPTURED, log.TAIL_SKIPPED, NOTHING_TO_SKIP})
+EAGERLY = frozenset(
+    {counters.TAIL_EAGER, counters.TAIL_CAPTURED, counters.TAIL_SKIPPED, NOTHING_TO_SKIP}
+)
 TO_THE_END = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[str]]:
     """Segments that the fast path must run, and how it may be counted."""
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     if not is_replayed(sum(len(prompt.new) for prompt in prompts)):
         return 0, EAGERLY
     logprobs = [p for p in prompts if 0 <= p.logprob_start < len(p.cached) + len(p.new)]
     if is_intermediate(prompts) and not logprobs:
-        return state.cut_layer + 1, frozenset({log.EXIT_SKIPPED})
+        return state.cut_layer + 1, frozenset({counters.EXIT_SKIPPED})
     one_each = all(p.logprob_start == len(p.cached) + len(p.new) - 1 for p in logprobs)
     if one_each and state.captured is not None and len(prompts) <= ROWS:
-        return state.cut_layer + 1, frozenset({log.EXIT_CAPTURED})
+        return state.cut_layer + 1, frozenset({counters.EXIT_CAPTURED})
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 

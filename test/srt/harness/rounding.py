@@ -67,13 +67,13 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
 
     def given_stocks(number: int, _: Any, args: Any, kwargs: Any) -> Any:
         rows = before[number][kept].clone()
-        compat.write_residual(kwargs["forward_batch"], rows)
+        compat.batch.write_residual(kwargs["forward_batch"], rows)
         return args, {**kwargs, "hidden_states": rows}
 
     for switch, given, found in (("0", watched, after), ("1", given_stocks, fast)):
 
         def returned(number: int, _: Any, __: Any, output: Any, found: Any = found) -> None:
-            found[number] = compat.layer_rows(output).clone()
+            found[number] = compat.layers.get_rows(output).clone()
 
         with ExitStack() as hooks:
             for number, layer in _tail_layers(engine):

@@ -15,7 +15,7 @@ from rehearsal import device
 from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
 
-NEWEST = str(compat.LAST_TESTED)
+NEWEST = str(compat.release.LAST_TESTED)
 [OLDEST] = (
     specifier.version
     for requirement in map(Requirement, requires("sglang-gemma4-yoco") or ())

@@ -24,9 +24,10 @@ from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import FACTS, Findings
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.compat import captured_prefills
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.exits import capture
 from sglang_gemma4_yoco.loading import metrics, patch
-from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -40,7 +41,7 @@ VERDICTS: list[tuple[tuple[str, ...], int, str]] = [
     (("--enable-deterministic-inference",), 1, "deterministic inference"),
     (("--forward-hooks", _HOOK), 1, "forward hooks, which may read any row"),
     (("--pp-size", "2"), 1, "pipeline parallelism (--pp-size) is not supported"),
-    (("--is-embedding",), 1, gate.EMBEDDINGS),
+    (("--is-embedding",), 1, eligibility.EMBEDDINGS),
     (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),
     (("--kv-cache-dtype", "fp8_e5m2"), 0, "None"),
     (("--attention-backend", "intel_xpu"), 2, OTHER),
@@ -135,12 +136,12 @@ def test_prefill_graphs_of_multimodal_models(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
-    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: True)
+    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: True)
     findings = Findings()
     config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
     with releases.published(cuda_graph_config=config):
         preflight._prefill_graphs(findings, changes, changes.get)
-    assert [sglang.IDS_AND_EMBEDDINGS in refusal for refusal in findings.refusals] == [
+    assert [captured_prefills.IDS_AND_EMBEDDINGS in refusal for refusal in findings.refusals] == [
         True
     ] * refused
 
@@ -190,7 +191,9 @@ def test_no_secret_is_shown(
         assert "..." in flags
 
 
-REPAIRED = f"backend 'breakable': SGLang's capture is repaired ({sglang.SHARED_LAYER_IDS})"
+REPAIRED = (
+    f"backend 'breakable': SGLang's capture is repaired ({captured_prefills.SHARED_LAYER_IDS})"
+)
 UNREPAIRED = "backend 'breakable': SGLang cannot capture this model"
 SHORTENED = "replayed prefills are shortened, where the check at start agrees"
 SWITCH = settings.name_of("prefill_graphs")
@@ -226,7 +229,7 @@ def test_prefill_graphs_that_are_repaired(
     lines: list[str],
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
-    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
+    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: False)
     monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)
@@ -239,14 +242,14 @@ def test_prefill_graphs_that_are_repaired(
     [
         (Backend.BREAKABLE, True, SHORTENED),
         (Backend.BREAKABLE, False, f"replayed prefills are not shortened ({SWITCH}=0); "),
-        (Backend.FULL, True, f"replayed prefills are not shortened ({repair.NO_BREAKS}); "),
+        (Backend.FULL, True, f"replayed prefills are not shortened ({capture.NO_BREAKS}); "),
     ],
 )
 def test_prefill_graphs_that_need_no_repair(
     monkeypatch: pytest.MonkeyPatch, backend: str, switch: bool, replays: str
 ) -> None:
     """As a text model of 0.5.18; replays of breakable graphs alone are shortened."""
-    monkeypatch.setattr(sglang, "capture_error", lambda **_: None)
+    monkeypatch.setattr(captured_prefills, "find_capture_error", lambda **_: None)
     with prefill_graphs(backend):
         found, refusals = lines_and_refusals(switch)
     assert found[0] == f"backend {backend!r}: SGLang captures them"

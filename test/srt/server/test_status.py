@@ -22,10 +22,11 @@ from harness.ask import generate, tokens
 from harness.server import Server, running
 from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from sglang_gemma4_reference import tail_failures
-from sglang_gemma4_yoco import __version__, log
+from sglang_gemma4_yoco import __version__, counters
 from sglang_gemma4_yoco.commands import status
+from sglang_gemma4_yoco.commands.https import API_KEY
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY
+from sglang_gemma4_yoco.commands.status import ENTRY, NO_ENTRY
 from sglang_gemma4_yoco.core import forward
 
 Captured = pytest.CaptureFixture[str]
@@ -86,7 +87,7 @@ def test_a_server_that_gave_up_is_not_active(
         [state] = json.loads(out[-1])["schedulers"]
     assert code == 1
     assert (state["active"], state["reason"]) == (False, forward.GIVEN_UP)
-    assert state["forwards"][log.FAILED] == forward.LIMIT
+    assert state["forwards"][counters.FAILED] == forward.LIMIT
     assert state["forwards"]["server_refused"] == 1
     assert len(tail_failures.so_far(server.failures)) == forward.LIMIT
 

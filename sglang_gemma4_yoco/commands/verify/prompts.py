@@ -48,7 +48,7 @@ def read_file(path: Path) -> list[str]:
     return prompts
 
 
-def tokenizer_of(model: str) -> Any:
+def load_tokenizer(model: str) -> Any:
     """The model's own tokenizer; CommandError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
@@ -58,7 +58,7 @@ def tokenizer_of(model: str) -> Any:
         raise CommandError(f"--model-path {model} has no tokenizer: {failure}") from failure
 
 
-def make(
+def make_prompts(
     tokenizer: Any, texts: Sequence[str], *, long: int = 0, pictures: bool = False
 ) -> list[Prompt]:
     """Prompts of all kinds, each text as a question.
@@ -83,7 +83,7 @@ def make(
         made.append(Prompt(LOGPROBS, {"input_ids": ids, "logprob_start_len": start}))
     prefix = list(islice(cycle(encode("\n".join(texts))), PREFIX_TOKENS))
     for seed in (1, 2):  # sent one after the other, the second is a hit of the prefix cache
-        made.append(Prompt(PREFIX, {"input_ids": prefix + _words(tokenizer, 40, seed)}))
+        made.append(Prompt(PREFIX, {"input_ids": prefix + _draw_words(tokenizer, 40, seed)}))
     if long:
         text = encode("\n".join(reversed(texts)))
         made.append(Prompt(CHUNKS, {"input_ids": list(islice(cycle(text), long))}))
@@ -91,23 +91,23 @@ def make(
         parts = [{"type": "image"}, {"type": "text", "text": WHICH_COLOURS}]
         question = templated(parts, tokenize=False)
         for colours in (("red", "green"), ("blue", "yellow")):
-            body = {"text": question, "image_data": [picture(*colours)]}
+            body = {"text": question, "image_data": [draw_picture(*colours)]}
             made.append(Prompt(PICTURES, body))
     return made
 
 
-def _words(tokenizer: Any, count: int, seed: int) -> list[int]:
+def _draw_words(tokenizer: Any, count: int, seed: int) -> list[int]:
     """Tokens from the middle of the vocabulary: Gemma keeps its special tokens at both ends."""
     middle = range(len(tokenizer) // 2, len(tokenizer) * 9 // 10)
     return [middle[seed % len(middle)], *random.Random(seed).choices(middle, k=count - 1)]
 
 
-def timed(tokenizer: Any, length: int, number: int, kind: str = TIMED) -> Prompt:
+def make_timed(tokenizer: Any, length: int, number: int, kind: str = TIMED) -> Prompt:
     """A prompt for one token, which shares no prefix with that of another number."""
-    return Prompt(kind, {"input_ids": _words(tokenizer, length, number)}, 1)
+    return Prompt(kind, {"input_ids": _draw_words(tokenizer, length, number)}, 1)
 
 
-def picture(left: str, right: str) -> str:
+def draw_picture(left: str, right: str) -> str:
     """A picture whose halves have these ``COLOURS``, as a data URL."""
     from PIL import Image  # comes with SGLang
 

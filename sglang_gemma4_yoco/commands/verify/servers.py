@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.commands import https, status
 from sglang_gemma4_yoco.commands.console import CommandError, say
 from sglang_gemma4_yoco.commands.redact import redact
 from sglang_gemma4_yoco.settings import SWITCH
@@ -23,32 +23,9 @@ from sglang_gemma4_yoco.settings import SWITCH
 if TYPE_CHECKING:
     import requests
 
-API_KEY = "SGLANG_API_KEY"
-#: What the package adds to the internal state of each scheduler.
-ENTRY = "gemma4_yoco"
-NO_ENTRY = (
-    f"the server has no entry {ENTRY}. Likely reasons: it is switched off ({SWITCH}=0); the "
-    "package is not installed in the server's environment (run `sglang-gemma4-yoco doctor` there); "
-    "the plugin failed to load (see the lines `Gemma 4 fast prefill` in the server's log)"
-)
-
 
 class WrongPathError(Exception):
     """A server was active and should not be, or the other way round."""
-
-
-def session(url: str, key: str | None = None) -> requests.Session:
-    """An HTTP client for a server, with its API key; to this machine it uses no proxy."""
-    import requests  # both come with SGLang
-    import urllib3
-
-    urllib3.disable_warnings()  # of a certificate that is not to be checked
-    client = requests.Session()
-    client.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")
-    client.headers["Connection"] = "close"  # an idle connection may be closed as it is used again
-    if key := key or os.environ.get(API_KEY):
-        client.headers["Authorization"] = f"Bearer {key}"
-    return client
 
 
 class Server:
@@ -67,7 +44,7 @@ class Server:
         self.port = port
         self.log_file = log_file
         self.env = {**os.environ, SWITCH: str(int(fast)), "PYTHONUNBUFFERED": "1"}
-        self._http = session(self.url)
+        self._http = https.make_session(self.url)
         self._at_start: Counter[str] = Counter()
 
     @property
@@ -172,7 +149,7 @@ class Server:
 
     def forwards(self) -> Counter[str]:
         """Prefill forwards of all schedulers since the server was ready, by outcome."""
-        counted = (state.get(ENTRY, {}).get("forwards") for state in self.states())
+        counted = (state.get(status.ENTRY, {}).get("forwards") for state in self.states())
         return sum(map(Counter, counted), Counter[str]()) - self._at_start
 
 
@@ -186,10 +163,10 @@ def check_switch(
             cut or a scheduler is active. The message names ``during``.
     """
     forwards = server.forwards() - Counter(since)
-    cut = not log.CUT.isdisjoint(forwards)
+    cut = not counters.CUT.isdisjoint(forwards)
     is_active, reasons = False, dict[str, None]()  # each reason once
     for state in server.states():
-        entry = state.get(ENTRY, {"active": False, "reason": NO_ENTRY})
+        entry = state.get(status.ENTRY, {"active": False, "reason": status.NO_ENTRY})
         is_active = is_active or entry["active"]
         if entry["reason"]:
             reasons[entry["reason"]] = None
@@ -211,7 +188,7 @@ def check_switch(
     )
 
 
-def pair(
+def make_pair(
     arguments: Sequence[str], folder: Path, *, device: str, together: bool = True, port: int = 0
 ) -> tuple[Server, Server]:
     """The stock server and the fast one, not started; ``arguments`` override what is set here.
@@ -226,13 +203,15 @@ def pair(
             # Each takes its share of what is free when it starts: half, then nearly all the rest.
             shares = ("0.45", "0.85")
             own = [["--device", "cuda", "--mem-fraction-static", share] for share in shares]
-    logs, ports = (folder / "server-off.log", folder / "server-on.log"), free_ports(2, port)
+    logs, ports = (folder / "server-off.log", folder / "server-on.log"), find_free_ports(2, port)
     stock, fast = (Server(bool(i), [*own[i], *arguments], ports[i], logs[i]) for i in (0, 1))
     return stock, fast
 
 
 @contextmanager
-def running(servers: Sequence[Server], timeout: float, one_by_one: bool = False) -> Iterator[None]:
+def run_servers(
+    servers: Sequence[Server], timeout: float, one_by_one: bool = False
+) -> Iterator[None]:
     """These servers, ready within ``timeout`` seconds each; they are ended however the span ends.
 
     On a GPU they start one by one: the next takes its share of the memory that is left.
@@ -251,7 +230,7 @@ def running(servers: Sequence[Server], timeout: float, one_by_one: bool = False)
         yield
 
 
-def free_ports(count: int, first: int = 0) -> list[int]:
+def find_free_ports(count: int, first: int = 0) -> list[int]:
     """So many free ports: any, or those from ``first`` on; CommandError if one is taken."""
     with ExitStack() as stack:
         try:

@@ -33,14 +33,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sglang_gemma4_yoco import __version__, log
-from sglang_gemma4_yoco.commands import prompts as kinds
-from sglang_gemma4_yoco.commands import servers
-from sglang_gemma4_yoco.commands.compare import Answer, Compared, Comparison, Times, beyond, finite
+from sglang_gemma4_yoco import __version__, counters
 from sglang_gemma4_yoco.commands.console import CommandError, say
-from sglang_gemma4_yoco.commands.prompts import Prompt
 from sglang_gemma4_yoco.commands.redact import redact, redact_flags
-from sglang_gemma4_yoco.commands.servers import Server, WrongPathError
+from sglang_gemma4_yoco.commands.verify import prompts as kinds
+from sglang_gemma4_yoco.commands.verify import servers
+from sglang_gemma4_yoco.commands.verify.compare import (
+    Answer,
+    Compared,
+    Comparison,
+    Times,
+    find_problems,
+    make_finite,
+)
+from sglang_gemma4_yoco.commands.verify.prompts import Prompt
+from sglang_gemma4_yoco.commands.verify.servers import Server, WrongPathError
 
 ALONE, AGAIN, AT_ONCE, TIMED = "one at a time", "once more", "several at once", "timed"
 _PREFILL_GRAPHS = "--cuda-graph-backend-prefill"
@@ -50,7 +57,7 @@ _GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_availa
 Answers = list[tuple[Prompt, Answer]]
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """An integer above zero, for argparse."""
     number = int(text)
     if number < 1:
@@ -61,7 +68,7 @@ def positive(text: str) -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify``."""
     add = parser.add_argument
-    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    number: dict[str, Any] = {"type": parse_positive, "metavar": "N"}
     add("--model-path", required=True, metavar="M", help="a directory, or a name on Hugging Face")
     add("--label", metavar="TEXT", help="its name in the report (default: as --model-path)")
     lines = "your own, one per line (default: bundled questions)"
@@ -120,10 +127,10 @@ def fit_prompts(
     if (args.device, dtype) == ("cpu", "float32"):
         rule = "exact"
     document |= {"dtype": dtype, "rule": rule, "left_out": left_out}
-    prompts = kinds.make(tokenizer, args.texts, long=length, pictures=bool(seen))
+    prompts = kinds.make_prompts(tokenizer, args.texts, long=length, pictures=bool(seen))
     of_each = (kinds.WARM_UP, *[kinds.TIMED] * args.repeats)
     for number, (length, kind) in enumerate(product(dict.fromkeys(args.prompt_tokens), of_each)):
-        prompts.append(kinds.timed(tokenizer, length, number, kind))
+        prompts.append(kinds.make_timed(tokenizer, length, number, kind))
     return prompts
 
 
@@ -136,7 +143,7 @@ class Found:
     seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def send(server: Server, prompt: Prompt, bar: Any) -> tuple[Prompt, Answer]:
+def send_prompt(server: Server, prompt: Prompt, bar: Any) -> tuple[Prompt, Answer]:
     """A prompt and its answer; ``bar`` is a tqdm. Timed prompts must be uncached."""
     began = time.perf_counter()
     reply = server.generate(**prompt.request())
@@ -161,26 +168,26 @@ def end_round(server: Server, found: Found, name: str) -> None:
     server.forget_prefixes()
 
 
-def ask(server: Server, prompts: Sequence[Prompt], bar: Any) -> Found:
+def ask_all(server: Server, prompts: Sequence[Prompt], bar: Any) -> Found:
     """A server's answers to all prompts, one at a time and then several at once."""
     found = Found()
     server.forget_prefixes()
     for prompt in prompts:
-        found.answers[ALONE].append(send(server, prompt, bar))
+        found.answers[ALONE].append(send_prompt(server, prompt, bar))
         if not server.fast:
             # Stock computes the last row by itself then, as the fast path's tail does.
-            found.answers[AGAIN].append(send(server, prompt, bar))
+            found.answers[AGAIN].append(send_prompt(server, prompt, bar))
     end_round(server, found, ALONE)
     pool = ThreadPoolExecutor(8)
     try:
-        found.answers[AT_ONCE] += pool.map(lambda prompt: send(server, prompt, bar), prompts)
+        found.answers[AT_ONCE] += pool.map(lambda prompt: send_prompt(server, prompt, bar), prompts)
     finally:  # without waiting: after an interrupt their server is stopped next
         pool.shutdown(wait=False, cancel_futures=True)
     end_round(server, found, AT_ONCE)
     return found
 
 
-def examine(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[bool, Found]:
+def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[bool, Found]:
     """Send all prompts to each running server, then the timed ones in turns; True is the fast."""
     from tqdm import tqdm  # comes with SGLang
 
@@ -189,12 +196,12 @@ def examine(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[bool, Fou
     rounds = {True: 2, False: 3}  # stock gets each prompt twice in a row as well
     total = sum(len(others) * rounds[server.fast] + len(timed) for server in both)
     with tqdm(total=total, unit="request") as bar:
-        found = {server.fast: ask(server, others, bar) for server in both}
+        found = {server.fast: ask_all(server, others, bar) for server in both}
         turns = list(both)
         for prompt in timed:
             turns.reverse()  # or the same server would always have the warmer caches
             for server in turns:
-                _, answer = send(server, prompt, bar)
+                _, answer = send_prompt(server, prompt, bar)
                 if prompt.kind == kinds.TIMED:
                     one = found[server.fast]
                     one.answers[TIMED].append((prompt, answer))
@@ -204,7 +211,7 @@ def examine(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[bool, Fou
     return found
 
 
-def by_kind(*pairs: tuple[Answers, Answers]) -> Compared:
+def compare_by_kind(*pairs: tuple[Answers, Answers]) -> Compared:
     """Answers compared with others to the same prompts, by the prompts' kind."""
     found = defaultdict(list)
     for ones, others in pairs:
@@ -216,14 +223,16 @@ def by_kind(*pairs: tuple[Answers, Answers]) -> Compared:
 def conclude(document: dict[str, Any], stock: Found, fast: Found) -> tuple[Compared, Compared]:
     """Put all figures into the document; returns fast against stock, and stock against itself."""
     mine, own, alone = fast.answers, stock.answers, stock.answers[ALONE]
-    compared = by_kind((alone, mine[ALONE]), (alone, mine[AT_ONCE]), (own[TIMED], mine[TIMED]))
-    noise = by_kind((alone, own[AT_ONCE]), (alone, own[AGAIN]))
+    compared = compare_by_kind(
+        (alone, mine[ALONE]), (alone, mine[AT_ONCE]), (own[TIMED], mine[TIMED])
+    )
+    noise = compare_by_kind((alone, own[AT_ONCE]), (alone, own[AGAIN]))
     wrong = [
         f"{kind}: {sentence}"
         for kind, one in compared.items()
-        for sentence in beyond(one, noise.values(), exact=document["rule"] == "exact")
+        for sentence in find_problems(one, noise.values(), exact=document["rule"] == "exact")
     ]
-    if failed := sum(forwards[log.FAILED] for forwards in fast.forwards.values()):
+    if failed := sum(forwards[counters.FAILED] for forwards in fast.forwards.values()):
         wrong.append(f"{failed} prefills failed on the fast path; see server-on.log")
     if not any(a.cached_tokens for prompt, a in mine[ALONE] if prompt.kind == kinds.PREFIX):
         document["left_out"].setdefault(kinds.PREFIX, "no hit of the prefix cache, though it is on")
@@ -236,7 +245,7 @@ def conclude(document: dict[str, Any], stock: Found, fast: Found) -> tuple[Compa
         "active": True,
         "agrees": not wrong,
         "answers_equal": all(one.equal_answers == one.answers for one in compared.values()),
-        "max_logprob_diff": finite(max(one.max_logprob for one in compared.values())),
+        "max_logprob_diff": make_finite(max(one.max_logprob for one in compared.values())),
         "ttft_off_s": off.median,  # of the longest prompts
         "ttft_on_s": on.median,
         "ratio": ratio,
@@ -251,9 +260,9 @@ def conclude(document: dict[str, Any], stock: Found, fast: Found) -> tuple[Compa
     return compared, noise
 
 
-def serve(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Found]:
+def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Found]:
     """Start, examine and stop both servers; returns what stock and fast did."""
-    tokenizer = kinds.tokenizer_of(args.model_path)
+    tokenizer = kinds.load_tokenizer(args.model_path)
     flags = ["--model-path", args.model_path, *args.server_args]
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
     if any(flag.startswith("--ssl-") for flag in flags):
@@ -263,7 +272,7 @@ def serve(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Fo
     else:
         say("One server after the other.")
     how = {"device": args.device, "together": together, "port": args.port}
-    stock, fast = servers.pair(flags, args.output, **how)
+    stock, fast = servers.make_pair(flags, args.output, **how)
     run_prefills_eagerly(stock)
     prompts: list[Prompt] = []
     found: dict[bool, Found] = {}
@@ -272,16 +281,16 @@ def serve(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Found, Fo
     if together:
         groups = [[stock, fast]]
     for group in groups:
-        with servers.running(group, args.start_timeout, one_by_one=args.device != "cpu"):
+        with servers.run_servers(group, args.start_timeout, one_by_one=args.device != "cpu"):
             prompts = prompts or fit_prompts(document, args, tokenizer, group[0])
-            found |= examine(group, prompts)
+            found |= examine_servers(group, prompts)
     return found[False], found[True]
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve, ask, judge, show; returns the exit status."""
     try:
-        from sglang_gemma4_yoco.commands import page
+        from sglang_gemma4_yoco.commands.verify import page
 
         sglang = version("sglang")
     except ModuleNotFoundError as missing:
@@ -308,15 +317,15 @@ def run(args: argparse.Namespace) -> int:
     (args.output / "verify.json").unlink(missing_ok=True)
     say(f"\n== Servers\nSGLang {sglang} on {args.device}; {args.model_path}; logs in {args.output}")
     try:
-        stock, fast = serve(args, document)
+        stock, fast = serve_both(args, document)
     except WrongPathError as wrong:
         say(f"\n== {_WRONG}\n{wrong}")
         document["problems"] = str(wrong).splitlines()[:1]
     else:
         compared = conclude(document, stock, fast)
         document = redact(document)  # before lines are broken
-        page.show(document)
-        (args.output / "verify.html").write_text(page.render(document, *compared), "utf-8")
+        page.print_report(document)
+        (args.output / "verify.html").write_text(page.render_page(document, *compared), "utf-8")
         say(f"Report: {args.output / 'verify.html'}\n")
     with (args.output / "verify.json").open("w") as file:
         say(document, file, indent=1)

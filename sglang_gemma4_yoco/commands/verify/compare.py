@@ -42,13 +42,13 @@ class Answer:
     def of(cls, reply: Mapping[str, Any], seconds: float = 0.0) -> Answer:
         """Read SGLang's reply to /generate."""
         about = reply["meta_info"]
-        generated, read = (_positions(about, part) for part in ("output", "input"))
+        generated, read = (_read_positions(about, part) for part in ("output", "input"))
         if read and math.isnan(read[0].logprob):  # nothing comes before a prompt's first token
             read = read[1:]
         return cls(generated, read, about["cached_tokens"], seconds)
 
 
-def _positions(about: Mapping[str, Any], part: str) -> tuple[Position, ...]:
+def _read_positions(about: Mapping[str, Any], part: str) -> tuple[Position, ...]:
     tokens = about.get(f"{part}_token_logprobs") or []
     likeliest = about.get(f"{part}_top_logprobs") or []
     positions = []
@@ -83,12 +83,12 @@ class Comparison:
         for one, other in pairs:
             result.answers += 1
             result.equal_answers += one.tokens == other.tokens
-            read = [*map(_difference, one.read, other.read)]
+            read = [*map(_measure_difference, one.read, other.read)]
             if len(one.read) != len(other.read):
                 read.append(math.inf)
             generated = []
             for mine, yours in zip(one.generated, other.generated, strict=False):
-                generated.append(_difference(mine, yours))
+                generated.append(_measure_difference(mine, yours))
                 if mine.token != yours.token:
                     break
             result.logprobs += read + generated
@@ -106,22 +106,22 @@ class Comparison:
         return {
             "answers": self.answers,
             "equal_answers": self.equal_answers,
-            "mean_logprob_diff": finite(statistics.fmean(values)),
-            "max_logprob_diff": finite(max(values)),
+            "mean_logprob_diff": make_finite(statistics.fmean(values)),
+            "max_logprob_diff": make_finite(max(values)),
         }
 
 
 Compared = Mapping[str, Comparison]  # by kind of prompt
 
 
-def finite(value: float) -> float | None:
+def make_finite(value: float) -> float | None:
     """A number for JSON: None where it is not finite."""
     if math.isfinite(value):
         return value
     return None
 
 
-def _difference(one: Position, other: Position) -> float:
+def _measure_difference(one: Position, other: Position) -> float:
     """How far two servers differ on the tokens of both; a lower bound where one has no number."""
     differences = []
     for mine, yours in ((one, other), (other, one)):
@@ -136,7 +136,7 @@ def _difference(one: Position, other: Position) -> float:
     return max(differences)
 
 
-def beyond(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> Iterator[str]:
+def find_problems(fast: Comparison, noise: Collection[Comparison], *, exact: bool) -> Iterator[str]:
     """What differs by more than it may (``verify --help`` has the rule), as sentences.
 
     With rounding tokens do not count: one last bit decides between two that are equally likely.

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Column, Table
 
-from sglang_gemma4_yoco.commands.compare import Compared, Times
+from sglang_gemma4_yoco.commands.verify.compare import Compared, Times
 
 COLOURS = {"stock": "#6b7280", "fast": "#0f766e"}
 _LEAST = 1e-8  # a difference below it is drawn as this
 
 
-def show(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
+def print_report(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
     """Print the tables and the verdict, on stdout or into a file; returns the console used."""
     console = Console(file=file, record=True, highlight=False, markup=False)
     if not console.is_terminal:
@@ -63,9 +63,9 @@ def show(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
     return console
 
 
-def render(document: Mapping[str, Any], fast: Compared, noise: Compared) -> str:
+def render_page(document: Mapping[str, Any], fast: Compared, noise: Compared) -> str:
     """The page: tables and two pictures in one HTML file that needs no network."""
-    console = show(document, io.StringIO())
+    console = print_report(document, io.StringIO())
     for key in ("model", "device", "dtype", "sglang", "package", "server_args", "repeats"):
         console.print(f"{key}: {document[key]}")
     title = escape(f"Gemma 4 fast prefill: {document['model']}")

@@ -23,16 +23,16 @@ from sglang_gemma4_yoco.checking import rounding
 from sglang_gemma4_yoco.checking.requests import (
     NotComparableError,
     Request,
-    random_like,
-    synthetic_requests,
+    draw_like,
+    make_synthetic_requests,
 )
-from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
+from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
 
 # Of the last layer's rows, normed: what another kernel for its last products would make.
 TAIL, ROUNDINGS = "the captured tail", 2.0
 
 
-def prove(graphs: TailGraphs, runner: Any) -> None:
+def check_graphs(graphs: TailGraphs, runner: Any) -> None:
     """Compare every graph with the eager layers, and drop what differs, with one error line.
 
     One that cannot be compared, as the pools have no room for it, is dropped without a line: the
@@ -40,40 +40,40 @@ def prove(graphs: TailGraphs, runner: Any) -> None:
     """
     for size in graphs.rows:
         try:
-            largest = rounding.worst(findings(graphs, runner, size))
+            largest = rounding.find_worst(compare_graph(graphs, runner, size))
         except NotComparableError:
             graphs.drop(size)
             continue
         if not largest.is_rounding:
             graphs.drop(size)
-            log.error(
+            log.log_error(
                 f"Gemma 4 fast prefill: the tail captured for {size} rows differs from the "
                 f"eager one (relative error {largest.error:.1e}, up to "
                 f"{largest.allowed:.1e} is rounding) and is not used"
             )
 
 
-def findings(graphs: TailGraphs, runner: Any, size: int) -> list[Finding]:
+def compare_graph(graphs: TailGraphs, runner: Any, size: int) -> list[Difference]:
     """Compare the graph for ``size`` rows with the eager layers: with most padding, and none."""
     generator = torch.Generator(runner.device).manual_seed(size)
     fewest = max((rows for rows in graphs.rows if rows < size), default=0) + 1
     compared = []
-    with synthetic_requests(runner, graphs.state) as synthetic:
+    with make_synthetic_requests(runner, graphs.state) as synthetic:
         for rows in sorted({fewest, size}):
-            fill = partial(_fill, requests=synthetic.requests, generator=generator)
+            fill = partial(_fill_inputs, requests=synthetic.requests, generator=generator)
             captured = graphs.replayed(size, rows, fill)
             compared.append(Comparison.of(TAIL, graphs.eager(size, rows), captured, ROUNDINGS))
-    return rounding.findings(compared)
+    return rounding.read_differences(compared)
 
 
-def _fill(inputs: Inputs, requests: Sequence[Request], generator: torch.Generator) -> None:
+def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.Generator) -> None:
     """Fill in random rows, of the requests in turn: row i of n at (n - i) / n of its request.
 
     With requests of 7, 514 and 1030 tokens, 4 rows have 1030, 385, 3 and 257 keys.
     """
     for tensor in (inputs.rows, inputs.embeds, inputs.embedded):
         if tensor is not None:
-            tensor.copy_(random_like(tensor, generator))
+            tensor.copy_(draw_like(tensor, generator))
     rows = inputs.rows.shape[0]
     chosen = [requests[-1 - row % len(requests)] for row in range(rows)]
     lengths = [max(1, len(r.slots) * (rows - row) // rows) for row, r in enumerate(chosen)]

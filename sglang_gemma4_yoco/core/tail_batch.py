@@ -15,16 +15,16 @@ an extend kernel processes it with a handful of thread blocks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core import kept_rows
 
 # Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes, that is
 # of 4 numbers of 4 bytes: the lengths of 3 requests are followed by 1 number of padding.
@@ -46,72 +46,6 @@ def pin_memory(device: str) -> None:
 
 
 @dataclass(frozen=True)
-class KeptRows:
-    """The kept suffix of every request of one batch, in host integers.
-
-    Attributes:
-        lens: m_i, rows kept of request i.
-        prefix_lens: tokens of request i before its first kept row.
-        start_loc: the place of request i's first kept row among the kept ones.
-        indices: the kept rows among the T rows, ascending, in 64 bits.
-        total: T.
-        count: rows kept, m_0 + m_1 + ...
-        one_per_request: every request keeps exactly its last row: the tail is a decode step.
-    """
-
-    lens: list[int]
-    prefix_lens: list[int]
-    start_loc: list[int]
-    indices: array[int]
-    total: int
-    count: int
-    one_per_request: bool
-
-    @classmethod
-    def suffixes(
-        cls,
-        extend_lens: Sequence[int],
-        prefix_lens: Sequence[int],
-        logprob_starts: Sequence[int] | None = None,
-    ) -> KeptRows:
-        """Keep one row per request, or the rows from its logprob start on.
-
-        Args:
-            extend_lens: n_i >= 1.
-            prefix_lens: p_i.
-            logprob_starts: the first new row of request i whose logits are read, relative to its
-                new rows (n_i or more means none); None when no request reads more than its last.
-
-        >>> KeptRows.suffixes(extend_lens=[3, 4, 2], prefix_lens=[0, 10, 0]).indices.tolist()
-        [2, 6, 8]
-        >>> KeptRows.suffixes([5, 4, 3], [0, 0, 7], logprob_starts=[2, 4, 0]).lens
-        [3, 1, 3]
-        """
-        lens: list[int] = []
-        kept_prefixes: list[int] = []
-        start_loc: list[int] = []
-        first_rows: list[int] = []
-        count = end = 0
-        for request, n in enumerate(extend_lens):
-            m = 1
-            if logprob_starts is not None:
-                m = min(max(n - logprob_starts[request], 1), n)
-            end += n
-            lens.append(m)
-            kept_prefixes.append(prefix_lens[request] + n - m)
-            start_loc.append(count)
-            first_rows.append(end - m)
-            count += m
-        indices = array("q", first_rows)
-        if count > len(lens):
-            # In NumPy: Python numbers of 131,072 rows, as of a long prompt's logprobs, take 15 ms.
-            not_kept_before = np.subtract(first_rows, start_loc)
-            rows = np.repeat(not_kept_before, lens) + np.arange(count)
-            indices = array("q", rows.tobytes())
-        return cls(lens, kept_prefixes, start_loc, indices, end, count, count == len(lens))
-
-
-@dataclass(frozen=True)
 class TailBatch:
     """The batch that the tail runs on, made before the first layer of the model runs.
 
@@ -121,14 +55,14 @@ class TailBatch:
         decodes: it runs as a decode step, not as an extend of suffixes.
     """
 
-    kept: KeptRows
+    kept: kept_rows.KeptRows
     index: torch.Tensor
     decodes: bool
     _batch: Any
     _packed: torch.Tensor
 
     @classmethod
-    def of(cls, forward_batch: Any, kept: KeptRows, *, decodes: bool) -> TailBatch:
+    def of(cls, forward_batch: Any, kept: kept_rows.KeptRows, *, decodes: bool) -> TailBatch:
         """The tail of an eligible batch.
 
         No value is read from the device, and all host values are copied to it in one copy. No
@@ -174,10 +108,10 @@ class TailBatch:
         }
         if self.decodes:
             # out_cache_loc stays [T]: nothing is written or read by it in this mode.
-            fields["forward_mode"] = compat.ForwardMode.DECODE
+            fields["forward_mode"] = compat.batch.ForwardMode.DECODE
         else:
             fields |= {
-                "forward_mode": compat.ForwardMode.EXTEND,
+                "forward_mode": compat.batch.ForwardMode.EXTEND,
                 # A layer without K and V of its own reads those of this chunk from these slots, one
                 # for each query row.
                 "out_cache_loc": batch.out_cache_loc.index_select(0, index),
@@ -191,7 +125,7 @@ class TailBatch:
 
 
 @contextmanager
-def rewritten(forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
+def rewrite_batch(forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
     """Set ``fields`` on the batch for the span of the ``with``; then restore the same objects.
 
     Fields that this SGLang's batch does not have are left out. The residual stream, which belongs

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.checking.requests import NotComparableError, Request, prefill_batch
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.checking.requests import NotComparableError, Request, make_prefill_batch
+from sglang_gemma4_yoco.replaced import replaced
 
 #: Where the configuration of a multimodal model has these ids.
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
@@ -26,7 +26,7 @@ class _Given(Exception):  # noqa: N818 - it ends a forward that has done what it
     """The inputs of the text model, whose layers do not run."""
 
 
-def embed(model: Any, config: Any, ids: torch.Tensor) -> Inputs:
+def embed_text(model: Any, config: Any, ids: torch.Tensor) -> Inputs:
     """The embeddings of text, as SGLang's eager model makes them; can be captured.
 
     Args:
@@ -43,7 +43,7 @@ def embed(model: Any, config: Any, ids: torch.Tensor) -> Inputs:
 
 
 @torch.no_grad()
-def agree(
+def inputs_agree(
     runner: Any, model: Any, make: Callable[[torch.Tensor], Any], first_layer: int = 0
 ) -> bool:
     """Whether ``make`` makes of ids what SGLang's eager model makes of them, bit for bit.
@@ -57,8 +57,8 @@ def agree(
     Raises:
         NotComparableError: SGLang gives its text model something else than what is known here.
     """
-    ids = _named_ids(runner)
-    embeds, embedded = given(runner, model, runner.model.forward, ids)
+    ids = _list_named_ids(runner)
+    embeds, embedded = get_given_inputs(runner, model, runner.model.forward, ids)
     own_embeds, own_embedded = make(ids)
     same = torch.equal(embeds, own_embeds)
     if embedded is not None:
@@ -66,27 +66,29 @@ def agree(
     return same
 
 
-def given(runner: Any, model: Any, forward: Callable[..., Any], ids: torch.Tensor) -> Any:
+def get_given_inputs(
+    runner: Any, model: Any, forward: Callable[..., Any], ids: torch.Tensor
+) -> Any:
     """What the text model is given for these ids by ``forward``: ``Inputs``.
 
     ``forward`` is called as SGLang calls its models; a batch that was not planned runs as stock.
     """
     no_slots = torch.zeros_like(ids)
     text = Request(0, 0, ids, no_slots, no_slots)
-    batch = prefill_batch(runner, [text], starts=None, finishes=True)
+    batch = make_prefill_batch(runner, [text], starts=None, finishes=True)
 
     def project(embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> None:
         raise _Given(embeds, embedded)
 
     try:
-        with log.not_counted(), replaced(model, project_per_layer_inputs=project):
+        with counters.count_apart(), replaced(model, project_per_layer_inputs=project):
             forward(ids, batch.positions, batch)
     except _Given as inputs:
         return inputs.args
     raise NotComparableError("the text model has not projected its inputs")
 
 
-def _named_ids(runner: Any) -> torch.Tensor:
+def _list_named_ids(runner: Any) -> torch.Tensor:
     """Every id that the model's configuration names; others take the place of unknown ones."""
     config = runner.model.config
     names = vars(getattr(config, "text_config", config)) | vars(config)

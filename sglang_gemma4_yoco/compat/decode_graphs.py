@@ -16,15 +16,17 @@ from sglang_gemma4_yoco import compat
 _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less than a tenth
 
 
-def captured_decode_steps(runner: Any) -> Any | None:
+def get_captured_steps(runner: Any) -> Any | None:
     """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
     graphs = runner.decode_cuda_graph_runner
-    if compat.cuda_graph_backend("decode") == "full" and isinstance(graphs, DecodeCudaGraphRunner):
+    if compat.server.get_cuda_graph_backend("decode") == "full" and isinstance(
+        graphs, DecodeCudaGraphRunner
+    ):
         return graphs
     return None
 
 
-def graph_backend(decode_steps: Any) -> Any:
+def make_graph_backend(decode_steps: Any) -> Any:
     """A graph backend of SGLang's, with a memory pool of its own.
 
     In the pool of SGLang's graphs, what is free during a capture may be in use during a replay.
@@ -35,7 +37,7 @@ def graph_backend(decode_steps: Any) -> Any:
 
 
 @contextmanager
-def capturing(decode_steps: Any, backend: Any) -> Iterator[None]:
+def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
     """The span in which ``backend`` captures. With several ranks, all of them enter it together."""
     with (
         capture_mode.model_capture_mode(),
@@ -51,7 +53,7 @@ def loads_kv_layerwise(pool: Any) -> bool:
     return any(getattr(part, "layer_transfer_counter", None) is not None for part in pools)
 
 
-def lacks_memory(device: torch.device) -> str | None:
+def find_memory_reason(device: torch.device) -> str | None:
     """Why nothing can be captured, or None. With several ranks a failed capture ends all."""
     if device.type != "cuda":
         return None

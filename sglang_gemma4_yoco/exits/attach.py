@@ -14,15 +14,18 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.checking import requests, rounding, start
-from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.checking import requests, rounding
+from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.start import Checked
+from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.core.cut import Plan
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ENTRY, ModelState
-from sglang_gemma4_yoco.prefill_graphs import inputs, repair, sglang
-from sglang_gemma4_yoco.prefill_graphs.exits import NO_POINT, PrefillGraphExits, noting
+from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
+from sglang_gemma4_yoco.exits import capture, text_inputs
+from sglang_gemma4_yoco.exits.capture import note_exit_points
+from sglang_gemma4_yoco.exits.exits import NO_POINT, PrefillGraphExits
+from sglang_gemma4_yoco.replaced import replaced
 
 NOT_TAKEN = "not every prefill of the check has left at an exit"
 CANARY = "SGLang's KV canary writes its marks at the end of a captured prefill"
@@ -32,23 +35,26 @@ _OF_IDS = "_yoco_of_ids"
 
 
 @contextmanager
-def capturing(runner: Any, state: ModelState) -> Iterator[str | None]:
+def capture_graphs(runner: Any, state: ModelState) -> Iterator[str | None]:
     """The span in which SGLang captures graphs of this model.
 
     Its capture of prefills is repaired where the operator has asked for them, but not on a server
     of which no batch may be cut: its setup was never tried with a repair. Yields why it repairs.
     """
-    _close_exits(runner)
+    _close_hooks(runner)
     why = None
     if state.refused is None:
-        why = repair.needed(multimodal=runner.model_config.is_multimodal)
+        why = capture.find_repair(multimodal=runner.model_config.is_multimodal)
     with ExitStack() as span:
-        if state.refused is None and compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
-            span.enter_context(noting(state.tail_layers[0]))
+        if (
+            state.refused is None
+            and compat.server.get_cuda_graph_backend("prefill") == captured_prefills.BREAKABLE
+        ):
+            span.enter_context(note_exit_points(state.tail_layers[0]))
         if why is not None:
-            span.enter_context(repair.repaired(state.model, runner.model.config, why))
+            span.enter_context(capture.repair_capture(state.model, runner.model.config, why))
         else:
-            repair.warn_that_capture_fails(multimodal=runner.model_config.is_multimodal)
+            capture.warn_that_capture_fails(multimodal=runner.model_config.is_multimodal)
         yield why
 
 
@@ -58,7 +64,7 @@ def keep_to_text(runner: Any, state: ModelState, repaired: str | None) -> None:
     Raises:
         Exception: it failed, and none of these graphs is used.
     """
-    prefills = compat.captured_prefills(runner)
+    prefills = compat.server.get_captured_prefills(runner)
     if prefills is None or repaired is None:
         return
     if hasattr(prefills, _OF_IDS):  # SGLang has captured decode steps anew; these graphs stay
@@ -72,13 +78,13 @@ def keep_to_text(runner: Any, state: ModelState, repaired: str | None) -> None:
         raise
 
 
-def close(runner: Any) -> None:
+def close_exits(runner: Any) -> None:
     """Leave SGLang's captured prefills as they were.
 
     Those that were captured from ids go: without this package they would serve media as well.
     """
-    _close_exits(runner)
-    if hasattr(compat.captured_prefills(runner), _OF_IDS):
+    _close_hooks(runner)
+    if hasattr(compat.server.get_captured_prefills(runner), _OF_IDS):
         runner.prefill_cuda_graph_runner = None
 
 
@@ -100,20 +106,22 @@ def _compare_inputs(runner: Any, state: ModelState) -> None:
         Exception: it failed, and other ranks wait for this one.
     """
     model, agree = state.model, False
-    forward = repair.forward_of_ids(model, runner.model.config)
+    forward = capture.make_forward_of_ids(model, runner.model.config)
     try:
-        agree = inputs.agree(runner, model, partial(inputs.given, runner, model, forward))
+        agree = text_inputs.inputs_agree(
+            runner, model, partial(text_inputs.get_given_inputs, runner, model, forward)
+        )
     except Exception as failure:
-        if not compat.is_single_rank():
+        if not compat.server.is_single_rank():
             raise
-        log.failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
-    if ranks.reason_ranks_differ(f"inputs: {agree}") or not agree:
+        log.log_failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
+    if ranks.find_difference(f"inputs: {agree}") or not agree:
         runner.prefill_cuda_graph_runner = None  # then SGLang runs prefills eagerly
         state.facts["exits"] = f"closed: {OTHER_INPUTS}"
-        log.error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
+        log.log_error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
 
 
-def attach(runner: Any, state: ModelState, unshown: str | None = None) -> None:
+def open_exits(runner: Any, state: ModelState, unshown: str | None = None) -> None:
     """Open the exits of what SGLang has captured; with several ranks on all, or on none.
 
     Args:
@@ -122,14 +130,14 @@ def attach(runner: Any, state: ModelState, unshown: str | None = None) -> None:
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    prefills, exits, level = compat.captured_prefills(runner), None, logging.WARNING
+    prefills, exits, level = compat.server.get_captured_prefills(runner), None, logging.WARNING
     if prefills is None:
         return
-    _close_exits(runner)
-    reason = unshown or repair.exits_refused()
+    _close_hooks(runner)
+    reason = unshown or capture.find_closed_reason()
     if getattr(runner, "canary_manager", None) is not None:
         reason = reason or CANARY
-    if compat.cuda_graph_backend("prefill") == sglang.BREAKABLE:
+    if compat.server.get_cuda_graph_backend("prefill") == captured_prefills.BREAKABLE:
         config = None
         if hasattr(prefills, _OF_IDS):
             config = runner.model.config
@@ -139,44 +147,46 @@ def attach(runner: Any, state: ModelState, unshown: str | None = None) -> None:
                 reason = reason or NO_POINT
         except AttributeError as missing:
             reason = str(missing)
-    reason = ranks.reason_ranks_differ(f"exits: {reason}, {exits and exits.segments}") or reason
+    reason = ranks.find_difference(f"exits: {reason}, {exits and exits.segments}") or reason
     if exits is not None and reason is None:
         exits.closed = None
-        checked = _check(runner, state, exits)
+        checked = _check_exits(runner, state, exits)
         state.facts["exits_check"] = checked.facts()
         # A rank that leaves a graph would wait for one that runs it to its end.
-        reason = ranks.reason_ranks_differ(f"exits agree with stock: {checked.agrees}")
+        reason = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
         if not checked.agrees:
             reason, level = f"the check found {checked.worst}", logging.ERROR
             if checked.worst is None:
                 reason = f"they are not checked: {checked.unchecked}"
     if reason is None:
         state.facts["exits"] = f"open {exits}"
-        log.once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
+        log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
         return
     if exits is not None:
         exits.closed = reason
     state.facts["exits"] = f"closed: {reason}"
-    log.once(
+    log.log_once(
         f"Gemma 4 fast prefill: exits from captured prefills are closed: {reason}; "
         "--cuda-graph-backend-prefill=disabled shortens prefills",
         level,
     )
 
 
-def _check(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
+def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
     """Run synthetic prompts and intermediate chunks, which leave at the open exits.
 
     Raises:
         Exception: one of them failed, and other ranks wait for this one.
     """
-    unchecked = start.why_not()
+    unchecked = check.find_reason()
     if unchecked is not None:
         return Checked(unchecked=unchecked)
-    found, finished, tail = list[Finding](), list[bool](), state.captured
+    found, finished, tail = list[Difference](), list[bool](), state.captured
     longest = max(exits.segments)
     # Up to now a graph that needs no repair has the text model's own embeddings, as its exit has.
-    of_ids = hasattr(runner.prefill_cuda_graph_runner, _OF_IDS) or compat.is_newer_than_tested()
+    of_ids = (
+        hasattr(runner.prefill_cuda_graph_runner, _OF_IDS) or compat.release.is_newer_than_tested()
+    )
 
     def compared(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
         found.extend(forward.findings(plan, output))
@@ -187,11 +197,15 @@ def _check(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
     always = replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
     comparing = replaced(state, after_cut=compared)
     try:
-        if of_ids and not inputs.agree(runner, state.model, exits.embed, state.cut_layer):
-            return Checked(rounding.defect(OTHER_INPUTS))
-        with requests.synthetic_requests(runner, state) as chunks, always, comparing:
+        if of_ids and not text_inputs.inputs_agree(
+            runner, state.model, exits.embed, state.cut_layer
+        ):
+            return Checked(rounding.make_defect(OTHER_INPUTS))
+        with requests.make_synthetic_requests(runner, state) as chunks, always, comparing:
             if sum(chunks.lens) > longest:
-                return Checked(rounding.defect(f"{NOT_TAKEN}: they have up to {longest} tokens"))
+                return Checked(
+                    rounding.make_defect(f"{NOT_TAKEN}: they have up to {longest} tokens")
+                )
             expected = [False]
             if tail is not None:
                 few = chunks.requests[: tail.rows[-1]]
@@ -199,20 +213,20 @@ def _check(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
                 expected = [True, False]
             chunks.run(finishes=False)
             if finished != expected:
-                found.append(rounding.defect(NOT_TAKEN))
+                found.append(rounding.make_defect(NOT_TAKEN))
             if chunks.others_changed():
-                found.append(rounding.defect(start.OTHERS_SLOTS))
+                found.append(rounding.make_defect(check.OTHERS_SLOTS))
     except requests.NotComparableError as why:
         return Checked(unchecked=str(why))
     except Exception as failure:
-        if not compat.is_single_rank():
+        if not compat.server.is_single_rank():
             raise
-        log.failure("Gemma 4 fast prefill: exits could not be checked", failure)
-        found.append(rounding.defect(NOT_TAKEN))
-    return Checked(rounding.worst(found))
+        log.log_failure("Gemma 4 fast prefill: exits could not be checked", failure)
+        found.append(rounding.make_defect(NOT_TAKEN))
+    return Checked(rounding.find_worst(found))
 
 
-def _close_exits(runner: Any) -> None:
-    exits = getattr(compat.captured_prefills(runner), ENTRY, None)
+def _close_hooks(runner: Any) -> None:
+    exits = getattr(compat.server.get_captured_prefills(runner), STATE_ENTRY, None)
     if exits is not None:
         exits.hooks.close()

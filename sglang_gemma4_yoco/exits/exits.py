@@ -14,26 +14,27 @@ their memory, and later segments overwrite it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.captured import proof
+from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured.graphs import Replay
-from sglang_gemma4_yoco.checking import layerwise, rounding
-from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
-from sglang_gemma4_yoco.core import donor, gate
-from sglang_gemma4_yoco.core.cut import Plan
-from sglang_gemma4_yoco.core.forward import serve
+from sglang_gemma4_yoco.checking import layerwise, rounding, tail_graphs
+from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco.compat import captured_prefills
+from sglang_gemma4_yoco.core import eligibility, plan
+from sglang_gemma4_yoco.core.forward import serve_forward
 from sglang_gemma4_yoco.core.per_layer import Buffers
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ENTRY, ModelState
-from sglang_gemma4_yoco.prefill_graphs import inputs, sglang
+from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
+from sglang_gemma4_yoco.exits import capture, text_inputs
+from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.replaced import replaced
 
 NO_POINT = "some captured prefill does not run the layer inside which batches are cut"
 # Why a batch runs SGLang's graph to its end.
@@ -46,46 +47,10 @@ MEDIA = "its prefill is captured, and it is multimodal"
 _FEWEST_ON_GPU = 128
 
 
-@dataclass(frozen=True)
-class ExitPoint:
-    """Where a captured prefill can be left; an attribute of SGLang's graph, freed with it."""
-
-    segments: int  # of the graph that run before it
-    rows: torch.Tensor  # [bucket, hidden], the residual at the input of layer S-1
-    keys: torch.Tensor  # [bucket, kv_heads, head_dim], that layer's
-    values: torch.Tensor
-
-
-@contextmanager
-def noting(layer: Any) -> Iterator[None]:
-    """Note the exit point, at ``layer``'s attention, of each graph captured in the span."""
-    attention = layer.self_attn.attn
-    run, attend = layer.forward, attention.forward
-    heads = (-1, attention.tp_k_head_num, attention.head_dim)
-
-    def noted(graph: Any, rows: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-        segments, rows, keys, values = sglang.at_next_break(graph, rows, k, v)
-        setattr(graph, ENTRY, ExitPoint(segments, rows, keys.view(heads), values.view(heads)))
-        return attend(q, k, v, *args, **kwargs)
-
-    def forward(
-        positions: Any, hidden_states: Any, per_layer_input: Any, forward_batch: Any, **kwargs: Any
-    ) -> Any:
-        graph = sglang.graph_being_captured()
-        with ExitStack() as span:
-            if graph is not None and compat.residual_is_written(forward_batch, hidden_states):
-                noting_attention = partial(noted, graph, hidden_states)
-                span.enter_context(replaced(attention, forward=noting_attention))
-            return run(positions, hidden_states, per_layer_input, forward_batch, **kwargs)
-
-    with replaced(layer, forward=forward):
-        yield
-
-
-def replay_to_exit(graph: Any) -> ExitPoint:
+def replay_to_exit(graph: Any) -> capture.ExitPoint:
     """Run a captured prefill up to its exit point; returns that point."""
-    point: ExitPoint = getattr(graph, ENTRY)
-    sglang.replay_first_segments(graph, point.segments)
+    point: capture.ExitPoint = getattr(graph, STATE_ENTRY)
+    captured_prefills.replay_first_segments(graph, point.segments)
     return point
 
 
@@ -107,9 +72,11 @@ class PrefillGraphExits:
     def __init__(self, state: ModelState, prefills: Any, config: Any) -> None:
         self.embed = partial(embed_for_tail, state, config)
         self.closed: str | None = "they are not open yet"
-        self._graphs = graphs = sglang.graphs(prefills)
+        self._graphs = graphs = captured_prefills.list_graphs(prefills)
         self.segments = {
-            getattr(bucket, "size", bucket): getattr(getattr(graph, ENTRY, None), "segments", 0)
+            getattr(bucket, "size", bucket): getattr(
+                getattr(graph, STATE_ENTRY, None), "segments", 0
+            )
             for bucket, (graph, _) in graphs.items()
         }
         self._state = state
@@ -119,7 +86,7 @@ class PrefillGraphExits:
         execute = partial(self._execute, prefills.execute)
         replay = partial(self._replay, prefills.backend.replay)
         self.hooks = ExitStack()
-        self.hooks.enter_context(replaced(prefills, execute=execute, **{ENTRY: self}))
+        self.hooks.enter_context(replaced(prefills, execute=execute, **{STATE_ENTRY: self}))
         self.hooks.enter_context(replaced(prefills.backend, replay=replay))
 
     def __str__(self) -> str:
@@ -127,7 +94,7 @@ class PrefillGraphExits:
         return f"after segment {after} ({len(self.segments)} buckets of up to {longest} tokens)"
 
     def _execute(self, stock: Callable[..., Any], forward_batch: Any, **kwargs: Any) -> Any:
-        planner = partial(gate.plan_batch, make=self._make_plan)
+        planner = partial(plan.plan_batch, make=self._make_plan)
         # SGLang replays now what it has captured; nothing is captured anew.
         planned = replaced(self._state, planner=planner, is_capturing=lambda: False)
         with planned, replaced(self, _batch=forward_batch):
@@ -136,15 +103,15 @@ class PrefillGraphExits:
     def _replay(self, stock: Callable[..., Any], bucket: Any, batch: Any, **kwargs: Any) -> Any:
         to_its_end = partial(stock, bucket, batch, **kwargs)
         forward = ExitForward(self._state, *self._graphs[bucket], batch, to_its_end, self.embed)
-        return serve(self._state, self._batch, forward)
+        return serve_forward(self._state, self._batch, forward)
 
     def _make_plan(self, state: ModelState, forward_batch: Any) -> Plan | str:
-        found = gate.check_eligibility(state, forward_batch)
+        found = eligibility.check_eligibility(state, forward_batch)
         if isinstance(found, str):
             return found
         if self.closed is not None:
             return CLOSED
-        if gate.is_multimodal(forward_batch):  # the tail's inputs are made anew, from ids
+        if eligibility.is_multimodal(forward_batch):  # the tail's inputs are made anew, from ids
             return MEDIA
         if not found.is_intermediate_chunk:
             if found.bucket is None:
@@ -152,11 +119,11 @@ class PrefillGraphExits:
             skipped = found.kept.total - found.kept.count
             ruled = state.on_gpu and settings.current.min_skipped_rows is None
             if ruled and skipped < _FEWEST_ON_GPU:
-                return gate.TOO_LITTLE
-        outcome = log.EXIT_CAPTURED
+                return eligibility.TOO_LITTLE
+        outcome = counters.EXIT_CAPTURED
         if found.is_intermediate_chunk:
-            outcome = log.EXIT_SKIPPED
-        return replace(gate.plan_of(state, forward_batch, found), outcome=outcome)
+            outcome = counters.EXIT_SKIPPED
+        return replace(plan.plan_eligible(state, forward_batch, found), outcome=outcome)
 
 
 @dataclass
@@ -170,8 +137,8 @@ class ExitForward:
     #: Gemma 4 has added 1 to its positions, in place.
     batch: Any
     stock: Callable[[], torch.Tensor]  # runs the graph to its end; returns ``output``
-    embed: Callable[[torch.Tensor], inputs.Inputs]  # of the tail's layers
-    point: ExitPoint | None = None  # what can be read until the next replay, after ``fast``
+    embed: Callable[[torch.Tensor], text_inputs.Inputs]  # of the tail's layers
+    point: capture.ExitPoint | None = None  # what can be read until the next replay, after ``fast``
 
     def fast(self, plan: Plan) -> torch.Tensor:
         """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""
@@ -180,7 +147,7 @@ class ExitForward:
         keys, values = (part[: plan.tail.kept.total] for part in (point.keys, point.values))
         main, tail = plan.attention.main, plan.attention.tail
         layer = self.state.tail_layers[0].self_attn.attn
-        compat.write_keys_and_values(main, tail, layer, plan.batch, keys, values)
+        compat.pools.write_keys_and_values(main, tail, layer, plan.batch, keys, values)
         if plan.runner is not None:
             if plan.runner.buffers is not None:
                 self.fill(plan.runner.buffers, plan.tail.index)
@@ -196,7 +163,7 @@ class ExitForward:
             buffers.embedded.copy_(embedded)
 
     @torch.no_grad()
-    def findings(self, plan: Plan, output: torch.Tensor) -> list[Finding]:
+    def findings(self, plan: Plan, output: torch.Tensor) -> list[Difference]:
         """What differs from the same graph run to its end; this runs it to its end.
 
         Nothing may run between the forward and this. ``output`` [bucket, hidden] is overwritten.
@@ -210,27 +177,27 @@ class ExitForward:
             embeds, embedded = self.embed(plan.batch.input_ids.index_select(0, index))
             eager = plan.runner.eager(embeds=embeds, embedded=embedded)
             rows = output.index_select(0, index)
-            compared.append(Comparison.of(proof.TAIL, eager, rows, proof.ROUNDINGS))
-        caches, slots = layerwise.donor_cache(state, plan)
+            compared.append(Comparison.of(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS))
+        caches, slots = layerwise.get_donor_cache(state, plan)
         written = [cache[slots] for cache in caches]
-        with layerwise.zeroed(caches, slots, written):
+        with layerwise.zero_slots(caches, slots, written):
             self.stock()
             stock = [cache[slots] for cache in caches]
             compared += layerwise.compare_keys_and_values(state.cut_layer, stock, written)
-            return rounding.findings(compared)
+            return rounding.read_differences(compared)
 
     def _at_the_exit(self, plan: Plan) -> list[Comparison]:
         point, rows, layer = self.point, plan.tail.kept.total, self.state.tail_layers[0]
         assert point is not None
         normed = layer.input_layernorm(point.rows[:rows])
-        made = donor.keys_and_values(layer.self_attn, normed, self.batch.positions[:rows])
+        made = gemma4.compute_keys_and_values(layer.self_attn, normed, self.batch.positions[:rows])
         found = point.keys[:rows], point.values[:rows]
         return layerwise.compare_keys_and_values(self.state.cut_layer, made, found, "at the exit")
 
 
-def embed_for_tail(state: ModelState, config: Any, ids: torch.Tensor) -> inputs.Inputs:
+def embed_for_tail(state: ModelState, config: Any, ids: torch.Tensor) -> text_inputs.Inputs:
     """Input embeddings of these rows, and the per-layer ones of the tail's layers, if any."""
-    embeds, embedded = inputs.embed(state.model, config, ids)
+    embeds, embedded = text_inputs.embed_text(state.model, config, ids)
     if embedded is not None:
         embedded = embedded[:, state.cut_layer :]
     return embeds, embedded

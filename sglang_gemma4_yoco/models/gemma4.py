@@ -19,21 +19,21 @@ from sglang_gemma4_yoco import compat
 _FEW, _MANY = 2, 257
 
 
-def why_not(model: Any) -> str | None:
+def find_unsupported_reason(model: Any) -> str | None:
     """Why the donor of this model, which has a KV-shared tail, cannot be cut; or None."""
     donor = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
     if donor < 1:
         # The residual of the first layer is its caller's, and must not be written to.
         return "there is no layer before the donor"
     layer = model.layers[donor]
-    if type(layer) is not compat.gemma4_causal.Gemma4DecoderLayer:
+    if type(layer) is not compat.layers.gemma4_causal.Gemma4DecoderLayer:
         return f"layer {donor} is a {type(layer).__name__}"
-    if type(layer.self_attn) is not compat.gemma4_causal.Gemma4Attention:
+    if type(layer.self_attn) is not compat.layers.gemma4_causal.Gemma4Attention:
         return f"the attention of layer {donor} is a {type(layer.self_attn).__name__}"
     return None
 
 
-def _projected(attention: Any, normed: torch.Tensor) -> torch.Tensor:
+def _project_keys_and_values(attention: Any, normed: torch.Tensor) -> torch.Tensor:
     """The columns of K and V of the fused projection, [rows, 2 * kv_size].
 
     Plain weights are sliced. With quantised or packed ones, or a bias, all columns are computed, as
@@ -43,14 +43,14 @@ def _projected(attention: Any, normed: torch.Tensor) -> torch.Tensor:
         normed: [rows, hidden].
     """
     projection, start = attention.qkv_proj, attention.q_size
-    if compat.is_plain_linear(projection):
+    if compat.layers.is_plain_linear(projection):
         return functional.linear(normed, projection.weight[start:])
     whole: torch.Tensor
     whole, _bias = projection(normed)
     return whole[:, start:]
 
 
-def _headwise_norm(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
     """RMS norm of each head, by the kernel that the stock layer uses on this device.
 
     Args:
@@ -61,7 +61,7 @@ def _headwise_norm(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> 
     """
     if (rows.is_cuda or rows.is_xpu) and norm.scale_shift == 0.0:
         # The fused kernel norms q, k and v in the same way; a single one is passed as its q.
-        compat.gemma4_causal.gemma_qkv_rmsnorm(
+        compat.layers.gemma4_causal.gemma_qkv_rmsnorm(
             rows,
             None,
             None,
@@ -77,7 +77,7 @@ def _headwise_norm(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> 
     return normed.flatten(-2)
 
 
-def keys_and_values(
+def compute_keys_and_values(
     attention: Any, normed: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of every row, as the stock layer would write them.
@@ -90,10 +90,12 @@ def keys_and_values(
     Returns:
         ``(k, v)``, each [T, kv_heads, head_dim].
     """
-    k, v = _projected(attention, normed).split([attention.kv_size, attention.kv_size], dim=-1)
+    k, v = _project_keys_and_values(attention, normed).split(
+        [attention.kv_size, attention.kv_size], dim=-1
+    )
     heads, head_dim = attention.num_kv_heads, attention.head_dim
-    k = _headwise_norm(attention.k_norm, k, heads, head_dim)
-    v = _headwise_norm(attention.v_norm, v, heads, head_dim)
+    k = _norm_heads(attention.k_norm, k, heads, head_dim)
+    v = _norm_heads(attention.v_norm, v, heads, head_dim)
     # The rotary embedding requires queries as well as keys.
     _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)
     return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
@@ -109,4 +111,4 @@ def compile_kernels(attention: Any) -> None:
     for rows in (_FEW, _MANY):
         normed = weight.new_zeros(rows, attention.qkv_proj.input_size)
         positions = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        keys_and_values(attention, normed, positions)
+        compute_keys_and_values(attention, normed, positions)

@@ -8,13 +8,11 @@ a server are in ``loading/limits.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sglang_gemma4_yoco import compat, log, settings
-from sglang_gemma4_yoco.core.cut import EagerTail, Plan
-from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch
-from sglang_gemma4_yoco.core.state import ENTRY, ModelState, TailRunner
+from sglang_gemma4_yoco import compat, settings
+from sglang_gemma4_yoco.core.kept_rows import KeptRows
+from sglang_gemma4_yoco.core.state import ModelState
 
 SPECULATIVE = "speculative decoding"
 HIDDEN_STATES = "hidden states of all rows are returned"
@@ -27,7 +25,6 @@ TOO_LITTLE = "too few rows could be skipped"
 IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
 EMBEDDINGS = "embeddings"
 NO_EXTEND = "the batch is no plain extend"
-NOT_PLANNED = "the tail's attention was not planned for this batch"
 _OTHER_MODE = "forward mode "
 
 # Speculative decoding whose drafts read only the last row of a prompt. NGRAM finds drafts in the
@@ -38,11 +35,11 @@ LAST_ROW_DRAFTS = (_CAPTURES_FULL, "NGRAM", "STANDALONE")
 
 # Reasons that are counted and not logged: such a batch is no prefill, or has too little to skip.
 # Embeddings of these models end SGLang's own server, whose error should be the last line.
-_NO_NEWS = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
+_NOT_LOGGED = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
 
 # A set field -> the reason. With one of these set, more rows than the last ones are read or moved.
 # All other fields are set only on servers that are refused at start, or for other models.
-REFUSING_FIELDS = {
+INELIGIBLE_FIELDS = {
     "spec_info": SPECULATIVE,
     "return_hidden_states_before_norm": HIDDEN_STATES,
     "multi_item_delimiter_indices": "multi-item scoring",
@@ -53,8 +50,12 @@ REFUSING_FIELDS = {
 }
 
 # NULL captures no row, LAST the last one of each request, FULL every row.
-_LAST_ROW_CAPTURES = (None, compat.CaptureHiddenMode.NULL, compat.CaptureHiddenMode.LAST)
-_EXTENDS = (compat.ForwardMode.EXTEND, compat.ForwardMode.MIXED)
+_LAST_ROW_CAPTURES = (
+    None,
+    compat.batch.CaptureHiddenMode.NULL,
+    compat.batch.CaptureHiddenMode.LAST,
+)
+_EXTENDS = (compat.batch.ForwardMode.EXTEND, compat.batch.ForwardMode.MIXED)
 
 # An eager tail pays if at least so many rows are skipped, and at least one of ``_ONE_OF``.
 _FEWEST_ON_CPU, _FEWEST_EAGER_ON_GPU, _ONE_OF = 3, 1024, 16
@@ -74,91 +75,15 @@ class Eligible(NamedTuple):
     bucket: int | None
 
 
-def is_news(reason: str) -> bool:
+def is_logged(reason: str) -> bool:
     """Whether a reason is worth a log line; it is counted in any case."""
-    return reason not in _NO_NEWS and not reason.startswith(_OTHER_MODE)
-
-
-# -- once for each batch ---------------------------------------------------------------------------
-
-
-def plan_batch(
-    state: ModelState,
-    forward_batch: Any,
-    make: Callable[[ModelState, Any], Plan | str] | None = None,
-) -> None:
-    """Decide on a batch whose attention SGLang has planned, and store the decision on it.
-
-    If that fails, the failure is stored, and the batch's forward counts it as any other.
-    """
-    planned_again = getattr(forward_batch, ENTRY, None) is not None
-    try:
-        if state.planned_rows is not None and not planned_again:
-            log.unseen(state.planned_rows)
-        decided: Plan | str | Exception = (make or make_plan)(state, forward_batch)
-    except Exception as failure:
-        if not compat.is_single_rank():
-            raise  # the other ranks go on with a tail
-        decided = failure
-    state.planned_rows = None
-    if isinstance(decided, Plan):
-        state.planned_rows = decided.tail.kept.total
-    setattr(forward_batch, ENTRY, decided)
-
-
-def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
-    """The plan of a batch, its attention planned; or the reason why it runs as stock."""
-    found = check_eligibility(state, forward_batch)
-    if isinstance(found, str):
-        return found
-    return plan_of(state, forward_batch, found)
-
-
-def plan_of(state: ModelState, forward_batch: Any, eligible: Eligible) -> Plan:
-    """The plan of an eligible batch, its attention planned."""
-    attention = state.attention
-    assert attention is not None, "without a backend of the tail's own all batches are refused"
-    tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
-    if eligible.is_intermediate_chunk:
-        return Plan(forward_batch, tail, attention, None, log.TAIL_SKIPPED)
-    runner: TailRunner
-    if eligible.bucket is None or state.captured is None:
-        metadata = attention.plan(forward_batch, tail.fields)
-        runner = EagerTail(state, forward_batch, tail, attention, metadata)
-    else:
-        runner = state.captured.plan(forward_batch, tail, eligible.bucket)
-    return Plan(forward_batch, tail, attention, runner, runner.outcome)
-
-
-def decision(state: ModelState, forward_batch: Any) -> Plan | str:
-    """The decision that was stored on this batch, taken from it; or why there is none.
-
-    Two things can have changed since: a graph is being captured (on AMD SGLang begins the capture
-    after planning), or another attention backend is current. In the supported releases nothing else
-    that the decision depends on changes between planning and the forward.
-
-    Raises:
-        Exception: the batch's planning has failed with it.
-    """
-    decided: Plan | str | Exception | None = getattr(forward_batch, ENTRY, None)
-    if decided is None:
-        return ineligible_reason(state, forward_batch) or NOT_PLANNED
-    setattr(forward_batch, ENTRY, None)  # else batch and plan would hold each other
-    if isinstance(decided, str):
-        return decided
-    if isinstance(decided, Exception):
-        raise decided
-    if state.is_capturing():
-        return CAPTURING
-    if compat.current_attn_backend() is not decided.attention.main:
-        return NOT_PLANNED
-    return decided
+    return reason not in _NOT_LOGGED and not reason.startswith(_OTHER_MODE)
 
 
 # -- may it be cut? --------------------------------------------------------------------------------
 
 
-def ineligible_reason(state: ModelState, forward_batch: Any) -> str | None:
+def find_ineligible_reason(state: ModelState, forward_batch: Any) -> str | None:
     """Why this batch must run as stock, or None if it may be cut."""
     found = check_eligibility(state, forward_batch)
     if isinstance(found, str):
@@ -176,22 +101,22 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
         What to keep of it; or the reason why it must run as stock, for the log and for counters.
     """
     # The mode comes first, because it refuses most of the ineligible batches.
-    reason = _mode(forward_batch.forward_mode) or state.refused
+    reason = _check_mode(forward_batch.forward_mode) or state.refused
     if reason is None and state.is_capturing():
         reason = CAPTURING
-    reason = reason or _fields(state, forward_batch) or _lengths(forward_batch)
+    reason = reason or _check_fields(state, forward_batch) or _check_lengths(forward_batch)
     if reason is not None:
         return reason
-    kept, intermediate = kept_rows(forward_batch), is_intermediate_chunk(forward_batch)
+    kept, intermediate = find_kept_rows(forward_batch), is_intermediate_chunk(forward_batch)
     bucket = None
     if state.captured is not None and not intermediate:
         bucket = state.captured.bucket_for(kept)
     eligible = Eligible(kept, intermediate, bucket)
-    return _rows(state, forward_batch, eligible) or eligible
+    return _check_rows(state, forward_batch, eligible) or eligible
 
 
-def _mode(mode: Any) -> str | None:
-    if isinstance(mode, compat.ForwardMode):
+def _check_mode(mode: Any) -> str | None:
+    if isinstance(mode, compat.batch.ForwardMode):
         if mode in _EXTENDS:
             return None
         return f"{_OTHER_MODE}{mode.name}"
@@ -201,15 +126,15 @@ def _mode(mode: Any) -> str | None:
     return None
 
 
-def _fields(state: ModelState, forward_batch: Any) -> str | None:
-    for name, reason in REFUSING_FIELDS.items():
+def _check_fields(state: ModelState, forward_batch: Any) -> str | None:
+    for name, reason in INELIGIBLE_FIELDS.items():
         value = getattr(forward_batch, name, None)
         if value is not None and value is not False:  # a tensor is equal to neither, nor unequal
             return reason
     # Index i captures the input of layer i, which has all rows only up to the cut.
     if max(state.model.layers_to_capture or (0,)) >= state.cut_layer:
         return CAPTURE_IN_TAIL
-    drafts = _drafts(forward_batch)
+    drafts = _find_drafts(forward_batch)
     if drafts not in (None, *LAST_ROW_DRAFTS):
         return SPECULATIVE
     capture = getattr(forward_batch, "capture_hidden_mode", None)
@@ -221,7 +146,7 @@ def _fields(state: ModelState, forward_batch: Any) -> str | None:
     return None
 
 
-def _drafts(forward_batch: Any) -> str | None:
+def _find_drafts(forward_batch: Any) -> str | None:
     """The algorithm of the server's speculative decoding, or None."""
     algorithm = getattr(forward_batch, "spec_algorithm", None)
     if algorithm is None or algorithm.is_none():
@@ -229,7 +154,7 @@ def _drafts(forward_batch: Any) -> str | None:
     return str(getattr(algorithm, "name", algorithm))
 
 
-def _lengths(forward_batch: Any) -> str | None:
+def _check_lengths(forward_batch: Any) -> str | None:
     lens = forward_batch.extend_seq_lens_cpu
     prefixes = forward_batch.extend_prefix_lens_cpu
     if type(lens) is not list or type(prefixes) is not list:
@@ -249,7 +174,7 @@ def _lengths(forward_batch: Any) -> str | None:
     return None
 
 
-def kept_rows(forward_batch: Any) -> KeptRows:
+def find_kept_rows(forward_batch: Any) -> KeptRows:
     """The rows of an extend batch whose logits the sampler and the logprobs read."""
     lens, prefix_lens = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
     if not forward_batch.return_logprob:
@@ -268,7 +193,10 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     if getattr(forward_batch, "contains_last_prefill_chunk", True):
         return False
     capture = getattr(forward_batch, "capture_hidden_mode", None)
-    if capture not in (None, compat.CaptureHiddenMode.NULL) or _drafts(forward_batch) is not None:
+    if (
+        capture not in (None, compat.batch.CaptureHiddenMode.NULL)
+        or _find_drafts(forward_batch) is not None
+    ):
         return False
     lens = forward_batch.extend_seq_lens_cpu
     if min(lens) == 1:
@@ -279,7 +207,7 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     return all(start >= n for start, n in zip(starts, lens, strict=True))
 
 
-def _rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | None:
+def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> str | None:
     kept = eligible.kept
     if kept.count == kept.total:
         return NOTHING_TO_SKIP

@@ -21,7 +21,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
 from sglang.srt.model_executor.runner_utils import pool
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.replaced import replaced
 
 #: Its CUDA graph backend that captures prefills in segments, with attentions between them.
 BREAKABLE = "breakable"
@@ -31,10 +31,10 @@ IDS_AND_EMBEDDINGS = "it hands a multimodal model ids and embeddings at once"
 _INDEX = "index_attention_layers_by_global_id"  # since 0.5.19
 
 
-def capture_error(*, multimodal: bool) -> str | None:
+def find_capture_error(*, multimodal: bool) -> str | None:
     """Why this server stops where it captures prefills of a model with shared layers, or None."""
-    backend = compat.cuda_graph_backend("prefill")
-    if backend is None or compat.is_newer_than_tested():  # which may have been repaired
+    backend = compat.server.get_cuda_graph_backend("prefill")
+    if backend is None or compat.release.is_newer_than_tested():  # which may have been repaired
         return None
     if not _indexes_shared_layers():
         return SHARED_LAYER_IDS
@@ -54,7 +54,7 @@ def _indexes_shared_layers() -> bool:
 
 
 @contextmanager
-def indexing_shared_layers() -> Iterator[None]:
+def index_shared_layers() -> Iterator[None]:
     """In the span SGLang leaves attention layers unindexed where two have the same id.
 
     Up to 0.5.22 a break then finds the donor, which has the same heads, window and scale.
@@ -74,7 +74,7 @@ def indexing_shared_layers() -> Iterator[None]:
         yield
 
 
-def taking_ids(
+def take_ids(
     forward: Callable[..., Any], embed: Callable[[torch.Tensor], tuple[Any, Any]]
 ) -> Callable[..., Any]:
     """``Gemma4TextModel.forward``, which makes the inputs of ids by ``embed``.
@@ -93,7 +93,7 @@ def taking_ids(
     return of_ids
 
 
-def graph_being_captured() -> Any | None:
+def get_graph_being_captured() -> Any | None:
     """The graph whose segments are being captured now; None in warm-ups and forwards."""
     capture = _current_capture_var.get()
     if capture is None:
@@ -101,7 +101,7 @@ def graph_being_captured() -> Any | None:
     return capture.cuda_graph
 
 
-def at_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
+def note_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
     """Segments before the next break of a graph that is being captured, and views of tensors.
 
     The graph alone keeps their memory.
@@ -109,7 +109,7 @@ def at_next_break(graph: Any, *tensors: torch.Tensor) -> tuple[Any, ...]:
     return len(graph._break_fns) + 1, *map(_weak_ref_if_tensor, tensors)
 
 
-def graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
+def list_graphs(prefills: Any) -> dict[Any, tuple[Any, torch.Tensor]]:
     """By bucket the graph, and its output [bucket, hidden], which the next replay overwrites.
 
     Raises:

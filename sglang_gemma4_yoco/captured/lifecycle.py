@@ -1,0 +1,133 @@
+"""The tail, captured once per bucket of rows in CUDA graphs, and replayed.
+
+For a short prompt a prefill takes as long as the host takes to launch its kernels. The tail has few
+rows, one per request. So it is captured for 1, 2, 4, ... rows, after SGLang's own decode steps and
+by the same code, and the host replays it with one launch.
+
+A graph reads static tensors: ``Inputs``, the weights, the pools, and the tail backend's buffers. A
+batch of B rows is replayed with the smallest bucket b >= B. The b - B rows of padding are requests
+of one token in the reserved row and slot 0, and their output is not read. With buckets of 1, 2 and
+4 rows, three prompts run as lengths [40, 3, 700, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco.core import ranks
+from sglang_gemma4_yoco.core.state import ModelState
+
+NOT_YET = "it is not captured yet"
+OFF = f"{settings.name_of('graph_rows')}=0"
+NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
+NOT_DECODING = "its rows are no decode step on this attention backend"
+QUANTISED = "the per-layer inputs are quantised"
+NONE_GOOD = "no graph gave what the eager layers give"
+LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"
+_BORROWS = "SGLANG_ENABLE_GRAPH_POOL_BORROW"
+# Server arguments with which a replay may differ from its capture, and why.
+_UNSUPPORTED = {
+    "enable_hierarchical_cache": LOADED_MEANWHILE,
+    "enable_memory_saver": "memory may be taken away and given back",
+    "enable_symm_mem": "collectives need memory of their own",
+    "disable_cuda_graph_padding": "rows must not be padded",
+}
+
+
+def find_reason(runner: Any, state: ModelState, *, can_be_captured: bool) -> str | None:
+    """Why the tail of this server is not captured, or None.
+
+    Args:
+        can_be_captured: whether decode steps of its attention backend can.
+    """
+    if settings.current.graph_rows == 0:
+        return OFF
+    if compat.decode_graphs.get_captured_steps(runner) is None:
+        return NO_GRAPHS
+    assert state.attention is not None
+    tail = state.attention.tail
+    if not can_be_captured:
+        return f"attention by {type(tail).__name__} is not known to be capturable"
+    if not state.attention.decodes:
+        return NOT_DECODING
+    has_inputs = getattr(state.model, "per_layer_model_projection", None) is not None
+    if has_inputs and not state.splits_per_layer_inputs:
+        return QUANTISED
+    if compat.decode_graphs.loads_kv_layerwise(tail.token_to_kv_pool):
+        return LOADED_MEANWHILE
+    argument = compat.server.get_server_arguments()
+    assert argument is not None, "SGLang has captured its own graphs"
+    for name, reason in _UNSUPPORTED.items():
+        if argument(name):
+            return f"--{name.replace('_', '-')}: {reason}"
+    if compat.server.read_variable(_BORROWS):  # 0.5.21 and later: while none is replayed
+        return f"SGLang borrows the memory of its graphs ({_BORROWS})"
+    return compat.decode_graphs.find_memory_reason(torch.device(runner.device))
+
+
+def drop_tail(state: ModelState, reason: str) -> None:
+    """Run the tail eagerly from now on, for this reason; free what was captured."""
+    captured, state.captured = state.captured, None
+    state.facts["tail"] = f"eager ({reason})"
+    if captured is not None:
+        captured.close()
+    if reason != NOT_YET:
+        log.log_once(f"Gemma 4 fast prefill: the tail runs eagerly: {reason}")
+
+
+def capture_tail(
+    runner: Any,
+    state: ModelState,
+    prove: Callable[[graphs.TailGraphs, Any], None],
+    unshown: str | None = None,
+    *,
+    can_be_captured: bool,
+) -> None:
+    """Capture the tail anew and have its graphs proven, on all ranks or on none.
+
+    Args:
+        unshown: why they cannot be proven now, if so; then nothing is captured.
+
+    Raises:
+        Exception: it failed, and other ranks wait for this one.
+    """
+    try:
+        drop_tail(state, NOT_YET)
+        reason = find_reason(runner, state, can_be_captured=can_be_captured) or unshown
+        reason = ranks.find_difference(f"captured: {reason}") or reason
+        if reason is None:
+            reason = _capture_and_check(runner, state, prove)
+    except BaseException as failure:
+        drop_tail(state, NOT_YET)
+        if not isinstance(failure, Exception) or not compat.server.is_single_rank():
+            raise
+        log.log_failure("Gemma 4 fast prefill: capturing the tail failed", failure)
+        reason = f"capturing failed: {type(failure).__name__}"
+    if reason is not None:
+        drop_tail(state, reason)
+
+
+def _capture_and_check(
+    runner: Any, state: ModelState, prove: Callable[[graphs.TailGraphs, Any], None]
+) -> str | None:
+    """Capture the tail; returns why it is not used, or None."""
+    state.captured = tail = graphs.TailGraphs(runner, state)
+    tail.capture()
+    prove(tail, runner)
+    # A graph that one rank drops, no rank may replay: they would add up different rows.
+    differ = ranks.find_difference(f"replayed: {tail.rows}")
+    if not tail.rows:
+        return NONE_GOOD
+    if differ is not None:
+        return differ
+    state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
+    log.log_once(
+        f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
+        f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"
+    )
+    return None

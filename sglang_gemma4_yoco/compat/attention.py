@@ -1,0 +1,172 @@
+"""Everything that depends on the installed SGLang, and the check that it is there.
+
+Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
+these releases differ, the difference is handled here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from sglang.srt.debug_utils.dumper import dumper as dumper
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.linear import LinearBase as LinearBase
+from sglang.srt.managers.scheduler import Scheduler as Scheduler
+from sglang.srt.model_executor import forward_context
+from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
+from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+    is_in_tc_piecewise_cuda_graph,
+)
+from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.models import gemma4_causal as gemma4_causal
+
+from sglang_gemma4_yoco import compat
+
+_WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
+#: The tail's attention backend, by its name in SGLang's registry.
+TAIL_BACKEND = "triton"
+
+
+def is_capturing() -> bool:
+    """Whether this forward is being captured into a CUDA graph, or is replayed around one.
+
+    A captured forward runs its Python once, for a padded batch. What was decided for that batch
+    would be replayed for all others.
+    """
+    return bool(capture_mode.get_is_capture_mode() or is_in_tc_piecewise_cuda_graph())
+
+
+def get_current_backend() -> Any | None:
+    """The attention backend that this forward uses, or None outside of a forward."""
+    if not forward_context.has_forward_context():
+        return None
+    return forward_context.get_forward_context().attn_backend
+
+
+def use_backend(backend: Any) -> AbstractContextManager[None]:
+    """In the span ``backend`` is the current one."""
+    if forward_context.has_forward_context():
+        before = forward_context.get_forward_context()
+        current = dataclasses.replace(before, attn_backend=backend)
+    else:
+        current = forward_context.ForwardContext(attn_backend=backend)
+    switched: AbstractContextManager[None] = forward_context.forward_context(current)
+    return switched
+
+
+def frees_tables_early(backend: Any) -> bool:
+    """Whether SGLang's scheduler may rewrite its tables once ``backend`` has planned a prefill.
+
+    Backends declare it, in 0.5.17 none; the scheduler waits for the whole forward of the others.
+    """
+    ends = getattr(backend, "shared_read_ends", None)
+    early = ends is not None and ends(compat.batch.ForwardMode.EXTEND).name == "PRE_REPLAY"
+    return early and not compat.server.read_variable(compat.server.BARRIER_VARIABLE)
+
+
+def build_backend(runner: Any) -> Any:
+    """A second attention backend over the runner's memory pools: what is registered as Triton's."""
+    backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
+    for name in ("prefill_attention_backend_str", "decode_attention_backend_str"):
+        if name in vars(runner.attn_backend):
+            setattr(backend, name, "triton")
+    return backend
+
+
+@cache
+def _find_triton_class(kind: type) -> type | None:
+    return next((base for base in kind.__mro__ if base.__name__ == "TritonAttnBackend"), None)
+
+
+def _counts_the_window_short(backend: Any) -> bool:
+    """Whether a decode step of ``backend`` sees one key fewer in its window than an extend row.
+
+    Triton's planner takes min(length, W - 1) keys for a window of W. In extend these are the cached
+    keys before the row, which itself is the W-th; in decode the row's own key is among them. With
+    W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
+    """
+    windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
+    return windowed and _find_triton_class(backend.__class__) is not None
+
+
+def decodes_like_extend(backend: Any) -> bool:
+    """Whether ``plan`` makes a decode step of ``backend`` see what an extend row sees.
+
+    In a release newer than the last one that was tested the planner may count differently.
+    """
+    return not _counts_the_window_short(backend) or not compat.release.is_newer_than_tested()
+
+
+def plan_tail(backend: Any, forward_batch: Any) -> None:
+    """Build ``backend``'s attention metadata for the tail's batch, over the whole window.
+
+    From 0.5.22 on this reads nothing from the device. Before, Triton's planner reads two sizes.
+    """
+    with ExitStack() as span:
+        if forward_batch.forward_mode is compat.batch.ForwardMode.DECODE:
+            span.enter_context(widen_window(backend))
+        planner = _find_window_planner(backend.__class__)
+        if planner is not None and _counts_the_window_short(backend):
+            span.enter_context(_allocate_windows(backend, planner, forward_batch.batch_size))
+        backend.init_forward_metadata(forward_batch)
+
+
+@contextmanager
+def widen_window(backend: Any) -> Iterator[None]:
+    """Let a decode step that is planned in the span see in its window what an extend row sees."""
+    if not _counts_the_window_short(backend):
+        yield
+        return
+    window = backend.sliding_window_size
+    backend.sliding_window_size = window + 1
+    try:
+        yield
+    finally:
+        backend.sliding_window_size = window
+
+
+@cache
+def _find_window_planner(kind: type) -> ModuleType | None:
+    """The module whose function plans windows, if it writes into a buffer that it is given."""
+    triton = _find_triton_class(kind)
+    if triton is None:
+        return None
+    module = sys.modules[triton.__module__]
+    function = getattr(module, _WINDOW_PLANNER, None)
+    if function is None or "window_kv_indices" not in compat.names._parameters(function):
+        return None
+    return module
+
+
+@contextmanager
+def _allocate_windows(backend: Any, planner: ModuleType, requests: int) -> Iterator[None]:
+    """Have the windows' keys written into a buffer that is large enough for any.
+
+    Without one, the planner reads from the device how many keys there are, to allocate as much.
+    It writes request after request and notes where each begins, so the rest is not read. SGLang
+    itself gives it a buffer in this way when it captures a CUDA graph.
+    """
+    stock = getattr(planner, _WINDOW_PLANNER)
+    room = requests * backend.sliding_window_size
+    buffer = torch.empty(room, dtype=torch.int64, device=backend.device)
+    setattr(planner, _WINDOW_PLANNER, partial(stock, window_kv_indices=buffer))
+    try:
+        yield
+    finally:
+        setattr(planner, _WINDOW_PLANNER, stock)
+
+
+def count_keys_in_window(attention: Any) -> int:
+    """How many keys a row of this ``RadixAttention`` sees, its own among them; 0 if it sees all."""
+    size: int | None = getattr(attention, "sliding_window_size", None)
+    if size is None or size < 0:
+        return 0
+    return size + 1

@@ -1,0 +1,63 @@
+"""Everything that depends on the installed SGLang, and the check that it is there.
+
+Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
+these releases differ, the difference is handled here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.debug_utils.dumper import dumper as dumper
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
+from sglang.srt.layers.linear import LinearBase as LinearBase
+from sglang.srt.managers.scheduler import Scheduler as Scheduler
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
+from sglang.srt.models import gemma4_causal as gemma4_causal
+
+from sglang_gemma4_yoco import compat
+
+
+def is_in_window_pool(pool: Any, layer: int) -> bool:
+    """Whether K and V of this layer, by its number in the model, are in the window's pool."""
+    return bool(getattr(pool, "layers_mapping", {}).get(layer, (0, False))[1])
+
+
+def write_keys_and_values(
+    main: Any, tail: Any, attention: Any, forward_batch: Any, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Write K and V of all rows of a batch to a layer's pool.
+
+    Args:
+        main: the front's attention backend, with its plan of this batch.
+        tail: the tail's, over the same pools.
+        attention: the layer's ``RadixAttention``.
+        k, v: [T, kv_heads, head_dim].
+    """
+    pool, slots = tail.token_to_kv_pool, forward_batch.out_cache_loc
+    # Waits until a cache has loaded K and V of the prefix. Stock waits for it in the donor's
+    # attention, which an intermediate chunk does not run; the next batch does not wait again.
+    pool.get_kv_buffer(attention.layer_id)
+    window_slots = None
+    if is_in_window_pool(pool, attention.layer_id):
+        if compat.attention._find_triton_class(main.__class__) is not None:
+            window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
+        if window_slots is None:
+            window_slots = pool.translate_loc_from_full_to_swa(slots)
+    if hasattr(KVWriteLoc, "for_batch"):  # 0.5.22 and later: whose ids they are goes with them
+        target = KVWriteLoc.for_batch(forward_batch, swa_loc=window_slots)
+    else:
+        target = KVWriteLoc(slots, window_slots)
+    pool.set_kv_buffer(attention, target, k, v)
+
+
+def get_cache(
+    backend: Any, layer: int, slots: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """K and V of a layer, by its number in the model, and where ``slots`` of the full pool are."""
+    pool = backend.token_to_kv_pool
+    if is_in_window_pool(pool, layer):
+        slots = pool.translate_loc_from_full_to_swa(slots)
+    return pool.get_kv_buffer(layer), slots

@@ -1,0 +1,140 @@
+"""Everything that depends on the installed SGLang, and the check that it is there.
+
+Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
+these releases differ, the difference is handled here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.debug_utils.dumper import DumperConfig
+from sglang.srt.debug_utils.dumper import dumper as dumper
+from sglang.srt.environ import EnvField, envs
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
+from sglang.srt.layers.linear import LinearBase as LinearBase
+from sglang.srt.managers.scheduler import Scheduler as Scheduler
+from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
+from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+from sglang.srt.models import gemma4_causal as gemma4_causal
+from sglang.srt.runtime_context import get_parallel, get_server_args
+from sglang.srt.server_args import ServerArgs
+
+from sglang_gemma4_yoco import compat
+
+try:
+    # 0.5.20 and later: the record keeps arguments as given, the resolved ones are kept apart.
+    from sglang.srt.arg_groups.overrides import resolution_result
+except ImportError:
+    resolution_result = None
+#: Set, Gemma 4 adds 1 to a copy of the positions; captured prefills read the original.
+POSITIONS_VARIABLE = "SGLANG_GEMMA_OUT_OF_PLACE_POSITION_MUTATION"
+BARRIER_VARIABLE = "SGLANG_FORCE_COARSE_WAR_BARRIER"
+
+
+def get_server_arguments() -> Callable[[str], Any] | None:
+    """Look-up of the running server's resolved arguments; None outside of a server.
+
+    An argument that this SGLang does not have is None.
+    """
+    args = get_published_arguments()
+    if args is None:
+        return None
+    read = resolution_result or getattr
+
+    def argument(name: str) -> Any:
+        if hasattr(args, name):
+            return read(args, name)
+        return None
+
+    return argument
+
+
+def list_set_arguments() -> dict[str, bool]:
+    """Every argument of the installed SGLang, and whether the running server was given it.
+
+    Raises:
+        IncompatibleError: they cannot be listed.
+    """
+    if not issubclass(ServerArgs, msgspec.Struct):  # 0.5.21 and later; only newer ones matter
+        raise compat.release.IncompatibleError(
+            "the server's arguments are no record whose fields can be listed"
+        )
+    args, given = get_published_arguments(), {}
+    for field in msgspec.structs.fields(ServerArgs):
+        default = field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        given[field.name] = getattr(args, field.name, default) != default
+    return given
+
+
+def list_set_variables() -> dict[str, bool]:
+    """Every environment variable of SGLang and of its dumper, and whether it is set here.
+
+    One that is set to its default is not: SGLang sets some itself.
+    """
+    given = {}
+    for name, field in vars(type(envs)).items():
+        if isinstance(field, EnvField):
+            given[name] = field.is_set() and field.get() != field.default
+    config = DumperConfig.from_env()
+    for option in dataclasses.fields(DumperConfig):
+        given[f"DUMPER_{option.name.upper()}"] = getattr(config, option.name) != option.default
+    return given
+
+
+def read_variable(name: str) -> Any | None:
+    """The value of an environment variable of SGLang's; None if this SGLang does not have it."""
+    if not hasattr(envs, name):
+        return None
+    return getattr(envs, name).get()
+
+
+def get_published_arguments() -> Any | None:
+    try:
+        return get_server_args()
+    except (AttributeError, ValueError, RuntimeError):  # nothing published yet
+        return None
+
+
+def is_single_rank() -> bool:
+    """Whether no other rank computes its part of the same forward."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+
+def get_tensor_parallel_group() -> Any | None:
+    """SGLang's coordinator of the ranks that share this rank's layers; None for a rank alone."""
+    argument = get_server_arguments()
+    if argument is None or (argument("tp_size") or 1) == 1:
+        return None
+    return get_parallel().tp_group
+
+
+def get_cuda_graph_backend(of: str) -> str | None:
+    """The CUDA graph backend with which this server replays "prefill" or "decode", or None."""
+    argument = get_server_arguments()
+    if argument is None:
+        return None
+    of_phase = getattr(argument("cuda_graph_config"), of, None)
+    name: str | None = getattr(of_phase, "backend", None)
+    if name == "disabled":
+        return None
+    return name
+
+
+def get_captured_prefills(runner: Any) -> Any | None:
+    """What replays captured prefills of ``runner``. SGLang may leave out what the flags ask for."""
+    captured = getattr(runner, "prefill_cuda_graph_runner", None)
+    if isinstance(captured, EagerRunner):
+        return None
+    return captured
+
+
+def wait_for_device(device: str) -> None:
+    """Wait until all has run that was launched on it, on whichever stream; a CPU has no such."""
+    torch.get_device_module(device).synchronize()

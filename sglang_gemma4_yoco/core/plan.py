@@ -1,0 +1,121 @@
+"""One prefill that is cut: the layers before the cut, K and V, the tail, the scatter.
+
+With T rows, B kept ones and S the first KV-shared layer, the FFNs of the L layers run
+on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a prompt of 2048 tokens,
+14 layers run on 2048 rows and 21 layers on 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState, TailRunner
+from sglang_gemma4_yoco.core.tail import EagerTail
+from sglang_gemma4_yoco.core.tail_batch import TailBatch
+
+pass
+pass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch that is cut.
+
+    Attributes:
+        batch: SGLang's ``ForwardBatch``.
+        tail: its kept rows, and the batch as the tail sees it.
+        attention: the tail's attention backend.
+        runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
+            no row of which is read.
+        outcome: the name under which ``log`` counts the forward.
+    """
+
+    batch: Any
+    tail: TailBatch
+    attention: TailBackend
+    runner: TailRunner | None
+    outcome: str
+
+
+NOT_PLANNED = "the tail's attention was not planned for this batch"
+
+
+# -- once for each batch ---------------------------------------------------------------------------
+
+
+def plan_batch(
+    state: ModelState,
+    forward_batch: Any,
+    make: Callable[[ModelState, Any], Plan | str] | None = None,
+) -> None:
+    """Decide on a batch whose attention SGLang has planned, and store the decision on it.
+
+    If that fails, the failure is stored, and the batch's forward counts it as any other.
+    """
+    planned_again = getattr(forward_batch, STATE_ENTRY, None) is not None
+    try:
+        if state.planned_rows is not None and not planned_again:
+            counters.count_unseen(state.planned_rows)
+        decided: Plan | str | Exception = (make or make_plan)(state, forward_batch)
+    except Exception as failure:
+        if not compat.server.is_single_rank():
+            raise  # the other ranks go on with a tail
+        decided = failure
+    state.planned_rows = None
+    if isinstance(decided, Plan):
+        state.planned_rows = decided.tail.kept.total
+    setattr(forward_batch, STATE_ENTRY, decided)
+
+
+def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
+    """The plan of a batch, its attention planned; or the reason why it runs as stock."""
+    found = eligibility.check_eligibility(state, forward_batch)
+    if isinstance(found, str):
+        return found
+    return plan_eligible(state, forward_batch, found)
+
+
+def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.Eligible) -> Plan:
+    """The plan of an eligible batch, its attention planned."""
+    attention = state.attention
+    assert attention is not None, "without a backend of the tail's own all batches are refused"
+    tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
+    if eligible.is_intermediate_chunk:
+        return Plan(forward_batch, tail, attention, None, counters.TAIL_SKIPPED)
+    runner: TailRunner
+    if eligible.bucket is None or state.captured is None:
+        metadata = attention.plan(forward_batch, tail.fields)
+        runner = EagerTail(state, forward_batch, tail, attention, metadata)
+    else:
+        runner = state.captured.plan(forward_batch, tail, eligible.bucket)
+    return Plan(forward_batch, tail, attention, runner, runner.outcome)
+
+
+def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:
+    """The decision that was stored on this batch, taken from it; or why there is none.
+
+    Two things can have changed since: a graph is being captured (on AMD SGLang begins the capture
+    after planning), or another attention backend is current. In the supported releases nothing else
+    that the decision depends on changes between planning and the forward.
+
+    Raises:
+        Exception: the batch's planning has failed with it.
+    """
+    decided: Plan | str | Exception | None = getattr(forward_batch, STATE_ENTRY, None)
+    if decided is None:
+        return eligibility.find_ineligible_reason(state, forward_batch) or NOT_PLANNED
+    setattr(forward_batch, STATE_ENTRY, None)  # else batch and plan would hold each other
+    if isinstance(decided, str):
+        return decided
+    if isinstance(decided, Exception):
+        raise decided
+    if state.is_capturing():
+        return eligibility.CAPTURING
+    if compat.attention.get_current_backend() is not decided.attention.main:
+        return NOT_PLANNED
+    return decided

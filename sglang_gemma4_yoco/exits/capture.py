@@ -1,0 +1,120 @@
+"""Exits from SGLang's captured prefills: at the attention of the layer that is cut inside.
+
+SGLang captures a prefill as one CUDA graph for each stretch between two attentions, a *segment*,
+and runs the attentions eagerly (its *breakable* graphs). With the cut inside layer S-1 of L::
+
+    segment 0 | attention 0 | segment 1 | ... | segment S-1 | attention S-1 | ... | segment L
+                                                            ^ the exit point
+
+A batch that is cut runs SGLang's own segments up to the exit point; then its K and V of layer S-1
+are written, its captured tail is replayed, and the tail's rows go into SGLang's output. What can be
+read at the exit point are tensors that Python held there when SGLang captured: the graph keeps
+their memory, and later segments overwrite it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco.compat import captured_prefills
+from sglang_gemma4_yoco.core.state import STATE_ENTRY
+from sglang_gemma4_yoco.exits import text_inputs
+from sglang_gemma4_yoco.replaced import replaced
+
+pass
+pass
+pass
+
+
+@dataclass(frozen=True)
+class ExitPoint:
+    """Where a captured prefill can be left; an attribute of SGLang's graph, freed with it."""
+
+    segments: int  # of the graph that run before it
+    rows: torch.Tensor  # [bucket, hidden], the residual at the input of layer S-1
+    keys: torch.Tensor  # [bucket, kv_heads, head_dim], that layer's
+    values: torch.Tensor
+
+
+@contextmanager
+def note_exit_points(layer: Any) -> Iterator[None]:
+    """Note the exit point, at ``layer``'s attention, of each graph captured in the span."""
+    attention = layer.self_attn.attn
+    run, attend = layer.forward, attention.forward
+    heads = (-1, attention.tp_k_head_num, attention.head_dim)
+
+    def noted(graph: Any, rows: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        segments, rows, keys, values = captured_prefills.note_next_break(graph, rows, k, v)
+        setattr(graph, STATE_ENTRY, ExitPoint(segments, rows, keys.view(heads), values.view(heads)))
+        return attend(q, k, v, *args, **kwargs)
+
+    def forward(
+        positions: Any, hidden_states: Any, per_layer_input: Any, forward_batch: Any, **kwargs: Any
+    ) -> Any:
+        graph = captured_prefills.get_graph_being_captured()
+        with ExitStack() as span:
+            if graph is not None and compat.batch.residual_is_written(forward_batch, hidden_states):
+                noting_attention = partial(noted, graph, hidden_states)
+                span.enter_context(replaced(attention, forward=noting_attention))
+            return run(positions, hidden_states, per_layer_input, forward_batch, **kwargs)
+
+    with replaced(layer, forward=forward):
+        yield
+
+
+OFF = f"{settings.name_of('prefill_graphs')}=0"
+NO_BREAKS = "it is captured without breaks"
+
+
+def find_repair(*, multimodal: bool) -> str | None:
+    """What keeps SGLang from capturing prefills and is to be repaired, or None."""
+    # The flag itself: SGLang may choose breakable graphs without it.
+    named = getattr(compat.server.get_published_arguments(), "cuda_graph_backend_prefill", None)
+    if named != captured_prefills.BREAKABLE or find_closed_reason() is not None:
+        return None
+    return captured_prefills.find_capture_error(multimodal=multimodal)
+
+
+def find_closed_reason() -> str | None:
+    """Why no prefill may leave SGLang's graphs, whatever is captured; None if some may."""
+    if not settings.current.prefill_graphs:
+        return OFF
+    if compat.server.get_cuda_graph_backend("prefill") != captured_prefills.BREAKABLE:
+        return NO_BREAKS
+    return None
+
+
+def make_forward_of_ids(model: Any, config: Any) -> Callable[..., Any]:
+    """This ``Gemma4TextModel``'s forward, for ids; ``config`` is its multimodal model's."""
+    return captured_prefills.take_ids(model.forward, partial(text_inputs.embed_text, model, config))
+
+
+@contextmanager
+def repair_capture(model: Any, config: Any, why: str) -> Iterator[None]:
+    """SGLang can capture prefills of this ``Gemma4TextModel`` in the span."""
+    log.log_once(
+        "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is repaired for this "
+        f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it"
+    )
+    of_ids = make_forward_of_ids(model, config)
+    with captured_prefills.index_shared_layers(), replaced(model, forward=of_ids):
+        yield
+
+
+def warn_that_capture_fails(*, multimodal: bool) -> None:
+    """Log why SGLang cannot capture what it is about to: its own error names no remedy."""
+    why = captured_prefills.find_capture_error(multimodal=multimodal)
+    if why is not None:
+        log.log_once(
+            f"Gemma 4 fast prefill: SGLang cannot capture prefill CUDA graphs of this model, and "
+            f"may stop now ({why}); with --cuda-graph-backend-prefill=disabled it starts",
+            logging.WARNING,
+        )

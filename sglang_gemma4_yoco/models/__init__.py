@@ -1,0 +1,1 @@
+"""What the core must know of a text model: one file for each."""
