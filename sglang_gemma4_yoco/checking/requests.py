@@ -7,16 +7,12 @@ edge. What is cached is random K and V. All that was written is put back at the 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.model_executor import forward_batch_info
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.compat.decode_graphs import loads_kv_layerwise
@@ -272,7 +268,7 @@ def make_prefill_batch(
     lens, lengths = [len(r.ids) for r in requests], [len(r.slots) for r in requests]
     input_ids = torch.cat([r.ids for r in requests])
     on_device = input_ids.new_tensor
-    batch = ForwardBatch(
+    batch = compat.batch.ForwardBatch(
         forward_mode=compat.batch.ForwardMode.EXTEND,
         batch_size=size,
         input_ids=input_ids,
@@ -293,8 +289,8 @@ def make_prefill_batch(
         return_logprob=starts is not None,
         mm_inputs=[None] * size,
         lora_ids=[None] * size,
-        spec_algorithm=SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=_find_capture_mode(runner),
+        spec_algorithm=compat.batch.SpeculativeAlgorithm.NONE,
+        capture_hidden_mode=compat.batch.get_captured_hidden_states(runner),
     )
     for name, value in {
         "contains_last_prefill_chunk": finishes,
@@ -317,11 +313,3 @@ def make_prefill_batch(
     if translator is not None and hasattr(translator, "own_plan"):
         translator.own_plan(batch).bind(batch, translator)
     return batch
-
-
-def _find_capture_mode(runner: Any) -> Any:
-    """Which hidden states every batch of this server returns, whatever its requests want."""
-    of_server = forward_batch_info.get_server_return_hidden_states_mode
-    if inspect.signature(of_server).parameters:  # until 0.5.17
-        return of_server(runner.server_args)
-    return of_server()

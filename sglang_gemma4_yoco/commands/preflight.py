@@ -26,7 +26,7 @@ try:
     from sglang_gemma4_yoco.compat import captured_prefills
     from sglang_gemma4_yoco.exits import capture
 except ImportError:  # as in ``loading.start``
-    repair = None  # type: ignore[assignment]
+    capture = None  # type: ignore[assignment]
 
 #: What a server only determines when it starts, and logs in its first line.
 AT_START = "whether K and V can be read, whether the tail is captured, whether stock agrees"

@@ -1,12 +1,9 @@
-"""Everything that depends on the installed SGLang, and the check that it is there.
-
-Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
-these releases differ, the difference is handled here.
-"""
+"""Attention backends: the one that a forward uses, the tail's own, how its steps are planned."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,20 +12,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from sglang.srt.debug_utils.dumper import dumper as dumper
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.linear import LinearBase as LinearBase
-from sglang.srt.managers.scheduler import Scheduler as Scheduler
-from sglang.srt.model_executor import forward_context
-from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend as HybridAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention as RadixAttention
+from sglang.srt.model_executor import forward_context as forward_context
 from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
     is_in_tc_piecewise_cuda_graph,
 )
 from sglang.srt.model_executor.runner_utils import capture_mode
-from sglang.srt.models import gemma4_causal as gemma4_causal
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat import batch, release, server
 
 _WINDOW_PLANNER = "update_sliding_window_buffer"  # a function of Triton's backend
 #: The tail's attention backend, by its name in SGLang's registry.
@@ -68,8 +62,8 @@ def frees_tables_early(backend: Any) -> bool:
     Backends declare it, in 0.5.17 none; the scheduler waits for the whole forward of the others.
     """
     ends = getattr(backend, "shared_read_ends", None)
-    early = ends is not None and ends(compat.batch.ForwardMode.EXTEND).name == "PRE_REPLAY"
-    return early and not compat.server.read_variable(compat.server.BARRIER_VARIABLE)
+    early = ends is not None and ends(batch.ForwardMode.EXTEND).name == "PRE_REPLAY"
+    return early and not server.read_variable(server.BARRIER_VARIABLE)
 
 
 def build_backend(runner: Any) -> Any:
@@ -102,7 +96,7 @@ def decodes_like_extend(backend: Any) -> bool:
 
     In a release newer than the last one that was tested the planner may count differently.
     """
-    return not _counts_the_window_short(backend) or not compat.release.is_newer_than_tested()
+    return not _counts_the_window_short(backend) or not release.is_newer_than_tested()
 
 
 def plan_tail(backend: Any, forward_batch: Any) -> None:
@@ -111,7 +105,7 @@ def plan_tail(backend: Any, forward_batch: Any) -> None:
     From 0.5.22 on this reads nothing from the device. Before, Triton's planner reads two sizes.
     """
     with ExitStack() as span:
-        if forward_batch.forward_mode is compat.batch.ForwardMode.DECODE:
+        if forward_batch.forward_mode is batch.ForwardMode.DECODE:
             span.enter_context(widen_window(backend))
         planner = _find_window_planner(backend.__class__)
         if planner is not None and _counts_the_window_short(backend):
@@ -141,7 +135,7 @@ def _find_window_planner(kind: type) -> ModuleType | None:
         return None
     module = sys.modules[triton.__module__]
     function = getattr(module, _WINDOW_PLANNER, None)
-    if function is None or "window_kv_indices" not in compat.names._parameters(function):
+    if function is None or "window_kv_indices" not in inspect.signature(function).parameters:
         return None
     return module
 

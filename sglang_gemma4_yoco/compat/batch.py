@@ -1,21 +1,14 @@
-"""Everything that depends on the installed SGLang, and the check that it is there.
-
-Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
-these releases differ, the difference is handled here.
-"""
+"""SGLang's batch: its modes, decode steps made here, the residual stream that it carries."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from sglang.srt.debug_utils.dumper import dumper as dumper
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
-from sglang.srt.layers.linear import LinearBase as LinearBase
-from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.model_executor import forward_batch_info
-from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.models import gemma4_causal as gemma4_causal
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm as SpeculativeAlgorithm
 
 CaptureHiddenMode = forward_batch_info.CaptureHiddenMode
 ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.ForwardMode
@@ -24,6 +17,14 @@ ForwardBatch, ForwardMode = forward_batch_info.ForwardBatch, forward_batch_info.
 # models' layers do.
 residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
 HAS_RESIDUAL_STREAM = residual_batch is not None
+
+
+def get_captured_hidden_states(runner: Any) -> Any:
+    """Which hidden states every batch of this server returns, whatever its requests want."""
+    of_server = forward_batch_info.get_server_return_hidden_states_mode
+    if inspect.signature(of_server).parameters:  # until 0.5.17
+        return of_server(runner.server_args)
+    return of_server()
 
 
 def make_decode_batch(**fields: Any) -> Any:

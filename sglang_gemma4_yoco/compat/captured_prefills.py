@@ -20,7 +20,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakab
 )
 from sglang.srt.model_executor.runner_utils import pool
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat import release, server
 from sglang_gemma4_yoco.replaced import replaced
 
 #: Its CUDA graph backend that captures prefills in segments, with attentions between them.
@@ -33,8 +33,8 @@ _INDEX = "index_attention_layers_by_global_id"  # since 0.5.19
 
 def find_capture_error(*, multimodal: bool) -> str | None:
     """Why this server stops where it captures prefills of a model with shared layers, or None."""
-    backend = compat.server.get_cuda_graph_backend("prefill")
-    if backend is None or compat.release.is_newer_than_tested():  # which may have been repaired
+    backend = server.get_cuda_graph_backend("prefill")
+    if backend is None or release.is_newer_than_tested():  # which may have been repaired
         return None
     if not _indexes_shared_layers():
         return SHARED_LAYER_IDS

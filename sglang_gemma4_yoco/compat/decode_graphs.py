@@ -11,7 +11,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner_utils import capture_mode
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat import server
 
 _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less than a tenth
 
@@ -19,7 +19,7 @@ _RESERVE = 1 << 30  # bytes that must be free before a capture, which takes less
 def get_captured_steps(runner: Any) -> Any | None:
     """SGLang's runner of its own captured decode steps, one graph per batch size; or None."""
     graphs = runner.decode_cuda_graph_runner
-    if compat.server.get_cuda_graph_backend("decode") == "full" and isinstance(
+    if server.get_cuda_graph_backend("decode") == "full" and isinstance(
         graphs, DecodeCudaGraphRunner
     ):
         return graphs

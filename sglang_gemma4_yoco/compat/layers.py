@@ -1,20 +1,12 @@
-"""Everything that depends on the installed SGLang, and the check that it is there.
-
-Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
-these releases differ, the difference is handled here.
-"""
+"""What layers return, and whether their weights are plain."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from sglang.srt.debug_utils.dumper import dumper as dumper
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
 from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.managers.scheduler import Scheduler as Scheduler
-from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
 from sglang.srt.models import gemma4_causal as gemma4_causal
 
 

@@ -1,7 +1,6 @@
-"""Everything that depends on the installed SGLang, and the check that it is there.
+"""The names of SGLang that are used, and the check that they are there.
 
-Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
-these releases differ, the difference is handled here.
+Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this folder.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ from importlib.metadata import version
 from typing import Any
 
 from packaging.version import Version
-from sglang.srt.debug_utils.dumper import dumper as dumper
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.linear import LinearBase as LinearBase
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
-from sglang.srt.models import gemma4_causal as gemma4_causal
 from sglang.srt.observability import metrics_collector
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat import attention, batch, layers, release, server
 
 SchedulerMetricsCollector = metrics_collector.SchedulerMetricsCollector
+#: Two helpers that the package adds to ``Gemma4TextModel``.
 PUBLISHED_HELPERS = ("_yoco_eligibility", "_yoco_truncate_to_last_tokens")
 
 
@@ -89,6 +85,17 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "start",
     ),
 }
+_OWNERS: dict[str, Any] = {
+    "ForwardBatch": batch.ForwardBatch,
+    "ForwardMode": batch.ForwardMode,
+    "CanaryManager": CanaryManager,
+    "DumperConfig": server.DumperConfig,
+    "EnvField": server.EnvField,
+    "ModelRunner": ModelRunner,
+    "dumper": server.dumper,
+    "forward_context": attention.forward_context,
+    "residual_batch": batch.residual_batch,
+}
 # The first release that has one of these, if it is not in all that are supported.
 _SINCE = {
     "ForwardBatch.full_prefill_cuda_graph_capture": Version("0.5.22"),
@@ -100,23 +107,19 @@ _SINCE = {
 }
 
 
-def _parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
 def _missing() -> Iterator[str]:
     """Name everything that this package needs and the installed SGLang lacks."""
-    model = gemma4_causal.Gemma4TextModel
+    model = layers.gemma4_causal.Gemma4TextModel
     for name in PUBLISHED_HELPERS:
         if hasattr(model, name):
             yield f"a Gemma4TextModel without a {name} of its own (is it patched already?)"
-    layer = gemma4_causal.Gemma4DecoderLayer
+    layer = layers.gemma4_causal.Gemma4DecoderLayer
     for owner, name, wanted in (
         (model, "forward", "self, input_ids, positions, forward_batch, input_embeds, ..."),
         (layer, "forward", "self, positions, hidden_states, per_layer_input, forward_batch, ..."),
-        (AttentionBackend, "init_forward_metadata", "self, forward_batch"),
+        (attention.AttentionBackend, "init_forward_metadata", "self, forward_batch"),
     ):
-        parameters = _parameters(getattr(owner, name))
+        parameters = list(inspect.signature(getattr(owner, name)).parameters)
         if wanted.endswith("..."):
             parameters[wanted.count(",") :] = ["..."]
         if ", ".join(parameters) != wanted:
@@ -125,7 +128,7 @@ def _missing() -> Iterator[str]:
         yield "Gemma4TextModel.forward's loop up to self.end_layer"
     installed = Version(version("sglang"))
     for part, names in _NAMES.items():
-        owner = globals()[part]
+        owner = _OWNERS[part]
         present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
         for name in names:
             missing = f"{part}.{name}"
@@ -137,7 +140,7 @@ def check_names() -> None:
     """Raise IncompatibleError, with what is missing and the remedy, unless all is there."""
     missing = list(_missing())
     if missing:
-        raise compat.release.IncompatibleError(
+        raise release.IncompatibleError(
             f"SGLang {version('sglang')} lacks {'; '.join(missing)}. "
             "Install a supported SGLang, or a newer sglang-gemma4-yoco"
         )

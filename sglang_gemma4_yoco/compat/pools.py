@@ -1,23 +1,13 @@
-"""Everything that depends on the installed SGLang, and the check that it is there.
-
-Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
-these releases differ, the difference is handled here.
-"""
+"""The pools of K and V."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from sglang.srt.debug_utils.dumper import dumper as dumper
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
-from sglang.srt.layers.linear import LinearBase as LinearBase
-from sglang.srt.managers.scheduler import Scheduler as Scheduler
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
-from sglang.srt.models import gemma4_causal as gemma4_causal
-
-from sglang_gemma4_yoco import compat
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SWAKVPool
 
 
 def is_in_window_pool(pool: Any, layer: int) -> bool:
@@ -42,7 +32,7 @@ def write_keys_and_values(
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
-        if compat.attention._find_triton_class(main.__class__) is not None:
+        if attention._find_triton_class(main.__class__) is not None:
             window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         if window_slots is None:
             window_slots = pool.translate_loc_from_full_to_swa(slots)

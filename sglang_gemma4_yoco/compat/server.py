@@ -1,8 +1,4 @@
-"""Everything that depends on the installed SGLang, and the check that it is there.
-
-Supported is SGLang 0.5.17 and later; ``plugin`` checks that before it imports this module. Where
-these releases differ, the difference is handled here.
-"""
+"""The running server: its arguments and environment variables, its ranks, its device."""
 
 from __future__ import annotations
 
@@ -12,19 +8,15 @@ from typing import Any
 
 import msgspec
 import torch
-from sglang.srt.debug_utils.dumper import DumperConfig
+from sglang.srt.debug_utils.dumper import DumperConfig as DumperConfig
 from sglang.srt.debug_utils.dumper import dumper as dumper
-from sglang.srt.environ import EnvField, envs
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager as CanaryManager
-from sglang.srt.layers.linear import LinearBase as LinearBase
-from sglang.srt.managers.scheduler import Scheduler as Scheduler
-from sglang.srt.model_executor.model_runner import ModelRunner as ModelRunner
+from sglang.srt.environ import EnvField as EnvField
+from sglang.srt.environ import envs
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
-from sglang.srt.models import gemma4_causal as gemma4_causal
 from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs
 
-from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.compat import release
 
 try:
     # 0.5.20 and later: the record keeps arguments as given, the resolved ones are kept apart.
@@ -61,7 +53,7 @@ def list_set_arguments() -> dict[str, bool]:
         IncompatibleError: they cannot be listed.
     """
     if not issubclass(ServerArgs, msgspec.Struct):  # 0.5.21 and later; only newer ones matter
-        raise compat.release.IncompatibleError(
+        raise release.IncompatibleError(
             "the server's arguments are no record whose fields can be listed"
         )
     args, given = get_published_arguments(), {}

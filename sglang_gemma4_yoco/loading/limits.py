@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, SPECULATIVE
@@ -23,8 +19,8 @@ from sglang_gemma4_yoco.core.eligibility import HIDDEN_STATES, LAST_ROW_DRAFTS, 
 
 # SGLang's own defect. It is refused because it would be taken for one of this package.
 WRONG_REPLAYS = (
-    f"{compat.server.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers wrong: "
-    "unset it"
+    f"{compat.server.POSITIONS_VARIABLE} beside prefill CUDA graphs makes SGLang's own answers "
+    "wrong: unset it"
 )
 
 DUMPER = "SGLang's dumper may dump any row: unset DUMPER_ENABLE and DUMPER_SERVER_PORT"
@@ -254,7 +250,7 @@ def get_backend_key(backend: Any) -> str:
 
 def find_backend_reason(main: Any) -> str | None:
     """Why no batch may be cut on a server with this attention backend, or None."""
-    if type(main) is HybridAttnBackend:  # one for prefills, one for decode steps
+    if type(main) is compat.attention.HybridAttnBackend:  # one for prefills, one for decode steps
         return find_backend_reason(main.prefill_backend) or find_backend_reason(main.decode_backend)
     if get_backend_key(main) in MAIN_BACKENDS:
         return None
@@ -275,10 +271,10 @@ def find_pool_reason(pool: Any, dtype: torch.dtype) -> str | None:
         dtype: of the model's weights and activations.
     """
     parts = [pool]
-    if type(pool) is SWAKVPool:
+    if type(pool) is compat.pools.SWAKVPool:
         parts = [pool.full_kv_pool, pool.swa_kv_pool]
     for part in parts:
-        if type(part) is not MHATokenToKVPool:
+        if type(part) is not compat.pools.MHATokenToKVPool:
             return f"K and V are in a {type(part).__name__}, whose layout is not known"
         if getattr(part, "post_capture_active", False):
             return ALLOCATED_LATER
@@ -344,7 +340,7 @@ def find_linear_reason(model: Any, first: int) -> str | None:
 
 def _computes_rows(part: Any) -> bool:
     """Whether a module computes rows by a method that may be quantised: linear, or of experts."""
-    if type(part) is RadixAttention:
+    if type(part) is compat.attention.RadixAttention:
         return False  # its method is of its cache, which ``pool_reason`` judges
     return (
         isinstance(part, compat.layers.LinearBase)

@@ -22,9 +22,9 @@ from sglang_gemma4_yoco.loading import classes, limits
 from sglang_gemma4_yoco.models import gemma4
 
 try:
-    from sglang_gemma4_yoco.exits import attach
+    from sglang_gemma4_yoco.exits import attach as exits
 except ImportError:  # left out, or this SGLang captures prefills differently: they run as stock
-    prefill_graphs = None  # type: ignore[assignment]
+    exits = None  # type: ignore[assignment]
 
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
 NOT_SET_UP = "it could not be set up"
@@ -73,8 +73,8 @@ def _start_state(runner: Any, model: Any) -> None:
     state = ModelState(model, reason, attention)
     state.attach(plan.plan_batch)
     state.on_close(partial(lifecycle.drop_tail, state, lifecycle.NOT_YET))
-    if attach is not None:
-        state.on_close(partial(attach.close_exits, runner))
+    if exits is not None:
+        state.on_close(partial(exits.close_exits, runner))
     if reason is None:
         _compile_kernels(state)
     else:
@@ -148,16 +148,16 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     state = find_state(model)
     repaired = None
     with ExitStack() as span:
-        if state is not None and attach is not None:
+        if state is not None and exits is not None:
             with _serve_stock_after_failure(model):
-                repaired = span.enter_context(attach.capture_graphs(runner, state))
+                repaired = span.enter_context(exits.capture_graphs(runner, state))
         yield
     if state is None:
         return
     with _serve_stock_after_failure(model):
-        if attach is not None:
+        if exits is not None:
             # Also where the path was turned off meanwhile: else they would answer images as text.
-            attach.keep_to_text(runner, state, repaired)
+            exits.keep_to_text(runner, state, repaired)
         if state.refused is None:
             with restore_generators(runner.device):
                 set_up(runner, state)
@@ -193,10 +193,10 @@ def set_up(runner: Any, state: ModelState) -> None:
     checked = None
     if first:
         checked = _check_start(runner, state)
-    if attach is None:
+    if exits is None:
         state.facts["exits"] = NO_EXITS
     elif state.refused is None:
-        attach.open_exits(runner, state, unshown)
+        exits.open_exits(runner, state, unshown)
     if state.refused is not None:
         return
     if checked is not None:
