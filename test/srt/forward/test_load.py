@@ -152,7 +152,7 @@ def test_names_that_are_gone(
 ) -> None:
     """As on a release that has given each of them another one."""
     for of, names in NAMES.items():
-        monkeypatch.setattr(compat.names, of, SimpleNamespace())
+        monkeypatch.setitem(compat.names._OWNERS, of, SimpleNamespace())
         why = refusal(caplog)
         for name in names:
             assert f"{of}.{name}" in why

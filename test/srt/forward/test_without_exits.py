@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-PART = "sglang_gemma4_yoco.prefill_graphs"
+PART = "sglang_gemma4_yoco.exits"
 assert not {PART, "sglang_gemma4_yoco.loading.start"} & set(sys.modules), "a process of its own"
 sys.modules[PART] = None  # type: ignore[assignment] # as if it were not installed
 

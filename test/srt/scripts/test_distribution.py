@@ -70,7 +70,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
     assert inside == modules | {
         "py.typed",
-        "commands/prompts.txt",
+        "commands/verify/prompts.txt",
         "commands/shown_flags.txt",
         "loading/reviewed_arguments.txt",
     }
