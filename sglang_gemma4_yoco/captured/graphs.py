@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, counters, settings
-from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.core import per_layer, tail
+from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
@@ -35,7 +34,7 @@ class Inputs:
     """Static inputs, for as many rows as the largest bucket has; a smaller one reads the first.
 
     Attributes:
-        rows: [n, hidden], the residual of the kept rows at the input of layer S-1.
+        rows: [n, ...], the residual of the kept rows at the input of layer S-1.
         positions: [n] int64.
         requests: [n], the requests' rows in SGLang's table of tokens; 0 is reserved.
         lengths: [n], tokens of each request.
@@ -65,7 +64,7 @@ class Inputs:
             if model.embed_tokens_per_layer is not None:
                 embedded = zeros(len(state.tail_layers), model.hidden_size_per_layer_input)
         return cls(
-            rows=zeros(hidden),
+            rows=zeros(*state.kind.get_row_shape(model)),
             positions=zeros(dtype=torch.int64),
             requests=zeros(dtype=like.req_pool_indices.dtype),
             lengths=zeros(dtype=like.seq_lens.dtype).fill_(1),
@@ -114,8 +113,10 @@ class Replay:
 class TailGraphs:
     """The captured tail of one model; its ``capture`` took ``seconds``."""
 
-    def __init__(self, runner: Any, state: ModelState) -> None:
+    def __init__(self, runner: Any, state: ModelState, drop: Callable[[str], None]) -> None:
+        """Allocate the inputs; ``drop`` has the tail run eagerly from then on, for a reason."""
         assert state.attention is not None
+        self._drop = drop
         self.seconds = 0.0
         self.state = state
         self._attention = state.attention
@@ -207,7 +208,7 @@ class TailGraphs:
         try:
             output: torch.Tensor = self._captured.replay(bucket, None)
         except Exception as failure:
-            lifecycle.drop_tail(self.state, f"a replay failed: {type(failure).__name__}")
+            self._drop(f"a replay failed: {type(failure).__name__}")
             raise
         return output
 
@@ -247,8 +248,8 @@ class TailGraphs:
                 model, inputs.embeds, inputs.embedded, self.state.cut_layer, len(model.layers)
             )
         # Layers add into their input in place, and padding would grow from replay to replay.
-        rows = inputs.rows.clone()
-        return tail.run_layers(self.state, batch, rows, inputs.positions, projected)
+        rows, layers = inputs.rows.clone(), self.state.tail_layers
+        return self.state.kind.run_tail(model, layers, batch, rows, inputs.positions, projected)
 
 
 def _make_decode_step(inputs: Inputs) -> Any:

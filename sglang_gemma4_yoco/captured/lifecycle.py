@@ -1,18 +1,9 @@
-"""The tail, captured once per bucket of rows in CUDA graphs, and replayed.
-
-For a short prompt a prefill takes as long as the host takes to launch its kernels. The tail has few
-rows, one per request. So it is captured for 1, 2, 4, ... rows, after SGLang's own decode steps and
-by the same code, and the host replays it with one launch.
-
-A graph reads static tensors: ``Inputs``, the weights, the pools, and the tail backend's buffers. A
-batch of B rows is replayed with the smallest bucket b >= B. The b - B rows of padding are requests
-of one token in the reserved row and slot 0, and their output is not read. With buckets of 1, 2 and
-4 rows, three prompts run as lengths [40, 3, 700, 1].
-"""
+"""When the tail is captured, used, and dropped: at start, for new weights, after a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +107,7 @@ def _capture_and_check(
     runner: Any, state: ModelState, prove: Callable[[graphs.TailGraphs, Any], None]
 ) -> str | None:
     """Capture the tail; returns why it is not used, or None."""
-    state.captured = tail = graphs.TailGraphs(runner, state)
+    state.captured = tail = graphs.TailGraphs(runner, state, partial(drop_tail, state))
     tail.capture()
     prove(tail, runner)
     # A graph that one rank drops, no rank may replay: they would add up different rows.

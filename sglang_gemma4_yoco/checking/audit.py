@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, counters, log, settings
-from sglang_gemma4_yoco.checking import layerwise, rounding
+from sglang_gemma4_yoco.checking import exits, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
 from sglang_gemma4_yoco.core import ranks
@@ -77,8 +77,9 @@ class Auditor:
         fast = rows.clone()  # stock may run in the memory that holds them
         try:
             with rewrite_batch(plan.batch, {}):  # a forward that fails leaves its residual there
-                if hasattr(forward, "findings"):  # a replay; it runs to its end in that memory
-                    stock, forced, found = output, None, forward.findings(plan, output)
+                if forward.is_replay:  # it runs to its end in that memory
+                    stock, forced = output, None
+                    found = exits.compare_exit(forward, plan, output)
                 else:
                     stock, forced, found = self._run_again(forward, plan)
             if plan.runner is None:
@@ -108,7 +109,7 @@ class Auditor:
         with layerwise.watch_stock(self._state, stock):
             output = forward.stock()
         caches, slots = layerwise.get_donor_cache(self._state, plan)
-        stock.keys = [cache[slots] for cache in caches]
+        stock.keys = layerwise.read_slots(caches, slots)
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
             _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
             metadata = plan.attention.plan(plan.batch, plan.tail.fields)

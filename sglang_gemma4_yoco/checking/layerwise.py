@@ -26,6 +26,7 @@ from sglang_gemma4_yoco.captured.graphs import Replay
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
 from sglang_gemma4_yoco.core import cut
+from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import EagerTail
@@ -115,7 +116,7 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
 
     def before_layer(number: int, call: dict[str, Any]) -> None:
         if number == state.cut_layer:
-            visit(_OUTPUT, number - 1, call["hidden_states"])
+            visit(_OUTPUT, number - 1, state.kind.view_rows(call["hidden_states"]))
         if call["per_layer_input"] is not None:
             visit(_INPUT, number, call["per_layer_input"])
 
@@ -128,7 +129,7 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
         return output
 
     def after_layer(number: int, _: Any, __: Any, output: Any) -> None:
-        visit(_OUTPUT, number, compat.layers.get_rows(output))
+        visit(_OUTPUT, number, state.kind.view_rows(compat.layers.get_rows(output)))
 
     layers = dict(enumerate(state.tail_layers, start=state.cut_layer))
     with call_before_layers(layers, before_layer), ExitStack() as span:
@@ -161,7 +162,7 @@ def watch_stock(state: ModelState, stock: Stock, *, front: bool = False) -> Iter
         return projected
 
     def keep_all(number: int, call: dict[str, Any]) -> None:
-        stock.front[number] = call["hidden_states"].clone()
+        stock.front[number] = state.kind.view_rows(call["hidden_states"]).clone()
         stock.positions = call["positions"].clone()
 
     def keep_final(_: Any, __: Any, output: Any) -> None:
@@ -191,21 +192,24 @@ def run_on_stocks_rows(
         What the model would continue with, [T, hidden], and the findings of all steps.
     """
     assert stock.positions is not None
-    forced, found = _StepComparer(state, plan, stock), list[Difference]()
-    with zero_slots(forced.caches, forced.slots, stock.keys):
-        with _visit_steps(state, forced.visit):
-            output = compat.layers.get_rows(
-                cut.run_prefill(state, plan, stock.positions, forced.front)
-            )
+    steps, missing = _StepComparer(state, plan, stock), list[Difference]()
+    rows_at_cut = stock.front[state.cut_layer].clone()
+    output = rows_at_cut.new_zeros(len(rows_at_cut), state.model.config.hidden_size)
+    inputs = cut.make_inputs(state, plan)
+    with zero_slots(steps.caches, steps.slots, stock.keys):
+        with _visit_steps(state, steps.visit):
+            steps.compare_inputs(inputs)
+            cut.finish_prefill(state, plan, output, rows_at_cut, stock.positions, inputs)
         rows = output.index_select(0, stock.index)
         if isinstance(plan.runner, Replay):
-            forced.compared.append(_compare_captured(state, plan, stock, rows))
-        forced.keys_and_values()
+            steps.compared.append(_compare_captured(state, plan, stock, rows))
+        steps.compare_keys_and_values()
     if isinstance(plan.runner, EagerTail):
-        forced.visit(_FINAL, 0, rows)
-        missing = sorted({layer for _, layer in forced.missing})
-        found += [rounding.make_defect(f"layer {layer} has not run") for layer in missing]
-    return output, found + rounding.read_differences(forced.compared)
+        steps.visit(_FINAL, 0, rows)
+        output.index_copy_(0, stock.index, rows)
+        for layer in sorted({layer for _, layer in steps.missing}):
+            missing.append(rounding.make_defect(f"layer {layer} has not run"))
+    return output, missing + rounding.read_differences(steps.compared)
 
 
 class _StepComparer:
@@ -215,27 +219,23 @@ class _StepComparer:
         self.compared: list[Comparison] = []
         self.missing = set(stock.kept)  # steps and their layers that have not run yet
         self._state = state
-        self._batch = plan.batch
         self._stock = stock
         # Now: the tail's batch has other slots.
         self.caches, self.slots = get_donor_cache(state, plan)
 
-    def front(self) -> torch.Tensor:
-        """Replaces the model's forward up to the cut: per-layer inputs, stock's rows, norm."""
-        state, stock = self._state, self._stock
-        if stock.embeds is not None:
-            inputs = state.model.project_per_layer_inputs(stock.embeds.clone(), stock.embedded)
-            if inputs is not None:
-                for layer in range(state.cut_layer):
-                    self.visit(_INPUT, layer, inputs[:, layer, :].index_select(0, stock.index))
-        rows = stock.front[state.cut_layer].clone()
-        compat.batch.start_residual(self._batch, rows)
-        output: torch.Tensor = state.model.norm(rows)
-        return output
+    def compare_inputs(self, inputs: PerLayerInputs) -> None:
+        """Have the per-layer inputs projected; compare those of the layers before the cut."""
+        stock = self._stock
+        if stock.embeds is None:
+            return
+        projected = inputs.project(stock.embeds.clone(), stock.embedded)
+        if projected is not None:
+            for layer in range(self._state.cut_layer):
+                self.visit(_INPUT, layer, projected[:, layer, :].index_select(0, stock.index))
 
-    def keys_and_values(self) -> None:
+    def compare_keys_and_values(self) -> None:
         """Compare K and V of layer S-1 in the pool, and replace them by stock's."""
-        found = [cache[self.slots] for cache in self.caches]
+        found = read_slots(self.caches, self.slots)
         self.compared += compare_keys_and_values(self._state.cut_layer, self._stock.keys, found)
         for cache, values in zip(self.caches, self._stock.keys, strict=True):
             cache[self.slots] = values
@@ -243,7 +243,7 @@ class _StepComparer:
     def visit(self, step: str, layer: int, found: torch.Tensor) -> None:
         """Compare ``found``, the result of a step, and overwrite it with stock's."""
         if (step, layer) == (_OUTPUT, self._state.cut_layer - 1):  # the tail begins
-            self.keys_and_values()
+            self.compare_keys_and_values()
         expected = self._stock.kept[step, layer].reshape(found.shape)
         self.compared.append(self._comparison(step, layer, expected, found))
         self.missing.discard((step, layer))
@@ -266,8 +266,9 @@ class _StepComparer:
         elif step == _OUTPUT and layer < self._state.cut_layer:
             what = "rows at the cut"
         elif step == _OUTPUT:
+            expected, found = expected.flatten(0, -2), found.flatten(0, -2)
             # Sums of the residual have the input's size too, scaled as the layer scales its output.
-            given = self._stock.kept[_OUTPUT, layer - 1]
+            given = self._stock.kept[_OUTPUT, layer - 1].flatten(0, -2)
             scale = expected.float().abs().median() / given.float().abs().median().clamp_min(1e-30)
             size = torch.hypot(
                 rounding.measure_sizes(expected), scale * rounding.measure_sizes(given)
@@ -318,6 +319,11 @@ def get_donor_cache(
     """K and V of layer S-1, and where in them the batch's new tokens are."""
     layer = state.tail_layers[0].self_attn.attn.layer_id
     return compat.pools.get_cache(plan.attention.tail, layer, plan.batch.out_cache_loc)
+
+
+def read_slots(caches: Iterable[torch.Tensor], slots: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of what is at these slots of K and V, each [slots, kv_heads, head_dim]."""
+    return [cache[slots] for cache in caches]
 
 
 @contextmanager

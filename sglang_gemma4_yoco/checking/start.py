@@ -207,7 +207,7 @@ class BothPaths:
         layers = dict(enumerate(self._state.model.layers[: self._state.cut_layer]))
 
         def force(number: int, call: dict[str, Any]) -> None:
-            call["hidden_states"].copy_(self._stock.front[number])
+            self._state.kind.view_rows(call["hidden_states"]).copy_(self._stock.front[number])
 
         with layerwise.call_before_layers(layers, force):
             seen, found = self._cut(None)

@@ -7,7 +7,7 @@ not built on the runner's own backend: two metadata objects of one backend share
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,14 +30,16 @@ class TailBackend:
         self.tail = tail
         self.decodes: bool = compat.attention.decodes_like_extend(tail)
 
-    def followed_by(self, state: Any) -> AbstractContextManager[None]:
-        """Call ``state.planner`` with each batch, except decode steps, that SGLang plans."""
+    def call_after_planning(
+        self, plan_batch: Callable[[Any], None]
+    ) -> AbstractContextManager[None]:
+        """Call ``plan_batch`` with each batch, except decode steps, that SGLang has planned."""
         stock = self.main.init_forward_metadata
 
         def init_forward_metadata(forward_batch: Any) -> None:
             stock(forward_batch)
             if forward_batch.forward_mode is not compat.batch.ForwardMode.DECODE:
-                state.planner(state, forward_batch)
+                plan(forward_batch)
 
         return replaced(self.main, init_forward_metadata=init_forward_metadata)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
-from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.state import ModelState, ReplayedExits
 
 SPECULATIVE = "speculative decoding"
 HIDDEN_STATES = "hidden states of all rows are returned"
@@ -23,6 +23,10 @@ UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
 TOO_LITTLE = "too few rows could be skipped"
 IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
+# Why a batch runs a captured prefill to its end.
+EXITS_CLOSED = "SGLang runs its captured prefill to the end"
+TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
+CAPTURED_MEDIA = "its prefill is captured, and it is multimodal"
 EMBEDDINGS = "embeddings"
 NO_EXTEND = "the batch is no plain extend"
 _OTHER_MODE = "forward mode "
@@ -59,6 +63,9 @@ _EXTENDS = (compat.batch.ForwardMode.EXTEND, compat.batch.ForwardMode.MIXED)
 
 # An eager tail pays if at least so many rows are skipped, and at least one of ``_ONE_OF``.
 _FEWEST_ON_CPU, _FEWEST_EAGER_ON_GPU, _ONE_OF = 3, 1024, 16
+# Rows to skip on a GPU by an exit, which saves device time alone. By a model: up to 90 rows a layer
+# takes as long as reading its weights, and planning the tail takes as long as 45 rows of E2B.
+_FEWEST_AT_EXIT_ON_GPU = 128
 
 
 class Eligible(NamedTuple):
@@ -112,7 +119,10 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
     if state.captured is not None and not intermediate:
         bucket = state.captured.bucket_for(kept)
     eligible = Eligible(kept, intermediate, bucket)
-    return _check_rows(state, forward_batch, eligible) or eligible
+    reason = _check_rows(state, forward_batch, eligible)
+    if reason is None and state.replayed_exits is not None:
+        reason = _check_exit(state, state.replayed_exits, forward_batch, eligible)
+    return reason or eligible
 
 
 def _check_mode(mode: Any) -> str | None:
@@ -132,7 +142,7 @@ def _check_fields(state: ModelState, forward_batch: Any) -> str | None:
         if value is not None and value is not False:  # a tensor is equal to neither, nor unequal
             return reason
     # Index i captures the input of layer i, which has all rows only up to the cut.
-    if max(state.model.layers_to_capture or (0,)) >= state.cut_layer:
+    if max(getattr(state.model, "layers_to_capture", None) or (0,)) >= state.cut_layer:
         return CAPTURE_IN_TAIL
     drafts = _find_drafts(forward_batch)
     if drafts not in (None, *LAST_ROW_DRAFTS):
@@ -222,6 +232,25 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> st
     # row of a request that makes no difference: no row follows it.
     if not kept.one_per_request and is_multimodal(forward_batch):
         return IMAGE_LOGPROBS
+    return None
+
+
+def _check_exit(
+    state: ModelState, exits: ReplayedExits, forward_batch: Any, eligible: Eligible
+) -> str | None:
+    """Why a batch that may be cut does not leave SGLang's captured prefill, or None."""
+    if exits.closed is not None:
+        return EXITS_CLOSED
+    if is_multimodal(forward_batch):  # the tail's inputs are made anew, from ids
+        return CAPTURED_MEDIA
+    if eligible.is_intermediate_chunk:
+        return None
+    if eligible.bucket is None:
+        return TAIL_NOT_CAPTURED
+    skipped = eligible.kept.total - eligible.kept.count
+    is_ruled = state.on_gpu and settings.current.min_skipped_rows is None
+    if is_ruled and skipped < _FEWEST_AT_EXIT_ON_GPU:
+        return TOO_LITTLE
     return None
 
 

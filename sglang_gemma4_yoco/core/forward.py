@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -34,7 +34,13 @@ GIVEN_UP = f"it failed {LIMIT} times in a row and is off in this process"
 
 
 class Forward(Protocol):
-    """A forward that can be run on either path."""
+    """A forward that can be run on either path.
+
+    Attributes:
+        is_replay: SGLang runs it by a captured prefill, whose memory its output is in.
+    """
+
+    is_replay: ClassVar[bool]
 
     def fast(self, plan: Plan) -> Any:
         """Run it on the fast path; returns the model's output."""
@@ -135,6 +141,7 @@ class EagerForward:
     embeds: torch.Tensor | None
     run: Callable[[], Any]
     copy: torch.Tensor | None = None
+    is_replay: ClassVar[bool] = False
 
     def fast(self, plan: Plan) -> Any:
         """Run it on the fast path."""

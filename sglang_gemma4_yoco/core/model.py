@@ -1,14 +1,22 @@
-"""One prefill that is cut: the layers before the cut, K and V, the tail, the scatter.
+"""What the core must know of a text model whose last layers share K and V of earlier ones.
 
-With T rows, B kept ones and S the first KV-shared layer, the FFNs of the L layers run
-on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a prompt of 2048 tokens,
-14 layers run on 2048 rows and 21 layers on 1.
+A model is one file of ``models/`` with the functions of ``TextModel``. Whatever its residual stream
+is made of, the core has the rows of it first: [T, hidden] for Gemma 4, and [T, 4, hidden] for
+Gemma 3n, which has four streams. S is the first KV-shared layer of L. Layer S-1, the last one with
+K and V of its own, is the donor, in other words the KV source layer of the tail.
 """
 
 from __future__ import annotations
 
-pass
-pass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+#: Of what the cut model returned: the tensor, or the tuple that begins with it, whose [T, hidden]
+#: the model continues with; and the rows at the cut, [T, ...].
+ReadOutput = Callable[[Any], "tuple[Any, torch.Tensor]"]
 
 
 class NotCuttableError(Exception):
@@ -17,3 +25,72 @@ class NotCuttableError(Exception):
     It is raised after the layers before the cut have run. Only time is lost: the stock forward then
     serves the batch from its beginning.
     """
+
+
+class TextModel(Protocol):
+    """One class of text models; a module of ``models/`` fulfils it.
+
+    Whoever adds a model writes these functions, names its class in ``models/registry.py``, and adds
+    the classes of the models around it to ``loading/classes.py``. The check at start compares each
+    step of the tail with stock's, so it finds what was misunderstood.
+    """
+
+    #: Whether prefills that SGLang has captured in CUDA graphs can be left at the donor.
+    HAS_EXITS: bool
+
+    def find_unsupported_reason(self, model: Any) -> str | None:
+        """Why no forward of this model, which has KV-shared layers, can be cut; or None."""
+
+    def get_row_shape(self, model: Any) -> tuple[int, ...]:
+        """The shape of one row of the residual stream between two layers: (hidden,) for Gemma 4."""
+
+    def view_rows(self, residual: torch.Tensor) -> torch.Tensor:
+        """The residual stream, as layers take and return it, with its rows first; a view."""
+
+    def stop_before_cut(
+        self, model: Any, cut: int, project: Callable[..., Any]
+    ) -> AbstractContextManager[ReadOutput]:
+        """In the ``with`` block the model's forward runs layers 0 to ``cut`` - 1, and no norm.
+
+        Args:
+            project: replaces the model's ``project_per_layer_inputs``.
+
+        Raises:
+            NotCuttableError: at the end, or in the block: the forward was not one that can be cut.
+        """
+
+    def compute_keys_and_values(
+        self, layer: Any, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all rows, as the stock layer would write them.
+
+        Args:
+            layer: the donor.
+            rows: [T, ...], its input.
+            positions: [T] int64.
+
+        Returns:
+            ``(k, v)``, each [T, kv_heads, head_dim], in the rows' type.
+        """
+
+    def run_tail(
+        self,
+        model: Any,
+        layers: list[Any],
+        batch: Any,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run the donor, the layers after it, and what the model does after its last layer.
+
+        Args:
+            layers: S-1 to L-1. The donor reads its own K and V from the pool, as they do.
+            batch: the batch of the kept rows, whose attention is planned and is the current one.
+            rows: [B, ...], the residual at the input of the donor; may be overwritten.
+            positions: [B] int64.
+            inputs: [B, L - S + 1, width], the layers' per-layer inputs; None without any.
+
+        Returns:
+            [B, hidden], normed.
+        """

@@ -17,9 +17,11 @@ from sglang_gemma4_yoco import compat
 
 
 def can_be_split(model: Any) -> bool:
-    """Whether this model has per-layer inputs and projects them with plain weights."""
+    """Whether this model has per-layer inputs and projects them with plain weights, all of them."""
     projection = getattr(model, "per_layer_model_projection", None)
-    return projection is not None and compat.layers.is_plain_linear(projection)
+    if projection is None or getattr(projection, "tp_size", 1) > 1:
+        return False
+    return compat.layers.is_plain_linear(projection)
 
 
 class _SomeLayers:
@@ -92,12 +94,10 @@ class PerLayerInputs:
         self._buffers = buffers
         self._split = split
         self._stock = model.project_per_layer_inputs
-        self._front: torch.Tensor | None = None
+        self._projected: torch.Tensor | None = None
         self._embeds: torch.Tensor | None = None
-        #: [B, L - cut, width], the kept rows' per-layer embeddings, if the model was given any.
-        self.embedded: torch.Tensor | None = None
-        #: The model has requested them.
-        self.projected = False
+        self._embedded: torch.Tensor | None = None
+        self._requested = False
 
     def project(self, embeds: torch.Tensor, embedded: torch.Tensor | None = None) -> Any:
         """Project those of the layers before the cut; keep what the tail's projection needs.
@@ -106,31 +106,37 @@ class PerLayerInputs:
             embeds: [T, hidden], the input embeddings.
             embedded: [T, L, width], the per-layer embeddings, or None.
         """
-        self.projected = True
+        self._requested = True
         if not self._split:
-            self._front = self._stock(embeds, embedded)
-            return self._front
+            self._projected = self._stock(embeds, embedded)
+            return self._projected
         cut, into = self._cut, self._buffers or (None, None)
-        of_front = None
+        before_cut = None
         if embedded is not None:
-            of_front = embedded[:, :cut]
-            self.embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
-        self._front = project_layers(self._model, embeds, of_front, 0, cut)
+            before_cut = embedded[:, :cut]
+            self._embedded = torch.index_select(embedded[:, cut:], 0, self._index, out=into[1])
+        self._projected = project_layers(self._model, embeds, before_cut, 0, cut)
         # A copy made now: the embeddings are layer 0's residual, which its fused add-norm
         # overwrites.
         self._embeds = torch.index_select(embeds, 0, self._index, out=into[0])
         return self
 
     def __getitem__(self, key: tuple[slice, int, slice]) -> torch.Tensor:
-        assert self._front is not None
-        return self._front[key]
+        assert self._projected is not None
+        return self._projected[key]
 
-    def kept(self) -> torch.Tensor | None:
+    def are_complete(self) -> bool:
+        """Whether the model has requested them, and has given what a captured tail needs."""
+        if self._buffers is None:
+            return self._requested
+        return self._requested and (self._embedded is None) == (self._buffers.embedded is None)
+
+    def get_kept(self) -> torch.Tensor | None:
         """The tail's per-layer inputs, [B, L - cut, width]; None without any."""
         if self._split:
             assert self._embeds is not None
             stop = self._model.config.num_hidden_layers
-            return project_layers(self._model, self._embeds, self.embedded, self._cut, stop)
-        if self._front is None:
+            return project_layers(self._model, self._embeds, self._embedded, self._cut, stop)
+        if self._projected is None:
             return None
-        return self._front[:, self._cut :].index_select(0, self._index)
+        return self._projected[:, self._cut :].index_select(0, self._index)

@@ -1,25 +1,21 @@
-"""One prefill that is cut: the layers before the cut, K and V, the tail, the scatter.
+"""Each batch is decided on once, right after SGLang has planned its attention.
 
-With T rows, B kept ones and S the first KV-shared layer, the FFNs of the L layers run
-on ``[T] * (S - 1) + [B] * (L - S + 1)`` rows. For E2B (S = 15, L = 35) and a prompt of 2048 tokens,
-14 layers run on 2048 rows and 21 layers on 1.
+A batch that may be cut gets a ``Plan``: its kept rows, and what runs the tail on them, whose
+attention is planned here. Another one gets the reason. The model's forward takes either from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState, TailRunner
+from sglang_gemma4_yoco.core.per_layer import Buffers
+from sglang_gemma4_yoco.core.state import ModelState, TailRunner
 from sglang_gemma4_yoco.core.tail import EagerTail
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
-
-pass
-pass
 
 
 @dataclass(frozen=True)
@@ -41,27 +37,32 @@ class Plan:
     runner: TailRunner | None
     outcome: str
 
+    @property
+    def buffers(self) -> Buffers | None:
+        """The memory from which a captured tail projects its per-layer inputs."""
+        if self.runner is None:
+            return None
+        return self.runner.buffers
 
+
+#: Where a batch has its plan, or the reason why it has none, until its forward takes it.
+PLAN_ENTRY = "_yoco_plan"
 NOT_PLANNED = "the tail's attention was not planned for this batch"
 
 
 # -- once for each batch ---------------------------------------------------------------------------
 
 
-def plan_batch(
-    state: ModelState,
-    forward_batch: Any,
-    make: Callable[[ModelState, Any], Plan | str] | None = None,
-) -> None:
+def plan_batch(state: ModelState, forward_batch: Any) -> None:
     """Decide on a batch whose attention SGLang has planned, and store the decision on it.
 
     If that fails, the failure is stored, and the batch's forward counts it as any other.
     """
-    planned_again = getattr(forward_batch, STATE_ENTRY, None) is not None
+    planned_again = getattr(forward_batch, PLAN_ENTRY, None) is not None
     try:
         if state.planned_rows is not None and not planned_again:
             counters.count_unseen(state.planned_rows)
-        decided: Plan | str | Exception = (make or make_plan)(state, forward_batch)
+        decided: Plan | str | Exception = make_plan(state, forward_batch)
     except Exception as failure:
         if not compat.server.is_single_rank():
             raise  # the other ranks go on with a tail
@@ -69,7 +70,7 @@ def plan_batch(
     state.planned_rows = None
     if isinstance(decided, Plan):
         state.planned_rows = decided.tail.kept.total
-    setattr(forward_batch, STATE_ENTRY, decided)
+    setattr(forward_batch, PLAN_ENTRY, decided)
 
 
 def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
@@ -85,15 +86,22 @@ def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.E
     attention = state.attention
     assert attention is not None, "without a backend of the tail's own all batches are refused"
     tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
+    at_exit = state.replayed_exits is not None
     if eligible.is_intermediate_chunk:
-        return Plan(forward_batch, tail, attention, None, counters.TAIL_SKIPPED)
+        outcome = counters.TAIL_SKIPPED
+        if at_exit:
+            outcome = counters.EXIT_SKIPPED
+        return Plan(forward_batch, tail, attention, None, outcome)
     runner: TailRunner
     if eligible.bucket is None or state.captured is None:
         metadata = attention.plan(forward_batch, tail.fields)
         runner = EagerTail(state, forward_batch, tail, attention, metadata)
     else:
         runner = state.captured.plan(forward_batch, tail, eligible.bucket)
-    return Plan(forward_batch, tail, attention, runner, runner.outcome)
+    outcome = runner.outcome
+    if at_exit:
+        outcome = counters.EXIT_CAPTURED
+    return Plan(forward_batch, tail, attention, runner, outcome)
 
 
 def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:
@@ -106,10 +114,10 @@ def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:
     Raises:
         Exception: the batch's planning has failed with it.
     """
-    decided: Plan | str | Exception | None = getattr(forward_batch, STATE_ENTRY, None)
+    decided: Plan | str | Exception | None = getattr(forward_batch, PLAN_ENTRY, None)
     if decided is None:
         return eligibility.find_ineligible_reason(state, forward_batch) or NOT_PLANNED
-    setattr(forward_batch, STATE_ENTRY, None)  # else batch and plan would hold each other
+    setattr(forward_batch, PLAN_ENTRY, None)  # else batch and plan would hold each other
     if isinstance(decided, str):
         return decided
     if isinstance(decided, Exception):

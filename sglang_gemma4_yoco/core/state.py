@@ -5,17 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
 
-#: Where a model has its ``ModelState``, and a batch its plan.
-STATE_ENTRY = "_yoco"
+#: Where a model has its ``ModelState``.
+STATE_ENTRY = "_yoco_state"
 
 _attached: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
@@ -33,11 +34,19 @@ class TailRunner(Protocol):
 
     def run(
         self,
-        front: torch.Tensor,
+        rows: torch.Tensor,
         positions: torch.Tensor,
-        kept_inputs: Callable[[], torch.Tensor | None],
+        get_inputs: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor:
-        """The kept rows [B, hidden], normed, from all rows [T, hidden] at the cut."""
+        """The kept rows [B, hidden], normed, from all rows [T, ...] at the cut."""
+
+
+class ReplayedExits(Protocol):
+    """The exits of the captured prefill that SGLang is about to replay."""
+
+    @property
+    def closed(self) -> str | None:
+        """Why no batch may take them, or None."""
 
 
 class ModelState:
@@ -47,13 +56,12 @@ class ModelState:
     except for K and V of layer S-1, on kept rows.
 
     Attributes:
-        model: a ``Gemma4TextModel``.
+        model: SGLang's text model.
+        kind: the file of ``models/`` that knows it.
         refused: the reason why none of its batches is cut, or None. Checks replace it for a span.
         attention: the tail's own attention backend; None if ``refused``.
         captured: the captured tail (``captured.graphs.TailGraphs``), if there is one.
-        planner: called with this object and each batch, except decode steps, whose attention
-            SGLang has just planned.
-        is_capturing: whether the current forward is being captured in a CUDA graph.
+        replayed_exits: while SGLang replays a captured prefill, the exits of it; else None.
         after_cut: called with each forward that was cut, its plan and its output; returns the
             output for the model. None if there is nothing to do.
         failures_in_a_row: of the fast path.
@@ -62,14 +70,18 @@ class ModelState:
     """
 
     def __init__(
-        self, model: Any, refused: str | None, attention: TailBackend | None = None
+        self,
+        model: Any,
+        kind: TextModel,
+        refused: str | None,
+        attention: TailBackend | None = None,
     ) -> None:
         self.model = model
+        self.kind = kind
         self.refused = refused
         self.attention = attention
         self.captured: Any = None
-        self.planner: Callable[[ModelState, Any], None] = lambda *_: None
-        self.is_capturing: Callable[[], bool] = compat.attention.is_capturing
+        self.replayed_exits: ReplayedExits | None = None
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
         self.planned_rows: int | None = None
@@ -107,14 +119,18 @@ class ModelState:
             described += f", the tail's by {tail}"
         return described
 
-    def attach(self, planner: Callable[[ModelState, Any], None]) -> None:
-        """Become the state of the model, and have ``planner`` called."""
+    def is_capturing(self) -> bool:
+        """Whether the current forward is being captured in a CUDA graph; a replay captures none."""
+        return self.replayed_exits is None and compat.attention.is_capturing()
+
+    def attach(self, plan_batch: Callable[[ModelState, Any], None]) -> None:
+        """Become the state of the model; ``plan_batch`` gets each batch that SGLang has planned."""
         self.close()
         self.model.__dict__[STATE_ENTRY] = self
         _attached.add(self)
-        self.planner = planner
         if self.attention is not None:
-            self._patches.enter_context(self.attention.followed_by(self))
+            follow = self.attention.call_after_planning(partial(plan_batch, self))
+            self._patches.enter_context(follow)
 
     def close(self) -> None:
         """Leave the runner's backend and the model as they were."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco.checking import exits as exit_check
 from sglang_gemma4_yoco.checking import requests, rounding
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.rounding import Difference
@@ -21,10 +22,10 @@ from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import ranks
 from sglang_gemma4_yoco.core.plan import Plan
-from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.exits import capture, text_inputs
 from sglang_gemma4_yoco.exits.capture import note_exit_points
-from sglang_gemma4_yoco.exits.exits import NO_POINT, PrefillGraphExits
+from sglang_gemma4_yoco.exits.exits import EXITS_ENTRY, NO_POINT, PrefillGraphExits
 from sglang_gemma4_yoco.replaced import replaced
 
 NOT_TAKEN = "not every prefill of the check has left at an exit"
@@ -189,7 +190,7 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
     )
 
     def compared(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
-        found.extend(forward.findings(plan, output))
+        found.extend(exit_check.compare_exit(forward, plan, output))
         finished.append(plan.runner is not None)
         return output
 
@@ -227,6 +228,6 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
 
 
 def _close_hooks(runner: Any) -> None:
-    exits = getattr(compat.server.get_captured_prefills(runner), STATE_ENTRY, None)
+    exits = getattr(compat.server.get_captured_prefills(runner), EXITS_ENTRY, None)
     if exits is not None:
         exits.hooks.close()

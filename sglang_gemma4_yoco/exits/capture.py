@@ -1,15 +1,12 @@
-"""Exits from SGLang's captured prefills: at the attention of the layer that is cut inside.
+"""What happens while SGLang captures prefills: exit points are noted, and its capture is repaired.
 
-SGLang captures a prefill as one CUDA graph for each stretch between two attentions, a *segment*,
-and runs the attentions eagerly (its *breakable* graphs). With the cut inside layer S-1 of L::
+SGLang 0.5.19 to 0.5.23 cannot capture prefills of E2B and E4B: two layers that share K and V count
+as an error, and a multimodal model is captured with ids and embeddings at once (``docs/upstream``
+has both reports). With ``--cuda-graph-backend-prefill=breakable`` such a server does not start.
 
-    segment 0 | attention 0 | segment 1 | ... | segment S-1 | attention S-1 | ... | segment L
-                                                            ^ the exit point
-
-A batch that is cut runs SGLang's own segments up to the exit point; then its K and V of layer S-1
-are written, its captured tail is replayed, and the tail's rows go into SGLang's output. What can be
-read at the exit point are tensors that Python held there when SGLang captured: the graph keeps
-their memory, and later segments overwrite it.
+So while SGLang captures, layers that it cannot index are left unindexed, and text is captured from
+its ids alone, which become what they become eagerly (``text_inputs``). Such a graph would answer a
+prompt with images as if it were text: those run eagerly.
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ import torch
 
 from sglang_gemma4_yoco import compat, log, settings
 from sglang_gemma4_yoco.compat import captured_prefills
-from sglang_gemma4_yoco.core.state import STATE_ENTRY
 from sglang_gemma4_yoco.exits import text_inputs
 from sglang_gemma4_yoco.replaced import replaced
 
-pass
-pass
-pass
+OFF = f"{settings.name_of('prefill_graphs')}=0"
+NO_BREAKS = "it is captured without breaks"
+#: Where a graph of SGLang's has its exit point.
+POINT_ENTRY = "_yoco_exit_point"
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def note_exit_points(layer: Any) -> Iterator[None]:
 
     def noted(graph: Any, rows: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
         segments, rows, keys, values = captured_prefills.note_next_break(graph, rows, k, v)
-        setattr(graph, STATE_ENTRY, ExitPoint(segments, rows, keys.view(heads), values.view(heads)))
+        setattr(graph, POINT_ENTRY, ExitPoint(segments, rows, keys.view(heads), values.view(heads)))
         return attend(q, k, v, *args, **kwargs)
 
     def forward(
@@ -68,10 +65,6 @@ def note_exit_points(layer: Any) -> Iterator[None]:
 
     with replaced(layer, forward=forward):
         yield
-
-
-OFF = f"{settings.name_of('prefill_graphs')}=0"
-NO_BREAKS = "it is captured without breaks"
 
 
 def find_repair(*, multimodal: bool) -> str | None:

@@ -16,40 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from sglang_gemma4_yoco import compat, counters, settings
-from sglang_gemma4_yoco.captured.graphs import Replay
-from sglang_gemma4_yoco.checking import layerwise, rounding, tail_graphs
-from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
+from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.compat import captured_prefills
-from sglang_gemma4_yoco.core import eligibility, plan
 from sglang_gemma4_yoco.core.forward import serve_forward
 from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.plan import Plan
-from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.exits import capture, text_inputs
-from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
 NO_POINT = "some captured prefill does not run the layer inside which batches are cut"
-# Why a batch runs SGLang's graph to its end.
-CLOSED = "SGLang runs its captured prefill to the end"
-TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
-MEDIA = "its prefill is captured, and it is multimodal"
-
-# Rows to skip on a GPU, where an exit saves device time alone. By a model: up to 90 rows a layer
-# takes as long as reading its weights, and planning the tail takes as long as 45 rows of E2B.
-_FEWEST_ON_GPU = 128
+#: Where SGLang's runner of captured prefills has its exits.
+EXITS_ENTRY = "_yoco_exits"
 
 
 def replay_to_exit(graph: Any) -> capture.ExitPoint:
     """Run a captured prefill up to its exit point; returns that point."""
-    point: capture.ExitPoint = getattr(graph, STATE_ENTRY)
+    point: capture.ExitPoint = getattr(graph, capture.POINT_ENTRY)
     captured_prefills.replay_first_segments(graph, point.segments)
     return point
 
@@ -73,12 +62,10 @@ class PrefillGraphExits:
         self.embed = partial(embed_for_tail, state, config)
         self.closed: str | None = "they are not open yet"
         self._graphs = graphs = captured_prefills.list_graphs(prefills)
-        self.segments = {
-            getattr(bucket, "size", bucket): getattr(
-                getattr(graph, STATE_ENTRY, None), "segments", 0
-            )
-            for bucket, (graph, _) in graphs.items()
-        }
+        self.segments: dict[int, int] = {}
+        for bucket, (graph, _) in graphs.items():
+            point = getattr(graph, capture.POINT_ENTRY, None)
+            self.segments[getattr(bucket, "size", bucket)] = getattr(point, "segments", 0)
         self._state = state
         self._batch: Any = None  # that SGLang serves by a captured prefill now
         for _, output in graphs.values():
@@ -86,7 +73,7 @@ class PrefillGraphExits:
         execute = partial(self._execute, prefills.execute)
         replay = partial(self._replay, prefills.backend.replay)
         self.hooks = ExitStack()
-        self.hooks.enter_context(replaced(prefills, execute=execute, **{STATE_ENTRY: self}))
+        self.hooks.enter_context(replaced(prefills, execute=execute, **{EXITS_ENTRY: self}))
         self.hooks.enter_context(replaced(prefills.backend, replay=replay))
 
     def __str__(self) -> str:
@@ -94,36 +81,16 @@ class PrefillGraphExits:
         return f"after segment {after} ({len(self.segments)} buckets of up to {longest} tokens)"
 
     def _execute(self, stock: Callable[..., Any], forward_batch: Any, **kwargs: Any) -> Any:
-        planner = partial(plan.plan_batch, make=self._make_plan)
-        # SGLang replays now what it has captured; nothing is captured anew.
-        planned = replaced(self._state, planner=planner, is_capturing=lambda: False)
-        with planned, replaced(self, _batch=forward_batch):
+        self._batch, self._state.replayed_exits = forward_batch, self
+        try:
             return stock(forward_batch, **kwargs)
+        finally:
+            self._batch = self._state.replayed_exits = None
 
     def _replay(self, stock: Callable[..., Any], bucket: Any, batch: Any, **kwargs: Any) -> Any:
         to_its_end = partial(stock, bucket, batch, **kwargs)
         forward = ExitForward(self._state, *self._graphs[bucket], batch, to_its_end, self.embed)
         return serve_forward(self._state, self._batch, forward)
-
-    def _make_plan(self, state: ModelState, forward_batch: Any) -> Plan | str:
-        found = eligibility.check_eligibility(state, forward_batch)
-        if isinstance(found, str):
-            return found
-        if self.closed is not None:
-            return CLOSED
-        if eligibility.is_multimodal(forward_batch):  # the tail's inputs are made anew, from ids
-            return MEDIA
-        if not found.is_intermediate_chunk:
-            if found.bucket is None:
-                return TAIL_NOT_CAPTURED
-            skipped = found.kept.total - found.kept.count
-            ruled = state.on_gpu and settings.current.min_skipped_rows is None
-            if ruled and skipped < _FEWEST_ON_GPU:
-                return eligibility.TOO_LITTLE
-        outcome = counters.EXIT_CAPTURED
-        if found.is_intermediate_chunk:
-            outcome = counters.EXIT_SKIPPED
-        return replace(plan.plan_eligible(state, forward_batch, found), outcome=outcome)
 
 
 @dataclass
@@ -139,12 +106,14 @@ class ExitForward:
     stock: Callable[[], torch.Tensor]  # runs the graph to its end; returns ``output``
     embed: Callable[[torch.Tensor], text_inputs.Inputs]  # of the tail's layers
     point: capture.ExitPoint | None = None  # what can be read until the next replay, after ``fast``
+    is_replay: ClassVar[bool] = True
 
     def fast(self, plan: Plan) -> torch.Tensor:
         """Run it up to the exit, write K and V, and replay the tail: [bucket, hidden]."""
         self.point = point = replay_to_exit(self.graph)
         # Rows after those of the live batch are padding, of which nothing may be written.
-        keys, values = (part[: plan.tail.kept.total] for part in (point.keys, point.values))
+        total = plan.tail.kept.total
+        keys, values = point.keys[:total], point.values[:total]
         main, tail = plan.attention.main, plan.attention.tail
         layer = self.state.tail_layers[0].self_attn.attn
         compat.pools.write_keys_and_values(main, tail, layer, plan.batch, keys, values)
@@ -161,38 +130,6 @@ class ExitForward:
         buffers.embeds.copy_(embeds)
         if buffers.embedded is not None and embedded is not None:
             buffers.embedded.copy_(embedded)
-
-    @torch.no_grad()
-    def findings(self, plan: Plan, output: torch.Tensor) -> list[Difference]:
-        """What differs from the same graph run to its end; this runs it to its end.
-
-        Nothing may run between the forward and this. ``output`` [bucket, hidden] is overwritten.
-        Compared are K and V of layer S-1 with those recomputed from the rows at the exit; the tail
-        with its layers run eagerly; K and V in the pool with those that the graph writes.
-        """
-        state, compared = self.state, self._at_the_exit(plan)
-        if plan.runner is not None:
-            assert isinstance(plan.runner, Replay)
-            index = plan.tail.index
-            embeds, embedded = self.embed(plan.batch.input_ids.index_select(0, index))
-            eager = plan.runner.eager(embeds=embeds, embedded=embedded)
-            rows = output.index_select(0, index)
-            compared.append(Comparison.of(tail_graphs.TAIL, eager, rows, tail_graphs.ROUNDINGS))
-        caches, slots = layerwise.get_donor_cache(state, plan)
-        written = [cache[slots] for cache in caches]
-        with layerwise.zero_slots(caches, slots, written):
-            self.stock()
-            stock = [cache[slots] for cache in caches]
-            compared += layerwise.compare_keys_and_values(state.cut_layer, stock, written)
-            return rounding.read_differences(compared)
-
-    def _at_the_exit(self, plan: Plan) -> list[Comparison]:
-        point, rows, layer = self.point, plan.tail.kept.total, self.state.tail_layers[0]
-        assert point is not None
-        normed = layer.input_layernorm(point.rows[:rows])
-        made = gemma4.compute_keys_and_values(layer.self_attn, normed, self.batch.positions[:rows])
-        found = point.keys[:rows], point.values[:rows]
-        return layerwise.compare_keys_and_values(self.state.cut_layer, made, found, "at the exit")
 
 
 def embed_for_tail(state: ModelState, config: Any, ids: torch.Tensor) -> text_inputs.Inputs:

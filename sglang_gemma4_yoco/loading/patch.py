@@ -14,8 +14,10 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core.state import first_shared_layer
 from sglang_gemma4_yoco.loading import metrics, published, start
+from sglang_gemma4_yoco.models import registry
 
 _Model, _Runner = compat.layers.gemma4_causal.Gemma4TextModel, compat.names.ModelRunner
+_TEXT_MODELS: tuple[Any, ...] = tuple(registry.TEXT_MODELS)
 
 #: Whether this process's SGLang is patched by this package.
 installed = False
@@ -56,7 +58,7 @@ def _find_text_models(runner: Any) -> list[Any]:
     return [
         model
         for model in runner.model.modules()
-        if isinstance(model, _Model) and first_shared_layer(model.config) is not None
+        if isinstance(model, _TEXT_MODELS) and first_shared_layer(model.config) is not None
     ]
 
 
@@ -67,7 +69,7 @@ def _start_models(runner: Any, _: Any) -> None:
 
 #: (class, attribute) -> what wraps it.
 WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    (_Model, "forward"): forward.wrap_model_forward,
+    **{(model, "forward"): forward.wrap_model_forward for model in _TEXT_MODELS},
     (_Runner, "init_attention_backends"): _call_after(_start_models),
     (_Runner, "init_cuda_graphs"): _wrap_capture,
     (_Runner, "init_decode_cuda_graph"): _wrap_capture,

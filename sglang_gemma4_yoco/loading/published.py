@@ -15,8 +15,7 @@ import torch
 
 from sglang_gemma4_yoco import compat, settings
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.plan import Plan
-from sglang_gemma4_yoco.core.state import STATE_ENTRY
+from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.core.tail_batch import TailBatch, rewrite_batch
 from sglang_gemma4_yoco.loading import limits, start
 
@@ -58,7 +57,7 @@ def _yoco_truncate_to_last_tokens(
         # The helper was published in two argument orders; in the other one the batch comes first.
         others = (positions, per_layer_inputs, forward_batch)
         forward_batch, (hidden_states, positions, per_layer_inputs) = hidden_states, others
-    plan = getattr(forward_batch, STATE_ENTRY, None)
+    plan = getattr(forward_batch, PLAN_ENTRY, None)
     if isinstance(plan, Plan):
         tail = plan.tail
     else:

@@ -19,7 +19,7 @@ from sglang_gemma4_yoco.core import eligibility, plan, ranks, tail_batch
 from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.state import ModelState, find_state, first_shared_layer
 from sglang_gemma4_yoco.loading import classes, limits
-from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.models import registry
 
 try:
     from sglang_gemma4_yoco.exits import attach as exits
@@ -28,6 +28,8 @@ except ImportError:  # left out, or this SGLang captures prefills differently: t
 
 NO_SHARED_LAYERS = "the model has no KV-shared tail"
 NOT_SET_UP = "it could not be set up"
+#: The kernel of the norm of K and V is compiled once for few rows and once for many.
+_FEW, _MANY = 2, 257
 NO_EXITS = "closed: captured prefills run to their end, in this SGLang or without that part"
 
 
@@ -42,7 +44,9 @@ def find_model_reason(model: Any) -> str | None:
 
 def get_state(model: Any) -> ModelState:
     """What is known of ``model``; where no runner has started it, by its config alone."""
-    return find_state(model) or ModelState(model, find_model_reason(model))
+    return find_state(model) or ModelState(
+        model, registry.find_kind(model), find_model_reason(model)
+    )
 
 
 # -- SGLang has built its attention backends -------------------------------------------------------
@@ -60,7 +64,7 @@ def _start_state(runner: Any, model: Any) -> None:
         previous.close()
     reason, attention = _find_runner_reason(runner, model), None
     if reason is None:
-        attention = _build_tail_backend(runner)
+        attention = _build_tail_backend(runner, model)
         if attention is None:
             reason = limits.NO_TAIL
     # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
@@ -70,7 +74,7 @@ def _start_state(runner: Any, model: Any) -> None:
         reason = ranks.find_difference(found) or reason
     if reason is not None:
         attention = None
-    state = ModelState(model, reason, attention)
+    state = ModelState(model, registry.find_kind(model), reason, attention)
     state.attach(plan.plan_batch)
     state.on_close(partial(lifecycle.drop_tail, state, lifecycle.NOT_YET))
     if exits is not None:
@@ -90,16 +94,16 @@ def _find_runner_reason(runner: Any, model: Any) -> str | None:
     return (
         find_model_reason(model)
         or classes.find_reason(runner)
-        or gemma4.find_unsupported_reason(model)
+        or registry.find_kind(model).find_unsupported_reason(model)
         or limits.find_backend_reason(runner.attn_backend)
         or limits.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
 
-def _build_tail_backend(runner: Any) -> TailBackend | None:
+def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
-        tail = compat.attention.build_backend(runner)
+        tail = compat.attention.build_backend(runner, model.layers)
         if limits.get_backend_key(tail) in limits.TAIL_BACKENDS:
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
@@ -112,10 +116,20 @@ def _build_tail_backend(runner: Any) -> TailBackend | None:
     return None
 
 
+@torch.no_grad()
 def _compile_kernels(state: ModelState) -> None:
-    """Compile what neither stock nor the check runs. Never raises: the first forward can do it."""
+    """Compute K and V without queries once: their kernels are compiled, which stock never runs.
+
+    Otherwise the first request of a user would wait for the compiler. Never raises: that request
+    can do it.
+    """
+    weight = state.tail_layers[0].input_layernorm.weight
     try:
-        gemma4.compile_kernels(state.tail_layers[0].self_attn)
+        for number in _FEW, _MANY:
+            shape = state.kind.get_row_shape(state.model)
+            rows = weight.new_zeros(number, *shape)
+            positions = torch.zeros(number, dtype=torch.int64, device=weight.device)
+            state.kind.compute_keys_and_values(state.tail_layers[0], rows, positions)
     except Exception as failure:  # noqa: BLE001 - whatever it is, stock serves the batches then
         log.log_failure("Gemma 4 fast prefill: compiling kernels at start failed", failure)
 
@@ -134,7 +148,7 @@ def _serve_stock_after_failure(model: Any) -> Iterator[None]:
         log.log_failure("Gemma 4 fast prefill: its setup failed", failure)
         state = find_state(model)
         if state is None:
-            state = ModelState(model, NOT_SET_UP)
+            state = ModelState(model, registry.find_kind(model), NOT_SET_UP)
             state.attach(plan.plan_batch)
         _turn_off(state, NOT_SET_UP, type(failure).__name__)
 

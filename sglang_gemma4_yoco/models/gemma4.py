@@ -1,53 +1,69 @@
-"""The donor, the last layer with its own K and V: K and V for all rows, the rest for kept rows.
-
-With S the first KV-shared layer, the donor is layer S-1. The shared layers of its kind read the K
-and V that it writes, for all rows. Its output goes only into the tail, so its queries, attention,
-output projection, FFN and per-layer input are needed for kept rows alone. Once its K and V are in
-the pool, it runs by the code that SGLang has for shared layers.
-"""
+"""Gemma 4: the residual stream is one tensor, and the model's own loop can end early."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core.model import NotCuttableError, ReadOutput
+from sglang_gemma4_yoco.models import donor
+from sglang_gemma4_yoco.replaced import replaced
 
-#: The norm's kernel is compiled once for few rows and once for many.
-_FEW, _MANY = 2, 257
+HAS_EXITS = True
+OTHER_NORM = "the model does something else between its layers and its norm"
 
 
 def find_unsupported_reason(model: Any) -> str | None:
-    """Why the donor of this model, which has a KV-shared tail, cannot be cut; or None."""
-    donor = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
-    if donor < 1:
-        # The residual of the first layer is its caller's, and must not be written to.
-        return "there is no layer before the donor"
-    layer = model.layers[donor]
-    if type(layer) is not compat.layers.gemma4_causal.Gemma4DecoderLayer:
-        return f"layer {donor} is a {type(layer).__name__}"
-    if type(layer.self_attn) is not compat.layers.gemma4_causal.Gemma4Attention:
-        return f"the attention of layer {donor} is a {type(layer.self_attn).__name__}"
-    return None
+    """Why no forward of this ``Gemma4TextModel`` can be cut, or None."""
+    known = compat.layers.gemma4_causal
+    return donor.find_unsupported_reason(model, known.Gemma4DecoderLayer, known.Gemma4Attention)
 
 
-def _project_keys_and_values(attention: Any, normed: torch.Tensor) -> torch.Tensor:
-    """The columns of K and V of the fused projection, [rows, 2 * kv_size].
+def get_row_shape(model: Any) -> tuple[int, ...]:
+    """(hidden,)."""
+    return (model.config.hidden_size,)
 
-    Plain weights are sliced. With quantised or packed ones, or a bias, all columns are computed, as
-    in stock, and the queries are dropped: exact for every kind of layer with independent rows.
 
-    Args:
-        normed: [rows, hidden].
-    """
-    projection, start = attention.qkv_proj, attention.q_size
-    if compat.layers.is_plain_linear(projection):
-        return functional.linear(normed, projection.weight[start:])
-    whole: torch.Tensor
-    whole, _bias = projection(normed)
-    return whole[:, start:]
+def view_rows(residual: torch.Tensor) -> torch.Tensor:
+    """The same tensor: [T, hidden]."""
+    return residual
+
+
+@contextmanager
+def stop_before_cut(model: Any, cut: int, project: Callable[..., Any]) -> Iterator[ReadOutput]:
+    """End the model's loop before layer ``cut``, and leave out its norm."""
+
+    def leave_out_norm(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+        # A second argument is an update that must still be added to the residual.
+        if others or settings:
+            raise NotCuttableError(OTHER_NORM)
+        calls.append(True)
+        return rows
+
+    calls: list[bool] = []
+    with (
+        replaced(model, end_layer=cut, project_per_layer_inputs=project),
+        replaced(model.norm, forward=leave_out_norm),
+    ):
+        yield _read_output
+    if len(calls) != 1:
+        raise NotCuttableError(OTHER_NORM)
+
+
+def _read_output(output: Any) -> tuple[Any, torch.Tensor]:
+    return output, compat.layers.get_rows(output)
+
+
+def compute_keys_and_values(
+    layer: Any, rows: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
+    normed = layer.input_layernorm(rows)
+    return donor.compute_keys_and_values(layer.self_attn, normed, positions, _norm_heads)
 
 
 def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
@@ -73,42 +89,35 @@ def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> tor
             eps=norm.eps,
         )
         return rows
-    normed: torch.Tensor = norm(rows.unflatten(-1, (heads, head_dim)))
-    return normed.flatten(-2)
+    return donor.norm_heads(norm, rows, heads, head_dim)
 
 
-def compute_keys_and_values(
-    attention: Any, normed: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of every row, as the stock layer would write them.
-
-    Args:
-        attention: a ``Gemma4Attention``.
-        normed: [T, hidden], the layer's normed input.
-        positions: [T].
-
-    Returns:
-        ``(k, v)``, each [T, kv_heads, head_dim].
+def run_tail(
+    model: Any,
+    layers: list[Any],
+    batch: Any,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    inputs: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run the layers one by one, and the norm: [B, hidden]. From SGLang 0.5.22 on the batch holds
+    their residual stream.
     """
-    k, v = _project_keys_and_values(attention, normed).split(
-        [attention.kv_size, attention.kv_size], dim=-1
-    )
-    heads, head_dim = attention.num_kv_heads, attention.head_dim
-    k = _norm_heads(attention.k_norm, k, heads, head_dim)
-    v = _norm_heads(attention.v_norm, v, heads, head_dim)
-    # The rotary embedding requires queries as well as keys.
-    _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)
-    return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
-
-
-@torch.no_grad()
-def compile_kernels(attention: Any) -> None:
-    """Compute K and V without queries once: their kernels are compiled, which stock never runs.
-
-    Otherwise the first request of a user would wait for the compiler.
-    """
-    weight = attention.k_norm.weight
-    for rows in (_FEW, _MANY):
-        normed = weight.new_zeros(rows, attention.qkv_proj.input_size)
-        positions = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        compute_keys_and_values(attention, normed, positions)
+    try:
+        with donor.share_own_keys_and_values(layers[0].self_attn):
+            compat.batch.start_residual(batch, rows)
+            own_inputs = None
+            for number, layer in enumerate(layers):
+                if inputs is not None:
+                    own_inputs = inputs[:, number, :]
+                output = layer(
+                    positions=positions,
+                    hidden_states=rows,
+                    per_layer_input=own_inputs,
+                    forward_batch=batch,
+                )
+                rows = compat.layers.get_rows(output)
+    finally:
+        compat.batch.end_residual(batch)
+    normed: torch.Tensor = model.norm(rows)
+    return normed

@@ -1,0 +1,22 @@
+"""SGLang's classes of text models whose prefills can be cut, and the file that knows each."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, cast
+
+from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core.model import TextModel
+from sglang_gemma4_yoco.models import gemma4
+
+TEXT_MODELS: dict[type, ModuleType] = {
+    compat.layers.gemma4_causal.Gemma4TextModel: gemma4,
+}
+
+
+def find_kind(model: Any) -> TextModel:
+    """The file that knows a model of one of these classes, or of a class derived from one."""
+    for known, kind in TEXT_MODELS.items():
+        if isinstance(model, known):
+            return cast(TextModel, kind)
+    raise TypeError(f"{type(model).__name__} is not a text model that is known")
