@@ -560,6 +560,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang_gemma4_yoco.core.attention import TailBackend
     from sglang_gemma4_yoco.core.forward import wrap_model_forward
     from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState, find_state
+    from sglang_gemma4_yoco.models import gemma4
 
     class Backend:
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -571,7 +572,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     backend, model = Backend(), engine.text_model
     plain_plan, wrapped = backend.init_forward_metadata, wrap_model_forward(stock)
     attached = find_state(model)
-    known = ModelState(model, None, TailBackend(backend, Backend()))
+    known = ModelState(model, gemma4, None, TailBackend(backend, Backend()))
     known.attach(plan.plan_batch)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])

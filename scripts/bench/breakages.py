@@ -20,7 +20,7 @@ import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core import cut, tail
+from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.state import ModelState
@@ -133,13 +133,13 @@ def _wrong(owner: Any, name: str, wrong: Callable[..., Any]) -> Breakage:
 
 
 def _layers_run(wrong: Callable[..., Any]) -> Breakage:
-    """``wrong`` gets the arguments of ``run_layers`` by name."""
-    names = inspect.signature(tail.run_layers)
+    """``wrong`` gets the arguments of ``run_tail`` by name."""
+    names = inspect.signature(gemma4.run_tail)
 
     def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return wrong(stock, **names.bind(*args, **kwargs).arguments)
 
-    return _wrong(tail, "run_layers", run)
+    return _wrong(gemma4, "run_tail", run)
 
 
 def _positions(stock: Callable[..., Any], positions: torch.Tensor, **others: Any) -> Any:
@@ -163,19 +163,20 @@ def _inputs(stock: Callable[..., Any], inputs: PerLayerInputs, dim: int) -> torc
     return None if right is None else right.roll(1, dim)
 
 
-def _no_norm(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any:
-    with replaced(state.model.norm, forward=lambda rows: rows):
-        return stock(state=state, **others)
+def _no_norm(stock: Callable[..., Any], model: Any, **others: Any) -> Any:
+    with replaced(model.norm, forward=lambda rows: rows):
+        return stock(model=model, **others)
 
 
-def _scattered(stock: Callable[..., Any], state: ModelState, plan: Any, *args: Any) -> Any:
+def _scattered(
+    stock: Callable[..., None], state: ModelState, plan: Any, output: torch.Tensor, *args: Any
+) -> None:
     """The rows of the tail come back one row too early."""
-    output = stock(state, plan, *args)
+    stock(state, plan, output, *args)
     if plan.runner is not None:
-        rows, index = compat.layers.get_rows(output), plan.tail.index
-        kept = rows.index_select(0, index)
-        rows.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
-    return output
+        index = plan.tail.index
+        kept = output.index_select(0, index)
+        output.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
 
 
 def as_returned(rows: torch.Tensor) -> Any:
@@ -183,12 +184,12 @@ def as_returned(rows: torch.Tensor) -> Any:
     return rows if compat.batch.HAS_RESIDUAL_STREAM else (rows, None)
 
 
-def _skipped_layer(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any:
+def _skipped_layer(stock: Callable[..., Any], layers: list[Any], **others: Any) -> Any:
     def skipping(*_: Any, **kwargs: Any) -> Any:
         return as_returned(kwargs["hidden_states"])
 
-    with replaced(state.tail_layers[2], forward=skipping):
-        return stock(state=state, **others)
+    with replaced(layers[2], forward=skipping):
+        return stock(layers=layers, **others)
 
 
 def _never_written(stock: Callable[..., Any], state: ModelState, plan: Any, *args: Any) -> None:
@@ -229,10 +230,12 @@ BREAKAGES: Mapping[str, Breakage] = {
     "keys 2 % too large": _scaled(k=1.02),
     "values doubled": _scaled(v=2.0),
     "values 2 % too large": _scaled(v=1.02),
-    "per-layer inputs of another layer": _wrong(PerLayerInputs, "kept", partial(_inputs, dim=1)),
-    "per-layer inputs of another row": _wrong(PerLayerInputs, "kept", partial(_inputs, dim=0)),
+    "per-layer inputs of another layer": _wrong(
+        PerLayerInputs, "get_kept", partial(_inputs, dim=1)
+    ),
+    "per-layer inputs of another row": _wrong(PerLayerInputs, "get_kept", partial(_inputs, dim=0)),
     "the norm left out": _layers_run(_no_norm),
-    "scattered one row off": _wrong(cut, "run_prefill", _scattered),
+    "scattered one row off": _wrong(cut, "finish_prefill", _scattered),
     "one layer skipped": _layers_run(_skipped_layer),
     "chunks' keys and values not written": _wrong(cut, "write_keys_and_values", _never_written),
     **{

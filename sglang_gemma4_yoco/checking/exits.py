@@ -20,8 +20,14 @@ class LeftPrefill(Protocol):
     state: ModelState
     batch: Any
     point: Any
-    stock: Callable[[], torch.Tensor]
-    embed: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+    @property
+    def stock(self) -> Callable[[], torch.Tensor]:
+        """Runs the graph to its end; returns the output, [bucket, hidden]."""
+
+    @property
+    def embed(self) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
+        """Of ids [n] what the tail is given: embeddings, and per-layer ones."""
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ class TailBackend:
         def init_forward_metadata(forward_batch: Any) -> None:
             stock(forward_batch)
             if forward_batch.forward_mode is not compat.batch.ForwardMode.DECODE:
-                plan(forward_batch)
+                plan_batch(forward_batch)
 
         return replaced(self.main, init_forward_metadata=init_forward_metadata)
 

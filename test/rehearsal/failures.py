@@ -15,8 +15,8 @@ from rehearsal.batches_served import BATCHES, CAPTURED, EAGER, prompt, serve
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import tail_graphs
-from sglang_gemma4_yoco.core import tail
 from sglang_gemma4_yoco.core.state import ModelState, find_state
+from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
 _ALLOCATES_ROWS = (torch.ops.aten.index_select.default, torch.ops.aten.index_select.out)
@@ -68,7 +68,7 @@ def _serve(engine: Engine, way: str = CAPTURED) -> dict[str, Any]:
 @contextmanager
 def _capture_failing(happens: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """In the second bucket of a capture, after the layers of its tail."""
-    stock, captures = tail.run_layers, iter(range(1000))
+    stock, captures = gemma4.run_tail, iter(range(1000))
 
     def failing(*args: Any) -> torch.Tensor:
         rows = stock(*args)
@@ -76,7 +76,7 @@ def _capture_failing(happens: Callable[[torch.Tensor], Any]) -> Iterator[None]:
             happens(rows)
         return rows
 
-    with replaced(tail, run_layers=failing):
+    with replaced(gemma4, run_tail=failing):
         yield
 
 

@@ -24,6 +24,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters, log, settings
 from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -104,7 +105,7 @@ def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
         gemma4, "compute_keys_and_values", wraps=gemma4.compute_keys_and_values
     ) as projected:
         engine.runner.init_attention_backends()
-    few, many = gemma4._FEW, gemma4._MANY
+    few, many = start._FEW, start._MANY
     assert 1 < few <= 256 < many
     assert [len(call.args[1]) for call in projected.call_args_list] == [few, many]
     assert_fast(engine)
@@ -113,11 +114,11 @@ def test_the_donors_kernels_are_compiled_at_start(engine: Engine) -> None:
 def test_kernels_that_cannot_be_compiled_are_no_servers_end(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def impossible(_: Any) -> None:
+    def impossible(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
     with monkeypatch.context() as broken:
-        broken.setattr(gemma4, "compile_kernels", impossible)
+        broken.setattr(gemma4, "compute_keys_and_values", impossible)
         engine.runner.init_attention_backends()
     [record] = [r for r in caplog.records if r.name == log.logger.name]
     assert "no compiler" in record.getMessage()
@@ -146,6 +147,11 @@ def test_the_core_imports_nothing_of_the_package_but_three_modules() -> None:
                 continue
             assert node.level == 0, path
             if node.module == PACKAGE.name:
-                assert {name.name for name in node.names} <= {"compat", "log", "settings"}, path
+                assert {name.name for name in node.names} <= {
+                    "compat",
+                    "counters",
+                    "log",
+                    "settings",
+                }, path
             elif node.module is not None and node.module.startswith(PACKAGE.name):
                 assert node.module.startswith(f"{PACKAGE.name}.core"), path

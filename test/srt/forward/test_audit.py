@@ -32,7 +32,7 @@ from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.checking import audit, layerwise, rounding
 from sglang_gemma4_yoco.checking.rounding import Difference
-from sglang_gemma4_yoco.core import cut, tail
+from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.forward import EagerForward
 from sglang_gemma4_yoco.loading import metrics, start
 from sglang_gemma4_yoco.models import gemma4
@@ -94,8 +94,8 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
 
 def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tail's output is another one; K and V are as they should be."""
-    stock = tail.run_layers
-    monkeypatch.setattr(tail, "run_layers", lambda *args: -stock(*args))
+    stock = gemma4.run_tail
+    monkeypatch.setattr(gemma4, "run_tail", lambda *args: -stock(*args))
 
 
 def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_every_row_that_is_kept_is_compared(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the last row of a request alone: one that a log-probability is made of."""
-    stock = tail.run_layers
+    stock = gemma4.run_tail
 
     def run_layers(*args: Any) -> torch.Tensor:
         rows = stock(*args)
@@ -154,7 +154,7 @@ def test_every_row_that_is_kept_is_compared(
 
     scheduled = engine.schedule(BATCHES["input logprobs"])
     expected = run(engine, scheduled, "0").output
-    monkeypatch.setattr(tail, "run_layers", run_layers)
+    monkeypatch.setattr(gemma4, "run_tail", run_layers)
     with audited(engine):
         seen = run(engine, scheduled, "1").output
     assert counts() == (0, 1)

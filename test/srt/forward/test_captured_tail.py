@@ -58,8 +58,7 @@ from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, per_layer, ranks
-from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import limits, start
 from sglang_gemma4_yoco.replaced import replaced
@@ -266,7 +265,7 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
     indices = []
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        plan = getattr(batch_in(args, kwargs), states.STATE_ENTRY)
+        plan = getattr(batch_in(args, kwargs), PLAN_ENTRY)
         assert isinstance(plan, Plan)
         indices.append(plan.tail.index)
         assert "fields" not in vars(plan.tail)  # the batch as an eager tail sees it is not made

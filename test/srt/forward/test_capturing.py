@@ -36,8 +36,7 @@ from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.plan import Plan
-from sglang_gemma4_yoco.core.state import STATE_ENTRY
+from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.loading import limits, start
 
 ERRORS = {
@@ -125,7 +124,7 @@ def test_compiled_forward_is_stocks(traceable: Engine) -> None:
         forward_context(ForwardContext(attn_backend=attention.main)),
     ):
         attention.main.init_forward_metadata(batch)
-        would_be_cut = isinstance(getattr(batch, STATE_ENTRY), Plan)
+        would_be_cut = isinstance(getattr(batch, PLAN_ENTRY), Plan)
         assert would_be_cut, "were it not being traced"
         # Eagerly first: what SGLang's layers find out on their first call cannot be traced.
         expected = stock(model, batch.input_ids, batch.positions, batch)

@@ -222,7 +222,7 @@ def twice(call: Any, rows: torch.Tensor, *others: Any) -> Any:
 @pytest.mark.parametrize("otherwise", [adding, twice])
 def test_a_norm_that_is_called_otherwise(engine: Engine, otherwise: Callable[..., Any]) -> None:
     with norm_called(engine, otherwise):
-        assert_refused_late(engine, cut.OTHER_NORM)
+        assert_refused_late(engine, gemma4.OTHER_NORM)
 
 
 def test_something_else_before_the_norm(engine: Engine) -> None:

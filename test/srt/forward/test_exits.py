@@ -42,12 +42,13 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.captured import graphs, lifecycle
+from sglang_gemma4_yoco.checking import exits as exit_check
 from sglang_gemma4_yoco.checking import requests, rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
 from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import eligibility, plan, ranks
-from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState
+from sglang_gemma4_yoco.core.state import EXITS_ENTRY, ModelState
 from sglang_gemma4_yoco.exits import attach, capture, exits, text_inputs
 from sglang_gemma4_yoco.exits.capture import ExitPoint
 from sglang_gemma4_yoco.exits.exits import ExitForward
@@ -94,7 +95,7 @@ def engine(captured_engine: Engine) -> Iterator[Engine]:
 
 
 def exits_of(engine: Engine) -> exits.PrefillGraphExits:
-    found: exits.PrefillGraphExits = vars(engine.runner.prefill_cuda_graph_runner)[STATE_ENTRY]
+    found: exits.PrefillGraphExits = vars(engine.runner.prefill_cuda_graph_runner)[EXITS_ENTRY]
     return found
 
 
@@ -105,7 +106,7 @@ def reattached(engine: Engine) -> str | None:
     with attach.capture_graphs(runner, state):
         pass
     attach.open_exits(runner, state)
-    found = vars(runner.prefill_cuda_graph_runner).get(STATE_ENTRY)
+    found = vars(runner.prefill_cuda_graph_runner).get(EXITS_ENTRY)
     fact: str = state.facts["exits"]
     is_closed = found is None or found.closed
     assert fact.startswith("closed: " if is_closed else f"open after segment {TO_THE_EXIT}")
@@ -134,8 +135,8 @@ def test_random_batches(engine: Engine) -> None:
     property_()
     assert outcomes.count(counters.EXIT_CAPTURED) >= 5
     assert outcomes.count(counters.EXIT_SKIPPED) >= 1
-    assert outcomes.count(exits.TAIL_NOT_CAPTURED) >= 5
-    assert not {exits.CLOSED, plan.NOT_PLANNED, counters.FAILED} & set(outcomes)
+    assert outcomes.count(eligibility.TAIL_NOT_CAPTURED) >= 5
+    assert not {eligibility.EXITS_CLOSED, plan.NOT_PLANNED, counters.FAILED} & set(outcomes)
 
 
 @pytest.mark.parametrize("rows", [8, 15, 16, 17, 65, 128])
@@ -158,7 +159,7 @@ def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
         decoding.append(Prompt(prompt.cached, prompt.new, decodes=True))
     assert assert_served_alike(engine, [*fits, *decoding]) == counters.EXIT_CAPTURED
     more = [*fits, *batch_of((0, 33), (7, 1))]
-    assert assert_served_alike(engine, more) == exits.TAIL_NOT_CAPTURED
+    assert assert_served_alike(engine, more) == eligibility.TAIL_NOT_CAPTURED
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
@@ -220,7 +221,7 @@ def test_media_that_sglang_replays_are_not_cut(engine: Engine) -> None:
     batch = engine.schedule(FULL)
     with mock.patch.object(eligibility, "is_multimodal", return_value=True):
         seen = run(engine, batch, fast=True)
-    assert (seen.segments, seen.outcomes) == (WHOLE, {exits.MEDIA: 1})
+    assert (seen.segments, seen.outcomes) == (WHOLE, {eligibility.CAPTURED_MEDIA: 1})
 
 
 @pytest.mark.parametrize(
@@ -298,10 +299,8 @@ def assert_same(seen: prefill_exits.Run, stock: prefill_exits.Run, outcome: str)
 
 
 def found_by_exits() -> Any:
-    """Yields the calls of ``findings``."""
-    return mock.patch.object(
-        ExitForward, "findings", autospec=True, side_effect=ExitForward.findings
-    )
+    """Yields the calls of ``compare_exit``."""
+    return mock.patch.object(exit_check, "compare_exit", side_effect=exit_check.compare_exit)
 
 
 def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -368,7 +367,7 @@ def assert_closed(engine: Engine) -> None:
     with mock.patch.object(graphs.TailGraphs, "plan", side_effect=InjectedError):
         seen = run(engine, batch, fast=True)
     assert seen.segments == WHOLE
-    assert_same(seen, stock, exits.CLOSED)
+    assert_same(seen, stock, eligibility.EXITS_CLOSED)
 
 
 @pytest.mark.parametrize("finishes", [True, False], ids=["prompts", "intermediate chunks"])
@@ -511,7 +510,7 @@ def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Differen
     found: list[rounding.Difference] = []
 
     def compare(forward: ExitForward, plan: Any, output: torch.Tensor) -> torch.Tensor:
-        found.extend(forward.findings(plan, output))
+        found.extend(exit_check.compare_exit(forward, plan, output))
         return output
 
     with replaced(start.get_state(engine.text_model), after_cut=compare):
@@ -529,13 +528,13 @@ def test_a_defect_of_a_served_batch(engine: Engine, what: str) -> None:
 
 def test_keys_that_another_run_has_written_are_not_compared(engine: Engine) -> None:
     """Where SGLang's graph writes none, those that the exit has written are not taken for its."""
-    pool, findings = type(engine.runner.token_to_kv_pool), ExitForward.findings
+    pool, compare = type(engine.runner.token_to_kv_pool), exit_check.compare_exit
 
     def without_writing(forward: ExitForward, *given: Any) -> list[rounding.Difference]:
         with mock.patch.object(pool, "set_kv_buffer"):
-            return findings(forward, *given)
+            return compare(forward, *given)
 
-    with mock.patch.object(ExitForward, "findings", without_writing):
+    with mock.patch.object(exit_check, "compare_exit", without_writing):
         worst, _ = audited(engine, engine.schedule(FULL))
     assert not worst.is_rounding
     assert "in the pool" in worst.what
@@ -624,7 +623,7 @@ def test_another_sglang(
         patched.delattr(prefills if lacking == "backend" else prefills.backend, lacking)
         assert lacking in (reattached(engine) or "")
     assert "--cuda-graph-backend-prefill=disabled shortens prefills" in caplog.text
-    assert STATE_ENTRY not in vars(prefills)
+    assert EXITS_ENTRY not in vars(prefills)
     reattached(engine)
 
 
@@ -714,7 +713,7 @@ def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
     try:
         state.close()
         assert runner.prefill_cuda_graph_runner is None
-        assert not {"execute", STATE_ENTRY} & set(vars(before))
+        assert not {"execute", EXITS_ENTRY} & set(vars(before))
         assert "replay" not in vars(before.backend)
     finally:
         runner.prefill_cuda_graph_runner = before

@@ -50,8 +50,8 @@ from sglang_gemma4_reference.engine import (
 )
 from sglang_gemma4_yoco import compat, counters, settings
 from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.core.state import STATE_ENTRY
 from sglang_gemma4_yoco.exits import attach
+from sglang_gemma4_yoco.exits.exits import EXITS_ENTRY
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = [
@@ -246,7 +246,7 @@ def set_up(engine: Engine, part: str) -> None:
 
 def exits_of(engine: Engine) -> Any:
     """The exits of its captured prefills, or None."""
-    return getattr(engine.runner.prefill_cuda_graph_runner, STATE_ENTRY, None)
+    return getattr(engine.runner.prefill_cuda_graph_runner, EXITS_ENTRY, None)
 
 
 def turn_on(engine: Engine) -> None:
@@ -459,7 +459,7 @@ def audit_failing(engine: Engine, way: Way, site: Site, error: type[BaseExceptio
 # What the start itself sets.
 SET_UP = (
     *("state.captured", "state.refused", "state.failures_in_a_row"),
-    *(f"prefills.{STATE_ENTRY}", "prefills.execute", "prefills' backend.replay"),
+    *(f"prefills.{EXITS_ENTRY}", "prefills.execute", "prefills' backend.replay"),
 )
 
 

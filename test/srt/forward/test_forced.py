@@ -16,7 +16,7 @@ from harness.layer_rows import FIRST_SHARED
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.core import cut, per_layer, tail
+from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.state import find_state
 from sglang_gemma4_yoco.models import gemma4
@@ -95,8 +95,10 @@ def at_the_end(stock: Any, *args: Any) -> Any:
     return stock(*args) * 1.1
 
 
-def at_the_beginning(stock: Any, state: Any, batch: Any, rows: torch.Tensor, *others: Any) -> Any:
-    return stock(state, batch, rows * 1.1, *others)
+def at_the_beginning(
+    stock: Any, model: Any, layers: Any, batch: Any, rows: torch.Tensor, *others: Any
+) -> Any:
+    return stock(model, layers, batch, rows * 1.1, *others)
 
 
 def written(finishes: bool, stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
@@ -127,7 +129,7 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
         {f"attention of layer {LAYER}", f"mean of the values of layer {LAYER}"},
     ),
     "per-layer inputs": (
-        function(PerLayerInputs, "kept", of_layer),
+        function(PerLayerInputs, "get_kept", of_layer),
         {f"per-layer input of layer {LAYER}"},
     ),
     "per-layer inputs before the cut": (
@@ -137,10 +139,10 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
     "FFN of the donor": (module(DONOR, "mlp", in_turns), {f"output of layer {DONOR}"}),
     "FFN of the last layer": (module(LAST, "mlp", in_turns), {"output of layer 7"}),
     "rows at the end": (
-        function(tail, "run_layers", at_the_end),
+        function(gemma4, "run_tail", at_the_end),
         {"rows after the norm", "logits"},
     ),
-    "rows at the beginning": (function(tail, "run_layers", at_the_beginning), {"rows at the cut"}),
+    "rows at the beginning": (function(gemma4, "run_tail", at_the_beginning), {"rows at the cut"}),
     "nothing written": (
         function(cut, "write_keys_and_values", partial(written, True)),
         {KEYS, VALUES},

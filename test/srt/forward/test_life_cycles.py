@@ -35,6 +35,7 @@ from sglang_gemma4_reference.platform import CAPTURED
 from sglang_gemma4_reference.recorder import RecordedGraph
 from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.exits import capture, exits
 from sglang_gemma4_yoco.loading import start
 
@@ -270,7 +271,7 @@ def test_exits_that_are_closed_at_a_recapture(
     assert "exits from captured prefills are closed: the check found" in caplog.text
     seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
     assert seen.segments == LAYERS + 1
-    assert seen.outcomes == {exits.CLOSED: 1}
+    assert seen.outcomes == {eligibility.EXITS_CLOSED: 1}
     capture_decode_steps(engine)
     assert_served_at_the_exit(engine)
 
@@ -360,7 +361,7 @@ def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
     assert f"Gemma 4 fast prefill: the tail runs eagerly: {eager}" in said()
     assert any(f"captured prefills are closed: {SHARED}" in line for line in said())
     seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
-    assert seen.outcomes == {exits.CLOSED: 1}
+    assert seen.outcomes == {eligibility.EXITS_CLOSED: 1}
     assert assert_served_alike(engine, WITHOUT_A_BUCKET) == counters.TAIL_EAGER
     capture_decode_steps(engine)
     assert table._version > written

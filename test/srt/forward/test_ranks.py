@@ -29,8 +29,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
-from sglang_gemma4_yoco.core import ranks, state
-from sglang_gemma4_yoco.exits import exits
+from sglang_gemma4_yoco.core import eligibility, ranks, state
 from sglang_gemma4_yoco.loading import start as starting
 
 RANKS = 2
@@ -82,7 +81,7 @@ def with_exits(rank: int, port: int, path: Path) -> None:
     assert outcomes == [
         counters.EXIT_CAPTURED,
         counters.EXIT_CAPTURED,
-        exits.TAIL_NOT_CAPTURED,
+        eligibility.TAIL_NOT_CAPTURED,
         counters.EXIT_SKIPPED,
     ]
     mine = torch.full((1, 2), float(rank))  # as the logits of a decode step are
@@ -170,7 +169,7 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
 
 def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     """As by another SGLang, while it serves or from its start on: no rank cuts any more."""
-    from sglang_gemma4_yoco.core import cut as core_cut
+    from sglang_gemma4_yoco.models import gemma4
 
     engine.runner.init_attention_backends()
     model, batch = engine.text_model, engine.schedule(ONE_PROMPT)
@@ -183,11 +182,11 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     with trusted, mock.patch.object(type(model.norm), "__call__", other):
         assert starting.get_state(model).refused is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
-        assert_stock(engine, core_cut.OTHER_NORM)
+        assert_stock(engine, gemma4.OTHER_NORM)
         engine.runner.init_attention_backends()  # as when a server starts
         assert starting.get_state(model).refused is None
         starting.set_up(engine.runner, starting.get_state(model))
-        assert_stock(engine, core_cut.OTHER_NORM)
+        assert_stock(engine, gemma4.OTHER_NORM)
 
 
 def with_audits(rank: int, engine: Engine) -> None:

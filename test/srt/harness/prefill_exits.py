@@ -21,10 +21,9 @@ from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP
+from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
 from sglang_gemma4_yoco.exits import exits
 from sglang_gemma4_yoco.exits.capture import ExitPoint
-from sglang_gemma4_yoco.exits.exits import TAIL_NOT_CAPTURED
 from sglang_gemma4_yoco.loading import start
 
 BUCKETS = [16, 32, 64, 128]

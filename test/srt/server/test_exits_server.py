@@ -44,7 +44,7 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.exits.exits import TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco.core.eligibility import TAIL_NOT_CAPTURED
 from sglang_gemma4_yoco.loading import metrics
 
 if not releases.records_prefills():

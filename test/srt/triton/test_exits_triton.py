@@ -19,7 +19,7 @@ from sglang_gemma4_reference import interpreter, prefill_graphs, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
 from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.exits.exits import TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco.core.eligibility import TAIL_NOT_CAPTURED
 
 interpreter.make_quick()
 

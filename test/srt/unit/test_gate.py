@@ -40,6 +40,7 @@ from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
@@ -285,7 +286,7 @@ def test_an_eager_tail_pays_later_on_a_gpu(
     """Of whichever maker: its host launches kernels, as that of CUDA does."""
     setting(min_skipped_rows=None)
     attention: Any = SimpleNamespace(tail=SimpleNamespace(device=device))
-    state = ModelState(model(), None, attention)
+    state = ModelState(model(), gemma4, None, attention)
     assert eligibility.find_ineligible_reason(state, eligible_batch()) == reason
 
 
@@ -305,7 +306,7 @@ class PlansNothing:
 def attached() -> Iterator[ModelState]:
     """A model in a runner, which plans its batches."""
     main, tail = PlansNothing(), PlansNothing()
-    state = ModelState(model(), None, TailBackend(main, tail))
+    state = ModelState(model(), gemma4, None, TailBackend(main, tail))
     state.attach(plan.plan_batch)
     with forward_context(ForwardContext(attn_backend=main)):
         yield state
