@@ -1,4 +1,4 @@
-"""Log lines, each logged once in a process, and counters of prefill forwards by outcome.
+"""Prefill forwards of this process, counted by outcome, and their rows; audits.
 
 Decode steps are not counted. A process runs one forward at a time, so there is no lock.
 """
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_gemma4_yoco import log
 
@@ -51,6 +52,9 @@ audits = Audits()
 #: The reasons for which all batches of this server run as stock.
 server_reasons: set[str] = set()
 
+#: Models of which the first forward that was cut has been logged.
+_described: weakref.WeakSet[Any] = weakref.WeakSet()
+
 #: Called when something was counted.
 observers: list[Callable[[], None]] = []
 # The outcomes in a span of forwards that are not counted.
@@ -87,11 +91,12 @@ def _notify_observers() -> None:
 
 
 def count_cut(
-    model: object, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
+    model: Any, describe: Callable[[], str], outcome: str, *, computed: int, skipped: int
 ) -> None:
     """Count a forward on the fast path; log ``describe()`` the first time for this ``model``."""
     _count_forward(outcome, computed, skipped)
-    if _not_counted is None and log.is_first(weakref.ref(model)):
+    if _not_counted is None and model not in _described:
+        _described.add(model)
         log.log_once(f"Gemma 4 fast prefill is active: {describe()}")
 
 

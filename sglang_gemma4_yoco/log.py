@@ -1,7 +1,4 @@
-"""Log lines, each logged once in a process, and counters of prefill forwards by outcome.
-
-Decode steps are not counted. A process runs one forward at a time, so there is no lock.
-"""
+"""Log lines, each logged once in a process."""
 
 from __future__ import annotations
 
@@ -15,9 +12,10 @@ _logged: set[Hashable] = set()
 
 
 def is_first(key: Hashable) -> bool:
-    is_first = key not in _logged
+    """Whether nothing was logged with this key, which is noted."""
+    is_new = key not in _logged
     _logged.add(key)
-    return is_first
+    return is_new
 
 
 def log_once(line: str, level: int = logging.INFO) -> None:

@@ -557,9 +557,9 @@ def measure_gate(engine: Any) -> dict[str, float]:
 
     from sglang_gemma4_reference.engine import Prompt
     from sglang_gemma4_yoco.core import plan
-    from sglang_gemma4_yoco.core.attention import TailBackend
     from sglang_gemma4_yoco.core.forward import wrap_model_forward
     from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState, find_state
+    from sglang_gemma4_yoco.core.tail import TailBackend
     from sglang_gemma4_yoco.models import gemma4
 
     class Backend:

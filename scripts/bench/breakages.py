@@ -32,7 +32,7 @@ Breakage = Callable[[ModelState], AbstractContextManager[bool]]
 
 def _is_triton(backend: Any) -> bool:
     kind: type = type(backend)
-    return compat.attention._find_triton_class(kind) is not None
+    return compat.attention.find_triton_class(kind) is not None
 
 
 @contextmanager
@@ -181,7 +181,7 @@ def _scattered(
 
 def as_returned(rows: torch.Tensor) -> Any:
     """``rows`` as a decoder layer returns them: up to SGLang 0.5.21 in a pair with None."""
-    return rows if compat.batch.HAS_RESIDUAL_STREAM else (rows, None)
+    return rows if compat.layers.HAS_RESIDUAL_STREAM else (rows, None)
 
 
 def _skipped_layer(stock: Callable[..., Any], layers: list[Any], **others: Any) -> Any:

@@ -21,7 +21,7 @@ from sglang_gemma4_yoco.checking import exits, layerwise, rounding
 from sglang_gemma4_yoco.checking.layerwise import Stock
 from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
 from sglang_gemma4_yoco.core import ranks
-from sglang_gemma4_yoco.core.plan import Plan
+from sglang_gemma4_yoco.core.plan import Plan, make_eager_tail
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.core.tail import EagerTail
 from sglang_gemma4_yoco.core.tail_batch import rewrite_batch
@@ -112,8 +112,7 @@ class Auditor:
         stock.keys = layerwise.read_slots(caches, slots)
         if plan.runner is not None and not isinstance(plan.runner, EagerTail):
             _, found = layerwise.run_on_stocks_rows(self._state, plan, stock)
-            metadata = plan.attention.plan(plan.batch, plan.tail.fields)
-            eager = EagerTail(self._state, plan.batch, plan.tail, plan.attention, metadata)
+            eager = make_eager_tail(self._state, plan.batch, plan.tail)
             plan = replace(plan, runner=eager)
         rows, found_eagerly = layerwise.run_on_stocks_rows(self._state, plan, stock)
         return output, rows, found + found_eagerly

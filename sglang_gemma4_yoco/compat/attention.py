@@ -82,7 +82,7 @@ def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
 
 
 @cache
-def _find_triton_class(kind: type) -> type | None:
+def find_triton_class(kind: type) -> type | None:
     return next((base for base in kind.__mro__ if base.__name__ == "TritonAttnBackend"), None)
 
 
@@ -94,7 +94,7 @@ def _counts_the_window_short(backend: Any) -> bool:
     W = 3, the row at position 5 sees keys 3, 4, 5 in extend and 4, 5 in decode.
     """
     windowed = (getattr(backend, "sliding_window_size", None) or 0) > 0
-    return windowed and _find_triton_class(backend.__class__) is not None
+    return windowed and find_triton_class(backend.__class__) is not None
 
 
 def decodes_like_extend(backend: Any) -> bool:
@@ -136,7 +136,7 @@ def widen_window(backend: Any) -> Iterator[None]:
 @cache
 def _find_window_planner(kind: type) -> ModuleType | None:
     """The module whose function plans windows, if it writes into a buffer that it is given."""
-    triton = _find_triton_class(kind)
+    triton = find_triton_class(kind)
     if triton is None:
         return None
     module = sys.modules[triton.__module__]

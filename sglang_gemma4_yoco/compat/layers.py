@@ -1,4 +1,4 @@
-"""What layers return, and whether their weights are plain."""
+"""Layers: what they return, the residual stream that they pass on, whether weights are plain."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import torch
 from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.models import gemma4_causal as gemma4_causal
+
+# From 0.5.22 on Gemma 4's layers pass a residual stream on in the batch. In 0.5.21 only other
+# models' layers do.
+residual_batch: Any = getattr(gemma4_causal, "residual_batch", None)
+HAS_RESIDUAL_STREAM = residual_batch is not None
 
 
 def get_rows(output: Any) -> torch.Tensor:
@@ -40,3 +45,32 @@ def is_plain_linear(projection: Any) -> bool:
         and not getattr(projection, "use_intel_amx_backend", False)  # packed for the CPU
         and projection.bias is None
     )
+
+
+def residual_is_written(forward_batch: Any, hidden_states: torch.Tensor) -> bool:
+    """Whether ``hidden_states`` is the whole residual: no update is pending."""
+    stream = getattr(forward_batch, "residual_stream", None)
+    if stream is None:
+        return True  # up to 0.5.21, and stand-ins: layers pass plain tensors
+    if stream.pending is not None:
+        return False
+    return stream.residual is None or stream.residual is hidden_states
+
+
+def start_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
+    """Begin the batch's residual stream with ``hidden_states``, where it has streams."""
+    if HAS_RESIDUAL_STREAM:
+        residual_batch.start(forward_batch)
+        residual_batch.set_written(hidden_states, forward_batch)
+
+
+def write_residual(forward_batch: Any, hidden_states: torch.Tensor) -> None:
+    """Put ``hidden_states`` into the batch's residual stream, if it has one."""
+    if getattr(forward_batch, "residual_stream", None) is not None:
+        residual_batch.set_written(hidden_states, forward_batch)
+
+
+def end_residual(forward_batch: Any) -> None:
+    """Free the residual's memory."""
+    if HAS_RESIDUAL_STREAM:
+        forward_batch.residual_stream = None

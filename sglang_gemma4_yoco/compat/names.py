@@ -94,7 +94,7 @@ _OWNERS: dict[str, Any] = {
     "ModelRunner": ModelRunner,
     "dumper": server.dumper,
     "forward_context": attention.forward_context,
-    "residual_batch": batch.residual_batch,
+    "residual_batch": layers.residual_batch,
 }
 # The first release that has one of these, if it is not in all that are supported.
 _SINCE = {

@@ -9,6 +9,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool as MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SWAKVPool
 
+from sglang_gemma4_yoco.compat.attention import find_triton_class
+
 
 def is_in_window_pool(pool: Any, layer: int) -> bool:
     """Whether K and V of this layer, by its number in the model, are in the window's pool."""
@@ -32,7 +34,7 @@ def write_keys_and_values(
     pool.get_kv_buffer(attention.layer_id)
     window_slots = None
     if is_in_window_pool(pool, attention.layer_id):
-        if attention._find_triton_class(main.__class__) is not None:
+        if find_triton_class(main.__class__) is not None:
             window_slots = getattr(main.forward_metadata, "swa_out_cache_loc", None)
         if window_slots is None:
             window_slots = pool.translate_loc_from_full_to_swa(slots)

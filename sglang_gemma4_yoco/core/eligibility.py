@@ -109,7 +109,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
     """
     # The mode comes first, because it refuses most of the ineligible batches.
     reason = _check_mode(forward_batch.forward_mode) or state.refused
-    if reason is None and state.is_capturing():
+    if reason is None and state.replayed_exits is None and state.is_capturing():
         reason = CAPTURING
     reason = reason or _check_fields(state, forward_batch) or _check_lengths(forward_batch)
     if reason is not None:

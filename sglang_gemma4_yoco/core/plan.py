@@ -11,10 +11,9 @@ from typing import Any
 
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.state import ModelState, TailRunner
-from sglang_gemma4_yoco.core.tail import EagerTail
+from sglang_gemma4_yoco.core.tail import EagerTail, TailBackend
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
 
 
@@ -94,14 +93,28 @@ def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.E
         return Plan(forward_batch, tail, attention, None, outcome)
     runner: TailRunner
     if eligible.bucket is None or state.captured is None:
-        metadata = attention.plan(forward_batch, tail.fields)
-        runner = EagerTail(state, forward_batch, tail, attention, metadata)
+        runner = make_eager_tail(state, forward_batch, tail)
     else:
         runner = state.captured.plan(forward_batch, tail, eligible.bucket)
     outcome = runner.outcome
     if at_exit:
         outcome = counters.EXIT_CAPTURED
     return Plan(forward_batch, tail, attention, runner, outcome)
+
+
+def make_eager_tail(state: ModelState, forward_batch: Any, tail: TailBatch) -> EagerTail:
+    """What launches the tail of this batch layer by layer, its attention planned."""
+    assert state.attention is not None
+    metadata = state.attention.plan(forward_batch, tail.fields)
+    return EagerTail(
+        kind=state.kind,
+        model=state.model,
+        layers=state.tail_layers,
+        batch=forward_batch,
+        tail=tail,
+        attention=state.attention,
+        metadata=metadata,
+    )
 
 
 def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:
@@ -122,7 +135,7 @@ def take_plan(state: ModelState, forward_batch: Any) -> Plan | str:
         return decided
     if isinstance(decided, Exception):
         raise decided
-    if state.is_capturing():
+    if state.replayed_exits is None and state.is_capturing():
         return eligibility.CAPTURING
     if compat.attention.get_current_backend() is not decided.attention.main:
         return NOT_PLANNED

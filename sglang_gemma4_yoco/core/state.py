@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.model import TextModel
 from sglang_gemma4_yoco.core.per_layer import Buffers, can_be_split
+from sglang_gemma4_yoco.core.tail import TailBackend
 
 #: Where a model has its ``ModelState``.
 STATE_ENTRY = "_yoco_state"
@@ -61,6 +61,7 @@ class ModelState:
         refused: the reason why none of its batches is cut, or None. Checks replace it for a span.
         attention: the tail's own attention backend; None if ``refused``.
         captured: the captured tail (``captured.graphs.TailGraphs``), if there is one.
+        is_capturing: whether the current forward is being captured in a CUDA graph.
         replayed_exits: while SGLang replays a captured prefill, the exits of it; else None.
         after_cut: called with each forward that was cut, its plan and its output; returns the
             output for the model. None if there is nothing to do.
@@ -82,6 +83,7 @@ class ModelState:
         self.attention = attention
         self.captured: Any = None
         self.replayed_exits: ReplayedExits | None = None
+        self.is_capturing: Callable[[], bool] = compat.attention.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
         self.planned_rows: int | None = None
@@ -118,10 +120,6 @@ class ModelState:
         if tail != main:
             described += f", the tail's by {tail}"
         return described
-
-    def is_capturing(self) -> bool:
-        """Whether the current forward is being captured in a CUDA graph; a replay captures none."""
-        return self.replayed_exits is None and compat.attention.is_capturing()
 
     def attach(self, plan_batch: Callable[[ModelState, Any], None]) -> None:
         """Become the state of the model; ``plan_batch`` gets each batch that SGLang has planned."""

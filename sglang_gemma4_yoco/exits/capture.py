@@ -58,7 +58,9 @@ def note_exit_points(layer: Any) -> Iterator[None]:
     ) -> Any:
         graph = captured_prefills.get_graph_being_captured()
         with ExitStack() as span:
-            if graph is not None and compat.batch.residual_is_written(forward_batch, hidden_states):
+            if graph is not None and compat.layers.residual_is_written(
+                forward_batch, hidden_states
+            ):
                 noting_attention = partial(noted, graph, hidden_states)
                 span.enter_context(replaced(attention, forward=noting_attention))
             return run(positions, hidden_states, per_layer_input, forward_batch, **kwargs)

@@ -73,7 +73,7 @@ def _yoco_truncate_to_last_tokens(
     fields = {**tail.fields, "positions": row_positions}
     with ExitStack() as stack:
         stack.enter_context(_plan_attention(plan, forward_batch, fields))
-        compat.batch.write_residual(forward_batch, rows)
+        compat.layers.write_residual(forward_batch, rows)
         return rows, row_positions, row_inputs, tail.index, stack.pop_all().close
 
 

@@ -16,8 +16,8 @@ from sglang_gemma4_yoco.checking import audit, requests, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import eligibility, plan, ranks, tail_batch
-from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.state import ModelState, find_state, first_shared_layer
+from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.loading import classes, limits
 from sglang_gemma4_yoco.models import registry
 

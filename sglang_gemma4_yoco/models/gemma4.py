@@ -1,26 +1,62 @@
-"""Gemma 4: the residual stream is one tensor, and the model's own loop can end early."""
+"""Gemma 4: the residual stream is one tensor, and the model's own loop can end early.
+
+The donor's K and V are read by the KV-shared layers of its kind, for all rows. Its output goes only
+into the tail, so its queries, attention, output projection, FFN and per-layer input are needed for
+kept rows alone. Once its K and V are in the pool, it runs by the code that SGLang has for KV-shared
+layers. Gemma 3n's attention is the same, and its file uses these functions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import NotCuttableError, ReadOutput
-from sglang_gemma4_yoco.models import donor
 from sglang_gemma4_yoco.replaced import replaced
 
 HAS_EXITS = True
+#: Called with a norm, rows [T, heads * head_dim] that may be overwritten, heads and head_dim.
+NormHeads = Callable[[Any, torch.Tensor, int, int], torch.Tensor]
 OTHER_NORM = "the model does something else between its layers and its norm"
 
 
 def find_unsupported_reason(model: Any) -> str | None:
     """Why no forward of this ``Gemma4TextModel`` can be cut, or None."""
     known = compat.layers.gemma4_causal
-    return donor.find_unsupported_reason(model, known.Gemma4DecoderLayer, known.Gemma4Attention)
+    return find_unknown_class(model, known.Gemma4DecoderLayer, known.Gemma4Attention)
+
+
+def find_unknown_class(model: Any, layer_class: type, attention_class: type) -> str | None:
+    """Why this model, which has KV-shared layers, cannot be cut inside its donor; or None.
+
+    Args:
+        layer_class, attention_class: those whose forwards are known.
+    """
+    number = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
+    if number < 1:
+        # The residual of the first layer is its caller's, and must not be written to.
+        return "there is no layer before the donor"
+    layer = model.layers[number]
+    kind, attention = type(layer), type(layer.self_attn)
+    if kind is not layer_class:
+        return f"layer {number} is a {kind.__name__}"
+    if attention is not attention_class:
+        return f"the attention of layer {number} is a {attention.__name__}"
+    return None
+
+
+def share_own_keys_and_values(attention: Any) -> AbstractContextManager[None]:
+    """In the ``with`` block the donor's attention runs by SGLang's code for KV-shared layers.
+
+    It shares its own K and V, which are in the pool already.
+    """
+    own = attention.attn.layer_id
+    return replaced(attention, is_kv_shared_layer=True, kv_shared_layer_index=own)
 
 
 def get_row_shape(model: Any) -> tuple[int, ...]:
@@ -63,7 +99,38 @@ def compute_keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
     normed = layer.input_layernorm(rows)
-    return donor.compute_keys_and_values(layer.self_attn, normed, positions, _norm_heads)
+    return project_keys_and_values(layer.self_attn, normed, positions, _norm_heads)
+
+
+def project_keys_and_values(
+    attention: Any, normed: torch.Tensor, positions: torch.Tensor, norm_heads: NormHeads
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of every row, as the stock layer would write them.
+
+    Plain weights are sliced. With quantised or packed ones, or a bias, all columns are computed, as
+    in stock, and the queries are dropped: exact for every kind of layer with independent rows.
+
+    Args:
+        attention: SGLang's, whose fused projection has columns of q, k and v.
+        normed: [T, hidden], what that projection reads.
+        positions: [T] int64.
+
+    Returns:
+        ``(k, v)``, each [T, kv_heads, head_dim].
+    """
+    projection, start = attention.qkv_proj, attention.q_size
+    if compat.layers.is_plain_linear(projection):
+        both = functional.linear(normed, projection.weight[start:])
+    else:
+        all_columns, _bias = projection(normed)
+        both = all_columns[:, start:]
+    k, v = both.split([attention.kv_size, attention.kv_size], dim=-1)
+    heads, head_dim = attention.num_kv_heads, attention.head_dim
+    k = norm_heads(attention.k_norm, k, heads, head_dim)
+    v = norm_heads(attention.v_norm, v, heads, head_dim)
+    # The rotary embedding requires queries as well as keys.
+    _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)
+    return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
 
 
 def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
@@ -89,7 +156,8 @@ def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> tor
             eps=norm.eps,
         )
         return rows
-    return donor.norm_heads(norm, rows, heads, head_dim)
+    normed: torch.Tensor = norm(rows.unflatten(-1, (heads, head_dim)))
+    return normed.flatten(-2)
 
 
 def run_tail(
@@ -104,8 +172,8 @@ def run_tail(
     their residual stream.
     """
     try:
-        with donor.share_own_keys_and_values(layers[0].self_attn):
-            compat.batch.start_residual(batch, rows)
+        with share_own_keys_and_values(layers[0].self_attn):
+            compat.layers.start_residual(batch, rows)
             own_inputs = None
             for number, layer in enumerate(layers):
                 if inputs is not None:
@@ -118,6 +186,6 @@ def run_tail(
                 )
                 rows = compat.layers.get_rows(output)
     finally:
-        compat.batch.end_residual(batch)
+        compat.layers.end_residual(batch)
     normed: torch.Tensor = model.norm(rows)
     return normed

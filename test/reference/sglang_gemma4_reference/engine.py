@@ -87,8 +87,10 @@ def reset_log() -> None:
     """Forget what the package has counted and logged."""
     from sglang_gemma4_yoco import counters, log
 
-    for kept in (counters.forwards, counters.rows, counters.server_reasons, log._logged):
+    for kept in (counters.forwards, counters.rows, counters.server_reasons):
         kept.clear()
+    counters._described.clear()
+    log._logged.clear()
     vars(counters.audits).update(vars(counters.Audits()))
 
 

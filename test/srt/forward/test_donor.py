@@ -259,7 +259,7 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
         hidden = compat.layers.get_rows(output)
         padded.append(hidden)
         more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
-        compat.batch.write_residual(call["forward_batch"], more)
+        compat.layers.write_residual(call["forward_batch"], more)
         return as_returned(more)
 
     model = engine.text_model
@@ -268,7 +268,7 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     assert len(padded) == 1
 
 
-@pytest.mark.skipif(not compat.batch.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 class TestResidualIsWritten:
     """On SGLang's streams."""
 
@@ -280,14 +280,14 @@ class TestResidualIsWritten:
 
         hidden = torch.ones(3, 4)
         stream = ResidualStream()
-        assert compat.batch.residual_is_written(
+        assert compat.layers.residual_is_written(
             self.batch(stream), hidden
         )  # nothing but the embeddings
         stream.write(hidden)
-        assert compat.batch.residual_is_written(self.batch(stream), hidden)
-        assert not compat.batch.residual_is_written(self.batch(stream), hidden.clone())
-        assert compat.batch.residual_is_written(self.batch(None), hidden)
-        assert compat.batch.residual_is_written(SimpleNamespace(), hidden)
+        assert compat.layers.residual_is_written(self.batch(stream), hidden)
+        assert not compat.layers.residual_is_written(self.batch(stream), hidden.clone())
+        assert compat.layers.residual_is_written(self.batch(None), hidden)
+        assert compat.layers.residual_is_written(SimpleNamespace(), hidden)
 
     def test_a_pending_update(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
@@ -295,7 +295,7 @@ class TestResidualIsWritten:
 
         hidden, residual = torch.ones(3, 4), torch.ones(3, 4)
         given, stream = ResidualStream.from_handoff(hidden, residual, PLAIN_ADD)
-        assert not compat.batch.residual_is_written(self.batch(stream), given)
-        assert not compat.batch.residual_is_written(self.batch(stream), residual)
+        assert not compat.layers.residual_is_written(self.batch(stream), given)
+        assert not compat.layers.residual_is_written(self.batch(stream), residual)
         stream.write(residual)
-        assert compat.batch.residual_is_written(self.batch(stream), residual)
+        assert compat.layers.residual_is_written(self.batch(stream), residual)

@@ -572,11 +572,11 @@ def test_a_residual_that_is_owed_an_update(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tensor at such an exit is not the residual."""
-    pending = mock.patch.object(compat.batch, "residual_is_written", return_value=False)
+    pending = mock.patch.object(compat.layers, "residual_is_written", return_value=False)
     with pending, captured_anew(engine):
         assert exits.NO_POINT in (exits_of(engine).closed or "")
         assert exits.NO_POINT in caplog.text
-        with mock.patch.object(compat.batch, "residual_is_written", return_value=True):
+        with mock.patch.object(compat.layers, "residual_is_written", return_value=True):
             assert_closed(engine)
 
 

@@ -153,20 +153,20 @@ class TestPublishedHelpers:
             restore()
         assert plans == [[1]]
 
-    @pytest.mark.skipif(not compat.batch.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+    @pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
     def test_the_residual_is_that_of_the_kept_rows(
         self, engine: Engine, planned: Callable[..., Any]
     ) -> None:
         batch, model = planned(BATCHES["one prompt"]), engine.text_model
         hidden = torch.randn(len(batch.input_ids), E2B_TINY.hidden_size)
-        compat.batch.start_residual(batch, hidden)
+        compat.layers.start_residual(batch, hidden)
         rows, *_, restore = model._yoco_truncate_to_last_tokens(
             hidden, batch.positions, None, batch
         )
-        assert compat.batch.residual_is_written(batch, rows)
-        assert not compat.batch.residual_is_written(batch, hidden)
+        assert compat.layers.residual_is_written(batch, rows)
+        assert not compat.layers.residual_is_written(batch, hidden)
         restore()
-        assert compat.batch.residual_is_written(batch, hidden)
+        assert compat.layers.residual_is_written(batch, hidden)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
 
     def given_stocks(number: int, _: Any, args: Any, kwargs: Any) -> Any:
         rows = before[number][kept].clone()
-        compat.batch.write_residual(kwargs["forward_batch"], rows)
+        compat.layers.write_residual(kwargs["forward_batch"], rows)
         return args, {**kwargs, "hidden_states": rows}
 
     for switch, given, found in (("0", watched, after), ("1", given_stocks, fast)):

@@ -12,7 +12,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.tail import TailBackend
 
 
 class Planning(TritonAttnBackend):

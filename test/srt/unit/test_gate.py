@@ -35,10 +35,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core import eligibility, plan
-from sglang_gemma4_yoco.core.attention import TailBackend
 from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.replaced import replaced
