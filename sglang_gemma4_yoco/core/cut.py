@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.model import NotCuttableError
+from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
@@ -39,22 +39,29 @@ def run_prefill(
         NotCuttableError: the stock forward must serve the batch.
     """
     inputs = make_inputs(state, plan)
-    with state.kind.stop_before_cut(state.model, state.cut_layer, inputs.project) as read_output:
+    with state.kind.stop_before_cut(state.model, state.cut_layer, inputs.project) as at_cut:
         output = stock()
-    output, rows = read_output(output)
+    if len(at_cut.rows) != 1:
+        raise NotCuttableError(OTHER_END)
+    [rows] = at_cut.rows
     if rows.shape[0] != plan.tail.kept.total:
         raise NotCuttableError(OTHER_ROWS)
+    if at_cut.output is not None:
+        output = at_cut.output
     finish_prefill(state, plan, compat.layers.get_rows(output), rows, positions, inputs)
     return output
 
 
 def make_inputs(state: ModelState, plan: Plan) -> PerLayerInputs:
     """What takes the per-layer inputs of this forward apart."""
+    buffers = None
+    if plan.runner is not None:
+        buffers = plan.runner.buffers
     return PerLayerInputs(
         state.model,
         state.cut_layer,
         plan.tail.index,
-        plan.buffers,
+        buffers,
         split=state.splits_per_layer_inputs,
     )
 

@@ -10,13 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-#: Of what the cut model returned: the tensor, or the tuple that begins with it, whose [T, hidden]
-#: the model continues with; and the rows at the cut, [T, ...].
-ReadOutput = Callable[[Any], "tuple[Any, torch.Tensor]"]
+OTHER_END = "the model does something else between its layers and its norm"
+
+
+@dataclass
+class AtCut:
+    """What a forward that stops before the cut leaves behind.
+
+    Attributes:
+        rows: [T, ...], the residual at the input of layer S-1; each call of what follows the layers
+            adds one, so that there must be one.
+        output: what the model continues with in place of what its forward has returned, or None.
+            Its [T, hidden], the first of a tuple, gets the kept rows after the norm.
+    """
+
+    rows: list[torch.Tensor] = field(default_factory=list)
+    output: Any = None
 
 
 class NotCuttableError(Exception):
@@ -49,14 +63,16 @@ class TextModel(Protocol):
 
     def stop_before_cut(
         self, model: Any, cut: int, project: Callable[..., Any]
-    ) -> AbstractContextManager[ReadOutput]:
+    ) -> AbstractContextManager[AtCut]:
         """In the ``with`` block the model's forward runs layers 0 to ``cut`` - 1, and no norm.
+
+        It yields what that forward will fill in.
 
         Args:
             project: replaces the model's ``project_per_layer_inputs``.
 
         Raises:
-            NotCuttableError: at the end, or in the block: the forward was not one that can be cut.
+            NotCuttableError: in the block: the forward is not one that can be cut.
         """
 
     def compute_keys_and_values(

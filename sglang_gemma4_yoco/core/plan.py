@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.per_layer import Buffers
 from sglang_gemma4_yoco.core.state import ModelState, TailRunner
 from sglang_gemma4_yoco.core.tail import EagerTail, TailBackend
 from sglang_gemma4_yoco.core.tail_batch import TailBatch
@@ -35,13 +34,6 @@ class Plan:
     attention: TailBackend
     runner: TailRunner | None
     outcome: str
-
-    @property
-    def buffers(self) -> Buffers | None:
-        """The memory from which a captured tail projects its per-layer inputs."""
-        if self.runner is None:
-            return None
-        return self.runner.buffers
 
 
 #: Where a batch has its plan, or the reason why it has none, until its forward takes it.

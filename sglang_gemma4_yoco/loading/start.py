@@ -19,7 +19,7 @@ from sglang_gemma4_yoco.core import eligibility, plan, ranks, tail_batch
 from sglang_gemma4_yoco.core.state import ModelState, find_state, first_shared_layer
 from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.loading import classes, limits
-from sglang_gemma4_yoco.models import registry
+from sglang_gemma4_yoco.models import gemma4, registry
 
 try:
     from sglang_gemma4_yoco.exits import attach as exits
@@ -43,10 +43,8 @@ def find_model_reason(model: Any) -> str | None:
 
 
 def get_state(model: Any) -> ModelState:
-    """What is known of ``model``; where no runner has started it, by its config alone."""
-    return find_state(model) or ModelState(
-        model, registry.find_kind(model), find_model_reason(model)
-    )
+    """What is known of a ``Gemma4TextModel``; where no runner has started it, by its config."""
+    return find_state(model) or ModelState(model, gemma4, find_model_reason(model))
 
 
 # -- SGLang has built its attention backends -------------------------------------------------------

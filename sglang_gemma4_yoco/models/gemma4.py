@@ -16,13 +16,12 @@ import torch
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.model import NotCuttableError, ReadOutput
+from sglang_gemma4_yoco.core.model import OTHER_END, AtCut, NotCuttableError
 from sglang_gemma4_yoco.replaced import replaced
 
 HAS_EXITS = True
 #: Called with a norm, rows [T, heads * head_dim] that may be overwritten, heads and head_dim.
 NormHeads = Callable[[Any, torch.Tensor, int, int], torch.Tensor]
-OTHER_NORM = "the model does something else between its layers and its norm"
 
 
 def find_unsupported_reason(model: Any) -> str | None:
@@ -70,28 +69,22 @@ def view_rows(residual: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def stop_before_cut(model: Any, cut: int, project: Callable[..., Any]) -> Iterator[ReadOutput]:
+def stop_before_cut(model: Any, cut: int, project: Callable[..., Any]) -> Iterator[AtCut]:
     """End the model's loop before layer ``cut``, and leave out its norm."""
 
     def leave_out_norm(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
         # A second argument is an update that must still be added to the residual.
         if others or settings:
-            raise NotCuttableError(OTHER_NORM)
-        calls.append(True)
+            raise NotCuttableError(OTHER_END)
+        at_cut.rows.append(rows)
         return rows
 
-    calls: list[bool] = []
+    at_cut = AtCut()
     with (
         replaced(model, end_layer=cut, project_per_layer_inputs=project),
         replaced(model.norm, forward=leave_out_norm),
     ):
-        yield _read_output
-    if len(calls) != 1:
-        raise NotCuttableError(OTHER_NORM)
-
-
-def _read_output(output: Any) -> tuple[Any, torch.Tensor]:
-    return output, compat.layers.get_rows(output)
+        yield at_cut
 
 
 def compute_keys_and_values(

@@ -130,11 +130,11 @@ def test_kernels_that_cannot_be_compiled_are_no_servers_end(
 
 
 def test_a_cut_prefill_enters_few_functions_of_the_package(engine: Engine) -> None:
-    """On Triton one more, which allocates windows: there are at most 60 as well."""
+    """On Triton one more, which allocates windows: there are at most 65."""
     entered = functions_entered(engine, TWO_PROMPTS)
     assert counters.forwards == {counters.TAIL_EAGER: 2}
-    assert len(entered) <= 59, sorted(entered)
-    assert len({file for file, *_ in entered}) <= 10
+    assert len(entered) <= 64, sorted(entered)
+    assert len({file for file, *_ in entered}) <= 14
 
 
 def test_the_core_imports_nothing_of_the_package_but_three_modules() -> None:
@@ -154,4 +154,6 @@ def test_the_core_imports_nothing_of_the_package_but_three_modules() -> None:
                     "settings",
                 }, path
             elif node.module is not None and node.module.startswith(PACKAGE.name):
-                assert node.module.startswith(f"{PACKAGE.name}.core"), path
+                assert node.module.startswith(
+                    (f"{PACKAGE.name}.core", f"{PACKAGE.name}.replaced")
+                ), path

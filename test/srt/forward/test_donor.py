@@ -34,6 +34,7 @@ from harness.stand_ins import Doubled, Packed, halved_weights
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.core import cut, per_layer
+from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.models import gemma4
 
@@ -222,7 +223,7 @@ def twice(call: Any, rows: torch.Tensor, *others: Any) -> Any:
 @pytest.mark.parametrize("otherwise", [adding, twice])
 def test_a_norm_that_is_called_otherwise(engine: Engine, otherwise: Callable[..., Any]) -> None:
     with norm_called(engine, otherwise):
-        assert_refused_late(engine, gemma4.OTHER_NORM)
+        assert_refused_late(engine, core_model.OTHER_END)
 
 
 def test_something_else_before_the_norm(engine: Engine) -> None:

@@ -48,10 +48,10 @@ from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
 from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import eligibility, plan, ranks
-from sglang_gemma4_yoco.core.state import EXITS_ENTRY, ModelState
+from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.exits import attach, capture, exits, text_inputs
 from sglang_gemma4_yoco.exits.capture import ExitPoint
-from sglang_gemma4_yoco.exits.exits import ExitForward
+from sglang_gemma4_yoco.exits.exits import EXITS_ENTRY, ExitForward
 from sglang_gemma4_yoco.loading import start
 from sglang_gemma4_yoco.replaced import replaced
 

@@ -41,10 +41,10 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log, switched
 from sglang_gemma4_yoco import compat, counters, log
 from sglang_gemma4_yoco.core import eligibility, forward, plan
+from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.loading import patch, start
-from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
@@ -218,8 +218,8 @@ def test_a_forward_that_never_comes_to_its_norm(
         assert forward.serve_forward(state, batch, run_by_hand)[0] == 2
     assert ends == [FIRST_CUT, LAYERS]
     assert planned_for(batch) is None
-    assert counters.forwards == {gemma4.OTHER_NORM: 1}
-    assert state.refused == gemma4.OTHER_NORM
+    assert counters.forwards == {core_model.OTHER_END: 1}
+    assert state.refused == core_model.OTHER_END
     assert_untouched(engine)
 
 

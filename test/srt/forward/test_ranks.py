@@ -169,7 +169,7 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
 
 def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     """As by another SGLang, while it serves or from its start on: no rank cuts any more."""
-    from sglang_gemma4_yoco.models import gemma4
+    from sglang_gemma4_yoco.core import model as core_model
 
     engine.runner.init_attention_backends()
     model, batch = engine.text_model, engine.schedule(ONE_PROMPT)
@@ -182,11 +182,11 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     with trusted, mock.patch.object(type(model.norm), "__call__", other):
         assert starting.get_state(model).refused is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
-        assert_stock(engine, gemma4.OTHER_NORM)
+        assert_stock(engine, core_model.OTHER_END)
         engine.runner.init_attention_backends()  # as when a server starts
         assert starting.get_state(model).refused is None
         starting.set_up(engine.runner, starting.get_state(model))
-        assert_stock(engine, gemma4.OTHER_NORM)
+        assert_stock(engine, core_model.OTHER_END)
 
 
 def with_audits(rank: int, engine: Engine) -> None:

@@ -38,10 +38,10 @@ from sglang_gemma4_yoco.checking.requests import make_synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.commands import status
 from sglang_gemma4_yoco.core import eligibility, tail_batch
+from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.exits import attach
 from sglang_gemma4_yoco.loading import limits, metrics, start
-from sglang_gemma4_yoco.models import gemma4
 from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -457,12 +457,12 @@ def test_a_server_whose_forwards_cannot_be_cut(
     engine.runner.init_attention_backends()
     on, [error] = lines_of_start(engine, said)
     assert on == []
-    assert f"falls back to stock for this server: {gemma4.OTHER_NORM}" in error
+    assert f"falls back to stock for this server: {core_model.OTHER_END}" in error
     state = start.get_state(engine.text_model)
-    assert state.refused == gemma4.OTHER_NORM
-    assert state.facts["check"]["unchecked"] == gemma4.OTHER_NORM
+    assert state.refused == core_model.OTHER_END
+    assert state.facts["check"]["unchecked"] == core_model.OTHER_END
     for _ in range(2):
-        assert_stock(engine, gemma4.OTHER_NORM)
+        assert_stock(engine, core_model.OTHER_END)
 
 
 # ---------------------------------------------------------------- other servers
