@@ -206,7 +206,6 @@ def run_on_stocks_rows(
         steps.compare_keys_and_values()
     if isinstance(plan.runner, EagerTail):
         steps.visit(_FINAL, 0, rows)
-        output.index_copy_(0, stock.index, rows)
         for layer in sorted({layer for _, layer in steps.missing}):
             missing.append(rounding.make_defect(f"layer {layer} has not run"))
     return output, missing + rounding.read_differences(steps.compared)

@@ -31,6 +31,7 @@ from harness.observe import TOLERANCE, assert_same_answers, assert_same_cache, r
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.checking import audit, layerwise, rounding
+from sglang_gemma4_yoco.checking import exits as exit_check
 from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.forward import EagerForward
@@ -275,7 +276,7 @@ def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
 
 
 def test_a_forward_that_compares_itself(engine: Engine) -> None:
-    """``findings`` may write stock's rows into the output, from which the model continues."""
+    """``compare_exit`` may write stock's rows into the output, from which the model continues."""
 
     def findings(forward: Any, _: Any, output: torch.Tensor) -> list[Difference]:
         output.copy_(forward.stock())
@@ -284,10 +285,11 @@ def test_a_forward_that_compares_itself(engine: Engine) -> None:
     scheduled = engine.schedule(TWO_PROMPTS)
     stock = run(engine, scheduled, "0").output.next_token_logits
     with audited(engine), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(EagerForward, "findings", findings, raising=False)
+        patched.setattr(EagerForward, "is_replay", True)
+        patched.setattr(exit_check, "compare_exit", findings)
         answer = run(engine, scheduled, "1").output.next_token_logits
         assert torch.equal(answer, stock)
-        patched.setattr(EagerForward, "findings", lambda *_: [Difference("a key", 0.0, 1.0)])
+        patched.setattr(exit_check, "compare_exit", lambda *_: [Difference("a key", 0.0, 1.0)])
         answer = run(engine, scheduled, "1").output.next_token_logits
     assert counts() == (1, 1)
     assert not torch.equal(answer, stock)  # the fast path's own

@@ -405,7 +405,7 @@ def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
 
 def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
     """What was not compared is not open, nor where comparing failed."""
-    failing = [(ExitForward, "fast"), (ExitForward, "findings"), (SyntheticRequests, "run")]
+    failing = [(ExitForward, "fast"), (exit_check, "compare_exit"), (SyntheticRequests, "run")]
     for owner, name in failing:
         with mock.patch.object(owner, name, side_effect=InjectedError):
             reason = reattached(engine)

@@ -341,7 +341,7 @@ def test_a_start_that_fails_is_stock(
     assert_fast(engine)
 
 
-@pytest.mark.parametrize("part", ["capturing", "keep_to_text"])
+@pytest.mark.parametrize("part", ["capture_graphs", "keep_to_text"])
 def test_a_capture_of_sglangs_goes_on(
     started: ModelState, engine: Engine, said: Callable[..., list[str]], part: str
 ) -> None:
