@@ -57,13 +57,13 @@ _described: weakref.WeakSet[Any] = weakref.WeakSet()
 
 #: Called when something was counted.
 observers: list[Callable[[], None]] = []
-# The outcomes in a span of forwards that are not counted.
+# The outcomes of forwards that are counted apart.
 _not_counted: Counter[str] | None = None
 
 
 @contextmanager
 def count_apart() -> Iterator[Counter[str]]:
-    """Forwards in the span are not logged, and counted only in the Counter that this yields."""
+    """Forwards here are not logged, and counted only in the Counter that this yields."""
     global _not_counted
     _not_counted = outcomes = Counter[str]()
     try:

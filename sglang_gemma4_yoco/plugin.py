@@ -22,7 +22,7 @@ GROUP, NAME = "sglang.srt.plugins", "gemma4_yoco"
 logger = logging.getLogger(__package__)
 
 #: Why ``load`` has left SGLang as it was; None while it has not.
-left_alone: str | None = None
+why_not_installed: str | None = None
 
 
 def check_version() -> None:
@@ -61,21 +61,21 @@ def _install() -> None:
 @functools.cache  # another call in this process does nothing
 def load() -> None:
     """Patch this process's SGLang, or log in one line why it is left as it is. Never raises."""
-    global left_alone
+    global why_not_installed
     try:
         settings.current = settings.read(os.environ)
         if settings.current.enabled:
             _install()
             return
-        left_alone = f"{settings.SWITCH}=0"
+        why_not_installed = f"{settings.SWITCH}=0"
         # One warning per server: from the process that starts the others.
         level = logging.INFO
         if parent_process() is None:
             level = logging.WARNING
-        logger.log(level, "Gemma 4 fast prefill %s is off: %s", __version__, left_alone)
+        logger.log(level, "Gemma 4 fast prefill %s is off: %s", __version__, why_not_installed)
     except Exception as refusal:  # noqa: BLE001 - a plugin must never take a server down
-        left_alone = str(refusal) or repr(refusal)
+        why_not_installed = str(refusal) or repr(refusal)
         logger.error(
             "Gemma 4 fast prefill %s is NOT installed, the server runs unpatched: %s",
-            *(__version__, left_alone),
+            *(__version__, why_not_installed),
         )

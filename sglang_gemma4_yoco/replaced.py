@@ -1,4 +1,4 @@
-"""Attributes of single objects, replaced for a span and put back."""
+"""Attributes of single objects, replaced and put back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give ``owner`` these attributes for the span of the ``with``, then restore the old ones.
+    """Give ``owner`` these attributes in the ``with`` block, then restore the old ones.
 
     They go into the instance's ``__dict__``, where ``nn.Module.__call__`` finds a method before the
     class's; other instances, and the class, are untouched. ``owner`` may be a Python module.

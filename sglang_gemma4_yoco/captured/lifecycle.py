@@ -64,7 +64,7 @@ def find_reason(runner: Any, state: ModelState, *, can_be_captured: bool) -> str
 def drop_tail(state: ModelState, reason: str) -> None:
     """Run the tail eagerly from now on, for this reason; free what was captured."""
     captured, state.captured = state.captured, None
-    state.facts["tail"] = f"eager ({reason})"
+    state.report["tail"] = f"eager ({reason})"
     if captured is not None:
         captured.close()
     if reason != NOT_YET:
@@ -74,15 +74,15 @@ def drop_tail(state: ModelState, reason: str) -> None:
 def capture_tail(
     runner: Any,
     state: ModelState,
-    prove: Callable[[graphs.TailGraphs, Any], None],
+    check_graphs: Callable[[graphs.TailGraphs, Any], None],
     unshown: str | None = None,
     *,
     can_be_captured: bool,
 ) -> None:
-    """Capture the tail anew and have its graphs proven, on all ranks or on none.
+    """Capture the tail anew and have its graphs checked, on all ranks or on none.
 
     Args:
-        unshown: why they cannot be proven now, if so; then nothing is captured.
+        unshown: why they cannot be checked now, if so; then nothing is captured.
 
     Raises:
         Exception: it failed, and other ranks wait for this one.
@@ -92,7 +92,7 @@ def capture_tail(
         reason = find_reason(runner, state, can_be_captured=can_be_captured) or unshown
         reason = ranks.find_difference(f"captured: {reason}") or reason
         if reason is None:
-            reason = _capture_and_check(runner, state, prove)
+            reason = _capture_and_check(runner, state, check_graphs)
     except BaseException as failure:
         drop_tail(state, NOT_YET)
         if not isinstance(failure, Exception) or not compat.server.is_single_rank():
@@ -104,19 +104,19 @@ def capture_tail(
 
 
 def _capture_and_check(
-    runner: Any, state: ModelState, prove: Callable[[graphs.TailGraphs, Any], None]
+    runner: Any, state: ModelState, check_graphs: Callable[[graphs.TailGraphs, Any], None]
 ) -> str | None:
     """Capture the tail; returns why it is not used, or None."""
     state.captured = tail = graphs.TailGraphs(runner, state, partial(drop_tail, state))
     tail.capture()
-    prove(tail, runner)
+    check_graphs(tail, runner)
     # A graph that one rank drops, no rank may replay: they would add up different rows.
     differ = ranks.find_difference(f"replayed: {tail.rows}")
     if not tail.rows:
         return NONE_GOOD
     if differ is not None:
         return differ
-    state.facts["tail"] = f"captured for up to {tail.rows[-1]} rows"
+    state.report["tail"] = f"captured for up to {tail.rows[-1]} rows"
     log.log_once(
         f"Gemma 4 fast prefill: the tail is captured from layer {state.cut_layer} on for "
         f"{', '.join(map(str, tail.rows))} rows in {tail.seconds:.1f} s"

@@ -167,7 +167,7 @@ class Auditor:
                 f"logprobs from {starts}, {plan.outcome}"
             )
         if self._turns_off:
-            self._state.refuse(DIFFERED)
+            self._state.turn_off(DIFFERED)
             counters.note_unsupported(DIFFERED, logging.ERROR)
         return False
 

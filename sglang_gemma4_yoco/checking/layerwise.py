@@ -65,8 +65,8 @@ class Stock:
     Attributes:
         index: [B], the kept rows.
         kept: [B, ...] by step and layer; the output of the layer before the cut goes into the tail.
-        front: [T, hidden] by layer, the inputs of layer S-1 and, where they are wanted, of those
-            before it.
+        layer_inputs: [T, ...] by layer, of layer S-1 and, where they are wanted, of those before
+            it.
         positions: [T].
         embeds, embedded: [T, hidden] and [T, L, width], what per-layer inputs are computed from.
         keys: K and V of layer S-1 in the pool, each [T, kv_heads, head_dim].
@@ -74,7 +74,7 @@ class Stock:
 
     index: torch.Tensor
     kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    front: dict[int, torch.Tensor] = field(default_factory=dict)
+    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     positions: torch.Tensor | None = None
     embeds: torch.Tensor | None = None
     embedded: torch.Tensor | None = None
@@ -98,21 +98,21 @@ def name_arguments(
 def call_before_layers(
     layers: Mapping[int, Any], visit: Callable[[int, dict[str, Any]], None]
 ) -> Iterator[None]:
-    """In the span ``visit`` is called before each layer, with its number and its arguments."""
+    """Have ``visit`` called before each layer, with its number and its arguments."""
 
     def hook(number: int, _: Any, args: Any, kwargs: Any) -> None:
         visit(number, name_arguments(_LAYER, args, kwargs))
 
-    with ExitStack() as span:
+    with ExitStack() as stack:
         for number, layer in layers.items():
             handle = layer.register_forward_pre_hook(partial(hook, number), with_kwargs=True)
-            span.callback(handle.remove)
+            stack.callback(handle.remove)
         yield
 
 
 @contextmanager
 def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
-    """In the span ``visit`` is called with the result of each step of the tail."""
+    """In the ``with`` block ``visit`` is called with the result of each step of the tail."""
 
     def before_layer(number: int, call: dict[str, Any]) -> None:
         if number == state.cut_layer:
@@ -132,20 +132,20 @@ def _visit_steps(state: ModelState, visit: _Visit) -> Iterator[None]:
         visit(_OUTPUT, number, state.kind.view_rows(compat.layers.get_rows(output)))
 
     layers = dict(enumerate(state.tail_layers, start=state.cut_layer))
-    with call_before_layers(layers, before_layer), ExitStack() as span:
+    with call_before_layers(layers, before_layer), ExitStack() as stack:
         for number, layer in layers.items():
-            span.callback(layer.register_forward_hook(partial(after_layer, number)).remove)
+            stack.callback(layer.register_forward_hook(partial(after_layer, number)).remove)
             attention = layer.self_attn.attn
             forward = partial(attend, number, attention.forward)
-            span.enter_context(replaced(attention, forward=forward))
+            stack.enter_context(replaced(attention, forward=forward))
         yield
 
 
 @contextmanager
-def watch_stock(state: ModelState, stock: Stock, *, front: bool = False) -> Iterator[None]:
-    """Fill ``stock``, except for ``keys``, with what stock's layers compute in the span.
+def watch_stock(state: ModelState, stock: Stock, *, before_cut: bool = False) -> Iterator[None]:
+    """Fill ``stock``, except for ``keys``, with what stock's layers compute in the ``with`` block.
 
-    With ``front`` the inputs of the layers before the cut are kept too.
+    With ``before_cut`` the inputs of the layers before the cut are kept too.
     """
     model, project = state.model, state.model.project_per_layer_inputs
 
@@ -162,22 +162,22 @@ def watch_stock(state: ModelState, stock: Stock, *, front: bool = False) -> Iter
         return projected
 
     def keep_all(number: int, call: dict[str, Any]) -> None:
-        stock.front[number] = state.kind.view_rows(call["hidden_states"]).clone()
+        stock.layer_inputs[number] = state.kind.view_rows(call["hidden_states"]).clone()
         stock.positions = call["positions"].clone()
 
     def keep_final(_: Any, __: Any, output: Any) -> None:
         keep(_FINAL, 0, compat.layers.get_rows(output))
 
     watched_layers = dict(enumerate(model.layers[: state.cut_layer + 1]))
-    if not front:
+    if not before_cut:
         watched_layers = {state.cut_layer: model.layers[state.cut_layer]}
     with (
         replaced(model, project_per_layer_inputs=projecting),
         call_before_layers(watched_layers, keep_all),
         _visit_steps(state, keep),
-        ExitStack() as span,
+        ExitStack() as stack,
     ):
-        span.callback(model.norm.register_forward_hook(keep_final).remove)
+        stack.callback(model.norm.register_forward_hook(keep_final).remove)
         yield
 
 
@@ -193,7 +193,7 @@ def run_on_stocks_rows(
     """
     assert stock.positions is not None
     steps, missing = _StepComparer(state, plan, stock), list[Difference]()
-    rows_at_cut = stock.front[state.cut_layer].clone()
+    rows_at_cut = stock.layer_inputs[state.cut_layer].clone()
     output = rows_at_cut.new_zeros(len(rows_at_cut), state.model.config.hidden_size)
     inputs = cut.make_inputs(state, plan)
     with zero_slots(steps.caches, steps.slots, stock.keys):
@@ -331,8 +331,8 @@ def zero_slots(
 ) -> Iterator[None]:
     """Zeros at the slots of these caches: what is not written must not look as if it were.
 
-    What is written in the span stays. If it fails, the slots get their values of ``otherwise``:
-    later forwards read them.
+    What is written in the ``with`` block stays. If it fails, the slots get their values of
+    ``otherwise``: later forwards read them.
     """
     try:
         for cache in caches:

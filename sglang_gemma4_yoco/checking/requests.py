@@ -123,10 +123,10 @@ def find_borrowing_reason(runner: Any) -> str | None:
 
 @contextmanager
 def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[SyntheticRequests]:
-    """Requests to run in the span, on whichever path is on; it skips every row that it can.
+    """Requests to run, on whichever path is on; it skips every row that it can.
 
     Args:
-        runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools in the span.
+        runner: SGLang's ``ModelRunner``; nothing else reads or writes its pools meanwhile.
 
     Raises:
         NotComparableError: the pools have no room for them.
@@ -156,7 +156,7 @@ def make_synthetic_requests(runner: Any, state: ModelState) -> Iterator[Syntheti
 
 @contextmanager
 def hide_from_canary(runner: Any) -> Iterator[None]:
-    """Keep SGLang's KV canary from the forwards of the span: it would write and verify nothing.
+    """Keep SGLang's KV canary from these forwards: it would write and verify nothing.
 
     It knows a slot only from a forward that wrote to it, so it would take each token of a synthetic
     prefix for a violation. Its own wrapper of the model's forward does nothing within another one.
@@ -171,10 +171,10 @@ def hide_from_canary(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def restore_afterwards(places: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore the contents of these views at the end of the span."""
-    with ExitStack() as span:  # which goes on with the others where one cannot be restored
+    """Restore the contents of these views at the end of the ``with`` block."""
+    with ExitStack() as stack:  # which goes on with the others where one cannot be restored
         for place in places:
-            span.callback(place.copy_, place.clone())
+            stack.callback(place.copy_, place.clone())
         yield
 
 

@@ -73,7 +73,7 @@ class Checked:
             return f"checked layer by layer: at most {self.worst}"
         return f"checked layer by layer: {self.worst}"
 
-    def facts(self) -> dict[str, Any]:  # for /server_info
+    def to_json(self) -> dict[str, Any]:  # for /server_info
         what = error = allowed = None
         if self.worst is not None:
             what, error, allowed = self.worst.what, self.worst.error, self.worst.allowed
@@ -111,11 +111,11 @@ def check_model(runner: Any, state: ModelState) -> Checked:
 @contextmanager
 def run_both_paths(runner: Any, state: ModelState) -> Iterator[BothPaths]:
     """Both paths, stock watched on synthetic requests already; or ``NotComparableError``."""
-    with ExitStack() as span:
+    with ExitStack() as stack:
         graphs = compat.server.get_captured_prefills(runner)
         if graphs is not None:  # prefills run eagerly
-            span.enter_context(replaced(graphs, can_run_graph=lambda _: False))
-        yield BothPaths(state, span.enter_context(requests.make_synthetic_requests(runner, state)))
+            stack.enter_context(replaced(graphs, can_run_graph=lambda _: False))
+        yield BothPaths(state, stack.enter_context(requests.make_synthetic_requests(runner, state)))
 
 
 class BothPaths:
@@ -129,17 +129,17 @@ class BothPaths:
         self._starts = [*lens[:-1], 0]
         self._starts[0] = 2
         self._stock = stock = Stock(torch.arange(sum(lens), device=device))
-        as_stock = replaced(state, refused=_BEING_CHECKED)
-        with layerwise.watch_stock(state, stock, front=True), as_stock:
+        as_stock = replaced(state, unsupported=_BEING_CHECKED)
+        with layerwise.watch_stock(state, stock, before_cut=True), as_stock:
             run = synthetic.run(self._starts)
-        if not stock.front:
+        if not stock.layer_inputs:
             raise NotComparableError(NOT_SEEN)
         if not run.logits.isfinite().all():
             raise NotComparableError(NOT_FINITE)
         self._logits = run.logits
         #: K and V of layer S-1, and of those before it.
-        *front, (_, stock.keys) = run.caches.items()
-        self._front = dict(front)
+        *before_cut, (_, stock.keys) = run.caches.items()
+        self._before_cut = dict(before_cut)
 
     def findings(self) -> list[Difference]:
         """Run all comparisons, and return what they have found.
@@ -180,7 +180,9 @@ class BothPaths:
         """Run the cut on stock's rows, and compare."""
         state, stock, found = self._state, self._stock.of_rows(kept.indices), list[Difference]()
         assert stock.positions is not None
-        forward = EagerForward(state, stock.positions, None, stock.front[state.cut_layer].clone)
+        forward = EagerForward(
+            state, stock.positions, None, stock.layer_inputs[state.cut_layer].clone
+        )
 
         def fast(plan: Plan) -> torch.Tensor:
             rows, compared = layerwise.run_on_stocks_rows(state, plan, stock)
@@ -192,12 +194,12 @@ class BothPaths:
             return serve_forward(state, batch, forward)
 
         with replaced(forward, fast=fast), replaced(state.model, forward=run):
-            seen, before = self._cut(starts, self._front, finishes=finishes)
+            seen, before = self._cut(starts, self._before_cut, finishes=finishes)
         if outcome not in (None, seen.outcome):
             raise NotComparableError(NOT_REPLAYED)
         found += before
         if finishes and outcome is None:  # a captured tail is not given stock's steps
-            rows = stock.front[state.cut_layer]
+            rows = stock.layer_inputs[state.cut_layer]
             logits = layerwise.compare_logits(self._logits, seen.logits, rows=rows)
             found += rounding.read_differences([logits])
         return found
@@ -207,7 +209,9 @@ class BothPaths:
         layers = dict(enumerate(self._state.model.layers[: self._state.cut_layer]))
 
         def force(number: int, call: dict[str, Any]) -> None:
-            self._state.kind.view_rows(call["hidden_states"]).copy_(self._stock.front[number])
+            self._state.kind.view_rows(call["hidden_states"]).copy_(
+                self._stock.layer_inputs[number]
+            )
 
         with layerwise.call_before_layers(layers, force):
             seen, found = self._cut(None)
@@ -225,6 +229,6 @@ class BothPaths:
         if run.outcome not in counters.CUT:
             raise NotComparableError(run.outcome or NOT_SEEN)
         compared = list[Comparison]()
-        for layer, expected in self._front.items():
+        for layer, expected in self._before_cut.items():
             compared += layerwise.compare_keys_and_values(layer, expected, run.caches[layer])
         return run, rounding.read_differences(compared)

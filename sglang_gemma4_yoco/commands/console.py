@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from sglang_gemma4_yoco.commands.redact import redact
 
 #: What --json always has, beside the verdict; null where it was not determined.
-FACTS = (
+ENTRIES = (
     *("version", "sglang", "torch", "python", "settings", "plugins"),
     *("model", "layers", "first_shared", "quantisation", "attention", "trusted_not_found"),
 )
@@ -53,10 +53,10 @@ def tail(log: Path, lines: int = 25) -> str:
 
 
 @dataclass
-class Findings:
-    """``doctor``'s facts, reasons why the path would not be active, unknowns, and report."""
+class Report:
+    """``doctor``'s entries, reasons why the path would not be active, unknowns, and report."""
 
-    facts: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FACTS))
+    entries: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(ENTRIES))
     refusals: list[str] = field(default_factory=list)
     unknowns: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -65,10 +65,10 @@ class Findings:
         """Begin a part of the report."""
         self.lines.append(f"\n== {part}")
 
-    def add(self, label: str, text: str, **facts: Any) -> None:
-        """Add a line to the report, and facts."""
+    def add(self, label: str, text: str, **entries: Any) -> None:
+        """Add a line to the report, and entries."""
         self.lines.append(f"  {label:<20}  {text}".rstrip())
-        self.facts |= facts
+        self.entries |= entries
 
     @property
     def exit_status(self) -> int:
@@ -85,7 +85,7 @@ class Findings:
         if as_json:
             judged = {"active": _ACTIVE[status], "reason": next(iter(reasons), None)}
             why = {"refusals": self.refusals, "unknowns": self.unknowns}
-            say({**judged, **self.facts, **why})
+            say({**judged, **self.entries, **why})
             return
         lines = [*self.lines, f"\n{_VERDICTS[status]}", *(f"  {reason}" for reason in reasons)]
         say("\n".join(lines))

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 
 from sglang_gemma4_yoco import __version__, plugin, settings
-from sglang_gemma4_yoco.commands.console import CommandError, Findings
+from sglang_gemma4_yoco.commands.console import CommandError, Report
 
 #: SGLang's own: the plugins that it loads, by their names with commas between; unset for all.
 RESTRICTION = "SGLANG_PLUGINS"
@@ -31,69 +31,72 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine, report; returns the exit status."""
-    findings, unseen = Findings(), io.StringIO()
+    report, unseen = Report(), io.StringIO()
     try:
-        _versions(findings)
-        _settings(findings)
-        _discovery(findings)
+        _versions(report)
+        _settings(report)
+        _discovery(report)
         with redirect_stdout(unseen), redirect_stderr(unseen):  # what SGLang prints
             from sglang.srt.plugins import load_plugins
 
             load_plugins()  # first, as in a server
-            if plugin.left_alone is not None and plugin.left_alone not in findings.refusals:
-                findings.refusals.append(plugin.left_alone)
+            if (
+                plugin.why_not_installed is not None
+                and plugin.why_not_installed not in report.refusals
+            ):
+                report.refusals.append(plugin.why_not_installed)
             from sglang_gemma4_yoco.commands import preflight
 
-            preflight.examine(findings, args.model_path, args.flags)
+            preflight.examine(report, args.model_path, args.flags)
     except (CommandError, ImportError) as failure:  # ImportError: of a part of SGLang
-        findings.unknowns.append(str(failure))
-    findings.show(args.json)
-    return findings.exit_status
+        report.unknowns.append(str(failure))
+    report.show(args.json)
+    return report.exit_status
 
 
-def _versions(findings: Findings) -> None:
-    findings.begin("Versions")
+def _versions(report: Report) -> None:
+    report.begin("Versions")
     if find_spec("sglang") is None:
         raise CommandError("no SGLang is installed here; run this where the server runs")
     releases = {name: version(name) for name in ("sglang", "torch")}
     found = {"version": __version__, **releases, "python": platform.python_version()}
     for name, release in found.items():
-        findings.add(name, release, **{name: release})
+        report.add(name, release, **{name: release})
 
 
-def _settings(findings: Findings) -> None:
-    findings.begin("Settings, in the environment")
+def _settings(report: Report) -> None:
+    report.begin("Settings, in the environment")
     values = {name: os.environ.get(name) for name in settings.VARIABLES}
-    findings.facts["settings"] = values
+    report.entries["settings"] = values
     for name, value in values.items():
         if value is None:
-            findings.add(name, f"unset: {settings.unset(settings.VARIABLES[name])}")
+            report.add(name, f"unset: {settings.unset(settings.VARIABLES[name])}")
             continue
-        findings.add(name, value)
+        report.add(name, value)
         try:
             # Other settings may be 0 as well, and the path is on all the same.
             if settings.parse(name, value) is False and name == settings.SWITCH:
-                findings.refusals.append(f"{name}={value}")
+                report.refusals.append(f"{name}={value}")
         except ValueError as invalid:
-            findings.refusals.append(str(invalid))
+            report.refusals.append(str(invalid))
     for name in sorted(os.environ.keys() - settings.VARIABLES.keys()):
         if name.startswith(settings.SWITCH):
-            findings.add(name, "is no setting of this version, and is ignored: misspelt?")
+            report.add(name, "is no setting of this version, and is ignored: misspelt?")
 
 
-def _discovery(findings: Findings) -> None:
+def _discovery(report: Report) -> None:
     """Would SGLang find the plugin, and load it?"""
-    findings.begin("Plugins")
+    report.begin("Plugins")
     found = sorted(entry.name for entry in entry_points(group=plugin.GROUP))
     allowed = os.environ.get(RESTRICTION) or None
     plugins = {"found": found, "restricted_to": allowed}
-    findings.add("found by SGLang", ", ".join(found) or "none", plugins=plugins)
+    report.add("found by SGLang", ", ".join(found) or "none", plugins=plugins)
     if plugin.NAME not in found:
         missing = "the plugin is not registered in this environment"
-        findings.refusals.append(f"{missing}: pip install . in a checkout of it")
+        report.refusals.append(f"{missing}: pip install . in a checkout of it")
     if allowed is not None:
         left_out = sorted({*found} - {name.strip() for name in allowed.split(",")})
-        findings.add(RESTRICTION, f"{allowed}; left out: {', '.join(left_out) or 'none'}")
+        report.add(RESTRICTION, f"{allowed}; left out: {', '.join(left_out) or 'none'}")
         if plugin.NAME in left_out:
             wrong = f"{RESTRICTION}={allowed} leaves {plugin.NAME} out"
-            findings.refusals.append(f"{wrong}: add it, or unset it")
+            report.refusals.append(f"{wrong}: add it, or unset it")

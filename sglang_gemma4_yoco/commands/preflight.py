@@ -16,7 +16,7 @@ from sglang.srt import runtime_context, server_args
 from transformers import PretrainedConfig
 
 from sglang_gemma4_yoco import compat, settings
-from sglang_gemma4_yoco.commands.console import CommandError, Findings
+from sglang_gemma4_yoco.commands.console import CommandError, Report
 from sglang_gemma4_yoco.commands.redact import redact_flags
 from sglang_gemma4_yoco.core.eligibility import EMBEDDINGS
 from sglang_gemma4_yoco.core.state import first_shared_layer
@@ -37,11 +37,11 @@ _QUANTISING = (
 )
 
 
-def examine(findings: Findings, model: str | None, flags: Sequence[str]) -> None:
+def examine(report: Report, model: str | None, flags: Sequence[str]) -> None:
     """Add everything that needs SGLang, which has loaded its plugins."""
-    findings.facts["plugins"]["installed"] = patch.installed
+    report.entries["plugins"]["installed"] = patch.installed
     if compat.release.is_newer_than_tested():
-        findings.add("SGLang", f"newer than {compat.release.LAST_TESTED}, the last release tested")
+        report.add("SGLang", f"newer than {compat.release.LAST_TESTED}, the last release tested")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")
@@ -51,17 +51,17 @@ def examine(findings: Findings, model: str | None, flags: Sequence[str]) -> None
         raise CommandError("no model is named: give --model-path")
     if given.model_path not in (None, served):
         raise CommandError(f"two models: {served} and {given.model_path}: leave one")
-    config = _model(findings, served, given.revision)
-    if findings.facts["first_shared"] is None:
-        findings.refusals.append(metrics.NO_MODEL)
+    config = _model(report, served, given.revision)
+    if report.entries["first_shared"] is None:
+        report.refusals.append(metrics.NO_MODEL)
     else:
-        _server(findings, config, ["--model-path", served, *flags])
+        _server(report, config, ["--model-path", served, *flags])
 
 
-def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any]:
+def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
     """The model's config; CommandError where it cannot be loaded."""
-    findings.begin("Model")
-    findings.add("path", name, model=name)
+    report.begin("Model")
+    report.add("path", name, model=name)
     try:
         config: dict[str, Any] = PretrainedConfig.get_config_dict(name, revision=revision)[0]
         if not config:
@@ -84,17 +84,17 @@ def _model(findings: Findings, name: str, revision: str | None) -> dict[str, Any
         if part.get(name)
     ]
     quantised = next(iter(methods), None)
-    findings.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
-    findings.add("layers", str(layers), layers=layers)
-    findings.add("quantisation", quantised or "none, by its config", quantisation=quantised)
-    findings.add("first shared layer", shared, first_shared=first)
+    report.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
+    report.add("layers", str(layers), layers=layers)
+    report.add("quantisation", quantised or "none, by its config", quantisation=quantised)
+    report.add("first shared layer", shared, first_shared=first)
     return config
 
 
-def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str]) -> None:
+def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> None:
     """Have SGLang resolve the flags, as in a server's scheduler; nothing is started."""
-    findings.begin("A server with these flags")
-    findings.add("flags", redact_flags(flags))
+    report.begin("A server with these flags")
+    report.add("flags", redact_flags(flags))
     ranks = {}
     if hasattr(runtime_context, "SpawnRanks"):  # from 0.5.21 on
         ranks["ranks"] = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
@@ -115,20 +115,20 @@ def _server(findings: Findings, config: Mapping[str, Any], flags: Sequence[str])
         raise CommandError(unknown) from failure
     argument = compat.server.get_server_arguments()
     assert argument is not None, "they have been published"
-    _prefill_graphs(findings, config, argument)
-    _judge(findings, argument)
+    _prefill_graphs(report, config, argument)
+    _judge(report, argument)
     if patch.installed and argument("model_impl") != "transformers":
-        _judge_classes(findings, config.get("architectures") or [])
+        _judge_classes(report, config.get("architectures") or [])
 
 
-def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any) -> None:
+def _prefill_graphs(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     """Would SGLang start with the prefill graphs of these flags, and are replays shortened?"""
     graph = compat.server.get_cuda_graph_backend("prefill")
     if graph is None:
         return
     backend, disabled = f"backend {graph!r}", "--cuda-graph-backend-prefill=disabled"
     if capture is None:
-        findings.add("prefill graphs", f"{backend}: exits are {start.NO_EXITS}")
+        report.add("prefill graphs", f"{backend}: exits are {start.NO_EXITS}")
         return
     sees = argument("enable_multimodal") is not False
     multimodal = sees and not config.get("language_model_only", False)
@@ -139,30 +139,30 @@ def _prefill_graphs(findings: Findings, config: Mapping[str, Any], argument: Any
         cannot = f"{backend}: SGLang cannot capture this model"
         if not settings.current.prefill_graphs:
             cannot += f" ({capture.OFF}: it is not repaired)"
-        findings.add("prefill graphs", cannot)
+        report.add("prefill graphs", cannot)
         stops = f"SGLang does not start with prefill CUDA graphs of this model ({why})"
-        findings.refusals.append(f"{stops}; {disabled} starts it")
+        report.refusals.append(f"{stops}; {disabled} starts it")
         return
     how = "SGLang captures them"
     if repaired:
         how = f"SGLang's capture is repaired ({why})"
-    findings.add("prefill graphs", f"{backend}: {how}")
+    report.add("prefill graphs", f"{backend}: {how}")
     replays = "replayed prefills are shortened, where the check at start agrees"
     if closed := capture.find_closed_reason():
         replays = f"replayed prefills are not shortened ({closed}); {disabled} shortens them"
-    findings.add("", replays)
+    report.add("", replays)
 
 
-def _judge(findings: Findings, argument: Any) -> None:
+def _judge(report: Report, argument: Any) -> None:
     """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
     if argument("model_impl") == "transformers":
-        findings.refusals.append(metrics.NO_MODEL)
+        report.refusals.append(metrics.NO_MODEL)
     if argument("is_embedding"):
-        findings.refusals.append(EMBEDDINGS)
-    findings.refusals += filter(None, (limits.find_server_reason(),))
-    quantised = next(filter(None, map(argument, _QUANTISING)), findings.facts["quantisation"])
+        report.refusals.append(EMBEDDINGS)
+    report.refusals += filter(None, (limits.find_server_reason(),))
+    quantised = next(filter(None, map(argument, _QUANTISING)), report.entries["quantisation"])
     if quantised is not None:
-        findings.unknowns.append(
+        report.unknowns.append(
             f"quantisation {quantised}: the kinds of layers are settled when weights are loaded. "
             "Those whose rows do not depend on each other are admitted: among them fp8, AWQ, GPTQ "
             "and compressed-tensors, but not GGUF, bitsandbytes of 8 bits and torchao"
@@ -170,16 +170,16 @@ def _judge(findings: Findings, argument: Any) -> None:
     common = argument("attention_backend")
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     attention = sorted(map(str, names))
-    findings.add("attention backend", ", ".join(attention), attention=attention)
+    report.add("attention backend", ", ".join(attention), attention=attention)
     if others := [name for name in attention if name != compat.attention.TAIL_BACKEND]:
-        findings.unknowns.append(
+        report.unknowns.append(
             f"attention by {', '.join(others)}: settled when a server has built it. Admitted are "
             "triton, trtllm_mha, fa4, intel_xpu, and hybrids of them"
         )
-    findings.add("settled at start", AT_START)
+    report.add("settled at start", AT_START)
 
 
-def _judge_classes(findings: Findings, architectures: Sequence[str]) -> None:
+def _judge_classes(report: Report, architectures: Sequence[str]) -> None:
     """Judge the class that SGLang would load, and its own classes as plugins have left them."""
     from sglang.srt.models.registry import ModelRegistry  # it imports all models
 
@@ -188,7 +188,7 @@ def _judge_classes(findings: Findings, architectures: Sequence[str]) -> None:
     except ValueError as failure:
         raise CommandError(f"SGLang loads no {' or '.join(architectures)} here") from failure
     reason, unmatched = classes.judge_classes(classes.find_unknown(outer, {}))
-    findings.refusals += filter(None, (reason,))
+    report.refusals += filter(None, (reason,))
     if unmatched:
         line = f"no class or method is of {unmatched}: misspelt, unless it is a hook"
-        findings.add(classes.VARIABLE, line, trusted_not_found=unmatched)
+        report.add(classes.VARIABLE, line, trusted_not_found=unmatched)

@@ -46,7 +46,7 @@ def get_current_backend() -> Any | None:
 
 
 def use_backend(backend: Any) -> AbstractContextManager[None]:
-    """In the span ``backend`` is the current one."""
+    """In the ``with`` block ``backend`` is the current one."""
     if forward_context.has_forward_context():
         before = forward_context.get_forward_context()
         current = dataclasses.replace(before, attn_backend=backend)
@@ -110,18 +110,18 @@ def plan_tail(backend: Any, forward_batch: Any) -> None:
 
     From 0.5.22 on this reads nothing from the device. Before, Triton's planner reads two sizes.
     """
-    with ExitStack() as span:
+    with ExitStack() as stack:
         if forward_batch.forward_mode is batch.ForwardMode.DECODE:
-            span.enter_context(widen_window(backend))
+            stack.enter_context(widen_window(backend))
         planner = _find_window_planner(backend.__class__)
         if planner is not None and _counts_the_window_short(backend):
-            span.enter_context(_allocate_windows(backend, planner, forward_batch.batch_size))
+            stack.enter_context(_allocate_windows(backend, planner, forward_batch.batch_size))
         backend.init_forward_metadata(forward_batch)
 
 
 @contextmanager
 def widen_window(backend: Any) -> Iterator[None]:
-    """Let a decode step that is planned in the span see in its window what an extend row sees."""
+    """Let a decode step that is planned here see in its window what an extend row sees."""
     if not _counts_the_window_short(backend):
         yield
         return

@@ -55,7 +55,7 @@ def _indexes_shared_layers() -> bool:
 
 @contextmanager
 def index_shared_layers() -> Iterator[None]:
-    """In the span SGLang leaves attention layers unindexed where two have the same id.
+    """In the ``with`` block SGLang leaves attention layers unindexed where two have the same id.
 
     Up to 0.5.22 a break then finds the donor, which has the same heads, window and scale.
     """

@@ -38,7 +38,7 @@ def make_graph_backend(decode_steps: Any) -> Any:
 
 @contextmanager
 def capture_session(decode_steps: Any, backend: Any) -> Iterator[None]:
-    """The span in which ``backend`` captures. With several ranks, all of them enter it together."""
+    """Here ``backend`` captures. With several ranks, all of them enter this together."""
     with (
         capture_mode.model_capture_mode(),
         parallel_state.graph_capture(stream=decode_steps.stream) as captured,

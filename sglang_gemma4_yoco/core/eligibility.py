@@ -108,7 +108,7 @@ def check_eligibility(state: ModelState, forward_batch: Any) -> Eligible | str:
         What to keep of it; or the reason why it must run as stock, for the log and for counters.
     """
     # The mode comes first, because it refuses most of the ineligible batches.
-    reason = _check_mode(forward_batch.forward_mode) or state.refused
+    reason = _check_mode(forward_batch.forward_mode) or state.unsupported
     if reason is None and state.replayed_exits is None and state.is_capturing():
         reason = CAPTURING
     reason = reason or _check_fields(state, forward_batch) or _check_lengths(forward_batch)

@@ -84,7 +84,7 @@ def serve_forward(state: ModelState, forward_batch: Any, forward: Forward) -> An
         counters.count_ineligible(decided, rows, logged=eligibility.is_logged(decided))
     except NotCuttableError as late:  # on all ranks alike, as any refusal
         reason = str(late)
-        state.refuse(reason)
+        state.turn_off(reason)
         counters.note_unsupported(reason, logging.ERROR)
         counters.count_ineligible(reason, rows)
     except Exception as failure:
@@ -119,7 +119,7 @@ def _serve_failed(state: ModelState, failure: Exception, rows: int) -> None:
     counters.count_failure(failure, rows)
     state.failures_in_a_row += 1
     if state.failures_in_a_row == LIMIT:
-        state.refuse(GIVEN_UP)
+        state.turn_off(GIVEN_UP)
         counters.note_unsupported(GIVEN_UP, logging.ERROR)
     # The traceback keeps the tensors of the first run alive, and the second one needs the memory.
     traceback.clear_frames(failure.__traceback__)

@@ -75,7 +75,7 @@ def make_plan(state: ModelState, forward_batch: Any) -> Plan | str:
 def plan_eligible(state: ModelState, forward_batch: Any, eligible: eligibility.Eligible) -> Plan:
     """The plan of an eligible batch, its attention planned."""
     attention = state.attention
-    assert attention is not None, "without a backend of the tail's own all batches are refused"
+    assert attention is not None, "without a backend of the tail's own no batch is eligible"
     tail = TailBatch.of(forward_batch, eligible.kept, decodes=attention.decodes)
     at_exit = state.replayed_exits is not None
     if eligible.is_intermediate_chunk:

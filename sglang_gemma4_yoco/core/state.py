@@ -58,36 +58,38 @@ class ModelState:
     Attributes:
         model: SGLang's text model.
         kind: the file of ``models/`` that knows it.
-        refused: the reason why none of its batches is cut, or None. Checks replace it for a span.
-        attention: the tail's own attention backend; None if ``refused``.
+        unsupported: why none of its batches is cut, or None. Checks replace it for a moment.
+        attention: the tail's own attention backend; None if ``unsupported``.
         captured: the captured tail (``captured.graphs.TailGraphs``), if there is one.
         is_capturing: whether the current forward is being captured in a CUDA graph.
         replayed_exits: while SGLang replays a captured prefill, the exits of it; else None.
         after_cut: called with each forward that was cut, its plan and its output; returns the
             output for the model. None if there is nothing to do.
         failures_in_a_row: of the fast path.
+        is_checked: whether it was compared with stock at start, or has not to be.
         planned_rows: rows of a batch that is to be cut, until the model's forward takes its plan.
-        facts: entries for /server_info, by key, from the parts that use this object.
+        report: entries for /server_info, by key, from the parts that use this object.
     """
 
     def __init__(
         self,
         model: Any,
         kind: TextModel,
-        refused: str | None,
+        unsupported: str | None,
         attention: TailBackend | None = None,
     ) -> None:
         self.model = model
         self.kind = kind
-        self.refused = refused
+        self.unsupported = unsupported
         self.attention = attention
         self.captured: Any = None
         self.replayed_exits: ReplayedExits | None = None
         self.is_capturing: Callable[[], bool] = compat.attention.is_capturing
         self.after_cut: Callable[[Any, Any, Any], Any] | None = None
         self.failures_in_a_row = 0
+        self.is_checked = False
         self.planned_rows: int | None = None
-        self.facts: dict[str, Any] = {}
+        self.report: dict[str, Any] = {}
         self.splits_per_layer_inputs = can_be_split(model)
         self._patches = ExitStack()
 
@@ -95,7 +97,7 @@ class ModelState:
     def cut_layer(self) -> int:
         """S-1, the donor: the first layer that runs on kept rows."""
         first = first_shared_layer(self.model.config)
-        assert first is not None, "models without a KV-shared tail are refused"
+        assert first is not None, "models without a KV-shared tail are not supported"
         return first - 1
 
     @cached_property
@@ -140,9 +142,9 @@ class ModelState:
         """Have ``callback`` called when this closes."""
         self._patches.callback(callback)
 
-    def refuse(self, reason: str) -> None:
+    def turn_off(self, reason: str) -> None:
         """Cut no further batch."""
-        self.refused = reason
+        self.unsupported = reason
         self.after_cut = None
 
 

@@ -126,7 +126,7 @@ class TailBatch:
 
 @contextmanager
 def rewrite_batch(forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
-    """Set ``fields`` on the batch for the span of the ``with``; then restore the same objects.
+    """Set ``fields`` on the batch in the ``with`` block; then restore the same objects.
 
     Fields that this SGLang's batch does not have are left out. The residual stream, which belongs
     to the rows, is restored as well.

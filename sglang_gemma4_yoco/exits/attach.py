@@ -37,23 +37,23 @@ _OF_IDS = "_yoco_of_ids"
 
 @contextmanager
 def capture_graphs(runner: Any, state: ModelState) -> Iterator[str | None]:
-    """The span in which SGLang captures graphs of this model.
+    """The ``with`` block in which SGLang captures graphs of this model.
 
     Its capture of prefills is repaired where the operator has asked for them, but not on a server
     of which no batch may be cut: its setup was never tried with a repair. Yields why it repairs.
     """
     _close_hooks(runner)
     why = None
-    if state.refused is None:
+    if state.unsupported is None:
         why = capture.find_repair(multimodal=runner.model_config.is_multimodal)
-    with ExitStack() as span:
+    with ExitStack() as stack:
         if (
-            state.refused is None
+            state.unsupported is None
             and compat.server.get_cuda_graph_backend("prefill") == captured_prefills.BREAKABLE
         ):
-            span.enter_context(note_exit_points(state.tail_layers[0]))
+            stack.enter_context(note_exit_points(state.tail_layers[0]))
         if why is not None:
-            span.enter_context(capture.repair_capture(state.model, runner.model.config, why))
+            stack.enter_context(capture.repair_capture(state.model, runner.model.config, why))
         else:
             capture.warn_that_capture_fails(multimodal=runner.model_config.is_multimodal)
         yield why
@@ -118,7 +118,7 @@ def _compare_inputs(runner: Any, state: ModelState) -> None:
         log.log_failure("Gemma 4 fast prefill: captured prefills could not be checked", failure)
     if ranks.find_difference(f"inputs: {agree}") or not agree:
         runner.prefill_cuda_graph_runner = None  # then SGLang runs prefills eagerly
-        state.facts["exits"] = f"closed: {OTHER_INPUTS}"
+        state.report["exits"] = f"closed: {OTHER_INPUTS}"
         log.log_error(f"Gemma 4 fast prefill: no captured prefill is used: {OTHER_INPUTS}")
 
 
@@ -152,7 +152,7 @@ def open_exits(runner: Any, state: ModelState, unshown: str | None = None) -> No
     if exits is not None and reason is None:
         exits.closed = None
         checked = _check_exits(runner, state, exits)
-        state.facts["exits_check"] = checked.facts()
+        state.report["exits_check"] = checked.to_json()
         # A rank that leaves a graph would wait for one that runs it to its end.
         reason = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
         if not checked.agrees:
@@ -160,12 +160,12 @@ def open_exits(runner: Any, state: ModelState, unshown: str | None = None) -> No
             if checked.worst is None:
                 reason = f"they are not checked: {checked.unchecked}"
     if reason is None:
-        state.facts["exits"] = f"open {exits}"
+        state.report["exits"] = f"open {exits}"
         log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
         return
     if exits is not None:
         exits.closed = reason
-    state.facts["exits"] = f"closed: {reason}"
+    state.report["exits"] = f"closed: {reason}"
     log.log_once(
         f"Gemma 4 fast prefill: exits from captured prefills are closed: {reason}; "
         "--cuda-graph-backend-prefill=disabled shortens prefills",

@@ -43,7 +43,7 @@ class ExitPoint:
 
 @contextmanager
 def note_exit_points(layer: Any) -> Iterator[None]:
-    """Note the exit point, at ``layer``'s attention, of each graph captured in the span."""
+    """Note the exit point, at ``layer``'s attention, of each graph that is captured meanwhile."""
     attention = layer.self_attn.attn
     run, attend = layer.forward, attention.forward
     heads = (-1, attention.tp_k_head_num, attention.head_dim)
@@ -57,12 +57,12 @@ def note_exit_points(layer: Any) -> Iterator[None]:
         positions: Any, hidden_states: Any, per_layer_input: Any, forward_batch: Any, **kwargs: Any
     ) -> Any:
         graph = captured_prefills.get_graph_being_captured()
-        with ExitStack() as span:
+        with ExitStack() as stack:
             if graph is not None and compat.layers.residual_is_written(
                 forward_batch, hidden_states
             ):
                 noting_attention = partial(noted, graph, hidden_states)
-                span.enter_context(replaced(attention, forward=noting_attention))
+                stack.enter_context(replaced(attention, forward=noting_attention))
             return run(positions, hidden_states, per_layer_input, forward_batch, **kwargs)
 
     with replaced(layer, forward=forward):
@@ -94,7 +94,7 @@ def make_forward_of_ids(model: Any, config: Any) -> Callable[..., Any]:
 
 @contextmanager
 def repair_capture(model: Any, config: Any, why: str) -> Iterator[None]:
-    """SGLang can capture prefills of this ``Gemma4TextModel`` in the span."""
+    """SGLang can capture prefills of this ``Gemma4TextModel`` in the ``with`` block."""
     log.log_once(
         "Gemma 4 fast prefill: SGLang's capture of prefill CUDA graphs is repaired for this "
         f"model ({why}), because --cuda-graph-backend-prefill asks for them; {OFF} leaves it"

@@ -254,7 +254,7 @@ def find_backend_reason(main: Any) -> str | None:
         return find_backend_reason(main.prefill_backend) or find_backend_reason(main.decode_backend)
     if get_backend_key(main) in MAIN_BACKENDS:
         return None
-    return f"the attention backend {type(main).__name__} is not proven"
+    return f"the attention backend {type(main).__name__} is not known to be right"
 
 
 # -- pools of K and V ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from sglang_gemma4_yoco.core.state import get_attached_state
 #: The key in the internal state of each scheduler in /server_info.
 ENTRY = "gemma4_yoco"
 NO_MODEL = "no model with a KV-shared tail is served"
-SERVER_UNSUPPORTED = "server_refused"
+SERVER_UNSUPPORTED = "server_unsupported"
 
 _PREFIX = "sglang:gemma4_yoco_"
 # The name of a counter -> its documentation, and the label of its own.
@@ -51,7 +51,7 @@ def describe_state() -> dict[str, Any]:
     # A strict audit that finds a defect ends the audits; their result stays.
     audited = counters.audits != counters.Audits()
     if served is not None:
-        reason, facts = served.refused, dict(served.facts)
+        reason, facts = served.unsupported, dict(served.report)
         audited = audited or served.after_cut is not None
     if reason is None and counters.is_unused():
         reason = counters.NOT_CUT

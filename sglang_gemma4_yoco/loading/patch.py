@@ -43,9 +43,9 @@ def _wrap_capture(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def capture_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as span:
+        with ExitStack() as stack:
             for model in _find_text_models(self):
-                span.enter_context(start.set_up_after_capture(self, model))
+                stack.enter_context(start.set_up_after_capture(self, model))
             return stock(self, *args, **kwargs)
 
     return capture_graphs

@@ -79,7 +79,7 @@ def _yoco_truncate_to_last_tokens(
 
 @contextmanager
 def _plan_attention(plan: Any, forward_batch: Any, fields: Mapping[str, object]) -> Iterator[None]:
-    """The batch has these fields in the span, and attention is planned for them.
+    """The batch has these fields in the ``with`` block, and attention is planned for them.
 
     Where the package has planned this batch, its tail has a backend of its own. Elsewhere the
     runner's is planned anew, and once more on the way out: that stalls the host, and drops image

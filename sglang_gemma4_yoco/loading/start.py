@@ -68,7 +68,7 @@ def _start_state(runner: Any, model: Any) -> None:
     # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
     # machines is refused by them, and another machine may not have this package to answer.
     if reason is None or limits.find_server_reason() is None:
-        found = f"{__version__}, refused: {reason}, {settings.current}"
+        found = f"{__version__}, unsupported: {reason}, {settings.current}"
         reason = ranks.find_difference(found) or reason
     if reason is not None:
         attention = None
@@ -156,13 +156,13 @@ def _serve_stock_after_failure(model: Any) -> Iterator[None]:
 
 @contextmanager
 def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
-    """The span in which SGLang captures this model's graphs; then the fast path is set up."""
+    """Here SGLang captures this model's graphs; afterwards the fast path is set up."""
     state = find_state(model)
     repaired = None
-    with ExitStack() as span:
+    with ExitStack() as stack:
         if state is not None and exits is not None:
             with _serve_stock_after_failure(model):
-                repaired = span.enter_context(exits.capture_graphs(runner, state))
+                repaired = stack.enter_context(exits.capture_graphs(runner, state))
         yield
     if state is None:
         return
@@ -170,7 +170,7 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
         if exits is not None:
             # Also where the path was turned off meanwhile: else they would answer images as text.
             exits.keep_to_text(runner, state, repaired)
-        if state.refused is None:
+        if state.unsupported is None:
             with restore_generators(runner.device):
                 set_up(runner, state)
 
@@ -197,7 +197,7 @@ def set_up(runner: Any, state: ModelState) -> None:
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
     # borrowed below before it has run.
     compat.server.wait_for_device(runner.device)
-    first, unshown = "check" not in state.facts, None
+    first, unshown = not state.is_checked, None
     if not first:
         unshown = requests.find_borrowing_reason(runner)
     able = limits.get_backend_key(state.attention.tail) in limits.CAPTURABLE_BACKENDS
@@ -206,10 +206,10 @@ def set_up(runner: Any, state: ModelState) -> None:
     if first:
         checked = _check_start(runner, state)
     if exits is None:
-        state.facts["exits"] = NO_EXITS
-    elif state.refused is None:
+        state.report["exits"] = NO_EXITS
+    elif state.unsupported is None:
         exits.open_exits(runner, state, unshown)
-    if state.refused is not None:
+    if state.unsupported is not None:
         return
     if checked is not None:
         state.after_cut = audit.make_auditor(runner, state)
@@ -232,9 +232,10 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
             raise
         log.log_failure("Gemma 4 fast prefill: its self-check could not be run", failure)
         checked = Checked(unchecked=f"it failed: {type(failure).__name__}")
-    state.facts["check"] = checked.facts()
+    state.is_checked = True
+    state.report["check"] = checked.to_json()
     differ = ranks.find_difference(f"agrees with stock: {checked.agrees}")
-    if state.refused is not None:  # a forward of the check could not be cut, and has said why
+    if state.unsupported is not None:  # a forward of the check could not be cut, and has said why
         return checked
     if checked.worst is None and not checked.agrees:
         _turn_off(state, check.UNCHECKED, checked)
@@ -246,6 +247,6 @@ def _check_start(runner: Any, state: ModelState) -> Checked:
 
 
 def _turn_off(state: ModelState, reason: str, found: object) -> None:
-    state.refuse(reason)
+    state.turn_off(reason)
     counters.note_unsupported(reason, logged=False)
     log.log_error(f"Gemma 4 fast prefill is off for this server: {reason}; {found}")

@@ -46,7 +46,7 @@ EXIT_BATCHES = ("40 tokens", "three", "beside decode steps", "chunk", "257 token
 def _state() -> Answer:
     state = get_attached_state()
     assert state is not None
-    return {"refused": state.refused, "facts": state.facts}
+    return {"refused": state.unsupported, "facts": state.report}
 
 
 def ask_model(folder: Path, shape: Any = engine.E2B, **arguments: Any) -> Answer:

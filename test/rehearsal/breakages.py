@@ -79,12 +79,12 @@ def look(engine: Engine, *, captures: bool) -> list[str]:
     state = find_state(engine.text_model)
     assert state is not None
     state.failures_in_a_row = 0
-    state.refused = None
+    state.unsupported = None
     found: list[str] = []
     if captures:
         lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs, can_be_captured=True)
         if state.captured is None:
-            found.append(f"capture: {state.facts['tail']}")
+            found.append(f"capture: {state.report['tail']}")
     for name, (way, prompts) in BATCHES.items():
         batch = engine.schedule(prompts)
         cost = batches_served.serve(engine, batch, way, is_chunk=name == "chunk")

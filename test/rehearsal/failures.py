@@ -84,7 +84,7 @@ def _after_a_failed_capture(engine: Engine, state: ModelState, what: str) -> dic
     with _capture_failing(IN_A_CAPTURE[what]):
         _capture(engine, state)
     found: dict[str, Any] = {
-        "tail": state.facts["tail"],
+        "tail": state.report["tail"],
         "still captures": torch.cuda.is_current_stream_capturing(),
         "random numbers": list(torch.rand(1, device="cuda").shape),
         "eager": _serve(engine, EAGER),
@@ -127,7 +127,7 @@ def _out_of_memory(engine: Engine, state: ModelState) -> dict[str, Any]:
         if memory.left > 0:
             break
         found[str(at)] = {"outcome": cost.outcome, "failure": cost.failure}
-    found["refused"] = state.refused
+    found["refused"] = state.unsupported
     found["afterwards"] = _serve(engine)
     return found
 

@@ -204,7 +204,7 @@ def find_races(folder: Path, mode: operations.Computed, **arguments: Any) -> dic
     state = get_attached_state()
     assert state is not None
     found: dict[str, Any] = {
-        "refused": state.refused,
+        "refused": state.unsupported,
         "start": {"accesses": served.races.accesses, "races": dict(served.races.found)},
         "sound": served.serve(),
     }

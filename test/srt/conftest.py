@@ -224,7 +224,7 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     model = compat.layers.gemma4_causal.Gemma4TextModel
     plugin.load.cache_clear()
-    monkeypatch.setattr(plugin, "left_alone", None)
+    monkeypatch.setattr(plugin, "why_not_installed", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "installed", False)
     for patched, name in patch.WRAPPED:
@@ -272,7 +272,7 @@ def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
 
     yield
     state = start.get_state(engine.text_model)
-    state.failures_in_a_row, state.refused = 0, None
+    state.failures_in_a_row, state.unsupported = 0, None
 
 
 @pytest.fixture

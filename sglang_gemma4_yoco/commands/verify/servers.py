@@ -212,7 +212,7 @@ def make_pair(
 def run_servers(
     servers: Sequence[Server], timeout: float, one_by_one: bool = False
 ) -> Iterator[None]:
-    """These servers, ready within ``timeout`` seconds each; they are ended however the span ends.
+    """These servers, ready within ``timeout`` seconds each; in the end they are ended in any case.
 
     On a GPU they start one by one: the next takes its share of the memory that is left.
     """

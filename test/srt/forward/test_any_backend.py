@@ -60,7 +60,7 @@ def begun_anew(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as changed:
         yield changed
     engine.runner.init_attention_backends()
-    assert state_of(engine).refused is None
+    assert state_of(engine).unsupported is None
 
 
 def test_the_backends_are_two_kinds(engine: Engine) -> None:
@@ -121,7 +121,7 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
             broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
         engine.runner.init_attention_backends()
         assert state_of(engine).attention is None
-        assert state_of(engine).refused == limits.NO_TAIL
+        assert state_of(engine).unsupported == limits.NO_TAIL
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
@@ -153,7 +153,7 @@ def test_the_published_helper_looks_at_the_current_backend(engine: Engine, kind:
 
 
 def refused(checkpoint: Path, **arguments: Any) -> str | None:
-    return state_of(started(checkpoint, **arguments)).refused
+    return state_of(started(checkpoint, **arguments)).unsupported
 
 
 def test_a_rounded_cache(tiny_checkpoint: Path) -> None:

@@ -139,7 +139,7 @@ def test_what_differs_is_answered_by_stock(
     lengths = [len(prompt.new) for prompt in prompts]
     assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
     assert line.endswith(f", {counters.TAIL_EAGER}")
-    assert start.get_state(engine.text_model).refused is None
+    assert start.get_state(engine.text_model).unsupported is None
 
 
 def test_every_row_that_is_kept_is_compared(
@@ -213,11 +213,11 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
 ) -> None:
     with audited(engine, strict=True) as state:
         run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert state.refused is None
+        assert state.unsupported is None
         with monkeypatch.context() as broken, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert state.refused == audit.DIFFERED
+        assert state.unsupported == audit.DIFFERED
         assert (
             f"falls back to stock for this server: {audit.DIFFERED}"
             in caplog.records[-1].getMessage()

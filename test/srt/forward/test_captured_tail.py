@@ -107,7 +107,7 @@ def assert_served_by_stock(engine: Engine, prompts: Sequence[Prompt]) -> None:
 
 def why_eager(engine: Engine) -> str:
     """Why its tail is not captured, as /server_info has it."""
-    reported: str = start.get_state(engine.text_model).facts["tail"]
+    reported: str = start.get_state(engine.text_model).report["tail"]
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
 
@@ -664,7 +664,7 @@ def test_it_is_logged_once(
     [captured] = [line for line in said() if "the tail is captured" in line]
     [_] = [line for line in said() if "is active" in line]
     assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
-    assert known.facts["tail"] == f"captured for up to {MOST} rows"
+    assert known.report["tail"] == f"captured for up to {MOST} rows"
 
 
 def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:

@@ -72,10 +72,10 @@ def tail_of(engine: Engine) -> TailGraphs:
 
 
 def test_what_is_right_agrees(captured: Engine) -> None:
-    found = start.get_state(captured.text_model).facts["check"]
+    found = start.get_state(captured.text_model).report["check"]
     assert found["largest_difference"] < 0.5 * found["allowed"]
     assert tail_of(captured).rows
-    assert start.get_state(captured.text_model).refused is None
+    assert start.get_state(captured.text_model).unsupported is None
 
 
 #: Breakages of layers with windows, of two pools, or of graphs, that a model may have no place for.

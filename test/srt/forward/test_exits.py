@@ -86,7 +86,7 @@ def engine(captured_engine: Engine) -> Iterator[Engine]:
     """As captured, whatever the test before has left."""
     yield captured_engine
     state = start.get_state(captured_engine.text_model)
-    state.refused, state.failures_in_a_row = None, 0
+    state.unsupported, state.failures_in_a_row = None, 0
     if state.captured is None:
         record_tail(captured_engine, ROWS)
     elif exits_of(captured_engine).closed is not None:
@@ -107,7 +107,7 @@ def reattached(engine: Engine) -> str | None:
         pass
     attach.open_exits(runner, state)
     found = vars(runner.prefill_cuda_graph_runner).get(EXITS_ENTRY)
-    fact: str = state.facts["exits"]
+    fact: str = state.report["exits"]
     is_closed = found is None or found.closed
     assert fact.startswith("closed: " if is_closed else f"open after segment {TO_THE_EXIT}")
     if is_closed:
@@ -313,7 +313,7 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
     assert [call.args[1].runner is None for call in compared.call_args_list] == [False, True]
     line = f"exits from captured prefills are open after segment {TO_THE_EXIT} (4 buckets of up to"
     assert line in caplog.text
-    found = state.facts["exits_check"]
+    found = state.report["exits_check"]
     assert found["largest_difference"] <= 0.2 * found["allowed"]
     assert state.after_cut is None
 
@@ -586,7 +586,7 @@ def test_a_server_that_is_not_cut_is_left_alone(
     """Its error is SGLang's, and a line before it names the remedy."""
     state, layer = start.get_state(engine.text_model), engine.text_model.layers[FIRST_CUT]
     index = cuda_graph_setup.index_attention_layers_by_global_id
-    refused = replaced(state, refused="data-parallel attention")
+    refused = replaced(state, unsupported="data-parallel attention")
     with refused, attach.capture_graphs(engine.runner, state):
         assert "forward" not in vars(layer)
         assert cuda_graph_setup.index_attention_layers_by_global_id is index
@@ -630,7 +630,7 @@ def test_another_sglang(
 def test_the_setting(engine: Engine) -> None:
     with settings_changed(self_check=False):
         assert reattached(engine) is None
-    unchecked = start.get_state(engine.text_model).facts["exits_check"]["unchecked"]
+    unchecked = start.get_state(engine.text_model).report["exits_check"]["unchecked"]
     assert unchecked == check_at_start.OFF
     with settings_changed(prefill_graphs=False):
         assert capture.OFF in (reattached(engine) or "")
@@ -700,7 +700,7 @@ def test_graphs_that_make_other_inputs_are_not_used(
     with OTHERWISE[otherwise](), captured_anew(engine):
         assert engine.runner.prefill_cuda_graph_runner is None
         assert f"no captured prefill is used: {attach.OTHER_INPUTS}" in caplog.text
-        assert start.get_state(engine.text_model).facts["exits"].startswith("closed: ")
+        assert start.get_state(engine.text_model).report["exits"].startswith("closed: ")
         counters.forwards.clear()
         engine.forward(engine.schedule(FULL))
         assert counters.forwards == {counters.TAIL_EAGER: 1}

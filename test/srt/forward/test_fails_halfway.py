@@ -235,7 +235,8 @@ def set_up(engine: Engine, part: str) -> None:
         if part != "capture":
             without.enter_context(mock.patch.object(lifecycle, "capture_tail"))
         if part == "check":
-            state.facts.pop("check", None)
+            state.report.pop("check", None)
+            state.is_checked = False
         if part != "exits":
             without.enter_context(mock.patch.object(attach, "open_exits"))
         elif exits_of(engine) is not None:
@@ -252,13 +253,14 @@ def exits_of(engine: Engine) -> Any:
 def turn_on(engine: Engine) -> None:
     """Turn on again what the failures before have turned off; nothing is counted or logged yet."""
     state = state_of(engine)
-    state.refused, state.after_cut, state.failures_in_a_row = None, None, 0
-    state.facts.setdefault("check", {})
+    state.unsupported, state.after_cut, state.failures_in_a_row = None, None, 0
+    state.report.setdefault("check", {})
+    state.is_checked = True
     if state.captured is None:
         set_up(engine, "capture")
     if exits_of(engine) is None or exits_of(engine).closed is not None:
         set_up(engine, "exits")
-    assert state.refused is None
+    assert state.unsupported is None
     reset_log()
 
 
@@ -458,7 +460,7 @@ def audit_failing(engine: Engine, way: Way, site: Site, error: type[BaseExceptio
 
 # What the start itself sets.
 SET_UP = (
-    *("state.captured", "state.refused", "state.failures_in_a_row"),
+    *("state.captured", "state.unsupported", "state.failures_in_a_row"),
     *(f"prefills.{EXITS_ENTRY}", "prefills.execute", "prefills' backend.replay"),
 )
 
@@ -472,7 +474,7 @@ def start_failing(engine: Engine, part: str, site: Site, error: type[BaseExcepti
     assert_nothing_else_changed(engine, before, *SET_UP)
     assert not counters.forwards
     if site.phase in ("capture", "graphs compared"):
-        assert state_of(engine).refused is None, "the tail can still run eagerly"
+        assert state_of(engine).unsupported is None, "the tail can still run eagerly"
     for way in (WAYS["captured"], WAYS["exit"]):
         stock, seen = served_by_stock(engine, way), serve(engine, way, nullcontext())
         torch.testing.assert_close(seen.answer, stock.answer, atol=TOLERANCE, rtol=0)

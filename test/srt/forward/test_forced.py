@@ -49,7 +49,7 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             right = stock(*args, **kwargs)
-            return right if state.refused else wrong(right)  # stock runs as if it were refused
+            return right if state.unsupported else wrong(right)  # stock runs as if it were refused
 
         return replaced(owner, forward=forward)
 
@@ -188,7 +188,7 @@ def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatc
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer is model.layers[LAYER] and not state.refused:
+        if layer is model.layers[LAYER] and not state.unsupported:
             return kwargs["hidden_states"]
         return stock(layer, *args, **kwargs)
 

@@ -219,7 +219,7 @@ def test_a_forward_that_never_comes_to_its_norm(
     assert ends == [FIRST_CUT, LAYERS]
     assert planned_for(batch) is None
     assert counters.forwards == {core_model.OTHER_END: 1}
-    assert state.refused == core_model.OTHER_END
+    assert state.unsupported == core_model.OTHER_END
     assert_untouched(engine)
 
 
@@ -312,7 +312,7 @@ def test_planning_that_fails_is_counted_and_turns_the_path_off(
     reset_log()
     with mock.patch.object(tail, "init_forward_metadata", side_effect=InjectedError):
         for _ in range(forward.LIMIT):
-            assert start.get_state(engine.text_model).refused is None
+            assert start.get_state(engine.text_model).unsupported is None
             assert_served_by_stock(stock, run(engine, scheduled, "1"))
         assert_served_by_stock(stock, run(engine, scheduled, "1"))
     assert counters.forwards == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 1}

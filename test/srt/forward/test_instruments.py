@@ -117,7 +117,7 @@ def watched(request: pytest.FixtureRequest, tiny_checkpoint: Path, canary_on_a_c
 
 def test_the_check_at_start_beside_a_canary(watched: Engine) -> None:
     """The check is made, and the canary takes no synthetic prefix for a violation."""
-    facts = start.get_state(watched.text_model).facts["check"]
+    facts = start.get_state(watched.text_model).report["check"]
     assert facts["unchecked"] is None
     assert facts["compared"] is not None
     assert (violations(watched), verified(watched)) == (0, 0)

@@ -38,7 +38,7 @@ def refusal(caplog: pytest.LogCaptureFixture) -> str:
     [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
     assert record.levelno == logging.ERROR
     _, _, why = record.getMessage().partition(" is NOT installed, the server runs unpatched: ")
-    assert plugin.left_alone == why
+    assert plugin.why_not_installed == why
     return why
 
 

@@ -30,7 +30,7 @@ def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
 def assert_never_touched(engine: Engine) -> None:
     """Nothing is known of its model: SGLang's own forward runs, and nothing is counted."""
     assert state.find_state(engine.text_model) is None
-    assert start.get_state(engine.text_model).refused == start.NO_SHARED_LAYERS
+    assert start.get_state(engine.text_model).unsupported == start.NO_SHARED_LAYERS
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     total = sum(len(prompt.new) for prompt in TWO_PROMPTS)

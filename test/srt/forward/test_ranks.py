@@ -60,7 +60,7 @@ def assert_stock(engine: Engine, reason: str) -> None:
     assert fast.rows == stock.rows == whole(70)
     known = state.find_state(engine.text_model)
     assert known is not None
-    assert (known.refused or "").startswith(reason)
+    assert (known.unsupported or "").startswith(reason)
     if reason == ranks.NOT_ALIKE:
         assert known.attention is None  # nothing is planned for a tail, and its memory is free
 
@@ -148,11 +148,11 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
             return dataclasses.replace(found[-1], worst=rounding.make_defect("this rank's"))
         return found[-1]
 
-    del state.facts["check"]
+    state.is_checked = False
     with mock.patch.object(checking, "check_model", differing):
         starting.set_up(engine.runner, state)
     assert [checked.agrees for checked in found] == [True]
-    assert (state.facts["check"]["compared"] == "this rank's") == (rank == 1)
+    assert (state.report["check"]["compared"] == "this rank's") == (rank == 1)
     assert_stock(engine, checking.FAILED)
 
 
@@ -160,7 +160,7 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     """One that is not checked, or audits otherwise, would leave the other in a collective."""
     with settings_changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
-    assert "check" not in starting.get_state(engine.text_model).facts
+    assert "check" not in starting.get_state(engine.text_model).report
     assert_stock(engine, ranks.NOT_ALIKE)
     with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
         engine.runner.init_attention_backends()
@@ -180,11 +180,11 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
 
     trusted = settings_changed(trust=(__name__,))  # it is to be taken for SGLang's own
     with trusted, mock.patch.object(type(model.norm), "__call__", other):
-        assert starting.get_state(model).refused is None
+        assert starting.get_state(model).unsupported is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
         assert_stock(engine, core_model.OTHER_END)
         engine.runner.init_attention_backends()  # as when a server starts
-        assert starting.get_state(model).refused is None
+        assert starting.get_state(model).unsupported is None
         starting.set_up(engine.runner, starting.get_state(model))
         assert_stock(engine, core_model.OTHER_END)
 
@@ -198,7 +198,7 @@ def with_audits(rank: int, engine: Engine) -> None:
         engine.runner.init_attention_backends()
         state = starting.get_state(engine.text_model)
         starting.set_up(engine.runner, state)
-        assert state.refused is None
+        assert state.unsupported is None
         scheduled, fast = engine.schedule(ONE_PROMPT), cut(70, 1)
         assert run(engine, scheduled, "1").rows == [*fast, *whole(70), *fast[FIRST_CUT:]]
         assert (counters.audits.agree, counters.audits.differ) == (1, 0)
@@ -280,4 +280,4 @@ def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
         mock.patch.object(ranks, "find_difference", side_effect=AssertionError),
     ):
         starting.start_model(engine.runner, engine.text_model)
-    assert starting.get_state(engine.text_model).refused == "ranks on several machines"
+    assert starting.get_state(engine.text_model).unsupported == "ranks on several machines"

@@ -73,7 +73,7 @@ def worst(engine: Engine) -> str:
 
 
 def test_it_has_run_when_a_runner_is_ready(engine: Engine) -> None:
-    found = start.get_state(engine.text_model).facts["check"]
+    found = start.get_state(engine.text_model).report["check"]
     assert 0 < found["largest_difference"] < 1e-5
     assert found["largest_difference"] < found["allowed"]
     assert found["unchecked"] is None
@@ -239,9 +239,11 @@ def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list
 def test_the_start_line_has_the_worst_comparison(
     started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
-    assert "check" not in started.facts
+    assert "check" not in started.report
     [line], _ = lines_of_start(engine, said)
-    assert f", checked layer by layer: at most {started.facts['check']['compared']} off by " in line
+    assert (
+        f", checked layer by layer: at most {started.report['check']['compared']} off by " in line
+    )
 
 
 def test_a_server_that_fails_is_served_by_stock(
@@ -257,11 +259,11 @@ def test_a_server_that_fails_is_served_by_stock(
 def test_it_is_made_once(started: ModelState, engine: Engine) -> None:
     """After an update of weights graphs are captured anew, while prefixes are cached."""
     start.set_up(engine.runner, start.get_state(engine.text_model))
-    first = started.facts["check"]
+    first = started.report["check"]
     with counted(engine) as forwards:
         start.set_up(engine.runner, start.get_state(engine.text_model))
     assert forwards == []
-    assert started.facts["check"] is first
+    assert started.report["check"] is first
 
 
 def test_memory_is_pinned_after_each_capture(started: ModelState, engine: Engine) -> None:
@@ -282,7 +284,7 @@ def test_the_operator_has_a_say(
     with counted(engine) as forwards:
         start.set_up(engine.runner, start.get_state(engine.text_model))
     assert forwards == []
-    assert started.facts["check"]["unchecked"] == check.OFF
+    assert started.report["check"]["unchecked"] == check.OFF
     assert_fast(engine)
 
 
@@ -317,7 +319,7 @@ def test_a_server_that_cannot_be_checked_is_stock(
     assert "could not be run" in failed
     assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] != [None]
     assert f"is off for this server: {check.UNCHECKED}; not checked: it failed" in off
-    assert started.facts["check"]["unchecked"] == "it failed: InjectedError"
+    assert started.report["check"]["unchecked"] == "it failed: InjectedError"
     assert_stock(engine, check.UNCHECKED)
 
 
@@ -333,7 +335,7 @@ def test_a_start_that_fails_is_stock(
     with mock.patch.object(owner, name, side_effect=[InjectedError, mock.DEFAULT]):
         engine.runner.init_attention_backends()
     if name == "TailBackend":
-        assert start.get_state(engine.text_model).refused == limits.NO_TAIL
+        assert start.get_state(engine.text_model).unsupported == limits.NO_TAIL
     else:
         assert_stock(engine, start.NOT_SET_UP)
         assert "InjectedError" in said(logging.ERROR)[-1]
@@ -352,7 +354,7 @@ def test_a_capture_of_sglangs_goes_on(
     ):
         captured.append("by SGLang")
     assert captured
-    assert started.refused == start.NOT_SET_UP
+    assert started.unsupported == start.NOT_SET_UP
     assert "could not be set up; InjectedError" in said(logging.ERROR)[-1]
     assert_stock(engine, start.NOT_SET_UP)
 
@@ -376,7 +378,7 @@ def test_samples_are_those_of_a_server_without_the_check(
     ):
         pass
     assert len(forwards) == LAST
-    assert started.facts["check"]["unchecked"] is None
+    assert started.report["check"]["unchecked"] is None
     assert torch.equal(torch.rand(8), wanted)
 
 
@@ -399,7 +401,7 @@ def test_a_forward_that_is_not_seen_at_start(
         on, [off] = lines_of_start(engine, said)
         assert on == []
         assert f"{check.UNCHECKED}; not checked: {check.NOT_SEEN}" in off
-        assert start.get_state(engine.text_model).refused is not None
+        assert start.get_state(engine.text_model).unsupported is not None
 
 
 def test_prefills_that_never_come_by(engine: Engine, said: Callable[..., list[str]]) -> None:
@@ -459,8 +461,8 @@ def test_a_server_whose_forwards_cannot_be_cut(
     assert on == []
     assert f"falls back to stock for this server: {core_model.OTHER_END}" in error
     state = start.get_state(engine.text_model)
-    assert state.refused == core_model.OTHER_END
-    assert state.facts["check"]["unchecked"] == core_model.OTHER_END
+    assert state.unsupported == core_model.OTHER_END
+    assert state.report["check"]["unchecked"] == core_model.OTHER_END
     for _ in range(2):
         assert_stock(engine, core_model.OTHER_END)
 
@@ -470,7 +472,7 @@ def test_a_server_whose_forwards_cannot_be_cut(
 
 def test_it_agrees_with_pages(tiny_checkpoint: Path) -> None:
     engine = Engine(tiny_checkpoint, **(ENGINE | {"page_size": 64, "dtype": "bfloat16"}))
-    found = start.get_state(engine.text_model).facts["check"]
+    found = start.get_state(engine.text_model).report["check"]
     assert found["largest_difference"] < found["allowed"]
 
 

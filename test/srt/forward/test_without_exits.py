@@ -26,7 +26,7 @@ from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import Findings
+from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.loading import metrics, start
 
 pytestmark = pytest.mark.skipif(
@@ -87,9 +87,9 @@ def test_it_is_said() -> None:
     reported = metrics.describe_state()
     assert reported["active"] is True
     assert reported["exits"] == start.NO_EXITS
-    findings = Findings()
+    report = Report()
     with stand_ins.prefill_graphs("breakable"):
-        preflight._prefill_graphs(findings, {}, {}.get)
-    [line] = findings.lines
-    assert (findings.exit_status, start.NO_EXITS in line) == (0, True)
+        preflight._prefill_graphs(report, {}, {}.get)
+    [line] = report.lines
+    assert (report.exit_status, start.NO_EXITS in line) == (0, True)
     assert reported["tail"] == f"captured for up to {ROWS} rows"

@@ -68,7 +68,7 @@ def captured_by(engine: Engine) -> TailGraphs:
     """The tail, which was captured just now; decode steps run eagerly."""
     engine.runner.decode_cuda_graph_runner = None
     state = state_of(engine)
-    assert isinstance(state.captured, TailGraphs), state.facts
+    assert isinstance(state.captured, TailGraphs), state.report
     return state.captured
 
 
@@ -228,7 +228,7 @@ def test_a_capture_that_fails_leaves_a_working_device(
         releases.record_decode_steps(engine.runner)
     state = state_of(engine)
     assert state.captured is None
-    assert state.facts["tail"].startswith("eager (capturing failed")
+    assert state.report["tail"].startswith("eager (capturing failed")
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
     assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_EAGER)

@@ -123,7 +123,7 @@ def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
 def exits(engine: Engine, setting: Callable[..., None]) -> None:
     """They are open, and any skipped row is worth it."""
     setting(min_skipped_rows=1)
-    facts = start.get_state(engine.text_model).facts
+    facts = start.get_state(engine.text_model).report
     assert facts["exits"].startswith("open"), facts
     found = facts["exits_check"]
     assert found["largest_difference"] <= found["allowed"], found

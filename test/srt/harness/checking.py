@@ -51,14 +51,14 @@ def counted(engine: Engine) -> Iterator[list[list[int]]]:
 def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ModelState]:
     """Prefills of the engine are audited in the span."""
     state = start.get_state(engine.text_model)
-    reason = state.refused
+    reason = state.unsupported
     with settings_changed(audit=every, audit_strict=strict):
         state.after_cut = audit.make_auditor(engine.runner, state)
     try:
         yield state
     finally:
         state.after_cut = None
-        state.refused = reason
+        state.unsupported = reason
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGrap
     assert state is not None
     with settings_changed(graph_rows=rows), recorded_decode_steps(engine):
         captured = state.captured
-    assert isinstance(captured, TailGraphs), state.facts
+    assert isinstance(captured, TailGraphs), state.report
     assert captured.rows[-1] == (of or rows)
     return captured
 

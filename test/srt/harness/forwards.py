@@ -68,7 +68,7 @@ def state_of(engine: Engine) -> ModelState:
 def attention_of(engine: Engine) -> TailBackend:
     """What its tail attends with."""
     state = state_of(engine)
-    assert state.attention is not None, state.refused
+    assert state.attention is not None, state.unsupported
     return state.attention
 
 

@@ -23,7 +23,7 @@ from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import FACTS, Findings
+from sglang_gemma4_yoco.commands.console import ENTRIES, Report
 from sglang_gemma4_yoco.compat import captured_prefills
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.exits import capture
@@ -103,9 +103,9 @@ def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str)
 
 def test_what_is_known_of_a_server(answers: Any) -> None:
     found = answers[0][()].document
-    assert set(FACTS) <= found.keys()
+    assert set(ENTRIES) <= found.keys()
     unknown = set()
-    for name in FACTS:
+    for name in ENTRIES:
         if found[name] is None:
             unknown.add(name)
     assert unknown == {"quantisation", "trusted_not_found"}
@@ -137,11 +137,11 @@ def test_prefill_graphs_of_multimodal_models(
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
     monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: True)
-    findings = Findings()
+    report = Report()
     config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
     with releases.published(cuda_graph_config=config):
-        preflight._prefill_graphs(findings, changes, changes.get)
-    assert [captured_prefills.IDS_AND_EMBEDDINGS in refusal for refusal in findings.refusals] == [
+        preflight._prefill_graphs(report, changes, changes.get)
+    assert [captured_prefills.IDS_AND_EMBEDDINGS in refusal for refusal in report.refusals] == [
         True
     ] * refused
 
@@ -203,12 +203,10 @@ AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 
 def lines_and_refusals(switch: bool) -> tuple[list[str], list[str]]:
     """What is printed of prefill graphs, without the label; and why a server is refused."""
-    findings = Findings()
+    report = Report()
     with settings_changed(prefill_graphs=switch):
-        preflight._prefill_graphs(findings, {}, {}.get)
-    return [
-        line.removeprefix("  prefill graphs").strip() for line in findings.lines
-    ], findings.refusals
+        preflight._prefill_graphs(report, {}, {}.get)
+    return [line.removeprefix("  prefill graphs").strip() for line in report.lines], report.refusals
 
 
 @pytest.mark.parametrize(
@@ -268,10 +266,10 @@ def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> Non
             found.append(SimpleNamespace(name=name))
         registered = {"sglang.srt.plugins": found}
         monkeypatch.setattr(command, "entry_points", lambda group, of=registered: of[group])
-        findings = Findings()
-        command._discovery(findings)
-        assert findings.refusals == refusals
-        assert findings.facts["plugins"]["found"] == sorted(names)
+        report = Report()
+        command._discovery(report)
+        assert report.refusals == refusals
+        assert report.entries["plugins"]["found"] == sorted(names)
 
 
 def test_plugins_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,10 +282,10 @@ def test_plugins_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) ->
         ("smg-zmq, gemma4_yoco,smg-servicer", "none"),
     ):
         monkeypatch.setenv(command.RESTRICTION, allowed)
-        findings = Findings()
-        command._discovery(findings)
-        assert findings.lines[-1].endswith(f"{allowed}; left out: {left_out}")
-        assert findings.refusals == []
+        report = Report()
+        command._discovery(report)
+        assert report.lines[-1].endswith(f"{allowed}; left out: {left_out}")
+        assert report.refusals == []
 
 
 def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +296,9 @@ def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(settings.name_of(field), "0")
     for value, refusals in (("1", []), ("0", ["SGLANG_GEMMA4_YOCO=0"])):
         monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
-        findings = Findings()
-        command._settings(findings)
-        assert findings.refusals == refusals
+        report = Report()
+        command._settings(report)
+        assert report.refusals == refusals
 
 
 def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_server_that_gave_up_is_not_active(
     assert code == 1
     assert (state["active"], state["reason"]) == (False, forward.GIVEN_UP)
     assert state["forwards"][counters.FAILED] == forward.LIMIT
-    assert state["forwards"]["server_refused"] == 1
+    assert state["forwards"]["server_unsupported"] == 1
     assert len(tail_failures.so_far(server.failures)) == forward.LIMIT
 
 

@@ -38,7 +38,7 @@ from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import Findings
+from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import limits
 
@@ -334,12 +334,12 @@ def test_the_dumper(
     """It may be on from the start, or be turned on while the server serves; ``doctor`` asks too."""
     monkeypatch.setattr(dumper, "_config", dumper._config)
     dumper.configure(**config)
-    findings = Findings()
-    findings.facts["quantisation"] = None
+    report = Report()
+    report.entries["quantisation"] = None
     with releases.published():
         assert limits.find_server_reason() == reason
-        preflight._judge(findings, {}.get)
-    assert findings.refusals == ([reason] if reason else [])
+        preflight._judge(report, {}.get)
+    assert report.refusals == ([reason] if reason else [])
 
 
 def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
     """A hybrid is as good as its parts."""
     reason = None
     if unproven is not None:
-        reason = f"the attention backend {unproven} is not proven"
+        reason = f"the attention backend {unproven} is not known to be right"
     assert limits.find_backend_reason(backend) == reason
 
 

@@ -56,11 +56,11 @@ def test_a_refused_server_says_why(
     counters.note_unsupported("LoRA")
     metrics.collect_metrics(LABELS)
     counters.count_ineligible("LoRA", 7)
-    name, outcome = "sglang:gemma4_yoco_forwards_total", LABELS | {"outcome": "server_refused"}
+    name, outcome = "sglang:gemma4_yoco_forwards_total", LABELS | {"outcome": "server_unsupported"}
     assert registry.get_sample_value(name, outcome) == 1
     state = metrics.describe_state()
     assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
-    assert state["forwards"] == {"server_refused": 1}
+    assert state["forwards"] == {"server_unsupported": 1}
     assert state["rows"] == {"computed": 7, "skipped": 0}
 
 
@@ -73,11 +73,11 @@ class Refused:
 class Serving:
     """What is known of a model whose batches may be cut."""
 
-    refused: str | None = None
+    unsupported: str | None = None
     after_cut = None
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {"tail": "eager", "exits": "closed: some reason"}
+        self.report: dict[str, Any] = {"tail": "eager", "exits": "closed: some reason"}
 
     def describe(self) -> str:
         return "cut inside layer 14"
@@ -107,7 +107,7 @@ def answered() -> dict[str, Any]:
 
 @pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.FAILED, audit.DIFFERED])
 def test_whatever_turns_the_path_off_is_told(serving: Serving, reason: str | None) -> None:
-    serving.refused = reason
+    serving.unsupported = reason
     state = answered()
     assert (state["active"], state["reason"]) == (reason is None, reason)
     # Where nothing is cut, it is of no interest how.
@@ -123,7 +123,7 @@ def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
-    serving.facts["check"] = Checked(Difference("keys", largest, 0.5)).facts()
+    serving.report["check"] = Checked(Difference("keys", largest, 0.5)).to_json()
     counters.audits.worst = largest
     state = answered()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
@@ -135,7 +135,7 @@ def test_a_state_that_cannot_be_found_out_costs_nothing(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang's answer goes without it, and one line says so."""
-    del serving.facts
+    del serving.report
     answer = SimpleNamespace(internal_state={"theirs": 1})
     for _ in range(2):
         metrics.add_to_server_info(answer)

@@ -52,5 +52,5 @@ def test_load_never_raises(
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "something else" in record.getMessage()
-    assert plugin.left_alone == "something else"
+    assert plugin.why_not_installed == "something else"
     assert compat.names.Scheduler.get_internal_state is answers
