@@ -71,7 +71,7 @@ def switched(value: str) -> AbstractContextManager[object]:
     span = ExitStack()
     if value == "0":
         for model in list(state._attached):  # an earlier engine may still be in memory
-            span.enter_context(replaced.replaced(model, refused=SWITCHED_OFF))
+            span.enter_context(replaced.replaced(model, unsupported=SWITCHED_OFF))
     return span
 
 

@@ -186,7 +186,7 @@ def test_what_cannot_be_captured_is_said(
     # Put back afterwards: SGLang takes it away before it fails.
     monkeypatch.setattr(runner, "prefill_cuda_graph_runner", runner.prefill_cuda_graph_runner)
     monkeypatch.setattr(runner.model_config, "is_multimodal", multimodal)
-    monkeypatch.setattr(state, "refused", refused)
+    monkeypatch.setattr(state, "unsupported", refused)
     with releases.published(cuda_graph_config=replaying(Backend.BREAKABLE)):
         why = captured_prefills.find_capture_error(multimodal=multimodal)
         if why is None:
