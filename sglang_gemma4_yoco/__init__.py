@@ -10,48 +10,58 @@ SGLang loads it by itself through the ``sglang.srt.plugins`` entry point; ``SGLA
 turns it off. Importing this module imports neither torch nor SGLang.
 
 The path of one prefill. S is the first KV-shared layer of L; layer S-1, the donor, is the last one
-with K and V of its own::
+with K and V of its own (in other words: the KV source layer). Layers S-1 to L-1 are the tail (the
+cross-decoder)::
 
-    1  SGLang plans the batch's attention; then core/gate.py decides whether the batch may be cut,
-       and leaves a Plan on it: the kept rows (core/kept.py) and what runs the tail on them
-    2  SGLang calls the model; core/forward.py takes the Plan from the batch
-    3  core/cut.py has the model run layers 0 .. S-2 on all rows, by its own loop
-    4  the donor's K and V are written for all rows (core/donor.py)
-    5  the tail, layers S-1 .. L-1 and the norm, runs on the kept rows: eagerly (core/cut.py), or
-       from a captured graph (captured/graphs.py)
-    6  its rows are scattered into what the model returns; if anything fails, stock serves the batch
+    1  SGLang plans the batch's attention. Then core/plan.py decides on the batch. If it is eligible
+       (core/eligibility.py), its Plan is stored on it: the kept rows (core/kept_rows.py), the batch
+       as the tail sees it (core/tail_batch.py), and what runs the tail on them (core/tail.py).
+    2  SGLang calls the model. core/forward.py takes the plan from the batch.
+    3  core/cut.py has the model run layers 0 .. S-2 on all rows, by its own loop.
+    4  K and V of layer S-1 are written for all rows.
+    5  The tail and the norm run on the kept rows: launched layer by layer, or from a captured graph
+       (captured/graphs.py).
+    6  Their rows are scattered into what the model returns. If anything fails, stock serves the
+       batch.
 
-From the top down; imports go down, and both ways between captured/ and checking/::
+The rooms, from the top down. Imports go down, and no two folders import each other. SGLang is
+imported in compat/, and by commands that an operator runs, and nowhere else. core/ knows no model::
 
     plugin.py          what SGLang calls: patch it, or log in one line why not
     commands/          what an operator runs: doctor, status, verify
     loading/           when a process and a runner start
         patch.py           SGLang's methods wrapped
         start.py           may this server's prefills be cut? capture the tail, check, announce
-        classes.py         why not: somebody else's code where rows pass
-        limits.py          why not: server arguments, attention, pools, linear layers
+        classes.py         unsupported: somebody else's code where rows pass
+        limits.py          unsupported: server arguments, attention, pools, linear layers
         metrics.py         /server_info and /metrics
         published.py       two helpers for code that cuts a batch itself
-    prefill_graphs/    exits from SGLang's captured prefills; optional
-    captured/          the tail captured in CUDA graphs
-        graphs.py          capture, plan, replay
-        backend.py         SGLang's graph backend
-        proof.py           each graph against the same layers run eagerly
+    exits/             exits from SGLang's captured prefills; optional
+        capture.py         exit points are noted, and SGLang's capture is repaired
+        exits.py           a captured prefill is left, and its tail replayed
+        attach.py          when exits are open
+        text_inputs.py     what the text model is given for a prompt of text
     checking/          does it give what stock gives, on this machine and with these weights?
-        audit.py           every N-th prefill once more as stock, while it serves
         start.py           once, before it serves
+        audit.py           every N-th prefill once more as stock, while it serves
         layerwise.py       each step of the fast path given stock's numbers, and compared
-        requests.py        synthetic requests in borrowed slots
+        exits.py           an exit against the same graph, run to its end
+        tail_graphs.py     each graph against the same layers, run eagerly
+        requests.py        synthetic requests in slots that are restored
         rounding.py        which differences are rounding
-    core/              the mechanism, as above; it imports nothing from the folders before it
+    captured/          the tail captured in CUDA graphs
+        lifecycle.py       when it is captured and dropped
+        graphs.py          capture, plan, replay
+    models/            one file for each text model; core/model.py says what is in it
+    core/              the mechanism, as above
         per_layer.py       per-layer inputs split by layers and rows
         state.py           what is known of a served model
-        attention.py       the tail's own attention backend
         ranks.py           tensor-parallel ranks agree
-        replaced.py        attributes of one object replaced for a span
-    log.py             log lines and counters
+    compat/            SGLang's names, arguments, attention, pools, batches, layers and graphs
+    counters.py        forwards by outcome
+    log.py             log lines, each logged once
+    replaced.py        attributes of one object of SGLang's replaced, and put back
     settings.py        environment variables, read once
-    compat.py          what depends on the installed SGLang
 """
 
 from __future__ import annotations

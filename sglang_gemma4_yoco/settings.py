@@ -130,9 +130,8 @@ def read(environment: Mapping[str, str]) -> Settings:
     """The settings in ``environment``; ``ValueError`` as of ``parse``."""
     if environment.get(SWITCH) == "0":  # then no other variable is read
         return Settings(enabled=False)
-    chosen: dict[str, Any] = {
-        setting.name: parse(name, environment[name])
-        for name, setting in VARIABLES.items()
-        if name in environment
-    }
+    chosen: dict[str, Any] = {}
+    for name, setting in VARIABLES.items():
+        if name in environment:
+            chosen[setting.name] = parse(name, environment[name])
     return Settings(**chosen)

@@ -351,10 +351,11 @@ def compare_keys_and_values(
     where: str = "in the pool",
 ) -> list[Comparison]:
     """K and V of a layer compared, each [rows, kv_heads, head_dim]."""
-    return [
-        Comparison.of(f"{what} of layer {layer} {where}", e, f, _OF_KEYS)
-        for what, e, f in zip(("keys", "values"), expected, found, strict=True)
-    ]
+    compared = []
+    for what, one, other in zip(("keys", "values"), expected, found, strict=True):
+        what = f"{what} of layer {layer} {where}"
+        compared.append(Comparison.of(what, one, other, _OF_KEYS))
+    return compared
 
 
 def compare_logits(

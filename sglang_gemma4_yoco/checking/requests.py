@@ -58,10 +58,10 @@ class SyntheticRequests:
         self.lens = [len(request.ids) for request in requests]
         self.requests = requests
         self._runner = runner
-        self._caches = {
-            layer: (pair, torch.cat([t[r.cached :] for t, r in zip(slots, requests, strict=True)]))
-            for layer, pair, slots in _list_caches(runner, state, requests)
-        }
+        self._caches: dict[int, tuple[_Pair, torch.Tensor]] = {}
+        for layer, pair, slots in _list_caches(runner, state, requests):
+            new = [own[r.cached :] for own, r in zip(slots, requests, strict=True)]
+            self._caches[layer] = (pair, torch.cat(new))
         self._before = self._others()
 
     def run(
@@ -86,8 +86,9 @@ class SyntheticRequests:
         batch = make_prefill_batch(self._runner, self.requests, starts=starts, finishes=finishes)
         with counters.count_apart() as outcomes:
             logits = self._runner.forward(batch).logits_output.next_token_logits.clone()
-        items = self._caches.items()
-        caches = {layer: [cache[slots] for cache in pair] for layer, (pair, slots) in items}
+        caches = {}
+        for layer, ((keys, values), slots) in self._caches.items():
+            caches[layer] = [keys[slots], values[slots]]
         return Run(logits, caches, next(iter(outcomes), None))
 
     def others_changed(self) -> bool:
@@ -186,7 +187,7 @@ def draw_like(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _choose_lengths(window: int, page: int) -> list[tuple[int, int]]:
     """Tokens cached and new, of each request; what is cached ends with a page.
 
-    >>> _lengths(512, 1), _lengths(32, 64)
+    >>> _choose_lengths(512, 1), _choose_lengths(32, 64)
     ([(0, 7), (508, 6), (1025, 5)], [(0, 7), (0, 34), (128, 5)])
     """
     before = max(0, window - _NEW // 2 - 1) // page * page
@@ -264,9 +265,20 @@ def make_prefill_batch(
 
     A request that wants no input logprobs starts at its length.
     """
-    size, rows, prefixes = len(requests), [r.row for r in requests], [r.cached for r in requests]
-    lens, lengths = [len(r.ids) for r in requests], [len(r.slots) for r in requests]
-    input_ids = torch.cat([r.ids for r in requests])
+    rows, prefixes, lens, lengths = list[int](), list[int](), list[int](), list[int]()
+    first_rows, positions = list[int](), list[int]()
+    ids, slots, following = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    for r in requests:
+        first_rows.append(sum(lens))
+        rows.append(r.row)
+        prefixes.append(r.cached)
+        lens.append(len(r.ids))
+        lengths.append(len(r.slots))
+        positions += range(r.cached, len(r.slots))
+        ids.append(r.ids)
+        slots.append(r.slots[r.cached :])
+        following.append(torch.cat([r.ids[1:], r.ids.new_zeros(1)]))  # the token after each one
+    size, input_ids = len(requests), torch.cat(ids)
     on_device = input_ids.new_tensor
     batch = compat.batch.ForwardBatch(
         forward_mode=compat.batch.ForwardMode.EXTEND,
@@ -277,15 +289,15 @@ def make_prefill_batch(
         seq_lens_cpu=torch.tensor(lengths),
         orig_seq_lens=on_device(lengths, dtype=torch.int32),
         seq_lens_sum=sum(lengths),
-        out_cache_loc=torch.cat([r.slots[r.cached :] for r in requests]),
-        positions=on_device([p for r in requests for p in range(r.cached, len(r.slots))]),
+        out_cache_loc=torch.cat(slots),
+        positions=on_device(positions),
         extend_num_tokens=sum(lens),
         extend_seq_lens=on_device(lens, dtype=torch.int32),
         extend_prefix_lens=on_device(prefixes, dtype=torch.int32),
-        extend_start_loc=on_device([sum(lens[:i]) for i in range(size)], dtype=torch.int32),
+        extend_start_loc=on_device(first_rows, dtype=torch.int32),
         extend_seq_lens_cpu=lens,
         extend_prefix_lens_cpu=prefixes,
-        extend_logprob_start_lens_cpu=list(lens if starts is None else starts),
+        extend_logprob_start_lens_cpu=list(starts or lens),
         return_logprob=starts is not None,
         mm_inputs=[None] * size,
         lora_ids=[None] * size,
@@ -304,8 +316,6 @@ def make_prefill_batch(
     if starts is not None:
         batch.top_logprobs_nums = [0] * size
         batch.token_ids_logprobs = [None] * size
-        # The token after each one from the start on; 0 after the last.
-        following = [torch.cat([r.ids[1:], r.ids.new_zeros(1)]) for r in requests]
         wanted = [tokens[start:] for tokens, start in zip(following, starts, strict=True)]
         batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
     # Before 0.5.22 only pools that are refused translate indices.

@@ -75,8 +75,8 @@ def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.G
         if tensor is not None:
             tensor.copy_(draw_like(tensor, generator))
     rows = inputs.rows.shape[0]
-    chosen = [requests[-1 - row % len(requests)] for row in range(rows)]
-    lengths = [max(1, len(r.slots) * (rows - row) // rows) for row, r in enumerate(chosen)]
-    inputs.requests.copy_(torch.tensor([r.row for r in chosen]))
-    inputs.lengths.copy_(torch.tensor(lengths))
+    for row in range(rows):
+        request = requests[-1 - row % len(requests)]
+        inputs.requests[row] = request.row
+        inputs.lengths[row] = max(1, len(request.slots) * (rows - row) // rows)
     inputs.positions.copy_(inputs.lengths - 1)

@@ -9,6 +9,7 @@ import argparse
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,13 +78,10 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
         first = first_shared_layer(SimpleNamespace(**text))
     if first is not None:
         shared = f"{first}: layers {first} to {layers - 1} have no K/V"
-    methods = [
-        str(part[name].get("quant_method", name))
-        for part in (config, text)
-        for name in ("quantization_config", "compression_config")
-        if part.get(name)
-    ]
-    quantised = next(iter(methods), None)
+    quantised = None
+    for part, name in product((config, text), ("quantization_config", "compression_config")):
+        if quantised is None and part.get(name):
+            quantised = str(part[name].get("quant_method", name))
     report.add("architecture", ", ".join(config.get("architectures") or ["not named"]))
     report.add("layers", str(layers), layers=layers)
     report.add("quantisation", quantised or "none, by its config", quantisation=quantised)

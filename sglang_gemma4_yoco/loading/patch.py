@@ -55,11 +55,11 @@ def _find_text_models(runner: Any) -> list[Any]:
     """The text models of a runner that have a KV-shared tail; a draft model's is left alone."""
     if getattr(runner, "is_draft_worker", False):
         return []
-    return [
-        model
-        for model in runner.model.modules()
-        if isinstance(model, _TEXT_MODELS) and first_shared_layer(model.config) is not None
-    ]
+    found = []
+    for model in runner.model.modules():
+        if isinstance(model, _TEXT_MODELS) and first_shared_layer(model.config) is not None:
+            found.append(model)
+    return found
 
 
 def _start_models(runner: Any, _: Any) -> None:

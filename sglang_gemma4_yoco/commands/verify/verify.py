@@ -227,15 +227,18 @@ def conclude(document: dict[str, Any], stock: Found, fast: Found) -> tuple[Compa
         (alone, mine[ALONE]), (alone, mine[AT_ONCE]), (own[TIMED], mine[TIMED])
     )
     noise = compare_by_kind((alone, own[AT_ONCE]), (alone, own[AGAIN]))
-    wrong = [
-        f"{kind}: {sentence}"
-        for kind, one in compared.items()
-        for sentence in find_problems(one, noise.values(), exact=document["rule"] == "exact")
-    ]
+    wrong = []
+    for kind, one in compared.items():
+        for problem in find_problems(one, noise.values(), exact=document["rule"] == "exact"):
+            wrong.append(f"{kind}: {problem}")
     if failed := sum(forwards[counters.FAILED] for forwards in fast.forwards.values()):
         wrong.append(f"{failed} prefills failed on the fast path; see server-on.log")
     if not any(a.cached_tokens for prompt, a in mine[ALONE] if prompt.kind == kinds.PREFIX):
         document["left_out"].setdefault(kinds.PREFIX, "no hit of the prefix cache, though it is on")
+    agreement = {}
+    for kind, one in compared.items():
+        itself = noise.get(kind, Comparison())
+        agreement[kind] = {"fast": one.figures(), "stock": itself.figures()}
     times = []
     for tokens in sorted(stock.seconds):
         off, on = (Times.of(one.seconds[tokens]) for one in (stock, fast))
@@ -250,10 +253,7 @@ def conclude(document: dict[str, Any], stock: Found, fast: Found) -> tuple[Compa
         "ttft_on_s": on.median,
         "ratio": ratio,
         "problems": wrong,
-        "agreement": {
-            kind: {"fast": one.figures(), "stock": noise.get(kind, Comparison()).figures()}
-            for kind, one in compared.items()
-        },
+        "agreement": agreement,
         "times": times,
         "rounds": fast.forwards,
     }
