@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from rehearsal import device
+from rehearsal.device import Answer
 
 device.load_runtime()
 os.environ["SGLANG_PLUGINS"] = "gemma4_yoco"
@@ -28,19 +27,17 @@ from rehearsal import (  # noqa: E402 - after the runtime and the environment
     operations,
     scheduler,
     serving,
-    torch_calls,
     values,
 )
 
 OF_AN_ENGINE = {
     "breakages": breakages.break_each,
     "failures": failures.fail_in_each_way,
-    "torch": torch_calls.make_each,
     "values": values.compare_each,
 }
 
 
-def answer(question: str, folder: Path) -> dict[str, Any]:
+def answer(question: str, folder: Path) -> Answer:
     """Batches in each of the question's ways, and its parts."""
     asked = engine.QUESTIONS[question]
     os.environ.update(asked.get("environment", {}))
@@ -49,7 +46,7 @@ def answer(question: str, folder: Path) -> dict[str, Any]:
             return scheduler.find_races(folder, question)
         served = engine.build(folder, question)
         state = serving.state_of(served)
-        found: dict[str, Any] = {"refused": state.refused, "facts": dict(state.facts)}
+        found: Answer = {"refused": state.refused, "facts": dict(state.facts)}
         batches = asked.get("batches", serving.BATCHES)
         found["costs"] = serving.serve_all(served, asked.get("ways", []), batches)
         for part in asked.get("parts", []):
@@ -57,15 +54,8 @@ def answer(question: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("question", choices=sorted(engine.QUESTIONS))
-    parser.add_argument("answer", type=Path, help="the file to write")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = answer(args.question, Path(folder))
-    args.answer.write_text(json.dumps(found, indent=1, default=str))
-
-
 if __name__ == "__main__":
-    main()
+    _, asked, file = sys.argv
+    with tempfile.TemporaryDirectory() as folder:
+        found = answer(asked, Path(folder))
+    Path(file).write_text(json.dumps(found, indent=1, default=str))

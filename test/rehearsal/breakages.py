@@ -15,16 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from sglang.kernels.ops.layernorm import gemma4_fused_ops
 
 from rehearsal import kernels, serving
+from rehearsal.device import Answer
 from rehearsal.serving import CAPTURED, EAGER, STOCK
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.captured import graphs, proof
 
-BREAKAGES: list[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+BREAKAGES: list[Answer] = json.loads(Path(__file__).with_suffix(".json").read_text())
 #: Each batch with the way in which it is served.
 SERVED = {
     "40 tokens": CAPTURED,
@@ -32,14 +32,12 @@ SERVED = {
     "log-probabilities": CAPTURED,
     "chunk": CAPTURED,
 }
-#: SGLang's own wait, in every forward of a model with a sliding window.
-OF_STOCK = "update_sliding_window_buffer"
 #: Kernels of K and V, which are compiled at start.
 NORMS = "_gemma_qkv_rmsnorm_kernel"
 
 
 @contextmanager
-def _broken(breakage: dict[str, Any]) -> Iterator[None]:
+def _broken(breakage: Answer) -> Iterator[None]:
     module = import_module(f"sglang_gemma4_yoco.{breakage['module']}")
     owner, _, name = breakage["function"].rpartition(".")
     holder = getattr(module, owner) if owner else module
@@ -57,8 +55,8 @@ def _broken(breakage: dict[str, Any]) -> Iterator[None]:
         setattr(holder, name, known)
 
 
-def _look(engine: Engine, *, captures: bool) -> list[str]:
-    """What is wrong in the batches of this module; empty when all is well."""
+def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]:
+    """What is wrong in the batches of this module, of which stock's costs are given."""
     state = serving.state_of(engine)
     state.failures_in_a_row = 0
     state.refused = None
@@ -71,24 +69,26 @@ def _look(engine: Engine, *, captures: bool) -> list[str]:
         cost = serving.serve_by_name(engine, name, way)
         if cost["failure"] is not None:
             found.append(f"{name}: {cost['failure'].splitlines()[0]}")
-        found += [f"{name}: the host waits: {w}" for w in cost["waits"] if OF_STOCK not in w]
+        waits = cost["waits"].keys() - costs[name][STOCK]["waits"].keys()
+        found += [f"{name}: the host waits: {place}" for place in waits]
         found += [f"{name}: compiled in a request: {kernel}" for kernel in cost["compiled"]]
     return found
 
 
-def break_each(engine: Engine) -> dict[str, list[str]]:
+def break_each(engine: Engine) -> Answer:
     """By breakage what was found; by ``""`` what was found without any."""
     logging.disable(logging.CRITICAL)  # each breakage is logged, as it should be
-    serving.serve_all(engine, [STOCK], SERVED)
-    _look(engine, captures=False)  # compiles what the first requests compile
-    found = {"": _look(engine, captures=True)}
+    costs = serving.serve_all(engine, [STOCK], SERVED)
+    _look(engine, costs)  # compiles what the first requests compile
+    found = {"": _look(engine, costs, captures=True)}
     for breakage in BREAKAGES:
         with _broken(breakage):
-            found[breakage["name"]] = _look(engine, captures=breakage["captures"])
-    found["after them"] = _look(engine, captures=True)
+            found[breakage["name"]] = _look(engine, costs, captures=breakage["captures"])
+    found["after them"] = _look(engine, costs, captures=True)
     getattr(gemma4_fused_ops, NORMS).device_caches.clear()
-    for compiled in [known for known in kernels.compiled if known.startswith(NORMS)]:
-        del kernels.compiled[compiled]
+    for compiled in list(kernels.compiled):
+        if compiled.startswith(NORMS):
+            del kernels.compiled[compiled]
     serving.serve_all(engine, [STOCK], SERVED)
-    found["the kernels of K and V are not compiled at start"] = _look(engine, captures=False)
+    found["the kernels of K and V are not compiled at start"] = _look(engine, costs)
     return found

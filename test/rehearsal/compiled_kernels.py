@@ -105,28 +105,25 @@ def clamp_position(out: Tensor, lengths: Tensor, *_: str) -> None:
 # ---- flashinfer's norms, which CuTe compiles for one width, and for dense rows or others
 
 
-def _check_norm(weight: Tensor, *both: Tensor) -> None:
-    size = weight.nbytes
-    is_dense = all(rows.is_contiguous() for rows in both)
-    alignment = math.gcd(128, size) if is_dense else 16
-    for rows in both:
-        assert rows.dtype == weight.dtype
-        assert rows.shape == both[0].shape
-        assert rows.shape[-1:] == weight.shape
-        assert rows.stride(-1) == 1
-        assert _is_aligned(rows, alignment), f"rows are not aligned to {alignment} bytes"
+def check_rmsnorm(*arguments: Any) -> None:
+    *tensors, _eps = arguments
+    rows = [tensor for tensor in tensors if tensor.dim() > 1]
+    [weight] = [tensor for tensor in tensors if tensor.dim() == 1]
+    is_dense = all(each.is_contiguous() for each in rows)
+    alignment = math.gcd(128, weight.nbytes) if is_dense else 16
+    for each in rows:
+        assert each.dtype == weight.dtype
+        assert each.shape == rows[0].shape
+        assert each.shape[-1:] == weight.shape
+        assert each.stride(-1) == 1
+        assert _is_aligned(each, alignment), f"rows are not aligned to {alignment} bytes"
 
 
-def check_rmsnorm(input: Tensor, weight: Tensor, out: Tensor, _: float) -> None:
-    _check_norm(weight, input, out)
+check_fused_add_rmsnorm = check_rmsnorm
 
 
 def rmsnorm(input: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
     out.copy_(rms_norm(input.float(), weight.shape, weight.float(), eps))
-
-
-def check_fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, _: float) -> None:
-    _check_norm(weight, input, residual)
 
 
 def fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:

@@ -17,10 +17,18 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
+
+#: What a question is answered with, as JSON.
+Answer = dict[str, Any]
 
 HERE = Path(__file__).parent
+#: The CUDA 13 runtime that torch was installed with.
+CUDA = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
 CACHE = Path.home() / ".cache" / "gemma4_yoco_rehearsal"
 RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
@@ -45,32 +53,21 @@ Kind = enum.IntEnum(
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
 
 
-def find_cuda() -> Path | None:
-    """The folder of the CUDA 13 runtime that torch was installed with."""
-    for folder in sys.path:
-        found = Path(folder) / "nvidia" / "cu13"
-        if (found / "include" / "cuda_runtime_api.h").exists() and (
-            found / "lib" / RUNTIME
-        ).exists():
-            return found
-    return None
-
-
 def say_what_is_missing() -> str | None:
     """One line that says what to install, or None."""
     if shutil.which("g++") is None or shutil.which("nm") is None:
         return "the rehearsal needs g++ and nm: install g++ and binutils"
-    if find_cuda() is None:
+    if not (CUDA / "lib" / RUNTIME).exists():
         return "the rehearsal needs torch for CUDA 13: install its default build for Linux"
     return None
 
 
-def _list_names(cuda: Path, library: str) -> set[str]:
+def _list_names(library: str) -> set[str]:
     """The functions of the real one."""
     if library == DRIVER:  # it comes with the GPU's driver
-        header = (cuda / "include" / "cuda.h").read_text()
+        header = (CUDA / "include" / "cuda.h").read_text()
         return set(re.findall(r"CUDAAPI (cu[A-Z]\w+)\(", header))
-    command = ["nm", "--defined-only", "-D", str(cuda / "lib" / library)]
+    command = ["nm", "--defined-only", "-D", str(CUDA / "lib" / library)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return set(re.findall(r" (_*cu\w+)", output))
 
@@ -96,18 +93,18 @@ def _run_compiler(*arguments: str) -> None:
     subprocess.run(["g++", "-O1", "-std=c++17", "-fPIC", "-w", *arguments], check=True)
 
 
-def _build_library(cuda: Path, library: str, folder: Path) -> None:
+def _build_library(library: str, folder: Path) -> None:
     """Build one that has all names of the real one."""
     out = folder / library
     stubs = out.with_suffix(".cpp")
-    stubs.write_text(_write_stubs(_list_names(cuda, library)))
+    stubs.write_text(_write_stubs(_list_names(library)))
     versions = out.with_suffix(".map")
     versions.write_text(f"{library} {{ global: *; }};\n")
     inputs = [str(HERE / SOURCES[library]), str(stubs)]
     if library != RUNTIME:
         inputs.append(str(folder / RUNTIME))
     names = [f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}"]
-    _run_compiler("-shared", f"-I{cuda}/include", *inputs, "-o", str(out), "-ldl", *names)
+    _run_compiler("-shared", f"-I{CUDA}/include", *inputs, "-o", str(out), "-ldl", *names)
 
 
 def build_libraries() -> Path:
@@ -116,10 +113,10 @@ def build_libraries() -> Path:
     Raises:
         RuntimeError: something that this needs is not installed.
     """
-    cuda = find_cuda()
-    if cuda is None:
-        raise RuntimeError(say_what_is_missing())
-    digest = hashlib.sha256(str(cuda).encode())
+    missing = say_what_is_missing()
+    if missing is not None:
+        raise RuntimeError(missing)
+    digest = hashlib.sha256(str(CUDA).encode())
     for path in (*sorted(HERE.glob("*.cpp")), WITHOUT_EFFECT, Path(__file__)):
         digest.update(path.read_bytes())
     folder = CACHE / digest.hexdigest()[:16]
@@ -128,7 +125,7 @@ def build_libraries() -> Path:
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=CACHE))
     for library in SOURCES:
-        _build_library(cuda, library, fresh)
+        _build_library(library, fresh)
     try:
         fresh.rename(folder)
     except OSError:  # another process was faster
@@ -157,6 +154,6 @@ def load_runtime() -> ctypes.CDLL:
     return runtime
 
 
-def read_counters(runtime: ctypes.CDLL) -> dict[str, int]:
+def read_counters(runtime: ctypes.CDLL) -> Counter[str]:
     """How often each thing has happened since the process began, by the names of ``Kind``."""
-    return {kind.name.lower(): runtime.rehearsal_count(kind) for kind in Kind}
+    return Counter({kind.name.lower(): runtime.rehearsal_count(kind) for kind in Kind})

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from rehearsal import kernels
+from rehearsal.device import Answer
 from sglang_gemma4_reference import checkpoint
 from sglang_gemma4_reference.checkpoint import Gemma4Shape
 from sglang_gemma4_reference.engine import Engine
 
-QUESTIONS: dict[str, Any] = json.loads(Path(__file__).with_name("questions.json").read_text())
+QUESTIONS: Answer = json.loads(Path(__file__).with_name("questions.json").read_text())
 
 
 def shape_of(question: str) -> Gemma4Shape:
@@ -28,7 +28,7 @@ def shape_of(question: str) -> Gemma4Shape:
     return dataclasses.replace(shape, vision=small.vision, audio=small.audio)
 
 
-def write_checkpoint(folder: Path, question: str) -> dict[str, Any]:
+def write_checkpoint(folder: Path, question: str) -> Answer:
     """Write the question's, and return SGLang's server arguments for it.
 
     Where it has no weights, what is read as one is arbitrary.
@@ -37,7 +37,7 @@ def write_checkpoint(folder: Path, question: str) -> dict[str, Any]:
     has_weights = asked.get("weights", False)
     checkpoint.write_checkpoint(folder, shape_of(question), weights=has_weights)
     kernels.install()
-    arguments: dict[str, Any] = {
+    arguments: Answer = {
         "model_path": str(folder),
         "device": "cuda",
         "load_format": "auto" if has_weights else "dummy",

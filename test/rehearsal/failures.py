@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rehearsal import serving
+from rehearsal import operations, serving
+from rehearsal.device import Answer
 from rehearsal.serving import CAPTURED, EAGER
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.captured import graphs, proof
@@ -17,22 +18,15 @@ from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
 
-_ALLOCATES_ROWS = (torch.ops.aten.index_select.default, torch.ops.aten.index_select.out)
-
-
-def _fail_in_python(_: torch.Tensor) -> None:
-    raise ValueError("on purpose")
-
-
 #: What happens in the middle of a capture.
 IN_A_CAPTURE: dict[str, Callable[[torch.Tensor], Any]] = {
-    "an exception": _fail_in_python,
+    "an exception": lambda _: 1 / 0,
     "a value is read": lambda rows: rows.sum().item(),
     "the device is synchronised": lambda _: torch.cuda.synchronize(),
 }
 
 
-def _measure_memory() -> dict[str, float]:
+def _measure_memory() -> Answer:
     """In MiB; and how many of PyTorch's pools hold some: its own, and each one's of graphs."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -44,7 +38,7 @@ def _measure_memory() -> dict[str, float]:
     }
 
 
-def _capture(engine: Engine, state: ModelState) -> dict[str, float]:
+def _capture(engine: Engine, state: ModelState) -> Answer:
     graphs.capture(engine.runner, state, proof.prove, can_be_captured=True)
     return _measure_memory()
 
@@ -54,7 +48,7 @@ def _serve(engine: Engine, way: str = CAPTURED) -> list[Any]:
     return [cost["outcome"], cost["failure"]]
 
 
-def _fail_in_a_capture(engine: Engine, state: ModelState, what: str) -> dict[str, Any]:
+def _fail_in_a_capture(engine: Engine, state: ModelState, what: str) -> Answer:
     """In the second bucket, after the layers of its tail."""
     stock, captures = cut.run_layers, iter(range(1000))
 
@@ -66,7 +60,7 @@ def _fail_in_a_capture(engine: Engine, state: ModelState, what: str) -> dict[str
 
     with replaced(cut, run_layers=failing):
         _capture(engine, state)
-    found: dict[str, Any] = {
+    found: Answer = {
         "tail": state.facts["tail"],
         "still captures": torch.cuda.is_current_stream_capturing(),
         "random numbers": list(torch.rand(1, device="cuda").shape),
@@ -78,44 +72,30 @@ def _fail_in_a_capture(engine: Engine, state: ModelState, what: str) -> dict[str
     return found
 
 
-class _OutOfMemory(TorchDispatchMode):
-    """Memory runs out at the n-th gather of rows in the block."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.left = at
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _ALLOCATES_ROWS:
-            self.left -= 1
-            if self.left == 0:
-                torch.empty(200 << 30, dtype=torch.uint8, device="cuda")
-        return func(*args, **(kwargs or {}))
-
-
 def _run_out_of_memory(engine: Engine) -> list[Any]:
-    """At each gather of a tail in turn; when it is the last one's turn, none is left to fail."""
+    """At each gather of rows in turn; when it is the last one's turn, none is left to fail."""
     found: list[Any] = []
     for at in range(1, 20):
         batch = serving.schedule(engine, "1100 tokens")
-        with _OutOfMemory(at) as memory:
+        gathers = Counter[str]()
+
+        def run_out(name: str, *_: Any, at: int = at, gathers: Counter[str] = gathers) -> None:
+            gathers[name] += 1
+            if name == "index_select" and gathers[name] == at:
+                torch.empty(200 << 30, dtype=torch.uint8, device="cuda")
+
+        with replaced(operations.current, accesses=run_out):
             cost, _ = serving.serve(engine, batch, EAGER)
-        if memory.left > 0:
+        if gathers["index_select"] < at:
             break
         found.append([cost["outcome"], cost["failure"]])
     return found
 
 
-def fail_in_each_way(engine: Engine) -> dict[str, Any]:
+def fail_in_each_way(engine: Engine) -> Answer:
     """Each failure in turn, at the size of ``engine``'s model."""
     state = serving.state_of(engine)
-    found: dict[str, Any] = {"as started": _serve(engine)}
+    found: Answer = {"as started": _serve(engine)}
     graphs.drop(state, graphs.NOT_YET)
     found["without the tail"] = _measure_memory()
     found["captured"] = [_capture(engine, state) for _ in range(4)]

@@ -2,46 +2,34 @@
 
 Triton compiles and launches for real; no kernel of SGLang or flashinfer is compiled, which takes
 minutes, so their stand-ins check the arguments that the real host code checks. Every compilation of
-this process is recorded with its place.
+this process is recorded.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from triton.runtime.jit import JITFunction
 
 import triton
 from rehearsal import compiled_kernels, operations, triton_kernels
+from sglang_gemma4_yoco.core.replaced import replaced
 
-#: Each kernel that was compiled in this process, by its arguments' kinds, and where.
-compiled: dict[str, str] = {}
-
-
-def _note_compilation(name: str) -> None:
-    if name not in compiled:
-        compiled[name] = operations.place_of_call()
-
-
-def _find_stand_in(known: ModuleType, name: str) -> Callable[..., None]:
-    if not hasattr(known, name):
-        raise NotImplementedError(f"rehearsal: the kernel {name} has no stand-in")
-    found: Callable[..., None] = getattr(known, name)
-    return found
+#: Each kernel that was compiled in this process, with its arguments' kinds: in order, and once.
+compiled: dict[str, None] = {}
 
 
 def follow_triton() -> None:
     """Give Triton's kernels values, and record what is compiled.
 
     Raises:
-        NotImplementedError: at the launch of a kernel that ``triton_kernels`` does not know.
+        AttributeError: at the launch of a kernel that ``triton_kernels`` does not have.
     """
     stock = JITFunction.run
 
@@ -51,16 +39,16 @@ def follow_triton() -> None:
         # PyTorch's own are launched within operations, which are computed as a whole.
         if warmup or mode is None or self.fn.__module__.startswith("torch."):
             return kernel
-        compute = _find_stand_in(triton_kernels, self.fn.__name__)
+        compute = getattr(triton_kernels, self.fn.__name__)
         given = {key: kwargs[key] for key in kwargs.keys() & set(self.arg_names)}
-        named = inspect.signature(self.fn).bind(*args, **given)
+        named = self.signature.bind(*args, **given)
         named.apply_defaults()
         arguments = (named.arguments,)
         mode.run_kernel(self.fn.__name__, lambda a: compute(SimpleNamespace(**a)), arguments)
         return kernel
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
-        _note_compilation(f"{fn.name} {compile['specialization_data']}")
+        compiled[f"{fn.name} {compile['specialization_data']}"] = None
 
     JITFunction.run = run
     triton.knobs.runtime.jit_post_compile_hook = note
@@ -68,14 +56,13 @@ def follow_triton() -> None:
 
 def _launch(name: str, *arguments: Any) -> None:
     """Check a compiled kernel's arguments, count its launch, and compute."""
-    compute = _find_stand_in(compiled_kernels, name)
     getattr(compiled_kernels, f"check_{name}")(*arguments)
     tensors = operations.tensors_in(arguments)
     assert all(tensor.is_cuda for tensor in tensors), f"{name}: a tensor is on the CPU"
     code = operations.RUNTIME.rehearsal_launch(operations.current_stream())
-    if code:
-        raise RuntimeError(f"CUDA error {code} at the launch of {name}")
+    assert not code, f"CUDA error {code} at the launch of {name}"
     if operations.current is not None:
+        compute = getattr(compiled_kernels, name)
         operations.current.run_kernel(name, compute, arguments)
 
 
@@ -87,7 +74,7 @@ def replace_sglangs_kernels() -> None:
         """A module that nvcc compiles when it is first called; of its kernels one is known."""
 
         def __init__(self, name: str, *template: str, **_: Any) -> None:
-            _note_compilation(f"{name} {template}")
+            compiled[f"{name} {template}"] = None
             self._call = lambda *arguments: _launch(name, *arguments, *template)
 
         def __getattr__(self, name: str) -> Callable[..., None]:
@@ -108,7 +95,7 @@ def replace_flashinfers_norms() -> None:
             rows = tensors[0]
             is_dense = [tensor.is_contiguous() for tensor in tensors]
             kind = (rows.dtype, rows.shape[-1], arguments[4:], early_start, is_dense)
-            _note_compilation(f"{name} {kind}")
+            compiled[f"{name} {kind}"] = None
             _launch(name, *arguments[:4])
 
         return call
@@ -130,6 +117,18 @@ def replace_cuda_python() -> None:
     module._capture_status = find_status
 
 
+def compute_pooled_images() -> None:
+    """How many tokens an image has is found from floats, so those of the pooler are computed."""
+    pooler: Any = import_module("sglang.srt.models.gemma4_vision").Gemma4VisionPooler
+    stock = pooler.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with replaced(operations.current, floats=True):
+            return stock(*args, **kwargs)
+
+    pooler.forward = forward
+
+
 @functools.cache
 def install() -> None:
     """All of it, after ``import sglang``'s modules and before a model is built.
@@ -140,3 +139,4 @@ def install() -> None:
     replace_sglangs_kernels()
     replace_flashinfers_norms()
     replace_cuda_python()
+    compute_pooled_images()

@@ -29,30 +29,29 @@ from sglang_gemma4_reference.host_reads import INDEXING, READING_OPERATIONS
 
 RUNTIME = device.load_runtime()
 aten = torch.ops.aten
+Tensor = torch.Tensor
 #: They allocate or describe memory, and write nothing.
 WRITES_NOTHING = {
-    *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty),
-    *(aten.new_empty_strided, aten.set_, aten.resize_, aten.record_stream, aten.is_pinned),
-    *(aten._local_scalar_dense, aten.detach, aten.alias, aten.lift_fresh),
+    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
+    *("set_", "resize_", "detach", "alias", "lift_fresh", "record_stream", "is_pinned"),
+    *("_local_scalar_dense", "weak_ref_tensor"),
 }
 #: The shape of their results depends on values, so the real ones wait for the device and read it.
 DEPENDS_ON_VALUES = READING_OPERATIONS - {aten._local_scalar_dense} | {aten.repeat_interleave}
 PRODUCTS = {aten.mm, aten.linear}
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def current_stream() -> int:
-    stream: int = torch._C._cuda_getCurrentRawStream(0)
-    return stream
+    return int(torch._C._cuda_getCurrentRawStream(0))
 
 
 def captured_graph() -> int:
     """The graph that the current stream captures, or 0."""
-    graph: int = RUNTIME.rehearsal_captured_graph(current_stream())
-    return graph
+    return int(RUNTIME.rehearsal_captured_graph(current_stream()))
 
 
 def on_cpu(value: Any) -> Any:
@@ -61,7 +60,7 @@ def on_cpu(value: Any) -> Any:
         return torch.device("cpu")
     if isinstance(value, torch.Generator) and value.device.type == "cuda":
         return None
-    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+    if not isinstance(value, Tensor) or not value.is_cuda:
         return value
     storage = value.untyped_storage()
     with torch.inference_mode(False):
@@ -75,7 +74,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def _to_device(value: Any) -> Any:
-    return value.to("cuda") if isinstance(value, torch.Tensor) else value
+    return value.to("cuda") if isinstance(value, Tensor) else value
 
 
 @functools.cache
@@ -114,8 +113,8 @@ class Computed(TorchDispatchMode):
         #: How many matrix products had so many rows: what a layer runs on.
         self.product_rows: Counter[int] = Counter()
         #: They hear of each operation or kernel: its name, what it reads and what it writes.
-        self.accesses: Callable[[str, Sequence[Any], Sequence[Any]], None] | None = None
-        self.events: Callable[[device.Kind, str, int, int], None] | None = None
+        self.accesses: Callable[..., None] | None = None
+        self.events: Callable[..., None] | None = None
         self._failure: BaseException | None = None
         self._is_computing = False
         self._listener = device.LISTENER(self._hear)
@@ -163,7 +162,7 @@ class Computed(TorchDispatchMode):
         if packet in PRODUCTS:
             self.product_rows[used[0].shape[0]] += 1
         written = tensors_in(result)
-        if packet in WRITES_NOTHING or packet.__name__ == "weak_ref_tensor" or func.is_view:
+        if packet.__name__ in WRITES_NOTHING or func.is_view:
             return result
         if self.accesses is not None:
             self._tell_accesses(func, args, kwargs, written)
@@ -174,8 +173,6 @@ class Computed(TorchDispatchMode):
     # ---- what is computed
 
     def _compute_or_note(self, func: Any, args: Any, kwargs: Any, written: Any) -> None:
-        if func.namespace not in ("aten", "_c10d_functional"):
-            raise NotImplementedError(f"rehearsal: {func._schema.name} has no stand-in")
         outputs, arguments, keywords = tree_map(on_cpu, (written, args, kwargs))
 
         def call() -> None:
@@ -194,9 +191,7 @@ class Computed(TorchDispatchMode):
         here = tree_map(on_cpu, arguments)
         self._now_or_at_the_launch(lambda: compute(*here), used)
 
-    def _now_or_at_the_launch(
-        self, call: Callable[[], object], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def _now_or_at_the_launch(self, call: Callable[[], object], tensors: Sequence[Tensor]) -> None:
         is_float = any(tensor.is_floating_point() for tensor in tensors)
         if is_float and not self.floats:
             return
@@ -230,8 +225,8 @@ class Computed(TorchDispatchMode):
         with self._computing():
             return tree_map(_to_device, result)
 
-    def _without_masks(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        found: list[torch.Tensor | None] = []
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
@@ -243,8 +238,8 @@ class Computed(TorchDispatchMode):
     # ---- what reads and writes
 
     def _tell_accesses(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
-        read: list[torch.Tensor] = []
-        written: list[torch.Tensor] = []
+        read: list[Tensor] = []
+        written: list[Tensor] = []
         schema = {argument.name: argument for argument in func._schema.arguments}
         given = dict(zip(schema, args, strict=False)) | kwargs
         for name, value in given.items():

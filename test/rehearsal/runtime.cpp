@@ -2,8 +2,8 @@
 //
 // What it models, each with the part of the CUDA documentation that has the rule (R: CUDA Runtime
 // API, P: CUDA C++ Programming Guide):
-//  - device memory: addresses that fault when the host touches them; its end is "out of memory"
-//    (R, Memory Management; R, Unified Addressing);
+//  - device memory: addresses that fault when the host touches them, and its end (R, Memory
+//    Management; R, Unified Addressing);
 //  - copies, made at once: the host waits for one to or from pageable memory (R, API
 //    synchronization behavior);
 //  - streams, whether the legacy one waits for them (R, Stream synchronization behavior; R, Stream
@@ -22,7 +22,6 @@
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -96,7 +95,7 @@ static cudaError_t unsafe_call() {
   Guard guard(mutex);
   for (Capture* capture : captures) {
     // Of both modes the laxer one counts: global (0), thread-local (1), relaxed (2).
-    int mode = std::max(capture->mode, thread_mode);
+    int mode = capture->mode > thread_mode ? capture->mode : thread_mode;
     bool own = capture->thread == (u64)&thread_mode;
     if (mode == cudaStreamCaptureModeGlobal || (mode == cudaStreamCaptureModeThreadLocal && own))
       return break_capture(capture, cudaErrorStreamCaptureUnsupported);
@@ -413,10 +412,8 @@ static int architecture() {
   LIMIT(MaxSharedMemoryPerBlockOptin, sharedMemPerBlockOptin, 232448)                \
   LIMIT(MaxSharedMemoryPerMultiprocessor, sharedMemPerMultiprocessor, 233472)        \
   LIMIT(MaxRegistersPerBlock, regsPerBlock, 65536)                                   \
-  LIMIT(MaxRegistersPerMultiprocessor, regsPerMultiprocessor, 65536)                 \
   LIMIT(L2CacheSize, l2CacheSize, 50 << 20)                                          \
   LIMIT(WarpSize, warpSize, 32)                                                      \
-  LIMIT(UnifiedAddressing, unifiedAddressing, 1)                                     \
   LIMIT(ClockRate, reserved[0], 1)                                                   \
   LIMIT(MemoryClockRate, reserved[0], 1)                                             \
   LIMIT(GlobalMemoryBusWidth, memoryBusWidth, 1)
@@ -478,6 +475,9 @@ CUDA cudaLaunchKernel(const void*, dim3 grid, dim3 block, void**, size_t shared,
   bool fits = grid.y <= 65535 && grid.z <= 65535 && threads <= 1024 && shared <= 232448;
   if (!fits || !threads || !blocks) return fail(cudaErrorInvalidConfiguration);
   return rehearsal_launch(stream);
+}
+CUDA cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* f, void** a) {
+  return cudaLaunchKernel(f, c->gridDim, c->blockDim, a, c->dynamicSmemBytes, c->stream);
 }
 CUDA cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);

@@ -21,7 +21,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from rehearsal import engine, kernels, operations, races
+from harness import batches
+from rehearsal import engine, operations, races
+from rehearsal.device import Answer
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import log
@@ -29,7 +31,7 @@ from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState, attached
 
-TRAFFIC: list[dict[str, Any]] = json.loads(Path(__file__).with_name("traffic.json").read_text())
+TRAFFIC: list[Answer] = json.loads(Path(__file__).with_name("traffic.json").read_text())
 ITERATIONS = 45
 
 
@@ -50,13 +52,12 @@ class Loop:
             self.races.names[stream.cuda_stream] = name
         self._draw = random.Random(0)
 
-    def serve(self) -> dict[str, Any]:
-        """Run the traffic once: outcomes of forwards, accesses, races, kernels compiled."""
+    def serve(self) -> Answer:
+        """Run the traffic once: outcomes of forwards, accesses, races."""
         torch.cuda.synchronize()
         self.races.found.clear()
         self.races.accesses = 0
         log.forwards.clear()
-        known = len(kernels.compiled)
         iterations = iter(range(ITERATIONS + 1))
         self.scheduler.gracefully_exit = False
 
@@ -74,7 +75,6 @@ class Loop:
             "forwards": dict(log.forwards),
             "accesses": self.races.accesses,
             "races": dict(self.races.found.most_common(5)),
-            "compiled": len(kernels.compiled) - known,
         }
 
     def _make(self, iteration: int, tokens: int, new: int, logprobs: bool = False) -> Any:
@@ -84,7 +84,7 @@ class Loop:
         return io_struct.TokenizedGenerateReqInput(
             rid=f"{iteration} {self._draw.random()}",
             input_text="",
-            input_ids=array("q", self._draw.choices(range(300, 3700), k=tokens)),
+            input_ids=array("q", batches.tokens(self._draw, tokens)),
             input_embeds=None,
             mm_inputs=None,
             token_type_ids=None,
@@ -120,12 +120,12 @@ def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManag
     }
 
 
-def find_races(folder: Path, question: str) -> dict[str, Any]:
+def find_races(folder: Path, question: str) -> Answer:
     """What was found at the start, in traffic, beside audits and with each race on purpose."""
     loop = Loop(folder, question)
     state = attached()
     assert state is not None
-    found: dict[str, Any] = {
+    found: Answer = {
         "refused": state.refused,
         "start": {"accesses": loop.races.accesses, "races": dict(loop.races.found)},
         "sound": loop.serve(),

@@ -1,6 +1,6 @@
 """Batches as they are served in a rehearsal, and what each cost: launches, waits, compilations.
 
-``batches.json`` has every kind of batch. Its prompts are the arguments of ``prompt``, or of
+``batches.json`` has every kind of batch. Its prompts are the arguments of ``_make_prompt``, or of
 ``MediaPrompt`` where there are images; ``rows`` are those of this forward, and ``kept`` those of
 them that are read: none of a chunk that is not its prompt's last one. ``replayed`` says whether the
 tail is a graph's where one was captured, ``launches`` how many each way may have.
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from harness.batches import tokens
 from harness.media import MediaPrompt, media_batch
 from rehearsal import device, kernels, operations
+from rehearsal.device import Answer
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, switched
 from sglang_gemma4_reference.host_reads import refusing_waits
 from sglang_gemma4_yoco import log
@@ -25,32 +26,23 @@ from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState, find
 
 STOCK, CAPTURED, EAGER = "stock", "captured", "eager"
-BATCHES: dict[str, Any] = json.loads(Path(__file__).with_name("batches.json").read_text())
-#: SGLang reads input log-probabilities back to the host in the forward that computes them.
-LOGPROBS_ARE_READ = "logits_processor"
+BATCHES: Answer = json.loads(Path(__file__).with_name("batches.json").read_text())
 
 
-def prompt(
-    new: int, cached: int = 0, start: int = -1, to_come: int = 0, decodes: bool = False
+def _make_prompt(
+    new: int, cached: int = 0, logprob_start: int = -1, to_come: int = 0, decodes: bool = False
 ) -> Prompt:
-    """Random token ids, always the same ones for the same lengths.
-
-    Args:
-        new: how many tokens this forward computes.
-        start: the first new row whose log-probability is wanted.
-    """
+    """Always the same token ids for the same lengths; ``new`` of them are of this forward."""
     draw = random.Random(1000 * cached + new)
-    ids = tuple(draw.randrange(300, 3700) for _ in range(cached + new + to_come))
-    wanted = cached + start if start >= 0 else -1
-    end = cached + new
-    return Prompt(ids[:cached], ids[cached:end], wanted, ids[end:], decodes)
+    ids = [tokens(draw, count) for count in (cached, new, to_come)]
+    return Prompt(ids[0], ids[1], logprob_start, ids[2], decodes)
 
 
 def schedule(engine: Engine, name: str) -> Any:
     asked = BATCHES[name]
     if "media" in asked:
         return media_batch(engine, *(MediaPrompt(**one) for one in asked["media"]))
-    return engine.schedule([prompt(**one) for one in asked["prompts"]])
+    return engine.schedule([_make_prompt(**one) for one in asked["prompts"]])
 
 
 def state_of(engine: Engine) -> ModelState:
@@ -63,9 +55,7 @@ def describe(failure: Exception) -> str:
     return f"{type(failure).__name__}: {failure}"
 
 
-def serve(
-    engine: Engine, batch: Any, way: str, *, is_chunk: bool = False
-) -> tuple[dict[str, Any], Any]:
+def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> tuple[Answer, Any]:
     """Run one forward as stock, with the captured tail or with the eager one.
 
     PyTorch refuses each wait of the host in the planning and in the model of the last two; any
@@ -102,24 +92,24 @@ def serve(
             span.enter_context(refusing_waits(engine.text_model, "forward"))
         if way == EAGER:
             span.enter_context(replaced(state, captured=None))
-        before = Counter(device.read_counters(operations.RUNTIME))
+        before = device.read_counters(operations.RUNTIME)
         try:
             output = engine.forward(batch, intermediate=is_chunk)
         except Exception as failure:  # noqa: BLE001 - it is what is asked for
             failures.append(describe(failure))
-        counts = Counter(device.read_counters(operations.RUNTIME)) - before
+        counts = device.read_counters(operations.RUNTIME) - before
     cost = {
         "outcome": next(iter(log.forwards), ""),
         "counts": dict(counts),
         "product_rows": dict(mode.product_rows),
-        "waits": {place: n for place, n in mode.waits.items() if LOGPROBS_ARE_READ not in place},
+        "waits": dict(mode.waits),
         "compiled": list(kernels.compiled)[known:],
         "failure": next(iter(failures), None),
     }
     return cost, output
 
 
-def serve_by_name(engine: Engine, name: str, way: str) -> dict[str, Any]:
+def serve_by_name(engine: Engine, name: str, way: str) -> Answer:
     """What a batch of ``batches.json`` cost in this way."""
     is_chunk = BATCHES[name]["kept"] == 0
     cost, _ = serve(engine, schedule(engine, name), way, is_chunk=is_chunk)
@@ -128,9 +118,11 @@ def serve_by_name(engine: Engine, name: str, way: str) -> dict[str, Any]:
 
 def serve_all(
     engine: Engine, ways: Sequence[str], names: Iterable[str] = BATCHES
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Answer]:
     """The cost of each batch in each way, in this order."""
-    costs: dict[str, dict[str, Any]] = {}
+    costs: dict[str, Answer] = {}
     for name in names:
-        costs[name] = {way: serve_by_name(engine, name, way) for way in ways}
+        costs[name] = {}
+        for way in ways:
+            costs[name][way] = serve_by_name(engine, name, way)
     return costs

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import compute_position_torch
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import rms_norm
 
 from rehearsal import operations
+from sglang_gemma4_reference.attention import attend_causally
 
 Tensor = torch.Tensor
 
@@ -76,32 +77,33 @@ def get_and_clear_swa_pages_kernel(a: Any) -> None:
 # ---- a layer
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
-    """[rows, heads, width] over [keys, KV heads, width], in fp64: one row is as many are."""
-    q, k, v = (heads.double().transpose(0, 1) for heads in (q, k, v))
-    attended = scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
-    return attended.transpose(0, 1)
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """In fp64: one row is as many are."""
+    return attend_causally(q.double(), k.double(), v.double(), scale, window)
+
+
+def _find_slots(a: Any, request: int) -> Tensor:
+    start, end = a.kv_indptr[request : request + 2].tolist()
+    slots: Tensor = a.kv_indices[start:end].long()
+    return slots
 
 
 def _fwd_kernel(a: Any) -> None:
     assert a.mask_ptr is None, "an image's mask is of the tests with Triton's interpreter"
+    window = a.SLIDING_WINDOW_SIZE if a.SLIDING_WINDOW_SIZE > 0 else None
     for request in range(len(a.qo_indptr) - 1):
-        rows = slice(*a.qo_indptr[request : request + 2].tolist())
-        slots = a.kv_indices[slice(*a.kv_indptr[request : request + 2].tolist())].long()
-        keys = torch.cat([a.K_Buffer[slots], a.K_Extend[rows]])
-        values = torch.cat([a.V_Buffer[slots], a.V_Extend[rows]])
-        key = torch.arange(len(keys))
-        at = key[len(slots) :, None]
-        seen = key <= at
-        if a.SLIDING_WINDOW_SIZE > 0:
-            seen &= at <= key + a.SLIDING_WINDOW_SIZE
-        a.O_Extend[rows] = _attend(a.Q_Extend[rows], keys, values, a.sm_scale, seen)
+        start, end = a.qo_indptr[request : request + 2].tolist()
+        slots = _find_slots(a, request)
+        keys = torch.cat([a.K_Buffer[slots], a.K_Extend[start:end]])
+        values = torch.cat([a.V_Buffer[slots], a.V_Extend[start:end]])
+        rows = a.Q_Extend[start:end]
+        a.O_Extend[start:end] = _attend(rows, keys, values, a.sm_scale, window)
 
 
 def _fwd_grouped_kernel_stage1(a: Any) -> None:
     for request, row in enumerate(a.Q.split(1)):
-        slots = a.kv_indices[slice(*a.kv_indptr[request : request + 2].tolist())].long()
-        attended = _attend(row, a.K_Buffer[slots], a.V_Buffer[slots], a.sm_scale_withk)
+        slots = _find_slots(a, request)
+        attended = _attend(row, a.K_Buffer[slots], a.V_Buffer[slots], a.sm_scale_withk, None)
         a.Att_Out[request, :, 0, : attended.shape[-1]] = attended[0]
 
 

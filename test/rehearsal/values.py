@@ -6,28 +6,24 @@ by the rounding of bf16, for the tail's products have other rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rehearsal import operations, serving
+from rehearsal.device import Answer
+from rehearsal.engine import QUESTIONS
 from rehearsal.serving import CAPTURED, EAGER, STOCK
 from sglang_gemma4_reference.engine import Engine
 
-COMPARED = (
-    *("40 tokens", "257 tokens", "after a prefix", "three", "beside decode steps", "chunk"),
-)
 
-
-def compare_each(engine: Engine) -> dict[str, Any]:
+def compare_each(engine: Engine) -> Answer:
     """Each batch as stock, captured (at the exit) and eager."""
-    return {name: _compare_ways(engine, name) for name in COMPARED}
+    return {name: _compare_ways(engine, name) for name in QUESTIONS["values"]["outcomes"]}
 
 
-def _compare_ways(engine: Engine, name: str) -> dict[str, Any]:
+def _compare_ways(engine: Engine, name: str) -> Answer:
     batch = serving.schedule(engine, name)
     is_chunk = serving.BATCHES[name]["kept"] == 0
-    found: dict[str, Any] = {}
+    found: Answer = {}
     kept: dict[str, list[torch.Tensor]] = {}
     for way in (STOCK, CAPTURED, EAGER):
         engine.poison(batch)
