@@ -83,12 +83,17 @@ def main() -> int:
         os.environ["YOCO_TEST_GPU"] = "1"
     if args.quick:
         os.environ["YOCO_TEST_MODELS"] = "2"  # random ones that test_equivalence tries
-    commands = [("pytest", *pytest_arguments(args))]
+    commands: list[tuple[str | Path, ...]] = []
     if args.lint:
-        style = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
-        commands = [*style, *commands]
-    passed = all(run(python, "-m", *command) for command in commands)
-    return int(not passed)
+        sources = sorted((REPO / "test" / "rehearsal").glob("*.cpp"))
+        commands = [
+            (python, "-m", "ruff", "check", "."),
+            (python, "-m", "ruff", "format", "--check", "."),
+            (python.parent / "clang-format", "--dry-run", "--Werror", *sources),
+            (python, "-m", "mypy"),
+        ]
+    commands.append((python, "-m", "pytest", *pytest_arguments(args)))
+    return int(not all(run(*command) for command in commands))
 
 
 if __name__ == "__main__":

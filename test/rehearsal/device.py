@@ -46,7 +46,7 @@ WITHOUT_EFFECT = HERE / "without_effect.json"
 #: What the runtime counts, as in runtime.cpp. A listener hears of those from HOST_WAIT on.
 Kind = enum.IntEnum(
     "Kind",
-    "LAUNCH HOST_WAIT GRAPH_LAUNCH PINNED_ALLOCATION EVENT_RECORD EVENT_WAIT",
+    "LAUNCH COPY HOST_WAIT GRAPH_LAUNCH PINNING EVENT_RECORD EVENT_WAIT",
     start=0,
 )
 #: A listener's type: kind, what waits for what, stream, event or graph.

@@ -45,7 +45,7 @@ static cudaError_t stop(const char* what, int number) {
 }
 
 // ---- what happened: each kind is counted, and a listener hears of those from HOST_WAIT on
-enum Kind { LAUNCH, HOST_WAIT, GRAPH_LAUNCH, PINNED_ALLOCATION, EVENT_RECORD, EVENT_WAIT, KINDS };
+enum Kind { LAUNCH, COPY, HOST_WAIT, GRAPH_LAUNCH, PINNING, EVENT_RECORD, EVENT_WAIT, KINDS };
 using Listener = void (*)(int kind, const char* what, u64 stream, u64 handle);
 static std::atomic<u64> counters[KINDS];
 static Listener listener;
@@ -338,9 +338,8 @@ static cudaError_t free_block(char* p) {
   return cudaSuccess;
 }
 CUDA cudaFree(void* p) {
-  if (!p) return cudaSuccess;
-  if (free_block((char*)p)) return last_error;
-  return note(HOST_WAIT, "device");
+  if (p && free_block((char*)p)) return last_error;
+  return p ? note(HOST_WAIT, "device") : cudaSuccess;
 }
 CUDA cudaMemGetInfo(size_t* available, size_t* total) {
   *available = TOTAL - used;
@@ -350,7 +349,7 @@ CUDA cudaMemGetInfo(size_t* available, size_t* total) {
 CUDA cudaHostAlloc(void** out, size_t bytes, unsigned) {
   if (unsafe_call()) return last_error;
   if (posix_memalign(out, 4096, bytes)) return fail(cudaErrorMemoryAllocation);
-  note(PINNED_ALLOCATION);
+  note(PINNING);
   Guard guard(mutex);
   pinned[(char*)*out] = bytes;
   return cudaSuccess;
@@ -374,6 +373,7 @@ CUDA cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
   bool captured;
   if (enqueue(stream, &captured)) return last_error;
   if (!is_valid(to, bytes) || !is_valid(from, bytes)) return fail(cudaErrorIllegalAddress);
+  note(COPY);
   if (captured) return cudaSuccess;
   memmove(host_view(to), host_view(from), bytes);
   if (is_pageable(to)) return note(HOST_WAIT, "stream", stream);

@@ -151,7 +151,7 @@ def test_a_batch_is_cut_and_costs_no_more_than_in_stock(
         assert sum(cost["waits"].values()) == asked["waits"], way
         if way != STOCK:
             assert not cost["compiled"], way
-            assert "pinned_allocation" not in cost["counts"], way
+            assert "pinning" not in cost["counts"], way
     assert whole[CAPTURED] == whole[EAGER] < 0.7 * whole[STOCK]
     if asked["kept"]:
         after_the_cut = costs[EAGER]["product_rows"][str(asked["kept"])] - 1  # and the logits
