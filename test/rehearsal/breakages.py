@@ -70,8 +70,10 @@ def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]
         if cost["failure"] is not None:
             found.append(f"{name}: {cost['failure'].splitlines()[0]}")
         waits = cost["waits"].keys() - costs[name][STOCK]["waits"].keys()
-        found += [f"{name}: the host waits: {place}" for place in waits]
-        found += [f"{name}: compiled in a request: {kernel}" for kernel in cost["compiled"]]
+        for place in waits:
+            found.append(f"{name}: the host waits: {place}")
+        for kernel in cost["compiled"]:
+            found.append(f"{name}: compiled in a request: {kernel}")
     return found
 
 

@@ -113,8 +113,8 @@ class Computed(TorchDispatchMode):
         #: How many matrix products had so many rows: what a layer runs on.
         self.product_rows: Counter[int] = Counter()
         #: They hear of each operation or kernel: its name, what it reads and what it writes.
-        self.accesses: Callable[..., None] | None = None
-        self.events: Callable[..., None] | None = None
+        self.accesses: Any = None
+        self.events: Any = None
         self._failure: BaseException | None = None
         self._is_computing = False
         self._listener = device.LISTENER(self._hear)
@@ -248,7 +248,6 @@ class Computed(TorchDispatchMode):
             (written if is_written else read).extend(tensors_in(value))
         known = {tensor.untyped_storage().data_ptr() for tensor in (*read, *written)}
         written += [r for r in results if r.untyped_storage().data_ptr() not in known]
-        assert self.accesses is not None
         self.accesses(func.overloadpacket.__name__, read, written)
 
 

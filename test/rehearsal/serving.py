@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -52,7 +53,9 @@ def state_of(engine: Engine) -> ModelState:
 
 
 def describe(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"
+    """Its message, or the line that has raised it, as an assertion of a kernel's stand-in has."""
+    line = traceback.extract_tb(failure.__traceback__)[-1].line
+    return f"{type(failure).__name__}: {str(failure) or line}"
 
 
 def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> tuple[Answer, Any]:
