@@ -36,22 +36,17 @@ from harness.forwards import (
     assert_fast,
     attention_of,
     norms_that_add_in_place,
+    outcomes,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
-from harness.media import MediaPrompt, assert_same_inputs, media_batch
 from harness.observe import (
-    TOLERANCE,
-    Observed,
-    assert_same_answers,
-    assert_same_cache,
     batch_in,
     both_ways,
     run,
-    step,
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.captured import backend, graphs, proof
@@ -111,15 +106,6 @@ def why_eager(engine: Engine) -> str:
     reported: str = start.of(engine.text_model).facts["tail"]
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
-
-
-def outcomes() -> dict[str, int]:
-    """How forwards with the fast path on ended, since reports were forgotten."""
-    found: dict[str, int] = {}
-    for outcome, n in log.forwards.items():
-        if outcome != SWITCHED_OFF:
-            found[outcome] = n
-    return found
 
 
 def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
@@ -228,34 +214,6 @@ def test_no_tail_is_planned_for_an_intermediate_chunk(engine: Engine, tail: Tail
         assert (eager.call_count, replayed.call_count) == (0, 0)
         assert_replayed(engine, TWO_PROMPTS)
         assert (eager.call_count, replayed.call_count) == (0, 1)
-
-
-@pytest.mark.parametrize(("kind", "cached"), [("image", 0), ("video", 5), ("audio", 0)])
-def test_media(engine: Engine, tail: TailGraphs, kind: str, cached: int) -> None:
-    text = f"what do you see here? <|{kind}|> and there?"
-    scheduled = media_batch(engine, MediaPrompt(text, cached=cached, size=(336, 480)))
-    (total,) = scheduled.extend_lens
-    stock, fast = both_ways(engine, scheduled)
-    assert_same_inputs(stock, fast)
-    assert fast.rows == [total] * FIRST_CUT
-
-
-def test_chunks_and_the_steps_after_them(engine: Engine, tail: TailGraphs) -> None:
-    """An intermediate chunk, the rest of its prompt, then decode steps on the K and V of both."""
-    prompts = batch_of((3, 20), (0, 33), to_come=tuple(range(20, 60)))
-    seen: dict[str, list[Observed]] = {}
-    for switch in ("0", "1"):
-        batch = engine.schedule(prompts)
-        seen[switch] = [run(engine, batch, switch)]
-        batch = engine.next_chunk(batch, prompts)
-        seen[switch].append(run(engine, batch, switch))
-        seen[switch] += [step(engine, batch, [7, 9], switch) for _ in range(2)]
-    assert seen["1"][1].rows == [80] * FIRST_CUT
-    assert log.forwards[log.TAIL_CAPTURED] == 1
-    for stock, fast in zip(seen["0"], seen["1"], strict=True):
-        assert_same_cache(stock, fast)
-    for stock, fast in zip(seen["0"][1:], seen["1"][1:], strict=True):
-        assert_same_answers(stock, fast, TOLERANCE)
 
 
 # ---------------------------------------------------------------- host work and memory
@@ -660,14 +618,6 @@ def test_it_is_logged_once(
     [_] = [line for line in said() if "is active" in line]
     assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
     assert known.facts["tail"] == f"captured for up to {MOST} rows"
-
-
-def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
-    """New backends, new buffers: what was captured on the old ones is let go."""
-    engine.runner.init_attention_backends()
-    assert tail.rows == ()
-    assert start.of(engine.text_model).captured is None
-    assert_fast(engine, TWO_PROMPTS)
 
 
 @pytest.mark.parametrize("lacking", ["per-layer embeddings", "their projection"])

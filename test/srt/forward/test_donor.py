@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
 from breakages import as_returned
@@ -98,13 +97,6 @@ def changed_projection(engine: Engine, change: Callable[[Any], None]) -> Any:
 def test_projections_that_cannot_be_sliced(engine: Engine, name: str) -> None:
     assert compat.is_plain_linear(changed_projection(engine, _give()))
     assert not compat.is_plain_linear(changed_projection(engine, NOT_PLAIN[name]))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sglangs_unquantised_layers_can_be_sliced(bias: bool, dtype: torch.dtype) -> None:
-    plain = compat.is_plain_linear(ReplicatedLinear(16, 32, bias=bias, params_dtype=dtype))
-    assert plain is not bias
 
 
 @pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])

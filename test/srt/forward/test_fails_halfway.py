@@ -35,13 +35,12 @@ from sglang.srt.model_executor import forward_context
 from harness.batches import BATCHES, batch_of
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
-from harness.forwards import ENGINE, InjectedError, attention_of, state_of
+from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of
 from harness.observe import TOLERANCE, batch_in
 from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import (
-    SWITCHED_OFF,
     Engine,
     Prompt,
     reset_log,
@@ -398,15 +397,6 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 
 # ---------------------------------------------------------------- each of them fails
-
-
-def outcomes() -> dict[str, int]:
-    """How forwards with the path on were counted."""
-    found: dict[str, int] = {}
-    for outcome, n in log.forwards.items():
-        if outcome != SWITCHED_OFF:
-            found[outcome] = n
-    return found
 
 
 def assert_left_as_by(stock: Served, seen: Served) -> None:
