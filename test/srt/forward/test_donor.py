@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from harness.forwards import (
     assert_served_by_stock,
     assert_stock,
     assert_untouched,
+    norm_called,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
@@ -48,7 +48,7 @@ def donor_layer(engine: Engine) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def trusted(engine: Engine) -> Iterator[None]:
     """The classes of the tests are somebody else's, which refuse a server otherwise."""
-    with settings_changed(trust=(__name__, "harness.stand_ins")):
+    with settings_changed(trust=(__name__, "harness.forwards", "harness.stand_ins")):
         yield
 
 
@@ -180,22 +180,6 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     assert_untouched(engine)
     assert log.forwards == {reason: 2}
     assert start.of(engine.text_model).refused == reason
-
-
-@contextmanager
-def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]:
-    """The model's last norm is called by ``otherwise(call, rows, *others)``."""
-    last, kind = engine.text_model.norm, type(engine.text_model.norm)
-    call = kind.__call__
-
-    def called(norm: Any, *args: Any) -> Any:
-        stock = functools.partial(call, norm)
-        if norm is last:
-            return otherwise(stock, *args)
-        return stock(*args)
-
-    with mock.patch.object(kind, "__call__", called):
-        yield
 
 
 def adding(call: Any, rows: torch.Tensor, *_: Any) -> Any:

@@ -24,6 +24,8 @@ from harness.forwards import (
     assert_stock,
     assert_untouched,
     failing,
+    norm_called,
+    with_one_argument_more,
 )
 from harness.layer_rows import FIRST_SHARED, LAYERS
 from harness.observe import run
@@ -405,21 +407,14 @@ def test_prefills_that_are_cut_are_not_unseen(engine: Engine) -> None:
 
 
 @pytest.fixture
-def other_norm(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def other_norm(engine: Engine) -> Iterator[None]:
     """A release calls the model's last norm with an argument more than it does today."""
-    model, calls = engine.text_model, type(engine.text_model.norm).__call__
-
-    def call(norm: Any, *args: Any, **kwargs: Any) -> Any:
-        if norm is model.norm:
-            return calls(norm, *args, None)
-        return calls(norm, *args, **kwargs)
-
     # What is patched here is to be taken for SGLang's own.
-    with monkeypatch.context() as patched, settings_changed(trust=(__name__,)):
-        patched.setattr(type(model.norm), "__call__", call)
+    trusted = settings_changed(trust=(norm_called.__module__,))
+    with trusted, norm_called(engine, with_one_argument_more):
         yield
     engine.runner.init_attention_backends()
-    start.set_up(engine.runner, start.of(model))
+    start.set_up(engine.runner, start.of(engine.text_model))
 
 
 @pytest.mark.usefixtures("other_norm")

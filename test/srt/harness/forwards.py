@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -200,3 +202,27 @@ def norms_that_add_in_place(engine: Engine) -> Iterator[None]:
             norm = layer.pre_feedforward_layernorm
             span.enter_context(replaced(norm, _forward_method=in_place(norm._forward_method)))
         yield
+
+
+@contextmanager
+def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]:
+    """The model's last norm is called by ``otherwise(call, rows, *others)``, as by another SGLang.
+
+    A server takes that for somebody else's code, unless its setting ``trust`` names this module.
+    """
+    last, kind = engine.text_model.norm, type(engine.text_model.norm)
+    call = kind.__call__
+
+    def called(norm: Any, *args: Any) -> Any:
+        stock = partial(call, norm)
+        if norm is last:
+            return otherwise(stock, *args)
+        return stock(*args)
+
+    with mock.patch.object(kind, "__call__", called):
+        yield
+
+
+def with_one_argument_more(call: Callable[..., Any], *args: Any) -> Any:
+    """For ``norm_called``: as no release calls a norm today."""
+    return call(*args, None)
