@@ -36,7 +36,7 @@ from harness.batches import BATCHES, batch_of
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
 from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of
-from harness.observe import TOLERANCE, batch_in
+from harness.observe import TOLERANCE, batch_in, without_padding
 from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
@@ -317,7 +317,7 @@ def serve(
     changed = set()
     for one, before in seen:
         changed |= {name for name, value in fields_of(one).items() if value is not before[name]}
-    cache = [part[1:] for pair in engine.kv() for part in pair]
+    cache = without_padding(engine.kv())
     with eagerly(engine), switched("0"):
         step = engine.decode(scheduled, [30] * len(way.prompts)).next_token_logits.clone()
     allocator = engine.runner.token_to_kv_pool_allocator
