@@ -15,7 +15,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 
-from harness.batches import BATCHES, batch_of
+from harness.batches import BATCHES, batch_of, new_rows
 from harness.checking import audited, counts
 from harness.forwards import (
     MARKS_CHUNKS,
@@ -46,7 +46,7 @@ def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     with audited(engine):
         scheduled = engine.schedule(prompts)
         both = run(engine, scheduled, "1")
-    total = sum(len(prompt.new) for prompt in prompts)
+    total = new_rows(prompts)
     tail = unaudited.rows[FIRST_CUT:]
     assert both.rows == [*unaudited.rows, *[total] * LAYERS, *tail]
     assert_same_cache(unaudited, both)

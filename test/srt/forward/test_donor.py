@@ -18,7 +18,7 @@ import torch
 from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
 from breakages import as_returned
-from harness.batches import BATCHES
+from harness.batches import BATCHES, new_rows
 from harness.forwards import (
     CHUNKS,
     assert_fast,
@@ -117,7 +117,7 @@ def test_per_layer_inputs_whose_weights_are_not_plain(
     doubled(engine.text_model.per_layer_model_projection)
     assert not per_layer.can_be_split(engine.text_model)
     engine.runner.init_attention_backends()  # when a server starts, its weights are what they are
-    total = sum(len(prompt.new) for prompt in prompts)
+    total = new_rows(prompts)
     assert_fast(engine, prompts, projected=[(total, LAYERS)])
 
 

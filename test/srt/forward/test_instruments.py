@@ -24,7 +24,7 @@ from sglang.srt.kv_canary.single_forward_manager import manager
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
-from harness.batches import BATCHES, batch_of
+from harness.batches import BATCHES, batch_of, new_rows
 from harness.checking import audited
 from harness.forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast, state_of
 from harness.layer_rows import FIRST_SHARED
@@ -197,7 +197,7 @@ def test_the_dumper_finds_all_rows(
     engine = Engine(tiny_checkpoint, **ENGINE)
     if how == "over HTTP":  # the scheduler's answer to /dumper/configure
         dumper._http_manager.handle_request(method="configure", body={"enable": True})
-    total = sum(len(prompt.new) for prompt in TWO_PROMPTS)
+    total = new_rows(TWO_PROMPTS)
     batch = engine.schedule(TWO_PROMPTS)
     dumper.configure(exp_name="prefill")
     assert run(engine, batch, "1").rows == [total] * len(engine.text_model.layers)

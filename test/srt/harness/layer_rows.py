@@ -19,7 +19,7 @@ LAYERS = E2B_TINY.layers
 FIRST_SHARED = E2B_TINY.layers - E2B_TINY.kv_shared_layers
 FIRST_CUT = FIRST_SHARED - 1
 # Rows kept of an intermediate chunk, by whether SGLang marks it as such in the batch.
-CHUNK_KEPT = 0 if releases.marks_intermediate() else 1
+CHUNK_KEPT = int(not releases.marks_intermediate())
 
 
 #: For Triton's interpreter, which runs a kernel once per layer and head, in Python: E2B_TINY with
@@ -72,15 +72,18 @@ def without_audit(prefill: Prefill) -> Prefill:
     total, requests = sum(prefill.extend_lens), len(prefill.extend_lens)
     if prefill.rows[0] != 2 * total:
         return prefill
-    audited = [rows - total for rows in prefill.rows]
-    if prefill.replays:
-        assert prefill.replays == 2, prefill
-        tail = [(rows - requests) / 3 for rows in audited[FIRST_CUT:]]
-    else:
-        tail = [rows / 2 for rows in audited[FIRST_CUT:]]
-    assert all(rows.is_integer() for rows in tail), prefill
-    rows = [*audited[:FIRST_CUT], *map(int, tail)]
-    return dataclasses.replace(prefill, rows=rows, replays=int(bool(prefill.replays)))
+    assert prefill.replays in (0, 2), prefill
+    rows = []
+    for layer, computed in enumerate(prefill.rows):
+        audited, runs = computed - total, 1
+        if layer >= FIRST_CUT and prefill.replays:
+            audited, runs = audited - requests, 3
+        elif layer >= FIRST_CUT:
+            runs = 2
+        audited, left = divmod(audited, runs)
+        assert left == 0, prefill
+        rows.append(audited)
+    return dataclasses.replace(prefill, rows=rows, replays=prefill.replays // 2)
 
 
 def assert_all_fast(

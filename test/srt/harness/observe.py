@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.model_executor import forward_context
 
-from harness.batches import kept_rows
+from harness.batches import kept_rows, new_rows
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 
@@ -276,11 +276,6 @@ def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
         first_position=len(prompts[0].cached),
         projected=projected,
     )
-
-
-def new_rows(prompts: Sequence[Prompt]) -> int:
-    """How many rows a forward of ``prompts`` has."""
-    return sum(len(prompt.new) for prompt in prompts)
 
 
 def replayed(wanted: Expected) -> Expected:

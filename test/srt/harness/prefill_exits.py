@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 
-from harness.batches import kept_rows, rest_of
-from harness.observe import new_rows, skips_tail, without_padding
+from harness.batches import kept_rows, new_rows, rest_of
+from harness.observe import skips_tail, without_padding
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
