@@ -52,7 +52,7 @@ from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.captured import backend, graphs, proof
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.core import cut, per_layer, ranks
+from sglang_gemma4_yoco.core import cut, ranks
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
@@ -620,20 +620,12 @@ def test_it_is_logged_once(
     assert known.facts["tail"] == f"captured for up to {MOST} rows"
 
 
-@pytest.mark.parametrize("lacking", ["per-layer embeddings", "their projection"])
-def test_without_per_layer_embeddings_stock_serves(
-    engine: Engine, tail: TailGraphs, lacking: str
-) -> None:
+def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGraphs) -> None:
     """The graph was captured with them, and those in its memory are of the batch before."""
-    model, scheduled = engine.text_model, engine.schedule(TWO_PROMPTS)
-    without: Any = mock.patch.object(type(model), "get_per_layer_inputs", return_value=None)
-    if lacking == "their projection":
-        unseen = partial(type(model).project_per_layer_inputs, model)
-        kind = per_layer.PerLayerInputs
-        without = mock.patch.object(kind, "project", lambda _, *args: unseen(*args))
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+    scheduled, model = engine.schedule(TWO_PROMPTS), type(engine.text_model)
     reset_log()
-    with without:
+    with mock.patch.object(model, "get_per_layer_inputs", return_value=None):
         stock, fast = both_ways(engine, scheduled, 0.0)
     assert fast.rows[-LAYERS:] == stock.rows
     assert outcomes() == {cut.OTHER_INPUTS: 1}

@@ -628,6 +628,7 @@ def test_the_repair_lasts_while_sglang_captures(
     assert cuda_graph_setup.index_attention_layers_by_global_id is index
     assert model.forward == forward
     assert sglang.SHARED_LAYER_IDS in caplog.text
+    assert "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in caplog.text
     assert "may stop now" not in caplog.text
     reattached(engine)
 
