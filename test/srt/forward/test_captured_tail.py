@@ -620,6 +620,14 @@ def test_it_is_logged_once(
     assert known.facts["tail"] == f"captured for up to {MOST} rows"
 
 
+def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
+    """New backends, new buffers: what was captured on the old ones is let go."""
+    engine.runner.init_attention_backends()
+    assert tail.rows == ()
+    assert start.of(engine.text_model).captured is None
+    assert_fast(engine, TWO_PROMPTS)
+
+
 def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGraphs) -> None:
     """The graph was captured with them, and those in its memory are of the batch before."""
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
