@@ -20,6 +20,7 @@ from sglang.srt.layers import layernorm, logits_processor, radix_attention
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.models import gemma4_causal, gemma4_mm
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from harness.forwards import assert_fast, state_of
 from sglang_gemma4_reference.engine import Engine
@@ -103,6 +104,22 @@ def assigned(owner: Any, name: str, make: Callable[[Any], Any]) -> AbstractConte
     return mock.patch.object(owner, name, make(vars(owner)[name]))
 
 
+@contextmanager
+def hooked_around_the_forward() -> Iterator[None]:
+    """A plugin has registered a hook, and SGLang has applied it."""
+    target = "sglang.srt.models.gemma4_causal.Gemma4TextModel.forward"
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (MODEL, "forward", MODEL.forward),
+            (HookRegistry, "_hooks", {target: [(HookType.AROUND, passed_on, None)]}),
+            (HookRegistry, "_patched", set[str]()),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        HookRegistry.apply_hooks()
+        assert MODEL.forward.__module__.startswith("sglang")  # it looks like SGLang's
+        yield
+
+
 def layer(engine: Engine) -> Any:
     return engine.text_model.layers[-1]
 
@@ -168,6 +185,10 @@ CASES: dict[str, tuple[Foreign, str]] = {
     "an attention backend's own method": (
         lambda _: mock.patch.dict(ATTENTION_BACKENDS, triton=built_differently),
         "WindowedTorchNativeBackend.forward runs test_classes.theirs",
+    ),
+    "a plugin's hook": (
+        lambda _: hooked_around_the_forward(),
+        "Gemma4TextModel.forward runs test_classes.passed_on",
     ),
     "a hook after a layer": (
         lambda engine: layer(engine).register_forward_hook(seen),
