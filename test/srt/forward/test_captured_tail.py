@@ -44,6 +44,7 @@ from harness.observe import (
     both_ways,
     run,
 )
+from harness.stand_ins import halved_weights
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
@@ -357,6 +358,13 @@ def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
         assert record_tail(engine, MOST).rows == (1, 2, 4)
         for prompts in (TWO_PROMPTS, batch_of((0, 9), (3, 5), (40, 2))):
             assert_replayed(engine, prompts)
+
+
+def test_a_donor_whose_weights_are_not_plain(engine: Engine, known: ModelState) -> None:
+    """As a quantised checkpoint's: its queries are a part of all that its projection computes."""
+    with halved_weights(engine.text_model.layers[FIRST_CUT].self_attn.qkv_proj):
+        record_tail(engine, MOST)
+        assert_replayed(engine, BATCHES["three, two of them cached"])
 
 
 def test_captured_in_inference_mode(engine: Engine, known: ModelState) -> None:

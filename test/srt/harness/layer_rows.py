@@ -44,11 +44,6 @@ def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
     return [rows] * front + [kept] * (shape.layers - front)
 
 
-def local(rows: list[int], prefill: Prefill) -> list[int]:
-    """The part of ``rows`` that belongs to the layers of the process that ran ``prefill``."""
-    return rows[prefill.first_layer :][: len(prefill.rows)]
-
-
 def fast_rows(prefill: Prefill, minimum: int | None = 1, captured: Sequence[int] = ()) -> list[int]:
     """The rows that the fast path's layers must compute of this batch, neither more nor less.
 
@@ -113,4 +108,4 @@ def is_replayed(prefill: Prefill, minimum: int | None, captured: Sequence[int]) 
 def assert_all_stock(prefills: Iterable[Prefill]) -> None:
     """No forward skipped a row."""
     for prefill in prefills:
-        assert prefill.rows == local(whole(sum(prefill.extend_lens)), prefill), prefill
+        assert prefill.rows == whole(sum(prefill.extend_lens)), prefill
