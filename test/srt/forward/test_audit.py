@@ -109,7 +109,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.parametrize("name", ["three, two of them cached", "input logprobs"])
 @pytest.mark.parametrize("way", BREAKS)
-def test_what_differs_is_answered_by_stock(
+def test_a_defect_that_an_audit_finds_is_answered_by_stock(
     engine: Engine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -221,7 +221,7 @@ def test_no_tail_is_planned_for_an_intermediate_chunk(engine: Engine, tail: Tail
 
 
 def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: TailGraphs) -> None:
-    """They are gathered once each."""
+    """Its four static inputs are gathered once each; no batch is made for an eager tail."""
     indices = []
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

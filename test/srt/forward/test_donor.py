@@ -245,12 +245,12 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
 
 @pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 class TestResidualIsWritten:
-    """On SGLang's streams."""
+    """The package cuts where all of the residual is in the rows: on SGLang's streams."""
 
     def batch(self, stream: Any) -> SimpleNamespace:
         return SimpleNamespace(residual_stream=stream)
 
-    def test_a_written_stream(self) -> None:
+    def test_rows_that_a_stream_has_written_are_the_residual(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
         hidden = torch.ones(3, 4)
@@ -262,7 +262,7 @@ class TestResidualIsWritten:
         assert compat.residual_is_written(self.batch(None), hidden)
         assert compat.residual_is_written(SimpleNamespace(), hidden)
 
-    def test_a_pending_update(self) -> None:
+    def test_rows_that_are_owed_an_update_are_not(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
