@@ -130,22 +130,3 @@ def test_answers(engine: Engine, oracle: Any, model: str, rounded: list[torch.Te
 @pytest.mark.parametrize("name", ALL)
 def test_each_layer(engine: Engine, name: str) -> None:
     assert_layers_agree(engine, engine.schedule(ALL[name]), ALL[name])
-
-
-def test_input_logprobs(engine: Engine, oracle: Any) -> None:
-    """Those of the prompt's own tokens: each comes from a kept row of its own."""
-    stock, fast = both_ways(engine, "input logprobs")
-    [prompt, _] = ALL["input logprobs"]
-    ids = torch.tensor(prompt.cached + prompt.new)
-    with torch.no_grad():
-        every = oracle(input_ids=ids[None]).logits[0].log_softmax(-1)
-    # The last kept row answers; the ones before it, and the first of all, score the prompt.
-    places = torch.arange(prompt.logprob_start, len(ids) - 1)
-    want = every[places, ids[places + 1]]
-    of_stock, of_fast = (
-        truth.Error.of(seen.output.input_token_logprobs[: len(want)].float(), want)
-        for seen in (stock, fast)
-    )
-    assert of_fast.rms <= 1.5 * of_stock.rms, (of_fast, of_stock)
-    apart = truth.Error.of(fast.output.input_token_logprobs, stock.output.input_token_logprobs)
-    assert apart.rms <= 2**0.5 * of_stock.rms, (apart, of_stock)

@@ -16,7 +16,6 @@ import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
-from sglang.srt.runtime_context import get_context
 
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import assert_stock as assert_all_rows
@@ -59,17 +58,6 @@ def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
     ids, positions = torch.tensor([3, 4]), torch.tensor([0, 1])
     assert compiled(served, ids, positions, batch).tolist() == [6, 9]
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("backend", "known"), [(Backend.DISABLED, None), (Backend.FULL, "full"), (None, None)]
-)
-def test_prefill_graph_of_the_published_arguments(backend: str | None, known: str | None) -> None:
-    config = None
-    if backend is not None:
-        config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
-    with get_context().override_server_args(cuda_graph_config=config):
-        assert compat.cuda_graph_backend("prefill") == known
 
 
 def replaying(backend: str) -> CudaGraphConfig:

@@ -184,19 +184,15 @@ def dumping(tmp_path: Path) -> Iterator[Callable[..., None]]:
     vars(dumper).pop("_http_manager", None)
 
 
-@pytest.mark.parametrize("how", ["at start", "over HTTP"])
 def test_the_dumper_finds_all_rows(
-    tiny_checkpoint: Path, tmp_path: Path, dumping: Callable[..., None], how: str
+    tiny_checkpoint: Path, tmp_path: Path, dumping: Callable[..., None]
 ) -> None:
-    """Whether it dumps from the start on, or is turned on while the server serves."""
+    """Though it is turned on while the server serves; on from the start: ``unit/test_limits``."""
     dumper = dumpers.dumper
-    if how == "at start":
-        dumping(enable=True)
-    else:
-        dumping(server_port="reuse")
+    dumping(server_port="reuse")
     engine = Engine(tiny_checkpoint, **ENGINE)
-    if how == "over HTTP":  # the scheduler's answer to /dumper/configure
-        dumper._http_manager.handle_request(method="configure", body={"enable": True})
+    # The scheduler's answer to /dumper/configure.
+    dumper._http_manager.handle_request(method="configure", body={"enable": True})
     total = new_rows(TWO_PROMPTS)
     batch = engine.schedule(TWO_PROMPTS)
     dumper.configure(exp_name="prefill")

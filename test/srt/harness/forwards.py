@@ -19,7 +19,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from harness import observe
 from harness.batches import batch_of
-from harness.layer_rows import FIRST_CUT, FIRST_SHARED, LAYERS
+from harness.layer_rows import FIRST_SHARED
 from harness.observe import (
     TOLERANCE,
     Observed,
@@ -152,15 +152,7 @@ class InjectedError(Exception):
     """A failure that a test injects."""
 
 
-_PLACES: dict[str, Callable[[Any], torch.nn.Module]] = {
-    "first layer": lambda model: model.layers[0].mlp,
-    "donor's attention": lambda model: model.layers[FIRST_CUT].self_attn.attn,
-    "donor's ffn": lambda model: model.layers[FIRST_CUT].mlp,
-    "first tail layer": lambda model: model.layers[FIRST_SHARED].mlp,
-    "middle tail layer": lambda model: model.layers[(FIRST_SHARED + LAYERS) // 2].self_attn,
-    "last tail layer": lambda model: model.layers[-1].mlp,
-    "final norm": lambda model: model.norm,
-}
+_PLACES = {"first layer": 0, "first tail layer": FIRST_SHARED, "last tail layer": -1}
 
 
 @contextmanager
@@ -171,7 +163,7 @@ def failing(
     calls: Container[int] = (0,),
     error: Callable[[str], BaseException] = InjectedError,
 ) -> Iterator[list[int]]:
-    """Make the module at ``place`` raise, at these of its calls; yields their numbers so far."""
+    """Make the FFN at ``place`` raise, at these of its calls; yields their numbers so far."""
     seen: list[int] = []
 
     def hook(*_: Any) -> None:
@@ -179,11 +171,9 @@ def failing(
         if seen[-1] in calls:
             raise error(place)
 
-    handle = _PLACES[place](engine.text_model).register_forward_pre_hook(hook)
-    try:
+    ffn = engine.text_model.layers[_PLACES[place]].mlp
+    with ffn.register_forward_pre_hook(hook):
         yield seen
-    finally:
-        handle.remove()
 
 
 @contextmanager
