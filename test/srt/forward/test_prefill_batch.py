@@ -85,16 +85,19 @@ def of_ours(engine: Engine, theirs: Any, prompts: list[Prompt]) -> ForwardBatch:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are alike, objects attribute by attribute, and of the same types."""
-    if type(one) is not type(other):
-        return False
+    """Whether two values are alike to their last part, and of the same types."""
+    if one is other or type(one) is not type(other):
+        return one is other
     if isinstance(one, torch.Tensor):
-        return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+        alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+        return alike and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
     if hasattr(one, "__dict__") and not isinstance(one, Enum):
-        return vars(one).keys() == vars(other).keys() and all(
-            same(value, vars(other)[name]) for name, value in vars(one).items()
-        )
-    return one is other or bool(one == other)
+        return same(vars(one), vars(other))
+    return bool(one == other)
 
 
 def unlike(theirs: ForwardBatch, ours: ForwardBatch) -> dict[str, tuple[Any, Any]]:
