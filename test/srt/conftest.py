@@ -21,7 +21,7 @@ if os.environ.get("YOCO_TEST_GPU") != "1":
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Equality must hold wherever a row can be skipped, whether that pays or not. What users have who
-# set nothing is shown by test_threshold and server/test_defaults. Set whatever the developer has.
+# set nothing is shown by unit/test_gate and server/test_defaults. Set whatever the developer has.
 os.environ["SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"] = "1"
 if os.environ.get("TRITON_INTERPRET") == "1":
     # In the interpreter it takes as long as a test; test_any_backend_triton makes it by hand.

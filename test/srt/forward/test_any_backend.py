@@ -63,20 +63,10 @@ def begun_anew(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
     assert state_of(engine).refused is None
 
 
-def test_the_backends_are_two_kinds(engine: Engine) -> None:
-    main, pages = engine.runner.attn_backend, engine.runner.page_size
-    if type(main) is HybridAttnBackend:
-        # SGLang 0.5.17 takes pages of one token for any two backends.
-        assert pages == (128 if releases.allocates_pages_without_triton() else 1)
-        assert type(main.prefill_backend) is FrontBackend
-    else:
-        assert (type(main), pages) == (FrontBackend, 64)
-    assert attention_of(engine).main is main
-    assert type(attention_of(engine).tail) is WindowedTorchNativeBackend
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_forwards(engine: Engine, name: str) -> None:
+    assert type(attention_of(engine).tail) is WindowedTorchNativeBackend
+    assert attention_of(engine).main is engine.runner.attn_backend
     with no_tail_on_main():
         assert_fast(engine, BATCHES[name])
 

@@ -36,28 +36,24 @@ from harness.forwards import (
     assert_fast,
     attention_of,
     norms_that_add_in_place,
+    outcomes,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
-from harness.media import MediaPrompt, assert_same_inputs, media_batch
 from harness.observe import (
-    TOLERANCE,
-    Observed,
-    assert_same_answers,
-    assert_same_cache,
     batch_in,
     both_ways,
     run,
-    step,
 )
+from harness.stand_ins import halved_weights
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
-from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log
+from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
 from sglang_gemma4_yoco import compat, log
 from sglang_gemma4_yoco.captured import backend, graphs, proof
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
 from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.core import cut, per_layer, ranks
+from sglang_gemma4_yoco.core import cut, ranks
 from sglang_gemma4_yoco.core import state as states
 from sglang_gemma4_yoco.core.cut import Plan
 from sglang_gemma4_yoco.core.replaced import replaced
@@ -111,15 +107,6 @@ def why_eager(engine: Engine) -> str:
     reported: str = start.of(engine.text_model).facts["tail"]
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
-
-
-def outcomes() -> dict[str, int]:
-    """How forwards with the fast path on ended, since reports were forgotten."""
-    found: dict[str, int] = {}
-    for outcome, n in log.forwards.items():
-        if outcome != SWITCHED_OFF:
-            found[outcome] = n
-    return found
 
 
 def recorded(tail: TailGraphs) -> dict[int, RecordedGraph]:
@@ -230,39 +217,11 @@ def test_no_tail_is_planned_for_an_intermediate_chunk(engine: Engine, tail: Tail
         assert (eager.call_count, replayed.call_count) == (0, 1)
 
 
-@pytest.mark.parametrize(("kind", "cached"), [("image", 0), ("video", 5), ("audio", 0)])
-def test_media(engine: Engine, tail: TailGraphs, kind: str, cached: int) -> None:
-    text = f"what do you see here? <|{kind}|> and there?"
-    scheduled = media_batch(engine, MediaPrompt(text, cached=cached, size=(336, 480)))
-    (total,) = scheduled.extend_lens
-    stock, fast = both_ways(engine, scheduled)
-    assert_same_inputs(stock, fast)
-    assert fast.rows == [total] * FIRST_CUT
-
-
-def test_chunks_and_the_steps_after_them(engine: Engine, tail: TailGraphs) -> None:
-    """An intermediate chunk, the rest of its prompt, then decode steps on the K and V of both."""
-    prompts = batch_of((3, 20), (0, 33), to_come=tuple(range(20, 60)))
-    seen: dict[str, list[Observed]] = {}
-    for switch in ("0", "1"):
-        batch = engine.schedule(prompts)
-        seen[switch] = [run(engine, batch, switch)]
-        batch = engine.next_chunk(batch, prompts)
-        seen[switch].append(run(engine, batch, switch))
-        seen[switch] += [step(engine, batch, [7, 9], switch) for _ in range(2)]
-    assert seen["1"][1].rows == [80] * FIRST_CUT
-    assert log.forwards[log.TAIL_CAPTURED] == 1
-    for stock, fast in zip(seen["0"], seen["1"], strict=True):
-        assert_same_cache(stock, fast)
-    for stock, fast in zip(seen["0"][1:], seen["1"][1:], strict=True):
-        assert_same_answers(stock, fast, TOLERANCE)
-
-
 # ---------------------------------------------------------------- host work and memory
 
 
 def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: TailGraphs) -> None:
-    """They are gathered once each."""
+    """Its four static inputs are gathered once each; no batch is made for an eager tail."""
     indices = []
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -399,6 +358,13 @@ def test_norms_that_add_in_place(engine: Engine, known: ModelState) -> None:
         assert record_tail(engine, MOST).rows == (1, 2, 4)
         for prompts in (TWO_PROMPTS, batch_of((0, 9), (3, 5), (40, 2))):
             assert_replayed(engine, prompts)
+
+
+def test_a_donor_whose_weights_are_not_plain(engine: Engine, known: ModelState) -> None:
+    """As a quantised checkpoint's: its queries are a part of all that its projection computes."""
+    with halved_weights(engine.text_model.layers[FIRST_CUT].self_attn.qkv_proj):
+        record_tail(engine, MOST)
+        assert_replayed(engine, BATCHES["three, two of them cached"])
 
 
 def test_captured_in_inference_mode(engine: Engine, known: ModelState) -> None:
@@ -670,20 +636,12 @@ def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
     assert_fast(engine, TWO_PROMPTS)
 
 
-@pytest.mark.parametrize("lacking", ["per-layer embeddings", "their projection"])
-def test_without_per_layer_embeddings_stock_serves(
-    engine: Engine, tail: TailGraphs, lacking: str
-) -> None:
+def test_without_per_layer_embeddings_stock_serves(engine: Engine, tail: TailGraphs) -> None:
     """The graph was captured with them, and those in its memory are of the batch before."""
-    model, scheduled = engine.text_model, engine.schedule(TWO_PROMPTS)
-    without: Any = mock.patch.object(type(model), "get_per_layer_inputs", return_value=None)
-    if lacking == "their projection":
-        unseen = partial(type(model).project_per_layer_inputs, model)
-        kind = per_layer.PerLayerInputs
-        without = mock.patch.object(kind, "project", lambda _, *args: unseen(*args))
     run(engine, engine.schedule(BATCHES["one prompt"]), "1")
+    scheduled, model = engine.schedule(TWO_PROMPTS), type(engine.text_model)
     reset_log()
-    with without:
+    with mock.patch.object(model, "get_per_layer_inputs", return_value=None):
         stock, fast = both_ways(engine, scheduled, 0.0)
     assert fast.rows[-LAYERS:] == stock.rows
     assert outcomes() == {cut.OTHER_INPUTS: 1}

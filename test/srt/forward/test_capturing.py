@@ -1,41 +1,29 @@
 """While SGLang captures or compiles, the forward is SGLang's own.
 
 What is captured is replayed for other batches without any Python, so nothing of the fast path may
-get into it. Tracing is PyTorch's own, the capture flags are SGLang's own; the capture of kernels
-itself needs a GPU.
+get into it. That batches are refused while SGLang captures: ``unit/test_gate``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import FunctionType
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.eager_runner import EagerRunner
-from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
-    enable_breakable_cuda_graph,
-)
-from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
-    enable_tc_piecewise_cuda_graph,
-)
-from sglang.srt.model_executor.runner_utils import capture_mode
-from sglang.srt.runtime_context import get_context
 
 from harness.forwards import TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import assert_stock as assert_all_rows
 from harness.observe import run
 from sglang_gemma4_reference import releases
-from sglang_gemma4_reference.engine import Engine, switched
+from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.cut import Plan
+from sglang_gemma4_yoco.core.forward import with_fast_prefill
 from sglang_gemma4_yoco.core.state import ENTRY
 from sglang_gemma4_yoco.loading import limits, start
 from sglang_gemma4_yoco.prefill_graphs import sglang
@@ -48,59 +36,6 @@ ERRORS = {
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
 
-def _as_dataclass(struct: Any) -> Any:
-    """A msgspec struct's fields and methods in a plain class."""
-    from msgspec import NODEFAULT, structs
-
-    fields: list[Any] = []
-    for f in structs.fields(struct):
-        fields.append(
-            (f.name, object)
-            if f.default is NODEFAULT
-            else (f.name, object, dataclasses.field(default=f.default))
-        )
-    methods = {}
-    for name, value in vars(struct).items():
-        if type(value) is FunctionType:
-            methods[name] = value
-    return dataclasses.make_dataclass(struct.__name__, fields, namespace=methods)
-
-
-@pytest.fixture
-def traceable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """The engine without what keeps the stock forward of its SGLang from being traced as a whole.
-
-    PyTorch cannot follow a msgspec struct that is made on the way (SGLang 0.5.22 and later hand
-    their residual along in two of them), nor the reference attention, which reads host integers.
-    """
-    residual = pytest.importorskip("sglang.srt.layers.layer_boundary.residual.stream")
-    leaving = pytest.importorskip("sglang.srt.layers.layer_boundary.exit")
-    monkeypatch.setattr(residual, "Contribution", _as_dataclass(residual.Contribution))
-    monkeypatch.setattr(leaving, "ExitDecision", _as_dataclass(leaving.ExitDecision))
-
-    def queries(q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return q.reshape(q.shape[0], -1) * 0.5
-
-    monkeypatch.setattr(engine.runner.attn_backend, "forward", queries)
-    return engine
-
-
-def trace(forward: Callable[..., Any], batch: Any) -> tuple[list[str], Any]:
-    """The operations of the one graph that ``forward`` compiles to, and what it computes."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        compiled: Callable[..., Any] = graph.forward
-        return compiled
-
-    torch._dynamo.reset()
-    compiled = torch.compile(forward, fullgraph=True, backend=backend)
-    output = compiled(batch.input_ids, batch.positions, batch)
-    (graph,) = graphs
-    return [f"{node.op} {node.target}" for node in graph.graph.nodes], output
-
-
 def test_a_forward_that_is_compiled(engine: Engine) -> None:
     """Nothing is decided, nor counted, while PyTorch traces it."""
     scheduled = engine.schedule(TWO_PROMPTS)
@@ -111,58 +46,18 @@ def test_a_forward_that_is_compiled(engine: Engine) -> None:
     assert_fast(engine)
 
 
-@pytest.mark.release
-def test_compiled_forward_is_stocks(traceable: Engine) -> None:
-    """``torch.compile(fullgraph=True)`` traces the same operations with and without the patch."""
-    engine, model = traceable, traceable.text_model
-    attention = start.of(model).attention
-    assert attention is not None
-    batch = releases.forward_batch(engine.schedule(TWO_PROMPTS), engine.runner)
-    stock = type(model).forward.__wrapped__
-    with (
-        switched("1"),
-        torch.no_grad(),
-        forward_context(ForwardContext(attn_backend=attention.main)),
-    ):
-        attention.main.init_forward_metadata(batch)
-        would_be_cut = isinstance(getattr(batch, ENTRY), Plan)
-        assert would_be_cut, "were it not being traced"
-        # Eagerly first: what SGLang's layers find out on their first call cannot be traced.
-        expected = stock(model, batch.input_ids, batch.positions, batch)
-        want, computed_by_stock = trace(lambda *args: stock(model, *args), batch)
-        got, computed = trace(lambda *args: model(*args), batch)
-    assert len(want) > 100
-    assert got == want
-    assert torch.equal(computed_by_stock, expected)
-    assert torch.equal(computed, expected)
-    assert not log.forwards
+def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
+    """Where ``torch.compile(fullgraph=True)`` traces a model that prefills are cut of."""
+
+    def stock(_: Any, ids: torch.Tensor, positions: torch.Tensor, __: Any) -> torch.Tensor:
+        return ids * 2 + positions
+
+    served, batch = SimpleNamespace(), SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    vars(served)[ENTRY] = SimpleNamespace()
+    compiled = torch.compile(with_fast_prefill(stock), fullgraph=True, backend="eager")
+    ids, positions = torch.tensor([3, 4]), torch.tensor([0, 1])
+    assert compiled(served, ids, positions, batch).tolist() == [6, 9]
     torch._dynamo.reset()
-
-
-CAPTURES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "breakable": enable_breakable_cuda_graph,
-    "full": capture_mode.model_capture_mode,
-    "piecewise": enable_tc_piecewise_cuda_graph,
-}
-
-
-@pytest.mark.parametrize("name", CAPTURES)
-def test_captured_forward_is_stocks(engine: Engine, name: str) -> None:
-    """Inside SGLang's capture and replay spans the forward is the stock one, bit for bit."""
-    with CAPTURES[name]():
-        assert_stock(engine, gate.CAPTURING)
-    assert_fast(engine)
-
-
-@pytest.mark.parametrize(
-    ("backend", "known"), [(Backend.DISABLED, None), (Backend.FULL, "full"), (None, None)]
-)
-def test_prefill_graph_of_the_published_arguments(backend: str | None, known: str | None) -> None:
-    config = None
-    if backend is not None:
-        config = CudaGraphConfig(prefill=PhaseConfig(backend=backend))
-    with get_context().override_server_args(cuda_graph_config=config):
-        assert compat.cuda_graph_backend("prefill") == known
 
 
 def replaying(backend: str) -> CudaGraphConfig:

@@ -9,24 +9,23 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
 from breakages import as_returned
-from harness.batches import BATCHES
+from harness.batches import BATCHES, new_rows
 from harness.forwards import (
     CHUNKS,
     assert_fast,
     assert_served_by_stock,
     assert_stock,
     assert_untouched,
+    norm_called,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
@@ -49,7 +48,7 @@ def donor_layer(engine: Engine) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def trusted(engine: Engine) -> Iterator[None]:
     """The classes of the tests are somebody else's, which refuse a server otherwise."""
-    with settings_changed(trust=(__name__, "harness.stand_ins")):
+    with settings_changed(trust=(__name__, "harness.forwards", "harness.stand_ins")):
         yield
 
 
@@ -100,13 +99,6 @@ def test_projections_that_cannot_be_sliced(engine: Engine, name: str) -> None:
     assert not compat.is_plain_linear(changed_projection(engine, NOT_PLAIN[name]))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sglangs_unquantised_layers_can_be_sliced(bias: bool, dtype: torch.dtype) -> None:
-    plain = compat.is_plain_linear(ReplicatedLinear(16, 32, bias=bias, params_dtype=dtype))
-    assert plain is not bias
-
-
 @pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])
 def test_a_donor_whose_weights_are_not_plain(
     engine: Engine, doubled: Callable[[Any], None], prompts: list[Prompt]
@@ -125,7 +117,7 @@ def test_per_layer_inputs_whose_weights_are_not_plain(
     doubled(engine.text_model.per_layer_model_projection)
     assert not per_layer.can_be_split(engine.text_model)
     engine.runner.init_attention_backends()  # when a server starts, its weights are what they are
-    total = sum(len(prompt.new) for prompt in prompts)
+    total = new_rows(prompts)
     assert_fast(engine, prompts, projected=[(total, LAYERS)])
 
 
@@ -188,22 +180,6 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     assert_untouched(engine)
     assert log.forwards == {reason: 2}
     assert start.of(engine.text_model).refused == reason
-
-
-@contextmanager
-def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]:
-    """The model's last norm is called by ``otherwise(call, rows, *others)``."""
-    last, kind = engine.text_model.norm, type(engine.text_model.norm)
-    call = kind.__call__
-
-    def called(norm: Any, *args: Any) -> Any:
-        stock = functools.partial(call, norm)
-        if norm is last:
-            return otherwise(stock, *args)
-        return stock(*args)
-
-    with mock.patch.object(kind, "__call__", called):
-        yield
 
 
 def adding(call: Any, rows: torch.Tensor, *_: Any) -> Any:
@@ -269,12 +245,12 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
 
 @pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 class TestResidualIsWritten:
-    """On SGLang's streams."""
+    """The package cuts where all of the residual is in the rows: on SGLang's streams."""
 
     def batch(self, stream: Any) -> SimpleNamespace:
         return SimpleNamespace(residual_stream=stream)
 
-    def test_a_written_stream(self) -> None:
+    def test_rows_that_a_stream_has_written_are_the_residual(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
         hidden = torch.ones(3, 4)
@@ -286,7 +262,7 @@ class TestResidualIsWritten:
         assert compat.residual_is_written(self.batch(None), hidden)
         assert compat.residual_is_written(SimpleNamespace(), hidden)
 
-    def test_a_pending_update(self) -> None:
+    def test_rows_that_are_owed_an_update_are_not(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 

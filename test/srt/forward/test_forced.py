@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from harness.forwards import ENGINE
+from breakages import BREAKAGES
+from harness.forwards import ENGINE, state_of
 from harness.layer_rows import FIRST_SHARED
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.core import cut, donor, per_layer
+from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
 from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import find
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -41,9 +40,7 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
     """What this module of a layer returns is ``wrong`` where stock does not run it."""
 
     def broken(engine: Engine) -> AbstractContextManager[Any]:
-        state, owner = find(engine.text_model), engine.text_model.layers[layer]
-        assert state is not None
-        owner = owner.get_submodule(name)
+        state, owner = state_of(engine), engine.text_model.layers[layer].get_submodule(name)
         stock = owner.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -71,12 +68,6 @@ def in_turns(output: torch.Tensor) -> torch.Tensor:
     return output * share.to(output.dtype)
 
 
-def keys_or_values(number: int, stock: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    pair = list(stock(*args))
-    pair[number] = larger(pair[number])
-    return tuple(pair)
-
-
 def of_layer(stock: Any, inputs: PerLayerInputs) -> torch.Tensor:
     of_layers: torch.Tensor = stock(inputs)
     of_layers[:, LAYER - DONOR] *= 1.1
@@ -98,10 +89,15 @@ def at_the_beginning(stock: Any, state: Any, batch: Any, rows: torch.Tensor, *ot
     return stock(state, batch, rows * 1.1, *others)
 
 
-def written(finishes: bool, stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
-    """Not those of stock's forward, which has written to the same slots."""
-    if (plan.runner is None) == finishes:
+def not_written(stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
+    """Of prompts that end: not those of stock's forward, which has written to the same slots."""
+    if plan.runner is None:
         stock(state, plan, *rows)
+
+
+def breakage(name: str) -> Wrong:
+    """One of those that ``bench_checks`` has."""
+    return lambda engine: BREAKAGES[name](state_of(engine))
 
 
 def stray(engine: Engine) -> AbstractContextManager[Any]:
@@ -119,8 +115,8 @@ KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "val
 CASES: dict[str, tuple[Wrong, set[str]]] = {
     "nothing": (nullcontext, set()),
     "queries": (module(LAYER, "self_attn.q_norm", larger), {f"queries of layer {LAYER}"}),
-    "keys": (function(donor, "keys_and_values", partial(keys_or_values, 0)), {KEYS}),
-    "values": (function(donor, "keys_and_values", partial(keys_or_values, 1)), {VALUES}),
+    "keys": (breakage("keys 2 % too large"), {KEYS}),
+    "values": (breakage("values 2 % too large"), {VALUES}),
     "attention": (
         module(LAYER, "self_attn.attn", in_turns),
         {f"attention of layer {LAYER}", f"mean of the values of layer {LAYER}"},
@@ -140,12 +136,9 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
         {"rows after the norm", "logits"},
     ),
     "rows at the beginning": (function(cut, "run_layers", at_the_beginning), {"rows at the cut"}),
-    "nothing written": (
-        function(cut, "write_keys_and_values", partial(written, True)),
-        {KEYS, VALUES},
-    ),
+    "nothing written": (function(cut, "write_keys_and_values", not_written), {KEYS, VALUES}),
     "nothing written of intermediate chunks": (
-        function(cut, "write_keys_and_values", partial(written, False)),
+        breakage("chunks' keys and values not written"),
         {KEYS, VALUES},
     ),
     **{
@@ -161,9 +154,7 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
 
 def named(engine: Engine) -> set[str]:
     """All that is no rounding."""
-    state = find(engine.text_model)
-    assert state is not None
-    with check.comparing(engine.runner, state) as both:
+    with check.comparing(engine.runner, state_of(engine)) as both:
         found: set[str] = set()
         for finding in both.findings():
             if not finding.is_rounding:
@@ -180,8 +171,7 @@ def test_it_is_named(sharp: Engine, case: str) -> None:
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
-    model, state = sharp.text_model, find(sharp.text_model)
-    assert state is not None
+    model, state = sharp.text_model, state_of(sharp)
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:

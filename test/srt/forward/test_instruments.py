@@ -24,7 +24,7 @@ from sglang.srt.kv_canary.single_forward_manager import manager
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.utils.async_probe import maybe_detect_oob
 
-from harness.batches import BATCHES, batch_of
+from harness.batches import BATCHES, batch_of, new_rows
 from harness.checking import audited
 from harness.forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast, state_of
 from harness.layer_rows import FIRST_SHARED
@@ -184,20 +184,16 @@ def dumping(tmp_path: Path) -> Iterator[Callable[..., None]]:
     vars(dumper).pop("_http_manager", None)
 
 
-@pytest.mark.parametrize("how", ["at start", "over HTTP"])
 def test_the_dumper_finds_all_rows(
-    tiny_checkpoint: Path, tmp_path: Path, dumping: Callable[..., None], how: str
+    tiny_checkpoint: Path, tmp_path: Path, dumping: Callable[..., None]
 ) -> None:
-    """Whether it dumps from the start on, or is turned on while the server serves."""
+    """Though it is turned on while the server serves; on from the start: ``unit/test_limits``."""
     dumper = dumpers.dumper
-    if how == "at start":
-        dumping(enable=True)
-    else:
-        dumping(server_port="reuse")
+    dumping(server_port="reuse")
     engine = Engine(tiny_checkpoint, **ENGINE)
-    if how == "over HTTP":  # the scheduler's answer to /dumper/configure
-        dumper._http_manager.handle_request(method="configure", body={"enable": True})
-    total = sum(len(prompt.new) for prompt in TWO_PROMPTS)
+    # The scheduler's answer to /dumper/configure.
+    dumper._http_manager.handle_request(method="configure", body={"enable": True})
+    total = new_rows(TWO_PROMPTS)
     batch = engine.schedule(TWO_PROMPTS)
     dumper.configure(exp_name="prefill")
     assert run(engine, batch, "1").rows == [total] * len(engine.text_model.layers)

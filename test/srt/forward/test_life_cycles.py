@@ -27,6 +27,7 @@ from harness import prefill_exits
 from harness.batches import batch_of
 from harness.forwards import ENGINE
 from harness.layer_rows import LAYERS
+from harness.observe import without_padding
 from harness.prefill_exits import assert_served_alike, close, run
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import recorder, releases
@@ -284,22 +285,13 @@ def test_requests_that_are_paused_at_a_recapture(engine: Engine) -> None:
         tables = [engine.runner.req_to_token_pool.req_to_token]
         tables.append(engine.runner.token_to_kv_pool.full_to_swa_index_mapping)
         before = []
-        for table in (*tables, *without_padding(engine)):
+        for table in (*tables, *without_padding(engine.kv_buffers())):
             before.append(table.clone())
         if recaptured:
             capture_decode_steps(engine)
-            assert all(map(torch.equal, before, (*tables, *without_padding(engine))))
+            assert all(map(torch.equal, before, (*tables, *without_padding(engine.kv_buffers()))))
         steps.append(engine.decode(batch, [7]).next_token_logits.clone())
     close(*steps)
-
-
-def without_padding(engine: Engine) -> list[torch.Tensor]:
-    """K and V at all slots but the one of padding."""
-    found: list[torch.Tensor] = []
-    for pair in engine.kv_buffers():
-        for part in pair:
-            found.append(part[1:])
-    return found
 
 
 def test_a_batch_that_still_runs_at_a_recapture(
@@ -310,7 +302,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
     Here the last batch writes its K and V when the device is waited for, or at the latest when a
     synthetic request runs.
     """
-    kept = without_padding(engine)
+    kept = without_padding(engine.kv_buffers())
     waiting: list[Callable[[], object]] = []
 
     def finish(*_: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.batches import BATCHES
+from harness.batches import BATCHES, new_rows
 from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
@@ -33,7 +33,7 @@ def assert_never_touched(engine: Engine) -> None:
     assert start.of(engine.text_model).refused == start.NO_SHARED_LAYERS
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
-    total = sum(len(prompt.new) for prompt in TWO_PROMPTS)
+    total = new_rows(TWO_PROMPTS)
     assert seen.rows == [total] * len(engine.text_model.layers)
     assert log.forwards == {}
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from harness import batches
 from harness.forked import preloaded
-from harness.forwards import ENGINE, assert_fast
+from harness.forwards import ENGINE, assert_fast, norm_called, with_one_argument_more
 from harness.layer_rows import FIRST_CUT, cut, whole
 from harness.observe import both_ways, run, skips_tail
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
@@ -175,13 +175,8 @@ def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
 
     engine.runner.init_attention_backends()
     model, batch = engine.text_model, engine.schedule(ONE_PROMPT)
-    call = type(model.norm).__call__
-
-    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(self, *args, *[None] * (self is model.norm), **kwargs)
-
-    trusted = settings_changed(trust=(__name__,))  # it is to be taken for SGLang's own
-    with trusted, mock.patch.object(type(model.norm), "__call__", other):
+    trusted = settings_changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
+    with trusted, norm_called(engine, with_one_argument_more):
         assert starting.of(model).refused is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
         assert_stock(engine, core_cut.OTHER_NORM)

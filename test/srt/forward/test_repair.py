@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
@@ -89,29 +88,6 @@ def test_what_is_repaired(
         needed = sglang.SHARED_LAYER_IDS
     with prefill_graphs(*published):
         assert repair.needed(multimodal=True) == repair.needed(multimodal=False) == needed
-
-
-def test_a_repair(caplog: pytest.LogCaptureFixture) -> None:
-    """It is said, and how it is left out; the model is as it was afterwards."""
-    model = SimpleNamespace(
-        forward=lambda *given, **named: (*given, named),
-        embed_tokens=lambda ids: ids + 0.5,
-        get_per_layer_inputs=lambda ids: -ids,
-    )
-    padding = SimpleNamespace(pad_token_id=1)
-    config = SimpleNamespace(image_token_id=7, audio_token_id=None, text_config=padding)
-    stock = model.forward
-    with caplog.at_level("INFO", "sglang_gemma4_yoco"):
-        with repair.repaired(model, config, "some reason"):
-            *given, embeds, named = model.forward(torch.tensor([3, 7]), 2, 3, "not read")
-            assert given == [None, 2, 3]
-            assert embeds.tolist() == [3.5, 7.5]
-            assert named["per_layer_inputs"].tolist() == [-3, -1]
-            assert model.forward(None, 2, 3, 4) == (None, 2, 3, 4, {})
-        assert model.forward is stock
-    [message] = caplog.messages
-    assert "some reason" in message
-    assert "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in message
 
 
 @pytest.mark.parametrize(

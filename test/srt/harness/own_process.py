@@ -27,22 +27,14 @@ from harness.template import Template
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
 FOLDER = "triton"
 INTERPRETER = {"TRITON_INTERPRET": "1"}
-# Files of other folders that need something.
-_ELSEWHERE = {
-    "test_without_exits.py": {"YOCO_TEST_WITHOUT_EXITS": "1"},
-}
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
     """Have another process run such a file, unless this one is set up for it."""
-    name = module_path.name
-    environment = _ELSEWHERE.get(name, {})
-    if module_path.parent.name == FOLDER:
-        environment = INTERPRETER
-    if is_set_up(environment):
+    if module_path.parent.name != FOLDER or is_set_up(INTERPRETER):
         return None
     file = OwnProcessFile.from_parent(parent, path=module_path)
-    file.environment = environment
+    file.environment = INTERPRETER
     return file
 
 

@@ -51,6 +51,9 @@ def batch(
     new: list[int], *, logprobs: bool = False, mode: Any = None, total: list[int] | None = None
 ) -> SimpleNamespace:
     total = total or new
+    starts = None
+    if logprobs:
+        starts = [0] * len(new)
     cached = []
     for s, n in zip(total, new, strict=True):
         cached.append(s - n)
@@ -60,7 +63,7 @@ def batch(
         extend_seq_lens_cpu=list(new),
         extend_prefix_lens=torch.tensor(cached, dtype=torch.int32),
         extend_prefix_lens_cpu=cached,
-        extend_logprob_start_lens_cpu=[0] * len(new) if logprobs else None,
+        extend_logprob_start_lens_cpu=starts,
         extend_num_tokens=sum(new),
         seq_lens=torch.tensor(total, dtype=torch.int32),
         seq_lens_cpu=torch.tensor(total, dtype=torch.int32),

@@ -272,8 +272,8 @@ def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Obse
             wanted = replayed(wanted)
         assert_as_expected(seen, wanted)
         assert type(attention.tail) is TritonAttnBackend
-        assert all(a.backend is main for a in seen.attended[: wanted.front])
-        assert all(a.backend is attention.tail for a in seen.attended[wanted.front :])
+        assert all(backend is main for backend in seen.backends[: wanted.front])
+        assert all(backend is attention.tail for backend in seen.backends[wanted.front :])
     assert_same_objects(seen)
     assert triton_backend.update_sliding_window_buffer is _WINDOW_PLANNER
     assert attention.main is main
@@ -308,8 +308,8 @@ def compare(
         if not (off is stock[0] and skips_tail(prompts)):
             assert_same_answers(off, on, TOLERANCE)
     for decoded in fast[len(prefills) :]:
-        assert {a.mode for a in decoded.attended} == {"DECODE"}
-        assert {id(a.backend) for a in decoded.attended} == {id(engine.runner.attn_backend)}
+        assert set(decoded.modes) == {"DECODE"}
+        assert set(map(id, decoded.backends)) == {id(engine.runner.attn_backend)}
         assert decoded.rows == stock[-1].rows
     assert fast[0].hidden is not None
     assert fast[0].hidden.isfinite().all()

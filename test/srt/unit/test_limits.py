@@ -217,7 +217,10 @@ def test_every_argument_and_variable_is_judged_in_one_place() -> None:
 
 
 def test_every_argument_that_is_read_is_judged() -> None:
-    """By name, in a function: else a newer SGLang's name for it would not be missed."""
+    """``limits`` reads one by calling ``argument("its name")``; each such name is in its tables.
+
+    Else a newer SGLang's other name for it would not be missed.
+    """
     read = set()
     for node in ast.walk(ast.parse(inspect.getsource(limits))):
         if (
