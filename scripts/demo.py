@@ -17,7 +17,8 @@ both alike. On a GPU two servers of one model may not fit, so they run one after
 
 Output, for people::
 
-    answers, whether they agree, and a table of times; the path of a report as a page
+    each pair of answers as soon as both servers have given it; whether all agree, and a table of
+    times; the path of a report as a page
 
 and, as the last line of stdout, for programs, one JSON document with at least::
 
@@ -43,7 +44,6 @@ import argparse
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -59,7 +59,6 @@ from sglang_gemma4_yoco.commands.console import say
 # For a random model two questions show as much as twelve, and shorter prompts.
 QUESTIONS = "What is the capital of France?\nName three prime numbers.\n"
 SHORT = ("--prompt-tokens", "512", "--repeats", "3")
-_GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
 def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
@@ -71,29 +70,20 @@ def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
     os.execv(python, [python, str(Path(__file__).resolve()), *own, "--no-venv", *flags])
 
 
-def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda``, or what this interpreter's environment lacks."""
+def check_environment() -> None:
+    """Raise ``SetupError`` for what this interpreter's environment lacks."""
     names = ("sglang", "sglang_gemma4_yoco", "sglang_gemma4_reference", "rich", "matplotlib")
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise SetupError(f"{sys.executable} lacks {missing}: install these, or leave out --no-venv")
-    if wanted == "cpu":
-        return wanted
-    command = [sys.executable, "-c", _GPU]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SetupError(f"PyTorch cannot be imported:\n{done.stderr}")
-    gpu = done.stdout.strip()
-    if not gpu and wanted == "cuda":
-        raise SetupError("PyTorch sees no GPU: check the driver with nvidia-smi, or --device cpu.")
-    if gpu:
-        return "cuda"
-    return "cpu"
 
 
 def demo(args: argparse.Namespace) -> NoReturn:
     """Go on as ``verify``, inside a complete environment."""
-    device = choose_device(args.device)
+    check_environment()
+    device = "cuda"
+    if verify.find_device(args.device) == "cpu":
+        device = "cpu"
     logs: Path = args.work_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "sglang_gemma4_yoco", "verify", "--device", device]

@@ -70,7 +70,7 @@ class Disaggregated:
         for reply in replies:
             assert reply.ok, f"{reply.url}: {reply.status_code} {reply.text}"
         prefilled, decoded = (reply.json() for reply in replies)
-        for of_prompt, answer in zip(_listed(prefilled), _listed(decoded), strict=True):
+        for of_prompt, answer in zip(listed(prefilled), listed(decoded), strict=True):
             logprobs = of_prompt["meta_info"].get("input_token_logprobs", [])
             answer["meta_info"]["input_token_logprobs"] = logprobs
         return decoded
@@ -98,7 +98,8 @@ class Disaggregated:
         return Disaggregated(self.decode, self.prefill, self.ports[::-1])
 
 
-def _listed(reply: Any) -> list[Any]:
+def listed(reply: Any) -> list[Any]:
+    """The answers of a batch, or the one answer."""
     if isinstance(reply, list):
         return reply
     return [reply]
