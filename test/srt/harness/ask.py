@@ -60,10 +60,7 @@ class Answer(comparing.Answer):
     @property
     def logprobs(self) -> list[float]:
         """Of the generated tokens."""
-        found: list[float] = []
-        for position in self.generated:
-            found.append(position.logprob)
-        return found
+        return [position.logprob for position in self.generated]
 
     @property
     def input_logprobs(self) -> list[float]:
@@ -159,11 +156,12 @@ def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
             whose forwards are batched differently from run to run, which changes the last bits.
     """
     assert len(both.on) == len(both.off) > 0
+    parted = 0
     for on, off in zip(both.on, both.off, strict=True):
         assert len(on.tokens) == len(off.tokens) == off.wanted
         assert Comparison.of([(on, off)]).max_logprob <= TOLERANCE, f"{on} and {off}"
         assert on.cached_tokens == off.cached_tokens
-    parted = sum(on.tokens != off.tokens for on, off in zip(both.on, both.off, strict=True))
+        parted += on.tokens != off.tokens
     assert parted <= close_calls, f"{parted} answers part"
 
 
@@ -362,22 +360,13 @@ def chat(server: Server, content: Any, *, stream: bool = False, **body: Any) -> 
         stream=stream,
         **body,
     )
-    entries = [
-        entry
-        for part in (reply if stream else [reply])
-        for choice in part["choices"]
-        for entry in (choice["logprobs"] or {"content": []})["content"]
-    ]
-    return Answer(
-        tuple(
-            Position(
-                entry["token"],
-                entry["logprob"],
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]},
-            )
-            for entry in entries
-        ),
-    )
+    found: list[Position] = []
+    for part in listed(reply):
+        for choice in part["choices"]:
+            for entry in (choice["logprobs"] or {}).get("content", ()):
+                likeliest = {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                found.append(Position(entry["token"], entry["logprob"], likeliest))
+    return Answer(tuple(found))
 
 
 def over_a_chunk_boundary() -> list[dict[str, Any]]:

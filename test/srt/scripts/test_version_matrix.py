@@ -16,12 +16,8 @@ from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
 
 NEWEST = str(compat.LAST_TESTED)
-[OLDEST] = (
-    specifier.version
-    for requirement in map(Requirement, requires("sglang-gemma4-yoco") or ())
-    if requirement.name == "sglang"
-    for specifier in requirement.specifier
-)
+[SGLANG] = (one for one in requires("sglang-gemma4-yoco") or () if one.startswith("sglang"))
+[OLDEST] = (specifier.version for specifier in Requirement(SGLANG).specifier)
 PAGES = [environment.REPO / "README.md", *(environment.REPO / "docs").rglob("*.md")]
 
 
