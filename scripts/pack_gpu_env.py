@@ -26,8 +26,10 @@ library only, and ``gpu_env.txt`` with the wheels to fetch.
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import importlib
+import io
 import json
 import re
 import subprocess
@@ -102,16 +104,17 @@ STAND_INS = {
 
 def write_wheel(path: Path, files: Iterable[tuple[str, bytes]], dist_info: str) -> None:
     """Write a wheel with a new RECORD; one among ``files`` (names and contents) is left out."""
-    record = []
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")  # names may have commas
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
         for name, content in files:
             if name == f"{dist_info}/RECORD":
                 continue
             wheel.writestr(name, content)
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
-            record.append(f"{name},sha256={digest.decode()},{len(content)}\n")
-        record.append(f"{dist_info}/RECORD,,\n")
-        wheel.writestr(f"{dist_info}/RECORD", "".join(record))
+            rows.writerow((name, f"sha256={digest.decode()}", len(content)))
+        rows.writerow((f"{dist_info}/RECORD", "", ""))
+        wheel.writestr(f"{dist_info}/RECORD", record.getvalue())
 
 
 def is_needed(name: str) -> bool:
