@@ -14,9 +14,9 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import gelu, rms_norm
 
-Tensor = torch.Tensor
 #: C++ template arguments (``sglang/kernels/jit/utils/compile/cpp_args.py``).
 _DTYPES = {"fp32_t": torch.float32, "fp16_t": torch.float16, "bf16_t": torch.bfloat16}
 

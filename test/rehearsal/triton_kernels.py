@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from rehearsal import operations
-
-Tensor = torch.Tensor
-
 
 # ---- numbers of a batch
 
