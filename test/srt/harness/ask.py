@@ -212,13 +212,9 @@ def generate(
     server: Either, input_ids: Any, *, new_tokens: int = NEW_TOKENS, **body: Any
 ) -> list[Answer]:
     """Greedy answers of /generate to one prompt (a list of ids) or to a batch of them."""
-    replies = server.generate(
-        input_ids=input_ids,
-        sampling_params=GREEDY | {"max_new_tokens": new_tokens},
-        return_logprob=True,
-        top_logprobs_num=2,
-        **body,
-    )
+    sampling = GREEDY | {"max_new_tokens": new_tokens}
+    body = {"return_logprob": True, "top_logprobs_num": 2, **body}
+    replies = server.generate(input_ids=input_ids, sampling_params=sampling, **body)
     return [_answer(reply, new_tokens) for reply in listed(replies)]
 
 
