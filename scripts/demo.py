@@ -61,13 +61,12 @@ QUESTIONS = "What is the capital of France?\nName three prime numbers.\n"
 SHORT = ("--prompt-tokens", "512", "--repeats", "3")
 
 
-def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
+def bootstrap(args: argparse.Namespace) -> NoReturn:
     """Continue inside the demo's own virtual environment."""
     heading("Virtual environment")
     python = str(prepare(args.venv, sglang=args.sglang_version))
-    end = argv.index("--") if "--" in argv else len(argv)
-    own, flags = argv[:end], argv[end:]
-    os.execv(python, [python, str(Path(__file__).resolve()), *own, "--no-venv", *flags])
+    command = [python, str(Path(__file__).resolve()), *args.own, "--no-venv", "--", *args.flags]
+    os.execv(python, command)
 
 
 def check_environment() -> None:
@@ -137,7 +136,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and random checkpoints")
     end = argv.index("--") if "--" in argv else len(argv)
     args, of_verify = parser.parse_known_args(argv[:end])
-    args.of_verify = of_verify
+    args.own, args.of_verify = argv[:end], of_verify
     known = argparse.ArgumentParser()  # refuses before anything is installed
     verify.add_options(known)
     known.parse_args(["--model-path", "any", *of_verify])
@@ -156,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
             raise SetupError("SGLang runs on Linux, with Python 3.11 (3.10 up to SGLang 0.5.21).")
         args.work_dir = make_work_dir(args.work_dir)
         if not args.no_venv:
-            bootstrap(args, argv)
+            bootstrap(args)
         demo(args)
     except SetupError as failure:
         return failed(failure)

@@ -43,7 +43,11 @@ from environment import REPO
 
 LIMIT = 60_000_000  # bytes
 PYTHON = "3.12"
-GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
+#: Of wheels that the other machine can load: the releases of glibc, and older names of some.
+MANYLINUX = (
+    *("_2_39", "_2_35", "_2_34", "_2_31", "_2_28", "_2_27", "_2_26", "_2_24", "_2_17", "_2_12"),
+    *("_2_5", "2014", "2010", "1"),
+)
 
 #: The wheels to fetch, each at one version.
 REQUIREMENTS = Path(__file__).with_name("gpu_env.txt")
@@ -159,8 +163,7 @@ def build(out: Path, cache: Path) -> None:
     """Fill ``out`` with wheels."""
     print(f"Downloading to {cache}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
-    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
-    platforms += [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "2010", "1")]
+    platforms = [f"--platform=manylinux{tag}_x86_64" for tag in MANYLINUX]
     options = ("--no-deps", "--only-binary=:all:", "--implementation=cp", *platforms)
     # What an earlier run has fetched is not fetched again.
     where = ("-d", cache, "--find-links", cache, "-r", REQUIREMENTS)
