@@ -38,6 +38,11 @@ def test_everything_names_the_same_newest_release() -> None:
     assert f", in {NEWEST} |" in (environment.REPO / "docs" / "modes.md").read_text()
 
 
+@pytest.mark.parametrize("name", version_matrix.FILES)
+def test_the_matrix_runs_tests_that_there_are(name: str) -> None:
+    assert (environment.REPO / "test" / "srt" / name).exists()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_names_a_release_that_is_not_tested(page: Path) -> None:
     """Nor is a range of releases without the newest one left where it was."""
