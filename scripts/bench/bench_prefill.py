@@ -8,15 +8,12 @@ and times the same batch three ways, interleaved in one run:
 * **on**: with fast prefill;
 * **front-only**: the tail left out altogether, the time that no implementation can beat.
 
-For each batch (prompt length, number of prompts, requests that decode along, share of the prompt
-whose logprobs are wanted) it prints medians with 20th and 80th percentiles, the ratio off/on, the
-ceiling off/front-only, and the share of the possible saving that was realised,
-(off - on) / (off - front). It verifies that on and off give
-the same answer, and how many rows each layer computed; it refuses to report "on" where the fast
-path was neither active nor fell back with a reason. It also measures what the package adds to
-forwards that it leaves alone; and, in separate passes after the timed ones, how often the host does
-something in a forward (``host_work``), off and on. E2B_HOST and E4B_HOST have the real models'
-layers, and are tiny otherwise.
+For each batch it prints medians with 20th and 80th percentiles, the ratio off/on and the ceiling
+off/front-only; its document also has the share of the possible saving that was realised, what the
+package adds to forwards that it leaves alone, and how often the host does something in a forward
+(``host_work``). It verifies that on and off give the same answer, and how many rows each layer
+computed; it refuses to report "on" where the fast path was neither active nor fell back with a
+reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny otherwise.
 
 With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
 prefills`` (or nothing behind the flag) SGLang captures its prefills too, and there are two more
@@ -24,7 +21,8 @@ ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed*
 package's captured tail. On a GPU these are timed as well. On a CPU a replay runs the captured
 operations one by one, so only the host's work besides is a result there.
 
-Output contract: tables for people on stdout; the last line is one JSON document.
+Output contract: a line for each batch on stdout; the last line is one JSON document. Exit status: 0
+if everything was measured, 1 if an answer differs in float32 or nothing is reported as on.
 
     python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
     python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --min-skipped-rows 1
@@ -178,32 +176,20 @@ class NotActiveError(Exception):
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
     parser = new_parser(__doc__)
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, help="directory of a checkpoint")
-    model.add_argument(
-        "--preset",
-        choices=("E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"),
-        default="E2B_MINI",
-        help="a model with random weights",
-    )
     add = parser.add_argument
+    presets = ("E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST")
+    add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
     add("--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192])
     add("--batch-sizes", type=positive, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
-    add(
-        "--min-skipped-rows",
-        type=positive,
-        help="cut what can skip so many rows, whatever the rule is",
-    )
+    fewest = "cut what can skip so many rows, whatever the rule is"
+    add("--min-skipped-rows", type=positive, help=fewest)
     add("--repeats", type=positive, default=7, help="times each of the three ways")
     add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--json", type=Path, help="also write the JSON document to this file")
-    args = parser.parse_args()
-    if args.model is not None and not (args.model / "config.json").exists():
-        parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
-    return args
+    return parser.parse_args()
 
 
 def loads(args: argparse.Namespace) -> list[Load]:
@@ -218,16 +204,14 @@ def choose_device(wanted: str) -> str:
     """``cpu`` or ``cuda``; selects the CPU platform, which must happen before SGLang's import."""
     import torch
 
-    device = wanted
-    if wanted == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"
-    return device
+        return "cpu"
+    return "cuda"
 
 
 def build_engine(
-    model: Path | str,
+    preset: str,
     device: str,
     directory: Path,
     rows: int,
@@ -238,8 +222,7 @@ def build_engine(
     """The model on SGLang's ModelRunner.
 
     Args:
-        model: a checkpoint's directory, or the name of a preset, which is made in ``directory`` and
-            gets random weights.
+        preset: made in ``directory``, with random weights.
         rows: of the largest batch.
         graphs: whether CUDA graphs are on.
         prefills: lengths of the prefills that SGLang captures; it captures no others.
@@ -255,22 +238,19 @@ def build_engine(
     options["dtype"] = "bfloat16"
     if device == "cpu":
         options["dtype"] = "float32"
-    path = model
-    if isinstance(model, str):
-        path = write_checkpoint(directory / model, PRESETS[model], weights=False)
-        options["load_format"] = "dummy"
+    path = write_checkpoint(directory / preset, PRESETS[preset], weights=False)
     with ExitStack() as span:
         if prefills:
             span.enter_context(capturable(device))
         engine = Engine(
             path,
             device=device,
+            load_format="dummy",
             max_total_tokens=rows + 1024,
             swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
             **options,
         )
-    if isinstance(model, str):
-        randomise(engine)
+    randomise(engine)
     return engine
 
 
@@ -342,22 +322,14 @@ def synchronizer(engine: Any) -> Callable[[], None]:
     return lambda: None
 
 
-def switched(way: str) -> AbstractContextManager[object]:
-    """The fast path of this process on or off for the span, as the way says."""
-    from sglang_gemma4_reference import engine
-
-    if way in ("off", OFF_REPLAYED):
-        return engine.switched("0")
-    return engine.switched("1")
-
-
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
-    """``switched``; and SGLang replays captured prefills, or does not, as the way says."""
+    """The fast path is on or off, and SGLang replays captured prefills or not, as the way says."""
+    from sglang_gemma4_reference.engine import switched
     from sglang_gemma4_yoco import compat
 
     with ExitStack() as span:
-        span.enter_context(switched(way))
+        span.enter_context(switched("0" if way in ("off", OFF_REPLAYED) else "1"))
         if way not in REPLAYED and compat.captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
             span.enter_context(mock.patch.object(runner, "can_run_graph", return_value=False))
@@ -595,13 +567,13 @@ def measure_gate(engine: Any) -> dict[str, float]:
     return added
 
 
-def describe(model: object, engine: Any) -> dict[str, Any]:
+def describe(preset: str, engine: Any) -> dict[str, Any]:
     """Where the figures come from: command, commit, model, machine and versions."""
     import torch
 
     return {
         **origin(),
-        "model": str(model),
+        "model": preset,
         "device": device_name(engine.runner.device),
         "torch_threads": torch.get_num_threads(),
         "dtype": str(next(engine.text_model.parameters()).dtype),
@@ -635,7 +607,7 @@ def main() -> int:
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as directory:
         engine = build_engine(
-            args.model or args.preset,
+            args.preset,
             device,
             Path(directory),
             max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1),
@@ -644,7 +616,7 @@ def main() -> int:
         )
         if args.graphs:
             capture(engine)
-        document = describe(args.model or args.preset, engine)  # before its file is a change
+        document = describe(args.preset, engine)  # before its file is a change
         document |= {"points": [], "gate": measure_gate(engine)}
         for load in loads(args):
             points.append(measure(engine, load, args.repeats))
