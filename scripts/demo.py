@@ -17,7 +17,8 @@ both alike. On a GPU two servers of one model may not fit, so they run one after
 
 Output, for people::
 
-    answers, whether they agree, and a table of times; the path of a report as a page
+    each pair of answers as soon as both servers have given it; whether all agree, and a table of
+    times; the path of a report as a page
 
 and, as the last line of stdout, for programs, one JSON document with at least::
 
@@ -43,7 +44,6 @@ import argparse
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -53,47 +53,36 @@ from typing import NoReturn
 
 from command_line import failed, heading, make_checkpoint, make_work_dir, new_parser
 from environment import REPO, SGLANG_VERSION, SetupError, prepare
+from sglang_gemma4_yoco.commands import verify
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.commands.verify import verify
 
 # For a random model two questions show as much as twelve, and shorter prompts.
 QUESTIONS = "What is the capital of France?\nName three prime numbers.\n"
 SHORT = ("--prompt-tokens", "512", "--repeats", "3")
-_GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
-def bootstrap(args: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
+def bootstrap(args: argparse.Namespace) -> NoReturn:
     """Continue inside the demo's own virtual environment."""
     heading("Virtual environment")
     python = str(prepare(args.venv, sglang=args.sglang_version))
-    end = argv.index("--") if "--" in argv else len(argv)
-    own, flags = argv[:end], argv[end:]
-    os.execv(python, [python, str(Path(__file__).resolve()), *own, "--no-venv", *flags])
+    command = [python, str(Path(__file__).resolve()), *args.own, "--no-venv", "--", *args.flags]
+    os.execv(python, command)
 
 
-def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda``, or what this interpreter's environment lacks."""
+def check_environment() -> None:
+    """Raise ``SetupError`` for what this interpreter's environment lacks."""
     names = ("sglang", "sglang_gemma4_yoco", "sglang_gemma4_reference", "rich", "matplotlib")
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise SetupError(f"{sys.executable} lacks {missing}: install these, or leave out --no-venv")
-    if wanted == "cpu":
-        return wanted
-    command = [sys.executable, "-c", _GPU]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SetupError(f"PyTorch cannot be imported:\n{done.stderr}")
-    gpu = done.stdout.strip()
-    if not gpu and wanted == "cuda":
-        raise SetupError("PyTorch sees no GPU: check the driver with nvidia-smi, or --device cpu.")
-    if gpu:
-        return "cuda"
-    return "cpu"
 
 
 def demo(args: argparse.Namespace) -> NoReturn:
     """Go on as ``verify``, inside a complete environment."""
-    device = choose_device(args.device)
+    check_environment()
+    device = "cuda"
+    if verify.find_device(args.device) == "cpu":
+        device = "cpu"
     logs: Path = args.work_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "sglang_gemma4_yoco", "verify", "--device", device]
@@ -147,7 +136,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and random checkpoints")
     end = argv.index("--") if "--" in argv else len(argv)
     args, of_verify = parser.parse_known_args(argv[:end])
-    args.of_verify = of_verify
+    args.own, args.of_verify = argv[:end], of_verify
     known = argparse.ArgumentParser()  # refuses before anything is installed
     verify.add_options(known)
     known.parse_args(["--model-path", "any", *of_verify])
@@ -166,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
             raise SetupError("SGLang runs on Linux, with Python 3.11 (3.10 up to SGLang 0.5.21).")
         args.work_dir = make_work_dir(args.work_dir)
         if not args.no_venv:
-            bootstrap(args, argv)
+            bootstrap(args)
         demo(args)
     except SetupError as failure:
         return failed(failure)

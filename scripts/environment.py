@@ -54,29 +54,21 @@ def find_uv(venv: Path) -> Path:
 
 
 def prepare(venv: Path, *, sglang: str = SGLANG_VERSION, group: str = "cpu") -> Path:
-    """Complete an environment with a release of SGLang, or the newest, and a dependency group.
-
-    Returns:
-        Its interpreter.
-
-    Raises:
-        SetupError: something could not be installed.
-    """
+    """Complete an environment with a release of SGLang, or the newest; returns its interpreter."""
     python = venv / "bin" / "python"
     if not (venv / "pyvenv.cfg").exists():
         create_venv(venv)
     free = shutil.disk_usage(venv).free
     if free < 12e9 and not any(venv.glob("lib/*/site-packages/sglang")):
         raise SetupError(f"{venv} has {free / 1e9:.1f} GB of free disk, and SGLang needs about 12")
-    release = f"sglang=={sglang}"
-    if sglang == "newest":
-        release = f"sglang>{SGLANG_VERSION}.dev0"  # pre-releases of SGLang alone
+    # Of the newest, pre-releases of SGLang alone.
+    release = f"sglang>{SGLANG_VERSION}.dev0" if sglang == "newest" else f"sglang=={sglang}"
     # Editable, so that an environment of last week has the checkout of today.
     packages = (release, "-e", f"{REPO}[verify]", f"--group={group}")
-    if not run(find_uv(venv), "pip", "install", "--python", python, *packages):
-        raise SetupError(
-            "this could not be installed. If the package index was not reached, check network and "
-            "proxy; if no version fits, try another Python (3.11 or later; 3.10 up to SGLang "
-            "0.5.21) or another --sglang-version. What was installed is kept for the next run."
-        )
-    return python
+    if run(find_uv(venv), "pip", "install", "--python", python, *packages):
+        return python
+    raise SetupError(
+        "this could not be installed. If the package index was not reached, check network and "
+        "proxy; if no version fits, try another Python (3.11 or later; 3.10 up to SGLang 0.5.21) "
+        "or another --sglang-version. What was installed is kept for the next run."
+    )

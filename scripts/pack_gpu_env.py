@@ -26,8 +26,10 @@ library only, and ``gpu_env.txt`` with the wheels to fetch.
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import importlib
+import io
 import json
 import re
 import subprocess
@@ -41,7 +43,11 @@ from environment import REPO
 
 LIMIT = 60_000_000  # bytes
 PYTHON = "3.12"
-GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
+#: Of wheels that the other machine can load: the releases of glibc, and older names of some.
+MANYLINUX = (
+    *("_2_39", "_2_35", "_2_34", "_2_31", "_2_28", "_2_27", "_2_26", "_2_24", "_2_17", "_2_12"),
+    *("_2_5", "2014", "2010", "1"),
+)
 
 #: The wheels to fetch, each at one version.
 REQUIREMENTS = Path(__file__).with_name("gpu_env.txt")
@@ -102,16 +108,17 @@ STAND_INS = {
 
 def write_wheel(path: Path, files: Iterable[tuple[str, bytes]], dist_info: str) -> None:
     """Write a wheel with a new RECORD; one among ``files`` (names and contents) is left out."""
-    record = []
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")  # names may have commas
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
         for name, content in files:
             if name == f"{dist_info}/RECORD":
                 continue
             wheel.writestr(name, content)
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
-            record.append(f"{name},sha256={digest.decode()},{len(content)}\n")
-        record.append(f"{dist_info}/RECORD,,\n")
-        wheel.writestr(f"{dist_info}/RECORD", "".join(record))
+            rows.writerow((name, f"sha256={digest.decode()}", len(content)))
+        rows.writerow((f"{dist_info}/RECORD", "", ""))
+        wheel.writestr(f"{dist_info}/RECORD", record.getvalue())
 
 
 def is_needed(name: str) -> bool:
@@ -156,8 +163,7 @@ def build(out: Path, cache: Path) -> None:
     """Fill ``out`` with wheels."""
     print(f"Downloading to {cache}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
-    platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
-    platforms += [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "2010", "1")]
+    platforms = [f"--platform=manylinux{tag}_x86_64" for tag in MANYLINUX]
     options = ("--no-deps", "--only-binary=:all:", "--implementation=cp", *platforms)
     # What an earlier run has fetched is not fetched again.
     where = ("-d", cache, "--find-links", cache, "-r", REQUIREMENTS)

@@ -1,19 +1,14 @@
 #!/usr/bin/env python3
 """Do all tests pass?
 
-``python3 scripts/run_tests.py`` needs Python 3.11 or later (3.10 up to SGLang 0.5.21) and 12 GB of
-disk, nothing else. It makes the virtual environment that ``scripts/demo.py`` uses too, and runs the
-tests in two processes, without a GPU. What follows ``--`` goes to pytest; if it names files, these
-run one after another, in one process::
+Needs Python 3.11 or later (3.10 up to SGLang 0.5.21) and 12 GB of disk, nothing else. It makes the
+virtual environment that ``scripts/demo.py`` uses too, and runs the tests in two processes, without
+a GPU. ``--gpu`` uses the environment that it is called in if SGLang is installed there. What
+follows ``--`` goes to pytest; if it names files, these run one after another, in one process::
 
-    python3 scripts/run_tests.py --quick     # less than three minutes, and no server
-    python3 scripts/run_tests.py --all       # also the tests that are marked ``release``
-    python3 scripts/run_tests.py --gpu       # what needs a GPU, about five minutes
-    python3 scripts/run_tests.py --lint      # style and types first
     python3 scripts/run_tests.py -- test/srt/unit/test_gate.py -k LoRA
 
-``--gpu`` uses the environment that it is called in if SGLang is installed there. The exit status is
-0 when everything passed, 1 when not, 2 when the environment could not be made.
+Exit status: 0 if everything passed, 1 if not, 2 if the environment could not be made.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from command_line import new_parser
 from environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 
 # What takes longest comes first, so that at the end no process waits long for the other.
@@ -51,12 +47,10 @@ def pytest_arguments(args: argparse.Namespace) -> list[str]:
 
 def parse_arguments(typed: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; see ``--help``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--venv", type=Path, default=REPO / ".venv", help="default: %(default)s")
-    add("--sglang-version", default=SGLANG_VERSION, help="default: %(default)s")
+    add("--venv", type=Path, default=REPO / ".venv", help="the environment to make or reuse")
+    add("--sglang-version", default=SGLANG_VERSION, help="what to install")
     add("--lint", action="store_true", help="check style and types first")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--quick", action="store_true", help="less than three minutes, no server")
@@ -81,14 +75,17 @@ def main() -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if args.gpu:
         os.environ["YOCO_TEST_GPU"] = "1"
-    if args.quick:
-        os.environ["YOCO_TEST_MODELS"] = "2"  # random ones that test_equivalence tries
-    commands = [("pytest", *pytest_arguments(args))]
+    commands: list[tuple[str | Path, ...]] = []
     if args.lint:
-        style = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
-        commands = [*style, *commands]
-    passed = all(run(python, "-m", *command) for command in commands)
-    return int(not passed)
+        sources = sorted((REPO / "test" / "rehearsal").glob("*.cpp"))
+        commands = [
+            (python, "-m", "ruff", "check", "."),
+            (python, "-m", "ruff", "format", "--check", "."),
+            (python.parent / "clang-format", "--dry-run", "--Werror", *sources),
+            (python, "-m", "mypy"),
+        ]
+    commands.append((python, "-m", "pytest", *pytest_arguments(args)))
+    return int(not all(run(*command) for command in commands))
 
 
 if __name__ == "__main__":

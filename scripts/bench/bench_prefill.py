@@ -8,15 +8,12 @@ and times the same batch three ways, interleaved in one run:
 * **on**: with fast prefill;
 * **front-only**: the tail left out altogether, the time that no implementation can beat.
 
-For each batch (prompt length, number of prompts, requests that decode along, share of the prompt
-whose logprobs are wanted) it prints medians with 20th and 80th percentiles, the ratio off/on, the
-ceiling off/front-only, and the share of the possible saving that was realised,
-(off - on) / (off - front). It verifies that on and off give
-the same answer, and how many rows each layer computed; it refuses to report "on" where the fast
-path was neither active nor fell back with a reason. It also measures what the package adds to
-forwards that it leaves alone; and, in separate passes after the timed ones, how often the host does
-something in a forward (``host_work``), off and on. E2B_HOST and E4B_HOST have the real models'
-layers, and are tiny otherwise.
+For each batch it prints medians with 20th and 80th percentiles, the ratio off/on and the ceiling
+off/front-only; its document also has the share of the possible saving that was realised, what the
+package adds to forwards that it leaves alone, and how often the host does something in a forward
+(``host_work``). It verifies that on and off give the same answer, and how many rows each layer
+computed; it refuses to report "on" where the fast path was neither active nor fell back with a
+reason. E2B_HOST and E4B_HOST have the real models' layers, and are tiny otherwise.
 
 With ``--graphs tail`` the tail is captured, as on a server with CUDA graphs. With ``--graphs
 prefills`` (or nothing behind the flag) SGLang captures its prefills too, and there are two more
@@ -24,7 +21,8 @@ ways: **off replayed** runs SGLang's captured prefill to its end, **on replayed*
 package's captured tail. On a GPU these are timed as well. On a CPU a replay runs the captured
 operations one by one, so only the host's work besides is a result there.
 
-Output contract: tables for people on stdout; the last line is one JSON document.
+Output contract: a line for each batch on stdout; the last line is one JSON document. Exit status: 0
+if everything was measured, 1 if an answer differs in float32 or nothing is reported as on.
 
     python scripts/bench/bench_prefill.py --preset E2B_MINI --lengths 128 512 2048
     python scripts/bench/bench_prefill.py --lengths 4 64 --decoding 0 31 --min-skipped-rows 1
@@ -57,9 +55,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command_line import new_parser
 from result_files import REHEARSAL, device_name, origin, write_result
+from sglang_gemma4_yoco.commands.compare import Times
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.commands.verify.compare import Times
-from sglang_gemma4_yoco.commands.verify.verify import parse_positive
+from sglang_gemma4_yoco.commands.verify import positive
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
@@ -178,32 +176,20 @@ class NotActiveError(Exception):
 def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
     parser = new_parser(__doc__)
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, help="directory of a checkpoint")
-    model.add_argument(
-        "--preset",
-        choices=("E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"),
-        default="E2B_MINI",
-        help="a model with random weights",
-    )
     add = parser.add_argument
-    add("--lengths", type=parse_positive, nargs="+", default=[128, 512, 2048, 8192])
-    add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4])
+    presets = ("E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST")
+    add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
+    add("--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192])
+    add("--batch-sizes", type=positive, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
-    add(
-        "--min-skipped-rows",
-        type=parse_positive,
-        help="cut what can skip so many rows, whatever the rule is",
-    )
-    add("--repeats", type=parse_positive, default=7, help="times each of the three ways")
+    fewest = "cut what can skip so many rows, whatever the rule is"
+    add("--min-skipped-rows", type=positive, help=fewest)
+    add("--repeats", type=positive, default=7, help="times each of the three ways")
     add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--json", type=Path, help="also write the JSON document to this file")
-    args = parser.parse_args()
-    if args.model is not None and not (args.model / "config.json").exists():
-        parser.error(f"--model {args.model}: there is no config.json; name a checkpoint directory")
-    return args
+    return parser.parse_args()
 
 
 def loads(args: argparse.Namespace) -> list[Load]:
@@ -218,16 +204,14 @@ def choose_device(wanted: str) -> str:
     """``cpu`` or ``cuda``; selects the CPU platform, which must happen before SGLang's import."""
     import torch
 
-    device = wanted
-    if wanted == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"
-    return device
+        return "cpu"
+    return "cuda"
 
 
 def build_engine(
-    model: Path | str,
+    preset: str,
     device: str,
     directory: Path,
     rows: int,
@@ -238,8 +222,7 @@ def build_engine(
     """The model on SGLang's ModelRunner.
 
     Args:
-        model: a checkpoint's directory, or the name of a preset, which is made in ``directory`` and
-            gets random weights.
+        preset: made in ``directory``, with random weights.
         rows: of the largest batch.
         graphs: whether CUDA graphs are on.
         prefills: lengths of the prefills that SGLang captures; it captures no others.
@@ -255,22 +238,19 @@ def build_engine(
     options["dtype"] = "bfloat16"
     if device == "cpu":
         options["dtype"] = "float32"
-    path = model
-    if isinstance(model, str):
-        path = write_checkpoint(directory / model, PRESETS[model], weights=False)
-        options["load_format"] = "dummy"
+    path = write_checkpoint(directory / preset, PRESETS[preset], weights=False)
     with ExitStack() as span:
         if prefills:
             span.enter_context(capturable(device))
         engine = Engine(
             path,
             device=device,
+            load_format="dummy",
             max_total_tokens=rows + 1024,
             swa_full_tokens_ratio=1.0,  # the pool of the window layers must hold the batch too
             **options,
         )
-    if isinstance(model, str):
-        randomise(engine)
+    randomise(engine)
     return engine
 
 
@@ -304,9 +284,9 @@ def capture(engine: Any) -> None:
     from sglang_gemma4_yoco.loading import start
 
     releases.record_decode_steps(engine.runner)
-    known = start.get_state(engine.text_model)
+    known = start.of(engine.text_model)
     if known.captured is None:
-        raise NotActiveError(f"the tail is {known.report['tail']}")
+        raise NotActiveError(f"the tail is {known.facts['tail']}")
     engine.runner.decode_cuda_graph_runner = None
 
 
@@ -342,23 +322,15 @@ def synchronizer(engine: Any) -> Callable[[], None]:
     return lambda: None
 
 
-def switched(way: str) -> AbstractContextManager[object]:
-    """The fast path of this process on or off for the span, as the way says."""
-    from sglang_gemma4_reference import engine
-
-    if way in ("off", OFF_REPLAYED):
-        return engine.switched("0")
-    return engine.switched("1")
-
-
 @contextmanager
 def served(engine: Any, way: str) -> Iterator[None]:
-    """``switched``; and SGLang replays captured prefills, or does not, as the way says."""
+    """The fast path is on or off, and SGLang replays captured prefills or not, as the way says."""
+    from sglang_gemma4_reference.engine import switched
     from sglang_gemma4_yoco import compat
 
     with ExitStack() as span:
-        span.enter_context(switched(way))
-        if way not in REPLAYED and compat.server.get_captured_prefills(engine.runner) is not None:
+        span.enter_context(switched("0" if way in ("off", OFF_REPLAYED) else "1"))
+        if way not in REPLAYED and compat.captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
             span.enter_context(mock.patch.object(runner, "can_run_graph", return_value=False))
         yield
@@ -366,13 +338,13 @@ def served(engine: Any, way: str) -> Iterator[None]:
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    from sglang_gemma4_yoco.core import eligibility
+    from sglang_gemma4_yoco.core import gate
 
     synchronize = synchronizer(engine)
     with ExitStack() as span:
         span.enter_context(served(engine, way))
         if way == "front":  # which answers nothing, so no gate would ever admit it
-            pretended = mock.patch.object(eligibility, "is_intermediate_chunk", return_value=True)
+            pretended = mock.patch.object(gate, "is_intermediate_chunk", return_value=True)
             span.enter_context(pretended)
         synchronize()
         began = time.perf_counter()
@@ -414,15 +386,15 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
     Raises:
         NotActiveError: rows and report contradict each other, or nothing was reported.
     """
-    from sglang_gemma4_yoco import counters
+    from sglang_gemma4_yoco import log
 
-    counters.forwards.clear()
+    log.forwards.clear()
     rows = rows_of_forward(engine, batch)
-    ((outcome, _),) = counters.forwards.items() or (("nothing reported", 0),)
-    replayed = outcome == counters.TAIL_CAPTURED
+    ((outcome, _),) = log.forwards.items() or (("nothing reported", 0),)
+    replayed = outcome == log.TAIL_CAPTURED
     launched = 0 if replayed else load.kept
     fast = rows[0] == load.total > load.kept and rows[-1] == launched
-    if fast != (replayed or outcome == counters.TAIL_EAGER) or outcome == "nothing reported":
+    if fast != (replayed or outcome == log.TAIL_EAGER) or outcome == "nothing reported":
         raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
     return outcome, rows
 
@@ -456,17 +428,17 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
     Raises:
         NotActiveError: nothing was reported of the fast path.
     """
-    from sglang_gemma4_yoco import counters
+    from sglang_gemma4_yoco import log
 
     if rows not in captured_rows(engine):
         return {}
     found = {}
     for way in REPLAYED:
-        counters.forwards.clear()
+        log.forwards.clear()
         logits = timed(engine, batch, way)[1].clone()
-        if len(counters.forwards) != 1:
-            raise NotActiveError(f"{way}: the package reports {dict(counters.forwards)}")
-        found[way] = Replayed(next(iter(counters.forwards)), *agreement(logits, stock))
+        if len(log.forwards) != 1:
+            raise NotActiveError(f"{way}: the package reports {dict(log.forwards)}")
+        found[way] = Replayed(next(iter(log.forwards)), *agreement(logits, stock))
     return found
 
 
@@ -556,11 +528,10 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     from sglang_gemma4_reference.engine import Prompt
-    from sglang_gemma4_yoco.core import plan
-    from sglang_gemma4_yoco.core.forward import wrap_model_forward
-    from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState, find_state
-    from sglang_gemma4_yoco.core.tail import TailBackend
-    from sglang_gemma4_yoco.models import gemma4
+    from sglang_gemma4_yoco.core import gate
+    from sglang_gemma4_yoco.core.attention import TailBackend
+    from sglang_gemma4_yoco.core.forward import with_fast_prefill
+    from sglang_gemma4_yoco.core.state import ENTRY, ModelState, find
 
     class Backend:
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -570,10 +541,10 @@ def measure_gate(engine: Any) -> dict[str, float]:
         pass
 
     backend, model = Backend(), engine.text_model
-    plain_plan, wrapped = backend.init_forward_metadata, wrap_model_forward(stock)
-    attached = find_state(model)
-    known = ModelState(model, gemma4, None, TailBackend(backend, Backend()))
-    known.attach(plan.plan_batch)
+    plain_plan, wrapped = backend.init_forward_metadata, with_fast_prefill(stock)
+    attached = find(model)
+    known = ModelState(model, None, TailBackend(backend, Backend()))
+    known.attach(gate.plan_batch)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     prefill = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
@@ -592,17 +563,17 @@ def measure_gate(engine: Any) -> dict[str, float]:
     finally:
         known.close()
         if attached is not None:
-            model.__dict__[STATE_ENTRY] = attached
+            model.__dict__[ENTRY] = attached
     return added
 
 
-def describe(model: object, engine: Any) -> dict[str, Any]:
+def describe(preset: str, engine: Any) -> dict[str, Any]:
     """Where the figures come from: command, commit, model, machine and versions."""
     import torch
 
     return {
         **origin(),
-        "model": str(model),
+        "model": preset,
         "device": device_name(engine.runner.device),
         "torch_threads": torch.get_num_threads(),
         "dtype": str(next(engine.text_model.parameters()).dtype),
@@ -636,7 +607,7 @@ def main() -> int:
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as directory:
         engine = build_engine(
-            args.model or args.preset,
+            args.preset,
             device,
             Path(directory),
             max(args.lengths) * max(args.batch_sizes) + max(args.decoding) * (CONTEXT + 1),
@@ -645,7 +616,7 @@ def main() -> int:
         )
         if args.graphs:
             capture(engine)
-        document = describe(args.model or args.preset, engine)  # before its file is a change
+        document = describe(args.preset, engine)  # before its file is a change
         document |= {"points": [], "gate": measure_gate(engine)}
         for load in loads(args):
             points.append(measure(engine, load, args.repeats))

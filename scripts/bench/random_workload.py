@@ -3,26 +3,23 @@
 
 Serves a small random Gemma 4 on the CPU platform twice, in float32, with the fast path off and on,
 and sends both the same random requests (``sglang_gemma4_reference.workload`` has the requests, and
-what of an answer is compared). With ``--captured`` both servers replay their decode steps, and the
-second one its tails for up to 16 prompts. With ``--failures-every N`` the second server gets them
-once more, while every Nth forward that takes the fast path fails inside the tail: stock must serve
-those.
+what of an answer is compared). With ``--captured`` the fast server replays its decode steps, and
+its tails for up to 16 prompts. With ``--failures-every N`` it gets the requests once more, while
+every Nth forward that takes the fast path fails inside the tail: stock must serve those.
 
 A run passes if
 
 * every request is answered, and every answer is that of the stock server;
 * the fast path was active, by the rows that the layers computed, on the one server, and not on
   the other; of each forward the last layer computed just the rows that are read, or all where
-  skipping the others does not pay by the package's own rule (an operator's own threshold is taken
-  away); a captured tail was replayed, with padding rows; and as many forwards were served by stock
-  as failures were injected;
-* nothing leaks: after the last answer no token and no request holds a slot, SGLang's own checks of
-  its pools, after every step and when idle, have reported nothing, and the memory of all of the
-  server's processes has stayed the same from half of the time on;
-* the server is alive.
+  skipping the others does not pay by the package's own rule; a captured tail was replayed; and as
+  many forwards were served by stock as failures were injected;
+* nothing leaks: after the last answer no token holds a slot, SGLang's own checks of its pools,
+  after every step and when idle, have reported nothing, and the memory of all of the server's
+  processes has stayed the same from half of the time on.
 
 Output contract: tables for people on stdout; the last line is one JSON document. Exit status: 0 if
-the run passed, 1 if not, 2 if it could not be made.
+the run passed, 1 if not, 2 if it could not be made or a server has died.
 
     python scripts/bench/random_workload.py --requests 200
     python scripts/bench/random_workload.py --requests 2000 --failures-every 100
@@ -41,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "srt"))
@@ -51,17 +48,14 @@ from environment import REPO, SetupError
 from generated import markdown
 from result_files import device_name, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.commands.verify.servers import Server, make_pair, run_servers
+
+if TYPE_CHECKING:
+    from harness.server import Server
 
 FLAT_BYTES = 32e6
 """Memory may grow by this much in the second half."""
 FALLBACK = "falls back to stock: "
-_ARGUMENTS = (
-    *("--dtype", "float32"),
-    *("--max-total-tokens", "32768"),
-    *("--chunked-prefill-size", "1024"),
-    "--enable-mixed-chunk",
-)
+ARGUMENTS = ("--max-total-tokens", "32768", "--chunked-prefill-size", "1024")
 CAPTURED_ROWS = (1, 2, 4, 8, 16)
 
 
@@ -77,8 +71,7 @@ class Pass:
         eligible_share: of those with rows to skip, the share that skipped some.
         injected: failures injected into the tail.
         replays: forwards that replayed a captured tail.
-        alive: whether the server answered, and was idle, after all.
-        used_tokens: slots that tokens held then.
+        used_tokens: slots that tokens held after all.
         memory_half, memory_end: resident bytes of all processes of the server, at half of the
             time and at the end.
         problems: what must not be.
@@ -91,38 +84,23 @@ class Pass:
     eligible_share: float = 0.0
     injected: int = 0
     replays: int = 0
-    alive: bool = False
     used_tokens: int = 0
     memory_half: float = 0.0
     memory_end: float = 0.0
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Memory:
-    """Resident bytes of a server's processes over time."""
+def resident_bytes(pid: int) -> int:
+    """Of a process and of all that it has started."""
+    import psutil
 
-    pid: int
-    samples: list[int] = field(default_factory=list)
-
-    def sample(self) -> None:
-        """Take one more."""
-        import psutil
-
-        root = psutil.Process(self.pid)
-        total = 0
-        for process in [root, *root.children(recursive=True)]:
-            try:
-                total += process.memory_info().rss
-            except psutil.NoSuchProcess:
-                continue
-        self.samples.append(total)
-
-    def around(self, share: float) -> float:
-        """Bytes when this share of the requests was answered: the median of a tenth of them."""
-        tenth = max(len(self.samples) // 10, 1)
-        start = min(round(share * len(self.samples)), len(self.samples) - tenth)
-        return statistics.median(self.samples[start : start + tenth])
+    root, total = psutil.Process(pid), 0
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
 
 
 def run_pass(
@@ -131,34 +109,30 @@ def run_pass(
     """Put all requests to one server, and look at what it did; returns the answers too."""
     from tqdm import tqdm
 
-    from sglang_gemma4_reference import row_trace, tail_failures
+    from sglang_gemma4_reference import tail_failures
     from sglang_gemma4_reference.workload import Client, ask_all, held_tokens
 
-    result, client, memory = Pass(name), Client(server.url), Memory(server.process.pid)
-    mark = len(row_trace.read(trace_of(server)))
-    injected = len(tail_failures.so_far(failures_of(server)))
-    client.post("/flush_cache", {}).raise_for_status()
+    result, client, memory = Pass(name), Client(server.url), list[int]()
+    mark, injected = server.mark(), len(tail_failures.so_far(server.failures))
+    server.forget_prefixes()
     every = max(len(workload) // 100, 1)
     with tqdm(total=len(workload), desc=name, unit="request") as progress:
 
         def answered() -> None:
             progress.update()
             if progress.n % every == 0:
-                memory.sample()
+                memory.append(resident_bytes(server.process.pid))
 
         began = time.monotonic()
         answers = ask_all(client, workload, concurrency=args.concurrency, answered=answered)
         result.seconds = time.monotonic() - began
-    result.memory_half, result.memory_end = memory.around(0.5), memory.around(1.0)
-    try:
-        result.used_tokens = held_tokens(client)
-        client.post("/flush_cache", {}).raise_for_status()
-        result.alive = True
-    except (TimeoutError, OSError) as failure:
-        result.problems.append(f"the server is dead, or not idle after all answers: {failure!r}")
+    half, tenth = len(memory) // 2, len(memory) // 10 + 1
+    result.memory_half = statistics.median(memory[half:][:tenth])
+    result.memory_end = statistics.median(memory[-tenth:])
+    result.used_tokens = held_tokens(client)
     result.reasons = [line.split(FALLBACK)[1] for line in server.log_lines(FALLBACK)]
-    result.injected = len(tail_failures.so_far(failures_of(server))) - injected
-    judge_forwards(result, server, row_trace.read(trace_of(server))[mark:], args.captured)
+    result.injected = len(tail_failures.so_far(server.failures)) - injected
+    judge_forwards(result, server, server.prefills(since=mark), args.captured)
     problems = {
         "memory grows": result.memory_end - result.memory_half > FLAT_BYTES,
         f"{result.used_tokens} slots are held by no request": result.used_tokens,
@@ -204,44 +178,9 @@ def judge_forwards(
     result.problems += [what for what, is_so in problems.items() if is_so]
 
 
-def trace_of(server: Server) -> Path:
-    """The row trace beside a server's log."""
-    return server.log_file.with_suffix(".rows.jsonl")
-
-
-def failures_of(server: Server) -> Path:
-    """The file that says how often this server's tail is to fail."""
-    return server.log_file.with_suffix(".failures")
-
-
-def build_servers(checkpoint: Path, logs: Path, captured: bool) -> tuple[Server, Server]:
-    """The stock server and the fast one, not started; ``captured``: they replay what they can."""
-    from sglang_gemma4_reference import row_trace, tail_failures
-    from sglang_gemma4_yoco import settings
-
-    arguments = ["--model-path", str(checkpoint), *_ARGUMENTS]
-    graphs = {}
-    if captured:
-        arguments += ["--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS)]
-        graphs["GEMMA4_CPU_GRAPHS"] = "decode"
-        graphs[settings.name_of("graph_rows")] = str(CAPTURED_ROWS[-1])
-    both = make_pair(arguments, logs, device="cpu")
-    for server in both:
-        server.env.pop(settings.name_of("min_skipped_rows"), None)
-        server.env |= {
-            "SGLANG_PLATFORM": "gemma4_cpu",
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # its requests would be in the trace
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-            row_trace.VARIABLE: str(trace_of(server)),
-            tail_failures.VARIABLE: str(failures_of(server)),
-            settings.name_of("trust"): f"{row_trace.__name__},{tail_failures.__name__}",
-            **graphs,
-        }
-    return both
-
-
 def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
     """All passes, and for each after the first what its answers are against the first one's."""
+    from harness.server import DEFAULT_THRESHOLD, running
     from sglang_gemma4_reference.checkpoint import PRESETS
     from sglang_gemma4_reference.workload import Client, compare, random_requests
 
@@ -252,26 +191,31 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Pass], list[Any]]:
         vocabulary=PRESETS[args.preset].vocab_size,
         longest=args.longest,
     )
-    off, on = build_servers(checkpoint, logs, args.captured)
-    turns = [("off", off, 0), ("on", on, 0)]
-    if args.failures_every:
-        turns.append(("on, with failures", on, args.failures_every))
-    passes, comparisons, reference = [], [], None
-    with run_servers((off, on), args.start_timeout):
-        stock = Client(off.url)
-        for name, server, interval in turns:
-            failures_of(server).write_text(str(interval))
-            result, answers = run_pass(name, server, workload, args)
+    env = {**DEFAULT_THRESHOLD, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    off: dict[str, Any] = {"switch": "0", "arguments": ARGUMENTS, "env": env, "spawned": True}
+    on = off | {"switch": None}
+    if args.captured:
+        on["arguments"] = (*ARGUMENTS, "--cuda-graph-bs-decode", *map(str, CAPTURED_ROWS))
+        on["env"] = env | {"GEMMA4_CPU_GRAPHS": "decode", "SGLANG_GEMMA4_YOCO_GRAPH_ROWS": "16"}
+    passes, comparisons = [], []
+    with (
+        running(checkpoint, logs / "off", **off) as stock,
+        running(checkpoint, logs / "on", **on) as fast,
+    ):
+        result, reference = run_pass("off", stock, workload, args)
+        passes.append(result)
+        turns = {"on": 0}
+        if args.failures_every:
+            turns["on, with failures"] = args.failures_every
+        for name, interval in turns.items():
+            fast.failures.write_text(str(interval))
+            result, answers = run_pass(name, fast, workload, args)
             passes.append(result)
-            reference = reference or answers
-            if server.fast:
-                comparison = compare(workload, reference, answers, stock.likeliest)
-                comparisons.append(comparison)
-                result.problems += comparison.differences
+            comparison = compare(workload, reference, answers, Client(stock.url).likeliest)
+            comparisons.append(comparison)
+            result.problems += comparison.differences
             if interval and not result.injected:
                 result.problems.append("no failure was injected (is test/reference up to date?)")
-            if not result.alive:
-                break
     return passes, comparisons
 
 
@@ -307,15 +251,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--concurrency", type=int, default=16, help="clients at once")
     add("--captured", action="store_true", help="replay decode steps and tails from graphs")
     add("--seed", type=int, default=0, help="of the requests")
-    add(
-        "--failures-every",
-        type=int,
-        default=0,
-        metavar="N",
-        help="send all once more, with every Nth shortened forward failing",
-    )
+    add("--failures-every", type=int, default=0, metavar="N", help="see above")
     add("--work-dir", type=Path, default=REPO / ".demo", help="for logs and checkpoints")
-    add("--start-timeout", type=int, default=600, metavar="SECONDS", help="of a server")
     add("--json", type=Path, help="write the JSON document to this file too")
     return parser.parse_args()
 

@@ -48,15 +48,16 @@ def draw() -> str:
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     for label, points in lines().items():
         points.sort(key=lambda point: int(point["load"]["length"]))
-        lengths = [point["load"]["length"] for point in points]
-        ratios = [point["ratio"] for point in points]
-        below, above = [], []
+        lengths, ratios, ceilings, below, above = [], [], [], [], []
         for point in points:
+            lengths.append(point["load"]["length"])
+            ratios.append(point["ratio"])
+            ceilings.append(point["ceiling"])
             # The slowest fifth of off against the fastest fifth of on, and the other way round.
             below.append(point["ratio"] - point["off"]["p20"] / point["on"]["p80"])
             above.append(point["off"]["p80"] / point["on"]["p20"] - point["ratio"])
         drawn = axes.errorbar(lengths, ratios, [below, above], marker="o", capsize=3, label=label)
-        colour, ceilings = drawn.lines[0].get_color(), [point["ceiling"] for point in points]
+        colour = drawn.lines[0].get_color()
         axes.plot(lengths, ceilings, "--", color=colour, label=f"{label}: ceiling")
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)

@@ -41,8 +41,10 @@ def sources(files: dict[str, Document]) -> str:
         about = f"`{name}`: {age}, commit `{document['commit']}`"
         if "device" in document:
             about += f", SGLang {document['sglang']}, {document['device']}"
-        lines += [f"- {about}", f"\n  `{document['command']}`" if "command" in document else ""]
-    return "\n".join(filter(None, lines))
+        lines.append(f"- {about}")
+        if "command" in document:
+            lines.append(f"\n  `{document['command']}`")
+    return "\n".join(lines)
 
 
 def table_of(
@@ -142,7 +144,9 @@ def gpu_replayed_rows(document: Document) -> Iterator[list[object]]:
             if way in expected:
                 cell += f" ({expected[way]:.1f})"
             cells.append(cell)
-        answer = "the same token" if same else "**another token**"
+        answer = "the same token"
+        if not same:
+            answer = "**another token**"
         yield [f"{document['model']}, {length}", answer, *cells]
 
 
@@ -176,14 +180,15 @@ def load_sources() -> str:
 def releases() -> str:
     """Which releases of SGLang have passed."""
     entries = json.loads((RESULTS / "version_matrix.json").read_text())
-    rows, commits = [], dict.fromkeys(entry["commit"] for entry in entries)
+    head = ("sglang", "torch", "python", "passed", "skipped", "failed")
+    age, current = "of the package as it is", package_of()
+    rows, commits = [], dict[str, None]()
     for entry in entries:
-        counts = (entry["passed"], entry["skipped"], entry["failed"])
-        rows.append([entry["sglang"], entry["torch"], entry["python"], *counts])
-    head = ("SGLang", "torch", "Python", "passed", "skipped", "failed")
-    age = "of the package as it is"
-    if any(entry["package"] != package_of() for entry in entries):
-        age = "of **an earlier package**"
+        rows.append([entry[column] for column in head])
+        commits[entry["commit"]] = None
+        if entry["package"] != current:
+            age = "of **an earlier package**"
+    head = ("SGLang", "torch", "Python", *head[3:])
     return f"{markdown(head, rows, numbers=3)}\n\nCommit `{'`, `'.join(commits)}`, {age}."
 
 

@@ -1,68 +1,49 @@
 """Host code of the package, broken on purpose: whether the rehearsal sees each breakage.
 
 On a CPU all but a few of them would change nothing: no answer, no row. A breakage is a replacement
-of text in a function, in this process alone.
+of text in a function, in this process alone: in ``function`` of a module of the package, or of a
+class in it, ``old`` becomes ``new``. The tail is captured anew where ``captures`` is true.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import logging
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from sglang.kernels.ops.layernorm import gemma4_fused_ops
 
-from rehearsal import batches_served, kernels
-from rehearsal.batches_served import CAPTURED, EAGER, STOCK, prompt
+from rehearsal import kernels, serving
+from rehearsal.device import Answer
+from rehearsal.serving import CAPTURED, EAGER, STOCK
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.checking import tail_graphs
-from sglang_gemma4_yoco.core import tail_batch
-from sglang_gemma4_yoco.core.state import find_state
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.captured import graphs, proof
 
+BREAKAGES: list[Answer] = json.loads(Path(__file__).with_suffix(".json").read_text())
 #: Each batch with the way in which it is served.
-BATCHES = {
-    "captured": (CAPTURED, [prompt(0, 40)]),
-    "eager": (EAGER, [prompt(0, 300)]),
-    "suffixes": (
-        CAPTURED,
-        [prompt(0, 1200, start=1190), prompt(0, 5, start=4), prompt(0, 7, start=6)],
-    ),
-    "chunk": (CAPTURED, [prompt(0, 40, to_come=20)]),
+SERVED = {
+    "40 tokens": CAPTURED,
+    "257 tokens": EAGER,
+    "log-probabilities": CAPTURED,
+    "chunk": CAPTURED,
 }
-#: SGLang's own, in every forward of a model with a sliding window.
-OF_STOCK = "update_sliding_window_buffer"
-
-
-UNALIGNED = "numbers that begin at no multiple of 16 bytes"
-NOT_COMPILED = "the kernels of K and V are not compiled at start"
-
-
-def read_breakages() -> list[dict[str, Any]]:
-    """In ``function`` of a module, or of a class in it, ``old`` becomes ``new``.
-
-    The tail is captured anew where ``captures`` is true.
-    """
-    breakages: list[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
-    return breakages
+#: Kernels of K and V, which are compiled at start.
+NORMS = "_gemma_qkv_rmsnorm_kernel"
 
 
 @contextmanager
-def _broken(breakage: dict[str, Any]) -> Iterator[None]:
+def _broken(breakage: Answer) -> Iterator[None]:
     module = import_module(f"sglang_gemma4_yoco.{breakage['module']}")
     owner, _, name = breakage["function"].rpartition(".")
     holder = getattr(module, owner) if owner else module
     known = vars(holder)[name]
-    function = inspect.unwrap(getattr(known, "__func__", known))
-    text = textwrap.dedent(inspect.getsource(function))
-    if breakage["old"] not in text:
-        raise ValueError(f"{breakage['name']}: {name} has no {breakage['old']!r}")
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(holder, name))))
+    assert breakage["old"] in text, breakage["name"]
     text = text.replace(breakage["old"], breakage["new"], 1)
     made = dict(vars(module))
     source = f"from __future__ import annotations\n{text}"
@@ -74,52 +55,42 @@ def _broken(breakage: dict[str, Any]) -> Iterator[None]:
         setattr(holder, name, known)
 
 
-def look(engine: Engine, *, captures: bool) -> list[str]:
-    """What is wrong in the batches of this module; empty when all is well."""
-    state = find_state(engine.text_model)
-    assert state is not None
+def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]:
+    """What is wrong in the batches of this module, of which stock's costs are given."""
+    state = serving.state_of(engine)
     state.failures_in_a_row = 0
-    state.unsupported = None
+    state.refused = None
     found: list[str] = []
     if captures:
-        lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs, can_be_captured=True)
+        graphs.capture(engine.runner, state, proof.prove, can_be_captured=True)
         if state.captured is None:
-            found.append(f"capture: {state.report['tail']}")
-    for name, (way, prompts) in BATCHES.items():
-        batch = engine.schedule(prompts)
-        cost = batches_served.serve(engine, batch, way, is_chunk=name == "chunk")
-        if cost.failure is not None:
-            found.append(f"{name}: {cost.failure.splitlines()[0]}")
-        found += [f"{name}: the host waits: {w}" for w in cost.waits if OF_STOCK not in w]
-        found += [f"{name}: compiled in a request: {kernel}" for kernel in cost.compiled]
+            found.append(f"capture: {state.facts['tail']}")
+    for name, way in SERVED.items():
+        cost = serving.serve_by_name(engine, name, way)
+        if cost["failure"] is not None:
+            found.append(f"{name}: {cost['failure'].splitlines()[0]}")
+        waits = cost["waits"].keys() - costs[name][STOCK]["waits"].keys()
+        for place in waits:
+            found.append(f"{name}: the host waits: {place}")
+        for kernel in cost["compiled"]:
+            found.append(f"{name}: compiled in a request: {kernel}")
     return found
 
 
-def _forget_the_norms() -> None:
-    """As if none of their variants had been compiled."""
-    name = "_gemma_qkv_rmsnorm_kernel"
-    getattr(gemma4_fused_ops, name).device_caches.clear()
-    for compiled in [known for known in kernels.compiled if known.startswith(name)]:
-        del kernels.compiled[compiled]
-
-
-def _serve_as_stock(engine: Engine) -> None:
-    for _, prompts in BATCHES.values():
-        batches_served.serve(engine, engine.schedule(prompts), STOCK)
-
-
-def find_all(engine: Engine) -> dict[str, list[str]]:
+def break_each(engine: Engine) -> Answer:
     """By breakage what was found; by ``""`` what was found without any."""
-    _serve_as_stock(engine)
-    look(engine, captures=False)  # compiles what the first requests compile
-    found = {"": look(engine, captures=True)}
-    for breakage in read_breakages():
+    logging.disable(logging.CRITICAL)  # each breakage is logged, as it should be
+    costs = serving.serve_all(engine, [STOCK], SERVED)
+    _look(engine, costs)  # compiles what the first requests compile
+    found = {"": _look(engine, costs, captures=True)}
+    for breakage in BREAKAGES:
         with _broken(breakage):
-            found[breakage["name"]] = look(engine, captures=breakage["captures"])
-    with replaced(tail_batch, _ALIGNMENT=1):
-        found[UNALIGNED] = look(engine, captures=False)
-    found["after them"] = look(engine, captures=True)
-    _forget_the_norms()
-    _serve_as_stock(engine)
-    found[NOT_COMPILED] = look(engine, captures=False)
+            found[breakage["name"]] = _look(engine, costs, captures=breakage["captures"])
+    found["after them"] = _look(engine, costs, captures=True)
+    getattr(gemma4_fused_ops, NORMS).device_caches.clear()
+    for compiled in list(kernels.compiled):
+        if compiled.startswith(NORMS):
+            del kernels.compiled[compiled]
+    serving.serve_all(engine, [STOCK], SERVED)
+    found["the kernels of K and V are not compiled at start"] = _look(engine, costs)
     return found

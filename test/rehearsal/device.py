@@ -11,16 +11,24 @@ import ctypes
 import enum
 import functools
 import hashlib
-import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
+
+#: What a question is answered with, as JSON.
+Answer = dict[str, Any]
 
 HERE = Path(__file__).parent
+#: The CUDA 13 runtime that torch was installed with.
+CUDA = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
 CACHE = Path.home() / ".cache" / "gemma4_yoco_rehearsal"
 RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
@@ -33,89 +41,70 @@ SOURCES = {
     "libcublasLt.so.13": "blas.cpp",
     "libcublas.so.13": "blas.cpp",
 }
+WITHOUT_EFFECT = HERE / "without_effect.json"
 
-
-class Kind(enum.IntEnum):
-    """What the runtime counts, as in runtime.cpp. A listener hears of those from HOST_WAIT on."""
-
-    LAUNCH = 0
-    COPY = 1
-    DEVICE_ALLOCATION = 2
-    HOST_WAIT = 3
-    GRAPH_LAUNCH = 4
-    PINNED_ALLOCATION = 5
-    EVENT_RECORD = 6
-    EVENT_WAIT = 7
-
-
+#: What the runtime counts, as in runtime.cpp. A listener hears of those from HOST_WAIT on.
+Kind = enum.IntEnum(
+    "Kind",
+    "LAUNCH COPY HOST_WAIT GRAPH_LAUNCH PINNING EVENT_RECORD EVENT_WAIT",
+    start=0,
+)
 #: A listener's type: kind, what waits for what, stream, event or graph.
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
-
-
-def find_cuda() -> Path | None:
-    """The folder of the CUDA 13 runtime that torch was installed with."""
-    spec = importlib.util.find_spec("nvidia")
-    if spec is None or spec.submodule_search_locations is None:
-        return None
-    for folder in spec.submodule_search_locations:
-        found = Path(folder) / "cu13"
-        has_headers = (found / "include" / "cuda_runtime_api.h").exists()
-        if has_headers and (found / "lib" / RUNTIME).exists():
-            return found
-    return None
 
 
 def say_what_is_missing() -> str | None:
     """One line that says what to install, or None."""
     if shutil.which("g++") is None or shutil.which("nm") is None:
         return "the rehearsal needs g++ and nm: install g++ and binutils"
-    if find_cuda() is None:
+    if not (CUDA / "lib" / RUNTIME).exists():
         return "the rehearsal needs torch for CUDA 13: install its default build for Linux"
     return None
 
 
-def _list_names(library: Path, *options: str) -> set[str]:
-    command = ["nm", "--defined-only", *options, str(library)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {line.split()[-1].split("@")[0] for line in output.splitlines()}
-
-
-def _list_names_of_the_real_one(cuda: Path, library: str) -> set[str]:
+def _list_names(library: str) -> set[str]:
+    """The functions of the real one."""
     if library == DRIVER:  # it comes with the GPU's driver
-        header = (cuda / "include" / "cuda.h").read_text()
+        header = (CUDA / "include" / "cuda.h").read_text()
         return set(re.findall(r"CUDAAPI (cu[A-Z]\w+)\(", header))
-    names = _list_names(cuda / "lib" / library, "-D")
-    return {name for name in names if name.lstrip("_").startswith("cu")}
+    command = ["nm", "--defined-only", "-D", str(CUDA / "lib" / library)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return set(re.findall(r" (_*cu\w+)", output))
 
 
-def write_stubs(names: set[str]) -> str:
-    """C++ in which each function ends the process with its name."""
-    head = "#include <cstdio>\n#include <unistd.h>\n"
+def _write_stubs(names: set[str]) -> str:
+    """C++ of functions that count where the library's source has none of that name.
+
+    They return success if they need no effect; else they end the process with their name.
+    """
+    head = (
+        '#include <cstdio>\n#include <unistd.h>\n#define FUNCTION extern "C" __attribute__((weak))'
+    )
     say = 'fprintf(stderr, "rehearsal: %s is not written\\n", name)'
-    stop = f"static void stop(const char* name) {{ {say}; _exit(70); }}\n"
-    lines = [f'extern "C" void {name}(void) {{ stop("{name}"); }}' for name in sorted(names)]
-    return head + stop + "\n".join(lines) + "\n"
+    lines = [head, f"static int stop(const char* name) {{ {say}; _exit(70); }}"]
+    without_effect = json.loads(WITHOUT_EFFECT.read_text())
+    for name in sorted(names):
+        answer = "0" if name in without_effect else f'stop("{name}")'
+        lines.append(f"FUNCTION int {name}() {{ return {answer}; }}")
+    return "\n".join(lines)
 
 
 def _run_compiler(*arguments: str) -> None:
     subprocess.run(["g++", "-O1", "-std=c++17", "-fPIC", "-w", *arguments], check=True)
 
 
-def _build_library(cuda: Path, library: str, folder: Path) -> None:
-    """Build one that has all names of the real one; what is not written ends the process."""
+def _build_library(library: str, folder: Path) -> None:
+    """Build one that has all names of the real one."""
     out = folder / library
-    compiled = out.with_suffix(".o")
-    _run_compiler(f"-I{cuda}/include", "-c", str(HERE / SOURCES[library]), "-o", str(compiled))
-    missing = _list_names_of_the_real_one(cuda, library) - _list_names(compiled)
     stubs = out.with_suffix(".cpp")
-    stubs.write_text(write_stubs(missing))
+    stubs.write_text(_write_stubs(_list_names(library)))
     versions = out.with_suffix(".map")
     versions.write_text(f"{library} {{ global: *; }};\n")
-    inputs = [str(compiled), str(stubs)]
+    inputs = [str(HERE / SOURCES[library]), str(stubs)]
     if library != RUNTIME:
         inputs.append(str(folder / RUNTIME))
     names = [f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}"]
-    _run_compiler("-shared", *inputs, "-o", str(out), "-ldl", *names)
+    _run_compiler("-shared", f"-I{CUDA}/include", *inputs, "-o", str(out), "-ldl", *names)
 
 
 def build_libraries() -> Path:
@@ -124,19 +113,19 @@ def build_libraries() -> Path:
     Raises:
         RuntimeError: something that this needs is not installed.
     """
-    cuda = find_cuda()
-    if cuda is None:
-        raise RuntimeError(say_what_is_missing())
-    sources = [HERE / name for name in sorted(set(SOURCES.values()))]
-    parts = [path.read_bytes() for path in (*sources, Path(__file__))]
-    parts.append(str(cuda).encode())
-    folder = CACHE / hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    missing = say_what_is_missing()
+    if missing is not None:
+        raise RuntimeError(missing)
+    digest = hashlib.sha256(str(CUDA).encode())
+    for path in (*sorted(HERE.glob("*.cpp")), WITHOUT_EFFECT, Path(__file__)):
+        digest.update(path.read_bytes())
+    folder = CACHE / digest.hexdigest()[:16]
     if folder.exists():
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=CACHE))
     for library in SOURCES:
-        _build_library(cuda, library, fresh)
+        _build_library(library, fresh)
     try:
         fresh.rename(folder)
     except OSError:  # another process was faster
@@ -158,13 +147,13 @@ def load_runtime() -> ctypes.CDLL:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # operations in compiled functions are not seen
     loaded = [ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL) for name in SOURCES]
     runtime = loaded[0]
-    for name in ("count", "host_offset", "used_bytes", "captured_graph"):
+    for name in ("count", "host_offset", "captured_graph"):
         getattr(runtime, f"rehearsal_{name}").restype = ctypes.c_uint64
     for name in ("captured_graph", "is_pinned", "launch"):
         getattr(runtime, f"rehearsal_{name}").argtypes = [ctypes.c_uint64]
     return runtime
 
 
-def read_counters(runtime: ctypes.CDLL) -> dict[str, int]:
+def read_counters(runtime: ctypes.CDLL) -> Counter[str]:
     """How often each thing has happened since the process began, by the names of ``Kind``."""
-    return {kind.name.lower(): runtime.rehearsal_count(kind) for kind in Kind}
+    return Counter({kind.name.lower(): runtime.rehearsal_count(kind) for kind in Kind})

@@ -1,41 +1,53 @@
-"""A Gemma 4 on SGLang's ModelRunner, on the rehearsal's device, with the package."""
+"""A Gemma 4 on SGLang's ModelRunner, on the rehearsal's device, with the package.
+
+``questions.json`` says for each question of which model it is, what SGLang's server arguments are
+and, in ``ask.py``, what is done with it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any
 
 from rehearsal import kernels
+from rehearsal.device import Answer
 from sglang_gemma4_reference import checkpoint
 from sglang_gemma4_reference.checkpoint import Gemma4Shape
+from sglang_gemma4_reference.engine import Engine
+
+QUESTIONS: Answer = json.loads(Path(__file__).with_name("questions.json").read_text())
 
 
-def _serve_text(shape: Gemma4Shape) -> Gemma4Shape:
-    """Small towers: the real ones cost time, and no text passes through them."""
-    small = checkpoint._SMALL_TOWER
-    return dataclasses.replace(shape, vision=small, audio=small, dtype="bfloat16")
+def shape_of(question: str) -> Gemma4Shape:
+    """A preset with some other dimensions, and with small towers: the real ones cost time."""
+    asked = dict(QUESTIONS[question]["shape"])
+    preset = checkpoint.PRESETS[asked.pop("preset")]
+    small = checkpoint.E2B_TINY
+    shape = dataclasses.replace(preset, dtype="bfloat16", **asked)
+    return dataclasses.replace(shape, vision=small.vision, audio=small.audio)
 
 
-E2B = _serve_text(checkpoint.E2B)
-E4B = _serve_text(checkpoint.E4B)
-#: E2B's widths, with ten of its layers.
-E2B_SHORT = dataclasses.replace(E2B, layers=10, kv_shared_layers=5, vocab_size=4096)
+def write_checkpoint(folder: Path, question: str) -> Answer:
+    """Write the question's, and return SGLang's server arguments for it.
 
-
-def build(folder: Path, shape: Gemma4Shape, *, weights: bool = False, **arguments: Any) -> Any:
-    """An Engine.
-
-    Args:
-        folder: the checkpoint is written to it.
-        shape: the model's dimensions.
-        weights: random ones; else there are none, and what is read as one is arbitrary.
-        arguments: SGLang's server arguments, beside those that every rehearsal needs.
+    Where it has no weights, what is read as one is arbitrary.
     """
-    checkpoint.write_checkpoint(folder, shape, weights=weights)
-    from sglang_gemma4_reference.engine import Engine
-
+    asked = QUESTIONS[question]
+    weights = asked.get("weights", False)
+    checkpoint.write_checkpoint(folder, shape_of(question), weights=weights)
     kernels.install()
-    needed = {"max_total_tokens": 6000, "max_running_requests": 40, "mem_fraction_static": 0.5}
-    load_format = "auto" if weights else "dummy"
-    return Engine(folder, device="cuda", load_format=load_format, **(needed | arguments))
+    arguments: Answer = {
+        "model_path": str(folder),
+        "device": "cuda",
+        "load_format": "dummy",
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": 6000,
+        "max_running_requests": 40,
+    }
+    arguments |= asked.get("arguments", {})
+    return arguments
+
+
+def build(folder: Path, question: str) -> Engine:
+    return Engine(**write_checkpoint(folder, question))

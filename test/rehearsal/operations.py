@@ -16,7 +16,8 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,30 +29,29 @@ from sglang_gemma4_reference.host_reads import INDEXING, READING_OPERATIONS
 
 RUNTIME = device.load_runtime()
 aten = torch.ops.aten
+Tensor = torch.Tensor
 #: They allocate or describe memory, and write nothing.
 WRITES_NOTHING = {
-    *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty),
-    *(aten.new_empty_strided, aten.set_, aten.resize_, aten.record_stream, aten.is_pinned),
-    *(aten._pin_memory, aten._local_scalar_dense, aten.detach, aten.alias, aten.lift_fresh),
+    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
+    *("set_", "resize_", "detach", "alias", "lift_fresh", "record_stream", "is_pinned"),
+    *("_local_scalar_dense", "weak_ref_tensor"),
 }
 #: The shape of their results depends on values, so the real ones wait for the device and read it.
 DEPENDS_ON_VALUES = READING_OPERATIONS - {aten._local_scalar_dense} | {aten.repeat_interleave}
-PRODUCTS = {aten.mm, aten.addmm, aten.linear}
+PRODUCTS = {aten.mm, aten.linear}
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def current_stream() -> int:
-    stream: int = torch._C._cuda_getCurrentRawStream(0)
-    return stream
+    return int(torch._C._cuda_getCurrentRawStream(0))
 
 
 def captured_graph() -> int:
     """The graph that the current stream captures, or 0."""
-    graph: int = RUNTIME.rehearsal_captured_graph(current_stream())
-    return graph
+    return int(RUNTIME.rehearsal_captured_graph(current_stream()))
 
 
 def on_cpu(value: Any) -> Any:
@@ -60,7 +60,7 @@ def on_cpu(value: Any) -> Any:
         return torch.device("cpu")
     if isinstance(value, torch.Generator) and value.device.type == "cuda":
         return None
-    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+    if not isinstance(value, Tensor) or not value.is_cuda:
         return value
     storage = value.untyped_storage()
     with torch.inference_mode(False):
@@ -73,33 +73,31 @@ def on_cpu(value: Any) -> Any:
         return made.set_(bytes_of_it, value.storage_offset(), value.size(), value.stride())
 
 
+def _to_device(value: Any) -> Any:
+    return value.to("cuda") if isinstance(value, Tensor) else value
+
+
 @functools.cache
-def _is_of_the_program(filename: str) -> bool:
+def _describe_line(filename: str, line: int, function: str) -> str:
+    """Empty for PyTorch's, Triton's and the rehearsal's own."""
     skipped = ("/torch/", "/triton/", "/contextlib.py", f"{device.HERE}/", "<")
-    return not any(part in filename for part in skipped)
-
-
-def frames_of_call(count: int = 5) -> tuple[tuple[CodeType, int], ...]:
-    """The innermost Python frames that are neither PyTorch's nor the rehearsal's."""
-    found: list[tuple[CodeType, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < count:
-        if _is_of_the_program(frame.f_code.co_filename):
-            found.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(found)
-
-
-def describe_place(frames: tuple[tuple[CodeType, int], ...]) -> str:
-    lines: list[str] = []
-    for code, line in frames:
-        short = "/".join(code.co_filename.split("/")[-3:])
-        lines.append(f"{short}:{line} {code.co_name}")
-    return " < ".join(lines)
+    if any(part in filename for part in skipped):
+        return ""
+    short = "/".join(Path(filename).parts[-3:])
+    return f"{short}:{line} {function}"
 
 
 def place_of_call() -> str:
-    return describe_place(frames_of_call())
+    """The five innermost lines of the program."""
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < 5:
+        code = frame.f_code
+        described = _describe_line(code.co_filename, frame.f_lineno, code.co_name)
+        if described:
+            found.append(described)
+        frame = frame.f_back
+    return " < ".join(found)
 
 
 class Computed(TorchDispatchMode):
@@ -112,11 +110,11 @@ class Computed(TorchDispatchMode):
         self.graphs: dict[int, list[Callable[[], object]]] = defaultdict(list)
         #: Where the host has waited for the device, and for what.
         self.waits: Counter[str] = Counter()
-        #: Rows of each matrix product, in the order of their launches: what a layer runs on.
-        self.product_rows: list[int] = []
+        #: How many matrix products had so many rows: what a layer runs on.
+        self.product_rows: Counter[int] = Counter()
         #: They hear of each operation or kernel: its name, what it reads and what it writes.
-        self.accesses: Callable[[str, Sequence[Any], Sequence[Any]], None] | None = None
-        self.events: Callable[[device.Kind, str, int, int], None] | None = None
+        self.accesses: Any = None
+        self.events: Any = None
         self._failure: BaseException | None = None
         self._is_computing = False
         self._listener = device.LISTENER(self._hear)
@@ -130,7 +128,9 @@ class Computed(TorchDispatchMode):
             if kind == device.Kind.HOST_WAIT:
                 self.waits[f"{what.decode()}: {place_of_call()}"] += 1
             if kind == device.Kind.GRAPH_LAUNCH:
-                self._replay(handle)
+                with self._computing():
+                    for call in self.graphs[handle]:
+                        call()
             if self.events is not None:
                 self.events(device.Kind(kind), what.decode(), stream, handle)
         except BaseException as failure:  # noqa: BLE001 - raised by the next operation
@@ -148,7 +148,8 @@ class Computed(TorchDispatchMode):
             failure, self._failure = self._failure, None
             raise failure
         packet = func.overloadpacket
-        on_device = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
+        used = tensors_in((args, kwargs))
+        on_device = any(tensor.is_cuda for tensor in used)
         if on_device and packet in INDEXING:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         if on_device and packet in DEPENDS_ON_VALUES:
@@ -159,12 +160,9 @@ class Computed(TorchDispatchMode):
                 return func.redispatch(key, *args, **kwargs)
         result = func(*args, **kwargs)
         if packet in PRODUCTS:
-            self.product_rows.append(tensors_in(args)[0].shape[0])
+            self.product_rows[used[0].shape[0]] += 1
         written = tensors_in(result)
-        touches_nothing = packet in WRITES_NOTHING or packet.__name__ == "weak_ref_tensor"
-        if packet is aten._pin_memory:  # the host copies
-            touches_nothing = self.accesses is None
-        if touches_nothing or func.is_view:
+        if packet.__name__ in WRITES_NOTHING or func.is_view:
             return result
         if self.accesses is not None:
             self._tell_accesses(func, args, kwargs, written)
@@ -175,11 +173,7 @@ class Computed(TorchDispatchMode):
     # ---- what is computed
 
     def _compute_or_note(self, func: Any, args: Any, kwargs: Any, written: Any) -> None:
-        if func.namespace not in ("aten", "_c10d_functional"):
-            raise NotImplementedError(f"rehearsal: {func._schema.name} has no stand-in")
-        outputs = [on_cpu(tensor) for tensor in written]
-        is_float = any(output.is_floating_point() for output in outputs)
-        arguments, keywords = tree_map(on_cpu, (args, kwargs))
+        outputs, arguments, keywords = tree_map(on_cpu, (written, args, kwargs))
 
         def call() -> None:
             results = tensors_in(func(*arguments, **keywords))
@@ -187,18 +181,18 @@ class Computed(TorchDispatchMode):
                 if output.data_ptr() != found.data_ptr():
                     output.copy_(found)
 
-        self._now_or_at_the_launch(call, is_float=is_float)
+        self._now_or_at_the_launch(call, written)
 
-    def run_kernel(self, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def run_kernel(self, name: str, compute: Callable[..., Any], arguments: Any) -> None:
         """Of a kernel that is not PyTorch's, after its launch: ``compute`` writes its results."""
-        used = tensors_in((args, kwargs))
+        used = tensors_in(arguments)
         if self.accesses is not None:
             self.accesses(name, [], used)
-        arguments, keywords = tree_map(on_cpu, (list(args), dict(kwargs)))
-        is_float = any(tensor.is_floating_point() for tensor in used)
-        self._now_or_at_the_launch(lambda: compute(*arguments, **keywords), is_float=is_float)
+        here = tree_map(on_cpu, arguments)
+        self._now_or_at_the_launch(lambda: compute(*here), used)
 
-    def _now_or_at_the_launch(self, call: Callable[[], object], *, is_float: bool) -> None:
+    def _now_or_at_the_launch(self, call: Callable[[], object], tensors: Sequence[Tensor]) -> None:
+        is_float = any(tensor.is_floating_point() for tensor in tensors)
         if is_float and not self.floats:
             return
         graph = captured_graph()
@@ -206,11 +200,6 @@ class Computed(TorchDispatchMode):
             self.graphs[graph].append(call)
         else:
             with self._computing():
-                call()
-
-    def _replay(self, graph: int) -> None:
-        with self._computing():
-            for call in self.graphs[graph]:
                 call()
 
     @contextmanager
@@ -225,42 +214,32 @@ class Computed(TorchDispatchMode):
 
     # ---- what waits for the device
 
-    def _wait(self, func: Any, used: Sequence[torch.Tensor]) -> None:
-        """As the real operation does before it can say how large its result is."""
-        places = {tensor.device.type for tensor in used if tensor.dim()}
+    def _compute_after_waiting(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As the real operation does, which must wait before it can say how large its result is."""
+        places = {tensor.device.type for tensor in tensors_in((args, kwargs)) if tensor.dim()}
         if len(places) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device, got {places}")
-        if torch.cuda.get_sync_debug_mode() == 2:
-            raise RuntimeError(f"called a synchronizing CUDA operation: {func}")
-        RUNTIME.rehearsal_launch(current_stream())
-        torch.cuda.current_stream().synchronize()
-
-    def _compute_after_waiting(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._wait(func, tensors_in((args, kwargs)))
+        torch.zeros(1, device="cuda").item()
         arguments, keywords = tree_map(on_cpu, (args, kwargs))
         result = func(*arguments, **keywords)
         with self._computing():
             return tree_map(_to_device, result)
 
-    def _without_masks(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        found: list[torch.Tensor | None] = []
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
-            elif index.is_cuda:
-                self._wait(aten.nonzero, [index])
-                places = on_cpu(index).nonzero().unbind(1)
-                with self._computing():
-                    found += [_to_device(place.contiguous()) for place in places]
             else:
-                found += index.nonzero().unbind(1)
+                with self:
+                    found += index.nonzero().unbind(1)
         return found
 
     # ---- what reads and writes
 
     def _tell_accesses(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
-        read: list[torch.Tensor] = []
-        written: list[torch.Tensor] = []
+        read: list[Tensor] = []
+        written: list[Tensor] = []
         schema = {argument.name: argument for argument in func._schema.arguments}
         given = dict(zip(schema, args, strict=False)) | kwargs
         for name, value in given.items():
@@ -269,12 +248,7 @@ class Computed(TorchDispatchMode):
             (written if is_written else read).extend(tensors_in(value))
         known = {tensor.untyped_storage().data_ptr() for tensor in (*read, *written)}
         written += [r for r in results if r.untyped_storage().data_ptr() not in known]
-        assert self.accesses is not None
         self.accesses(func.overloadpacket.__name__, read, written)
-
-
-def _to_device(value: Any) -> Any:
-    return value.to("cuda") if isinstance(value, torch.Tensor) else value
 
 
 #: The mode of this process.

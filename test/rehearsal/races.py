@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -29,6 +27,8 @@ from rehearsal.device import Kind
 HOST = -1
 #: Accesses are looked up by parts of 2 MiB.
 _PART = 21
+#: The last tick of each stream that is known to be over. Of two, ``|`` has the later ones.
+Clock = Counter[int]
 
 
 class _Range(NamedTuple):
@@ -37,20 +37,11 @@ class _Range(NamedTuple):
     writes: bool
 
 
-@dataclass(frozen=True)
-class _Access:
+class _Access(NamedTuple):
     stream: int
     tick: int
     name: str
-    place: tuple[tuple[CodeType, int], ...]
-
-
-class Clock(Counter[int]):
-    """The last tick of each stream that is known to be over."""
-
-    def join(self, other: Clock) -> None:
-        for stream, tick in other.items():
-            self[stream] = max(self[stream], tick)
+    place: str
 
 
 class Races:
@@ -61,12 +52,13 @@ class Races:
         self.accesses = 0
         #: Names of streams, for what is found.
         self.names: dict[int, str] = {0: "default", HOST: "host"}
-        self._clocks: defaultdict[int, Clock] = defaultdict(Clock)
-        self._events: dict[int, Clock] = {}
+        self._clocks: defaultdict[int, Clock] = defaultdict(Counter)
+        self._events: defaultdict[int, Clock] = defaultdict(Counter)
         #: By part of the memory and stream: each range's last access, and the last one's tick.
         self._known: defaultdict[int, dict[int, dict[_Range, _Access]]] = defaultdict(dict)
         self._latest: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        self._graphs: defaultdict[int, list[tuple[str, list[_Range]]]] = defaultdict(list)
+        #: By graph: each range, and the first operation that accesses it.
+        self._graphs: defaultdict[int, dict[_Range, str]] = defaultdict(dict)
         mode.accesses = self._hear_access
         mode.events = self._hear_event
 
@@ -75,60 +67,50 @@ class Races:
     def _hear_event(self, kind: Kind, what: str, stream: int, handle: int) -> None:
         if kind == Kind.EVENT_RECORD:
             self._tick(stream)
-            clock = Clock()
-            clock.join(self._clocks[stream])
-            self._events[handle] = clock
-        elif kind == Kind.EVENT_WAIT:
-            waiting = HOST if what == "host" else stream
-            self._clocks[waiting].join(self._events.get(handle, Clock()))
+            self._events[handle] = Counter(self._clocks[stream])
         elif kind == Kind.GRAPH_LAUNCH:
-            seen: set[_Range] = set()
-            for name, ranges in self._graphs[handle]:
-                fresh = [accessed for accessed in ranges if accessed not in seen]
-                seen.update(fresh)
-                self._access(stream, f"a graph's {name}", fresh)
-        elif kind == Kind.HOST_WAIT:
-            self._host_has_waited(what, stream, handle)
+            for accessed, name in self._graphs[handle].items():
+                self._access(stream, f"a graph's {name}", [accessed])
+        elif kind == Kind.EVENT_WAIT and what != "host":
+            self._clocks[stream] |= self._events[handle]
+        else:
+            for clock in self._find_awaited(what, stream, handle):
+                self._clocks[HOST] |= clock
 
-    def _host_has_waited(self, what: str, stream: int, handle: int) -> None:
-        host = self._clocks[HOST]
+    def _find_awaited(self, what: str, stream: int, handle: int) -> list[Clock]:
+        """What the host has waited for; a pageable source is copied before, and orders nothing."""
         if what == "device":
-            for clock in list(self._clocks.values()):
-                host.join(clock)
-        elif what == "event":
-            host.join(self._events.get(handle, Clock()))
-        elif what == "stream":
-            host.join(self._clocks[stream])
+            return list(self._clocks.values())
+        if what in ("event", "host"):
+            return [self._events[handle]]
+        return [self._clocks[stream]] if what == "stream" else []
 
     def _tick(self, stream: int) -> int:
         """A step of this stream, which begins after all that the host has done so far."""
-        clock = self._clocks[stream]
-        if stream != HOST:
-            clock.join(self._clocks[HOST])
-        clock[stream] += 1
-        return clock[stream]
+        self._clocks[stream] |= self._clocks[HOST]
+        self._clocks[stream][stream] += 1
+        return self._clocks[stream][stream]
 
     # ---- what is accessed
 
     def _hear_access(
         self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
-        ranges = [found for t in read if (found := _range_of(t, writes=False))]
-        ranges += [found for t in written if (found := _range_of(t, writes=True))]
+        ranges = [*_find_ranges(read, writes=False), *_find_ranges(written, writes=True)]
         if not ranges:
             return
+        graph = operations.captured_graph()
         if not any(tensor.is_cuda for tensor in (*read, *written)):
             self._access(HOST, name, ranges)
-            return
-        graph = operations.captured_graph()
-        if graph:
-            self._graphs[graph].append((name, ranges))
+        elif graph:
+            for accessed in ranges:
+                self._graphs[graph].setdefault(accessed, name)
         else:
             self._access(operations.current_stream(), name, ranges)
 
     def _access(self, stream: int, name: str, ranges: Sequence[_Range]) -> None:
         self.accesses += 1
-        access = _Access(stream, self._tick(stream), name, operations.frames_of_call(6))
+        access = _Access(stream, self._tick(stream), name, operations.place_of_call())
         for accessed in ranges:
             for part in range(accessed.start >> _PART, ((accessed.end - 1) >> _PART) + 1):
                 self._compare(part, access, accessed)
@@ -145,23 +127,22 @@ class Races:
                 overlap = other.start < own.end and own.start < other.end
                 is_over = clock[stream] >= earlier.tick
                 if overlap and (other.writes or own.writes) and not is_over:
-                    self._note(earlier, other, access, own)
+                    both = self._describe(earlier, other), self._describe(access, own)
+                    self.found[" | ".join(both)] += 1
 
-    def _note(self, earlier: _Access, other: _Range, access: _Access, own: _Range) -> None:
-        def describe(one: _Access, accessed: _Range) -> str:
-            verb = "writes" if accessed.writes else "reads"
-            stream = self.names.get(one.stream, str(one.stream))
-            return f"{one.name} {verb} on {stream} ({operations.describe_place(one.place)})"
-
-        self.found[f"{describe(earlier, other)} | {describe(access, own)}"] += 1
+    def _describe(self, access: _Access, accessed: _Range) -> str:
+        verb = "writes" if accessed.writes else "reads"
+        stream = self.names.get(access.stream, str(access.stream))
+        return f"{access.name} {verb} on {stream} ({access.place})"
 
 
-def _range_of(tensor: torch.Tensor, *, writes: bool) -> _Range | None:
-    if not tensor.numel():
-        return None
-    start = tensor.data_ptr()
-    if not tensor.is_cuda and not operations.RUNTIME.rehearsal_is_pinned(start):
-        return None
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return _Range(start, start + (last + 1) * tensor.element_size(), writes)
+def _find_ranges(tensors: Sequence[torch.Tensor], *, writes: bool) -> list[_Range]:
+    """Where they lie, if that is device memory or pinned."""
+    found: list[_Range] = []
+    for tensor in tensors:
+        start = tensor.data_ptr()
+        if tensor.numel() and (tensor.is_cuda or operations.RUNTIME.rehearsal_is_pinned(start)):
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            found.append(_Range(start, start + (last + 1) * tensor.element_size(), writes))
+    return found

@@ -1,19 +1,20 @@
 """What Triton's kernels write that SGLang launches for a Gemma 4, in PyTorch.
 
-Each function is given its kernel's arguments by name, with CPU tensors, after the real launch.
-They stand for values alone: splits, blocks and roundings are a GPU's.
+Each function has its kernel's name, and is given that one's arguments by name, with CPU tensors,
+after the real launch. They stand for values alone: splits, blocks and roundings are a GPU's.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.forward_batch_info import compute_position_torch
 from torch.nn.functional import rms_norm
 
 from rehearsal import operations
+from sglang_gemma4_reference.attention import attend_causally
 
 Tensor = torch.Tensor
 
@@ -24,13 +25,13 @@ Tensor = torch.Tensor
 def create_flashinfer_kv_indices_triton(a: Any) -> None:
     assert a.ENTRY_PAGE_SIZE == 1
     for request, row in enumerate(a.req_pool_indices_ptr.tolist()):
-        start = 0 if a.kv_start_idx is None else int(a.kv_start_idx[request])
-        length = int(a.page_kernel_lens_ptr[request])
-        slots = a.req_to_token_ptr[row, start : start + length]
+        slots = a.req_to_token_ptr[row]
+        if a.kv_start_idx is not None:
+            slots = slots[a.kv_start_idx[request] :]
+        slots = slots[: a.page_kernel_lens_ptr[request]]
         if a.token_mapping is not None:
             slots = a.token_mapping[slots.long()]
-        first = int(a.kv_indptr[request])
-        a.kv_indices_ptr[first : first + length] = slots
+        a.kv_indices_ptr[a.kv_indptr[request] :][: len(slots)] = slots
 
 
 def get_num_kv_splits_triton(a: Any) -> None:
@@ -39,34 +40,29 @@ def get_num_kv_splits_triton(a: Any) -> None:
 
 def write_req_to_token_pool_triton(a: Any) -> None:
     offset = operations.RUNTIME.rehearsal_host_offset()
-    done = 0
+    written = a.out_cache_loc.split(a.extend_lens.tolist())
     for request, row in enumerate(a.req_pool_indices.tolist()):
-        prefix, length = int(a.pre_lens[request]), int(a.seq_lens[request])
+        prefix = int(a.pre_lens[request])
         if prefix:  # its slots lie at an address that a tensor holds
             address = int(a.prefix_tensors[request]) + offset
             slots = (ctypes.c_int64 * prefix).from_address(address)
             a.req_to_token_ptr[row, :prefix] = torch.tensor(list(slots))
-        new = length - prefix
-        a.req_to_token_ptr[row, prefix:length] = a.out_cache_loc[done : done + new]
-        done += new
+        a.req_to_token_ptr[row, prefix : a.seq_lens[request]] = written[request]
 
 
 def compute_position_kernel(a: Any) -> None:
-    done = 0
-    for request, length in enumerate(a.extend_seq_lens.tolist()):
-        prefix = int(a.extend_prefix_lens[request]) if a.has_prefix else 0
-        a.positions[done : done + length] = torch.arange(prefix, prefix + length)
-        a.extend_start_loc[request] = done
-        done += length
+    lengths = a.extend_seq_lens
+    prefixes = a.extend_prefix_lens if a.has_prefix else torch.zeros_like(lengths)
+    positions, starts = compute_position_torch(prefixes, lengths)
+    a.positions.copy_(positions)
+    a.extend_start_loc.copy_(starts)
 
 
 def _small_copy_kernel(a: Any) -> None:
-    strides = zip(a.source_strides, a.dest_strides, strict=True)
-    fields = zip(a.sources, a.destinations, a.sizes, a.cols, strides, strict=True)
-    for source, destination, size, columns, (from_strides, to_strides) in fields:
-        shape = (size // columns, columns)
-        copied = source.as_strided(shape, tuple(from_strides))
-        destination.as_strided(shape, tuple(to_strides)).copy_(copied)
+    for field, size in enumerate(a.sizes):
+        shape = (size // a.cols[field], a.cols[field])
+        copied = a.sources[field].as_strided(shape, tuple(a.source_strides[field]))
+        a.destinations[field].as_strided(shape, tuple(a.dest_strides[field])).copy_(copied)
 
 
 def get_and_clear_swa_pages_kernel(a: Any) -> None:
@@ -81,39 +77,33 @@ def get_and_clear_swa_pages_kernel(a: Any) -> None:
 # ---- a layer
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
-    """[rows, heads, width] over [keys, KV heads, width], in fp32; ``seen`` is [rows, keys]."""
-    group = q.shape[1] // k.shape[1]
-    keys = k.float().repeat_interleave(group, 1)
-    values = v.float().repeat_interleave(group, 1)
-    scores = torch.einsum("mhd,nhd->hmn", q.float(), keys) * scale
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
-    return torch.einsum("hmn,nhd->mhd", scores.softmax(-1), values)
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """In fp64: one row is as many are."""
+    return attend_causally(q.double(), k.double(), v.double(), scale, window)
+
+
+def _find_slots(a: Any, request: int) -> Tensor:
+    start, end = a.kv_indptr[request : request + 2].tolist()
+    slots: Tensor = a.kv_indices[start:end].long()
+    return slots
 
 
 def _fwd_kernel(a: Any) -> None:
     assert a.mask_ptr is None, "an image's mask is of the tests with Triton's interpreter"
+    window = a.SLIDING_WINDOW_SIZE if a.SLIDING_WINDOW_SIZE > 0 else None
     for request in range(len(a.qo_indptr) - 1):
-        first, end = a.qo_indptr[request : request + 2].tolist()
-        slots = a.kv_indices[int(a.kv_indptr[request]) : int(a.kv_indptr[request + 1])].long()
-        prefix, rows = len(slots), end - first
-        keys = torch.cat([a.K_Buffer[slots], a.K_Extend[first:end]])
-        values = torch.cat([a.V_Buffer[slots], a.V_Extend[first:end]])
-        at = torch.arange(rows)[:, None] + prefix
-        key = torch.arange(prefix + rows)[None]
-        seen = key <= at
-        if a.SLIDING_WINDOW_SIZE > 0:
-            seen &= at <= key + a.SLIDING_WINDOW_SIZE
-        a.O_Extend[first:end] = _attend(a.Q_Extend[first:end], keys, values, a.sm_scale, seen)
+        start, end = a.qo_indptr[request : request + 2].tolist()
+        slots = _find_slots(a, request)
+        keys = torch.cat([a.K_Buffer[slots], a.K_Extend[start:end]])
+        values = torch.cat([a.V_Buffer[slots], a.V_Extend[start:end]])
+        rows = a.Q_Extend[start:end]
+        a.O_Extend[start:end] = _attend(rows, keys, values, a.sm_scale, window)
 
 
 def _fwd_grouped_kernel_stage1(a: Any) -> None:
-    for request in range(len(a.Q)):
-        first, end = a.kv_indptr[request : request + 2].tolist()
-        slots = a.kv_indices[first:end].long()
-        row = a.Q[request : request + 1]
-        attended = _attend(row, a.K_Buffer[slots], a.V_Buffer[slots], a.sm_scale_withk)
+    for request, row in enumerate(a.Q.split(1)):
+        slots = _find_slots(a, request)
+        attended = _attend(row, a.K_Buffer[slots], a.V_Buffer[slots], a.sm_scale_withk, None)
         a.Att_Out[request, :, 0, : attended.shape[-1]] = attended[0]
 
 
@@ -121,14 +111,19 @@ def _fwd_kernel_stage2(a: Any) -> None:
     a.O.copy_(a.Mid_O[: len(a.O), :, 0, : a.O.shape[-1]] * a.v_scale)
 
 
+def _norm_heads(rows: Tensor, weight: Tensor | None, heads: int, a: Any) -> None:
+    of_heads = rows.unflatten(-1, (heads, a.HEAD_DIM))
+    normed = rms_norm(of_heads.float(), (a.HEAD_DIM,), eps=a.eps)
+    if weight is not None:
+        normed *= weight
+    of_heads.copy_(normed)
+
+
 def _gemma_qkv_rmsnorm_kernel(a: Any) -> None:
-    parts: list[tuple[Any, Tensor | None, int]] = [(a.Q_ptr, a.Q_w_ptr, a.NUM_Q_HEADS)]
+    _norm_heads(a.Q_ptr, a.Q_w_ptr, a.NUM_Q_HEADS, a)
     if a.HAS_KV:
-        parts += [(a.K_ptr, a.K_w_ptr, a.NUM_KV_HEADS), (a.V_ptr, None, a.NUM_KV_HEADS)]
-    for rows, weight, heads in parts:
-        of_heads = rows.unflatten(-1, (heads, a.HEAD_DIM))
-        scale = None if weight is None else weight.float()
-        of_heads.copy_(rms_norm(of_heads.float(), (a.HEAD_DIM,), scale, a.eps))
+        _norm_heads(a.K_ptr, a.K_w_ptr, a.NUM_KV_HEADS, a)
+        _norm_heads(a.V_ptr, None, a.NUM_KV_HEADS, a)
 
 
 def softcap_inplace_logits_kernel(a: Any) -> None:
@@ -150,20 +145,3 @@ def _row_logsumexp_topk_kernel(a: Any) -> None:
     largest = a.x_ptr.float().topk(a.K)
     a.out_top_vals_ptr.copy_(largest.values)
     a.out_top_idx_ptr.copy_(largest.indices)
-
-
-KERNELS: tuple[Callable[..., Any], ...] = (
-    create_flashinfer_kv_indices_triton,
-    get_num_kv_splits_triton,
-    write_req_to_token_pool_triton,
-    compute_position_kernel,
-    _small_copy_kernel,
-    get_and_clear_swa_pages_kernel,
-    _fwd_kernel,
-    _fwd_grouped_kernel_stage1,
-    _fwd_kernel_stage2,
-    _gemma_qkv_rmsnorm_kernel,
-    softcap_inplace_logits_kernel,
-    _row_logsumexp_kernel,
-    _row_logsumexp_topk_kernel,
-)

@@ -21,7 +21,7 @@ if os.environ.get("YOCO_TEST_GPU") != "1":
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Equality must hold wherever a row can be skipped, whether that pays or not. What users have who
-# set nothing is shown by test_threshold and server/test_defaults. Set whatever the developer has.
+# set nothing is shown by unit/test_gate and server/test_defaults. Set whatever the developer has.
 os.environ["SGLANG_GEMMA4_YOCO_MIN_SKIPPED_ROWS"] = "1"
 if os.environ.get("TRITON_INTERPRET") == "1":
     # In the interpreter it takes as long as a test; test_any_backend_triton makes it by hand.
@@ -222,17 +222,17 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from sglang_gemma4_yoco import compat, plugin
     from sglang_gemma4_yoco.loading import patch
 
-    model = compat.layers.gemma4_causal.Gemma4TextModel
+    model = compat.gemma4_causal.Gemma4TextModel
     plugin.load.cache_clear()
-    monkeypatch.setattr(plugin, "why_not_installed", None)
+    monkeypatch.setattr(plugin, "left_alone", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "installed", False)
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))
-    for name in compat.names.PUBLISHED_HELPERS:
+    for name in compat.PUBLISHED_HELPERS:
         monkeypatch.delattr(model, name, raising=False)
     yield
-    for name in set(compat.names.PUBLISHED_HELPERS) & vars(model).keys():
+    for name in set(compat.PUBLISHED_HELPERS) & vars(model).keys():
         delattr(model, name)  # those that were there before are put back
     plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
 
@@ -271,8 +271,8 @@ def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
     from sglang_gemma4_yoco.loading import start
 
     yield
-    state = start.get_state(engine.text_model)
-    state.failures_in_a_row, state.unsupported = 0, None
+    state = start.of(engine.text_model)
+    state.failures_in_a_row, state.refused = 0, None
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ class Answer:
     read: tuple[Position, ...] = ()  # of the prompt, where requested
     cached_tokens: int = 0  # of the prompt, from the prefix cache
     seconds: float = 0.0
+    text: str = ""
 
     @property
     def tokens(self) -> tuple[int | str, ...]:
@@ -45,7 +46,7 @@ class Answer:
         generated, read = (_read_positions(about, part) for part in ("output", "input"))
         if read and math.isnan(read[0].logprob):  # nothing comes before a prompt's first token
             read = read[1:]
-        return cls(generated, read, about["cached_tokens"], seconds)
+        return cls(generated, read, about["cached_tokens"], seconds, reply.get("text", ""))
 
 
 def _read_positions(about: Mapping[str, Any], part: str) -> tuple[Position, ...]:

@@ -2,8 +2,9 @@
 
 Serves one model twice with the unchanged ``python -m sglang.launch_server``: stock
 (SGLANG_GEMMA4_YOCO=0) and fast (SGLANG_GEMMA4_YOCO=1). Both get the same prompts at temperature 0,
-one at a time and then several at once; stock also gets each prompt twice in a row, so that all but
-its last token is in the prefix cache. The time to first token is measured with new prompts. In each
+one at a time, when each pair of answers is printed as it comes, and then several at once; stock
+also gets each prompt twice in a row, so that all but its last token is in the prefix cache. The
+time to first token is measured with new prompts. In each
 of these rounds the fast server must have cut prefills. What follows -- goes to both servers. If
 they need an API key, put it into the variable SGLANG_API_KEY.
 
@@ -28,6 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -168,27 +170,48 @@ def end_round(server: Server, found: Found, name: str) -> None:
     server.forget_prefixes()
 
 
-def ask_all(server: Server, prompts: Sequence[Prompt], bar: Any) -> Found:
-    """A server's answers to all prompts, one at a time and then several at once."""
-    found = Found()
-    server.forget_prefixes()
-    for prompt in prompts:
-        found.answers[ALONE].append(send_prompt(server, prompt, bar))
-        if not server.fast:
-            # Stock computes the last row by itself then, as the fast path's tail does.
-            found.answers[AGAIN].append(send_prompt(server, prompt, bar))
-    end_round(server, found, ALONE)
-    pool = ThreadPoolExecutor(8)
-    try:
-        found.answers[AT_ONCE] += pool.map(lambda prompt: send_prompt(server, prompt, bar), prompts)
-    finally:  # without waiting: after an interrupt their server is stopped next
-        pool.shutdown(wait=False, cancel_futures=True)
-    end_round(server, found, AT_ONCE)
-    return found
+def show_pair(found: dict[bool, Found], number: int, bar: Any) -> None:
+    """Print what both servers have answered to a prompt, if both have."""
+    if len(found) < 2:
+        return
+    prompt, stock = found[False].answers[ALONE][number]
+    _, fast = found[True].answers[ALONE][number]
+    difference = Comparison.of([(stock, fast)]).max_logprob
+    bar.clear()
+    say(f"{prompt.kind}: log-probabilities within {difference:.1e}")
+    say(f"  stock: {stock.text!r}\n  fast:  {fast.text!r}")
 
 
-def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[bool, Found]:
-    """Send all prompts to each running server, then the timed ones in turns; True is the fast."""
+def ask_all(
+    both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], bar: Any
+) -> None:
+    """Send all prompts to each running server, one at a time and then several at once."""
+    for server in both:
+        server.forget_prefixes()
+    for number, prompt in enumerate(prompts):
+        for server in both:
+            answers = found[server.fast].answers
+            answers[ALONE].append(send_prompt(server, prompt, bar))
+            if not server.fast:
+                # Stock computes the last row by itself then, as the fast path's tail does.
+                answers[AGAIN].append(send_prompt(server, prompt, bar))
+        show_pair(found, number, bar)
+    for server in both:
+        one = found[server.fast]
+        end_round(server, one, ALONE)
+        pool = ThreadPoolExecutor(8)
+        try:
+            one.answers[AT_ONCE] += pool.map(partial(send_prompt, server, bar=bar), prompts)
+        finally:  # without waiting: after an interrupt their server is stopped next
+            pool.shutdown(wait=False, cancel_futures=True)
+        end_round(server, one, AT_ONCE)
+
+
+def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found]) -> None:
+    """Send all prompts to each running server, then the timed ones in turns.
+
+    ``found`` has what each has answered, also those that ran before; True is the fast one.
+    """
     from tqdm import tqdm  # comes with SGLang
 
     timed = [prompt for prompt in prompts if prompt.kind in (kinds.WARM_UP, kinds.TIMED)]
@@ -196,7 +219,7 @@ def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[b
     rounds = {True: 2, False: 3}  # stock gets each prompt twice in a row as well
     total = sum(len(others) * rounds[server.fast] + len(timed) for server in both)
     with tqdm(total=total, unit="request") as bar:
-        found = {server.fast: ask_all(server, others, bar) for server in both}
+        ask_all(both, others, found, bar)
         turns = list(both)
         for prompt in timed:
             turns.reverse()  # or the same server would always have the warmer caches
@@ -208,7 +231,6 @@ def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt]) -> dict[b
                     one.seconds[len(prompt.body["input_ids"])].append(answer.seconds)
         for server in both:
             end_round(server, found[server.fast], TIMED)
-    return found
 
 
 def compare_by_kind(*pairs: tuple[Answers, Answers]) -> Compared:
@@ -275,7 +297,7 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     stock, fast = servers.make_pair(flags, args.output, **how)
     run_prefills_eagerly(stock)
     prompts: list[Prompt] = []
-    found: dict[bool, Found] = {}
+    found: dict[bool, Found] = defaultdict(Found)
     # The fast one goes first: if it is not active there is nothing to measure.
     groups = [[fast], [stock]]
     if together:
@@ -283,7 +305,7 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     for group in groups:
         with servers.run_servers(group, args.start_timeout, one_by_one=args.device != "cpu"):
             prompts = prompts or fit_prompts(document, args, tokenizer, group[0])
-            found |= examine_servers(group, prompts)
+            examine_servers(group, prompts, found)
     return found[False], found[True]
 
 

@@ -206,12 +206,12 @@ def _attend(
         if cache.window_slots is not None:
             slots = cache.window_slots[slots]
         keys, values = (cached[slots].to(q.dtype) for cached in (cache.keys, cache.values))
-        out[start:end] = _causal(q[start:end], keys, values, layer.scaling, window)
+        out[start:end] = attend_causally(q[start:end], keys, values, layer.scaling, window)
         start = end
     return out.flatten(1)
 
 
-def _causal(
+def attend_causally(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
     """Causal attention of the last rows of one request to all of its keys.

@@ -134,8 +134,11 @@ class Gemma4Shape:
         """``sliding_attention`` or ``full_attention`` for each layer."""
         group = self.sliding_per_full + 1
         found: list[str] = []
-        for layer in range(self.layers):
-            found.append("full_attention" if (layer + 1) % group == 0 else "sliding_attention")
+        for layer in range(1, self.layers + 1):
+            if layer % group == 0:
+                found.append("full_attention")
+            else:
+                found.append("sliding_attention")
         return found
 
 
@@ -359,8 +362,9 @@ def scale(model: Any, shape: Gemma4Shape) -> None:
     for layer in model.layers:
         layer.layer_scalar.uniform_(0.9, 1.0)
     model.embed_tokens.weight[: len(_SPECIAL_TOKENS)] *= 0.1
-    in_full = shape.sharpness if shape.global_sharpness is None else shape.global_sharpness
-    sharpness = {"sliding_attention": shape.sharpness, "full_attention": in_full}
+    sharpness = {"sliding_attention": shape.sharpness, "full_attention": shape.sharpness}
+    if shape.global_sharpness is not None:
+        sharpness["full_attention"] = shape.global_sharpness
     chosen = _outlier_channels(shape)
     for layer, kind in zip(model.layers, shape.layer_types, strict=True):
         for name, weight in layer.named_parameters():

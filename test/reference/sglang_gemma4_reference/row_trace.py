@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,23 @@ class Prefill:
     replays: int = 0
 
 
+def batch_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch that a text model is called with; a wrapper of its forward may hide the names."""
+    return next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
+
+
+def when_built(call: Callable[[Any], object]) -> None:
+    """Have SGLang call this with every ``Gemma4TextModel`` that it builds in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def built(_: None, model: Any, *__: object, **___: object) -> None:
+        call(model)
+
+    HookRegistry.register(
+        "sglang.srt.models.gemma4_causal.Gemma4TextModel.__init__", built, HookType.AFTER
+    )
+
+
 def _integers(lens: Iterable[Any] | None) -> list[int]:
     if lens is None:
         return []
@@ -89,9 +107,7 @@ def observe(model: Any, on_prefill: Callable[[Prefill], None]) -> list[Removable
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal current
-        # A wrapper of the forward may hide its signature.
-        batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
-        batch = replayed.get() or batch
+        batch = replayed.get() or batch_given(args, kwargs)
         current = None
         recorder.replays.clear()
         if batch.rids is None:  # a synthetic request: made to warm up, or to compare
@@ -199,13 +215,5 @@ def load() -> None:
     The entry point ``gemma4_row_trace`` of SGLang's general plugins.
     """
     path = os.environ.get(VARIABLE)
-    if not path:
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    def built(_: None, model: Any, *__: object, **___: object) -> None:
-        observe(model, append_to(path))
-
-    HookRegistry.register(
-        "sglang.srt.models.gemma4_causal.Gemma4TextModel.__init__", built, HookType.AFTER
-    )
+    if path:
+        when_built(partial(observe, on_prefill=append_to(path)))

@@ -17,10 +17,13 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from sglang_gemma4_reference.row_trace import batch_given, when_built
 
 VARIABLE = "GEMMA4_TAIL_FAILURES"
 
@@ -57,8 +60,7 @@ def slow_down(model: Any, file: Path) -> None:
     pause = _pause_file(file)
 
     def wait(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
-        if not batch.forward_mode.is_extend_without_speculative():
+        if not batch_given(args, kwargs).forward_mode.is_extend_without_speculative():
             return
         try:
             ends = time.monotonic() + float(pause.read_text() or 0)
@@ -78,8 +80,6 @@ def _interval(file: Path) -> int:
 
 def inject(model: Any, file: Path) -> None:
     """Make prefill forwards of ``model``, a ``Gemma4TextModel`` with a tail, fail as FILE says."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
     layers = len(model.layers)
     first = layers - model.config.num_kv_shared_layers
     total = forwards = 0
@@ -87,9 +87,7 @@ def inject(model: Any, file: Path) -> None:
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal total
-        # By type: another plugin's wrapper may hide the names that the method gives its arguments.
-        (batch,) = (value for value in (*args, *kwargs.values()) if isinstance(value, ForwardBatch))
-        total = 0
+        batch, total = batch_given(args, kwargs), 0
         if not batch.forward_mode.is_decode_or_idle():
             total = len(batch.input_ids)
 
@@ -126,16 +124,11 @@ def load() -> None:
     The entry point ``gemma4_tail_failures`` of SGLang's general plugins.
     """
     file = os.environ.get(VARIABLE)
-    if not file:
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    if file:
+        when_built(partial(_prepare, file=Path(file)))
 
-    def built(_: None, model: Any, *__: object, **___: object) -> None:
-        slow_down(model, Path(file))
-        whole = model.end_layer - model.start_layer == model.config.num_hidden_layers
-        if model.config.num_kv_shared_layers and whole:  # no pipeline stage
-            inject(model, Path(file))
 
-    HookRegistry.register(
-        "sglang.srt.models.gemma4_causal.Gemma4TextModel.__init__", built, HookType.AFTER
-    )
+def _prepare(model: Any, file: Path) -> None:
+    slow_down(model, file)
+    if model.config.num_kv_shared_layers:
+        inject(model, file)

@@ -9,34 +9,31 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.models.gemma4_causal import Gemma4Attention, Gemma4DecoderLayer
 
 from breakages import as_returned
-from harness.batches import BATCHES
+from harness.batches import BATCHES, new_rows
 from harness.forwards import (
     CHUNKS,
     assert_fast,
     assert_served_by_stock,
     assert_stock,
     assert_untouched,
+    norm_called,
 )
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
 from harness.stand_ins import Doubled, Packed, halved_weights
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
-from sglang_gemma4_yoco import compat, counters
-from sglang_gemma4_yoco.core import cut, per_layer
-from sglang_gemma4_yoco.core import model as core_model
+from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco.core import cut, donor, per_layer
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -51,7 +48,7 @@ def donor_layer(engine: Engine) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def trusted(engine: Engine) -> Iterator[None]:
     """The classes of the tests are somebody else's, which refuse a server otherwise."""
-    with settings_changed(trust=(__name__, "harness.stand_ins")):
+    with settings_changed(trust=(__name__, "harness.forwards", "harness.stand_ins")):
         yield
 
 
@@ -98,15 +95,8 @@ def changed_projection(engine: Engine, change: Callable[[Any], None]) -> Any:
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_projections_that_cannot_be_sliced(engine: Engine, name: str) -> None:
-    assert compat.layers.is_plain_linear(changed_projection(engine, _give()))
-    assert not compat.layers.is_plain_linear(changed_projection(engine, NOT_PLAIN[name]))
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sglangs_unquantised_layers_can_be_sliced(bias: bool, dtype: torch.dtype) -> None:
-    plain = compat.layers.is_plain_linear(ReplicatedLinear(16, 32, bias=bias, params_dtype=dtype))
-    assert plain is not bias
+    assert compat.is_plain_linear(changed_projection(engine, _give()))
+    assert not compat.is_plain_linear(changed_projection(engine, NOT_PLAIN[name]))
 
 
 @pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])
@@ -127,7 +117,7 @@ def test_per_layer_inputs_whose_weights_are_not_plain(
     doubled(engine.text_model.per_layer_model_projection)
     assert not per_layer.can_be_split(engine.text_model)
     engine.runner.init_attention_backends()  # when a server starts, its weights are what they are
-    total = sum(len(prompt.new) for prompt in prompts)
+    total = new_rows(prompts)
     assert_fast(engine, prompts, projected=[(total, LAYERS)])
 
 
@@ -167,9 +157,9 @@ def test_a_donor_without_a_layer_before_it_is_left_alone(
     config = SimpleNamespace(num_hidden_layers=LAYERS, num_kv_shared_layers=LAYERS - first)
     model = SimpleNamespace(config=config, layers=engine.text_model.layers)
     if inside:
-        assert gemma4.find_unsupported_reason(model) is None
+        assert donor.why_not(model) is None
     else:
-        assert gemma4.find_unsupported_reason(model) == "there is no layer before the donor"
+        assert donor.why_not(model) == "there is no layer before the donor"
 
 
 # ---------------------------------------------------------------- what comes to the cut
@@ -188,24 +178,8 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     for one in (seen, later):
         assert_served_by_stock(stock, one)
     assert_untouched(engine)
-    assert counters.forwards == {reason: 2}
-    assert start.get_state(engine.text_model).unsupported == reason
-
-
-@contextmanager
-def norm_called(engine: Engine, otherwise: Callable[..., Any]) -> Iterator[None]:
-    """The model's last norm is called by ``otherwise(call, rows, *others)``."""
-    last, kind = engine.text_model.norm, type(engine.text_model.norm)
-    call = kind.__call__
-
-    def called(norm: Any, *args: Any) -> Any:
-        stock = functools.partial(call, norm)
-        if norm is last:
-            return otherwise(stock, *args)
-        return stock(*args)
-
-    with mock.patch.object(kind, "__call__", called):
-        yield
+    assert log.forwards == {reason: 2}
+    assert start.of(engine.text_model).refused == reason
 
 
 def adding(call: Any, rows: torch.Tensor, *_: Any) -> Any:
@@ -223,7 +197,7 @@ def twice(call: Any, rows: torch.Tensor, *others: Any) -> Any:
 @pytest.mark.parametrize("otherwise", [adding, twice])
 def test_a_norm_that_is_called_otherwise(engine: Engine, otherwise: Callable[..., Any]) -> None:
     with norm_called(engine, otherwise):
-        assert_refused_late(engine, core_model.OTHER_END)
+        assert_refused_late(engine, cut.OTHER_NORM)
 
 
 def test_something_else_before_the_norm(engine: Engine) -> None:
@@ -257,10 +231,10 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     def pad(_: Any, __: Any, call: dict[str, Any], output: Any) -> Any:
         if padded or model.end_layer != FIRST_CUT:  # once, and not stock's
             return output
-        hidden = compat.layers.get_rows(output)
+        hidden = compat.layer_rows(output)
         padded.append(hidden)
         more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
-        compat.layers.write_residual(call["forward_batch"], more)
+        compat.write_residual(call["forward_batch"], more)
         return as_returned(more)
 
     model = engine.text_model
@@ -269,34 +243,32 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     assert len(padded) == 1
 
 
-@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+@pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 class TestResidualIsWritten:
-    """On SGLang's streams."""
+    """The package cuts where all of the residual is in the rows: on SGLang's streams."""
 
     def batch(self, stream: Any) -> SimpleNamespace:
         return SimpleNamespace(residual_stream=stream)
 
-    def test_a_written_stream(self) -> None:
+    def test_rows_that_a_stream_has_written_are_the_residual(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
         hidden = torch.ones(3, 4)
         stream = ResidualStream()
-        assert compat.layers.residual_is_written(
-            self.batch(stream), hidden
-        )  # nothing but the embeddings
+        assert compat.residual_is_written(self.batch(stream), hidden)  # nothing but the embeddings
         stream.write(hidden)
-        assert compat.layers.residual_is_written(self.batch(stream), hidden)
-        assert not compat.layers.residual_is_written(self.batch(stream), hidden.clone())
-        assert compat.layers.residual_is_written(self.batch(None), hidden)
-        assert compat.layers.residual_is_written(SimpleNamespace(), hidden)
+        assert compat.residual_is_written(self.batch(stream), hidden)
+        assert not compat.residual_is_written(self.batch(stream), hidden.clone())
+        assert compat.residual_is_written(self.batch(None), hidden)
+        assert compat.residual_is_written(SimpleNamespace(), hidden)
 
-    def test_a_pending_update(self) -> None:
+    def test_rows_that_are_owed_an_update_are_not(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
         hidden, residual = torch.ones(3, 4), torch.ones(3, 4)
         given, stream = ResidualStream.from_handoff(hidden, residual, PLAIN_ADD)
-        assert not compat.layers.residual_is_written(self.batch(stream), given)
-        assert not compat.layers.residual_is_written(self.batch(stream), residual)
+        assert not compat.residual_is_written(self.batch(stream), given)
+        assert not compat.residual_is_written(self.batch(stream), residual)
         stream.write(residual)
-        assert compat.layers.residual_is_written(self.batch(stream), residual)
+        assert compat.residual_is_written(self.batch(stream), residual)

@@ -35,23 +35,21 @@ from sglang.srt.model_executor import forward_context
 from harness.batches import BATCHES, batch_of
 from harness.checking import audited, tensors_unchanged
 from harness.decode_graphs import recorded_decode_steps
-from harness.forwards import ENGINE, InjectedError, attention_of, state_of
-from harness.observe import TOLERANCE, batch_in
+from harness.forwards import ENGINE, InjectedError, attention_of, outcomes, state_of
+from harness.observe import TOLERANCE, batch_in, without_padding
 from harness.prefill_exits import RECORDED
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import (
-    SWITCHED_OFF,
     Engine,
     Prompt,
     reset_log,
     settings_changed,
     switched,
 )
-from sglang_gemma4_yoco import compat, counters, settings
-from sglang_gemma4_yoco.captured import lifecycle
-from sglang_gemma4_yoco.exits import attach
-from sglang_gemma4_yoco.exits.exits import EXITS_ENTRY
+from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
+from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco.core.state import ENTRY
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = [
@@ -155,8 +153,19 @@ def phase_of(frame: Any) -> str | None:
 
 
 @contextmanager
-def profiled(profiler: Callable[[Any, str, Any], None]) -> Iterator[None]:
-    """In the span ``profiler`` is called with each event; what it raises, the caller sees."""
+def watched(on_site: Callable[[Site], None]) -> Iterator[None]:
+    """In the span ``on_site`` is called before each site; what it raises, the site's line sees."""
+
+    def profiler(*event: Any) -> None:
+        call = call_of(*event)
+        if call is None:
+            return
+        caller, callee = call
+        phase = phase_of(caller)
+        if phase is not None and callee != AN_ANSWER:
+            file = caller.f_code.co_filename.removeprefix(PACKAGE)
+            on_site(Site(phase, file, caller.f_lineno, callee))
+
     sys.setprofile(profiler)
     try:
         yield
@@ -165,40 +174,16 @@ def profiled(profiler: Callable[[Any, str, Any], None]) -> Iterator[None]:
 
 
 @contextmanager
-def noting(sites: dict[Site, None]) -> Iterator[None]:
-    """Add the sites of the span to ``sites``, in the order of their first calls."""
-
-    def note(*event: Any) -> None:
-        call = call_of(*event)
-        if call is None:
-            return
-        caller, callee = call
-        phase = phase_of(caller)
-        if phase is not None and callee != AN_ANSWER:
-            file = caller.f_code.co_filename.removeprefix(PACKAGE)
-            sites[Site(phase, file, caller.f_lineno, callee)] = None
-
-    with profiled(note):
-        yield
-
-
-@contextmanager
 def failing_at(site: Site, error: type[BaseException]) -> Iterator[None]:
     """The first call of this site in the span, which must come, raises."""
     failed = []
 
-    def fail(*event: Any) -> None:
-        call = call_of(*event)
-        if call is None:
-            return
-        caller, callee = call
-        if callee != site.callee or caller.f_code.co_filename != f"{PACKAGE}{site.file}":
-            return
-        if caller.f_lineno == site.line and phase_of(caller) == site.phase:
+    def fail(reached: Site) -> None:
+        if reached == site:
             failed.append(site)
             raise error(str(site))
 
-    with profiled(fail):
+    with watched(fail):
         yield
     assert failed == [site]
 
@@ -233,34 +218,32 @@ def set_up(engine: Engine, part: str) -> None:
     state = state_of(engine)
     with ExitStack() as without:
         if part != "capture":
-            without.enter_context(mock.patch.object(lifecycle, "capture_tail"))
+            without.enter_context(mock.patch.object(graphs, "capture"))
         if part == "check":
-            state.report.pop("check", None)
-            state.is_checked = False
+            state.facts.pop("check", None)
         if part != "exits":
-            without.enter_context(mock.patch.object(attach, "open_exits"))
+            without.enter_context(mock.patch.object(prefill_graphs, "attach"))
         elif exits_of(engine) is not None:
             exits_of(engine).hooks.close()
-        without.enter_context(start._serve_stock_after_failure(engine.text_model))
+        without.enter_context(start._stock_if_it_fails(engine.text_model))
         start.set_up(engine.runner, state)
 
 
 def exits_of(engine: Engine) -> Any:
     """The exits of its captured prefills, or None."""
-    return getattr(engine.runner.prefill_cuda_graph_runner, EXITS_ENTRY, None)
+    return getattr(engine.runner.prefill_cuda_graph_runner, ENTRY, None)
 
 
 def turn_on(engine: Engine) -> None:
     """Turn on again what the failures before have turned off; nothing is counted or logged yet."""
     state = state_of(engine)
-    state.unsupported, state.after_cut, state.failures_in_a_row = None, None, 0
-    state.report.setdefault("check", {})
-    state.is_checked = True
+    state.refused, state.after_cut, state.failures_in_a_row = None, None, 0
+    state.facts.setdefault("check", {})
     if state.captured is None:
         set_up(engine, "capture")
     if exits_of(engine) is None or exits_of(engine).closed is not None:
         set_up(engine, "exits")
-    assert state.unsupported is None
+    assert state.refused is None
     reset_log()
 
 
@@ -284,9 +267,9 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "eager": Way(tuple(BATCHES["input logprobs"]), eagerly, counters.TAIL_EAGER),
-    "captured": Way(tuple(batch_of((9, 40))), eagerly, counters.TAIL_CAPTURED),
-    "exit": Way(tuple(batch_of((4, 40))), as_captured, counters.EXIT_CAPTURED),
+    "eager": Way(tuple(BATCHES["input logprobs"]), eagerly, log.TAIL_EAGER),
+    "captured": Way(tuple(batch_of((9, 40))), eagerly, log.TAIL_CAPTURED),
+    "exit": Way(tuple(batch_of((4, 40))), as_captured, log.EXIT_CAPTURED),
 }
 
 
@@ -334,7 +317,7 @@ def serve(
     changed = set()
     for one, before in seen:
         changed |= {name for name, value in fields_of(one).items() if value is not before[name]}
-    cache = [part[1:] for pair in engine.kv() for part in pair]
+    cache = without_padding(engine.kv())
     with eagerly(engine), switched("0"):
         step = engine.decode(scheduled, [30] * len(way.prompts)).next_token_logits.clone()
     allocator = engine.runner.token_to_kv_pool_allocator
@@ -403,15 +386,6 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 # ---------------------------------------------------------------- each of them fails
 
 
-def outcomes() -> dict[str, int]:
-    """How forwards with the path on were counted."""
-    found: dict[str, int] = {}
-    for outcome, n in counters.forwards.items():
-        if outcome != SWITCHED_OFF:
-            found[outcome] = n
-    return found
-
-
 def assert_left_as_by(stock: Served, seen: Served) -> None:
     """The pools, the batch and the next decode step are those of the stock forward."""
     assert all(map(torch.equal, seen.cache, stock.cache)), "K and V"
@@ -427,41 +401,35 @@ def assert_nothing_else_changed(engine: Engine, before: dict[str, Any], *but: st
     assert not [name for name in changed if not name.startswith("tail's backend.cuda_graph_")]
 
 
-def serve_failing(engine: Engine, way: Way, site: Site, error: type[BaseException]) -> None:
-    """A call of the fast path fails: stock serves, and one failure is counted."""
+def serve_failing(
+    engine: Engine, way: Way, site: Site, error: type[BaseException], *, is_audited: bool
+) -> None:
+    """A call of the fast path fails: stock serves, and one failure is counted.
+
+    Where it is one of an audit, the path has served, no failure of it is counted, and audits end.
+    """
     turn_on(engine)
     stock, before = served_by_stock(engine, way), what_lives(engine)
-    seen = serve(engine, way, failing_at(site, error))
-    assert seen.answer is not None
-    assert stock.answer is not None
-    assert torch.equal(seen.answer, stock.answer), "the answer"
-    assert_left_as_by(stock, seen)
-    assert counters.forwards[counters.FAILED] == 1, outcomes()
-    assert state_of(engine).failures_in_a_row == 1
-    dropped = ["state.captured"] * (site.callee == GRAPH_REPLAYED)
-    assert_nothing_else_changed(engine, before, "state.failures_in_a_row", *dropped)
-
-
-def audit_failing(engine: Engine, way: Way, site: Site, error: type[BaseException]) -> None:
-    """A call of an audit fails: the path has served, no failure of it is counted, audits end."""
-    turn_on(engine)
-    stock, before = served_by_stock(engine, way), what_lives(engine)
-    with audited(engine) as state:
+    with audited(engine) if is_audited else nullcontext():
         seen = serve(engine, way, failing_at(site, error))
-        assert state.after_cut is None
-    assert seen.answer is not None
-    assert stock.answer is not None
-    torch.testing.assert_close(seen.answer, stock.answer, atol=TOLERANCE, rtol=0)
+        assert state_of(engine).after_cut is None
+    may_change = ["state.captured"] * (site.callee == GRAPH_REPLAYED)
+    if is_audited:
+        torch.testing.assert_close(seen.answer, stock.answer, atol=TOLERANCE, rtol=0)
+        assert outcomes() == {way.outcome: 1}
+    else:
+        torch.testing.assert_close(seen.answer, stock.answer, atol=0, rtol=0)
+        assert log.forwards[log.FAILED] == 1, outcomes()
+        assert state_of(engine).failures_in_a_row == 1
+        may_change.append("state.failures_in_a_row")
     assert_left_as_by(stock, seen)
-    assert outcomes() == {way.outcome: 1}
-    dropped = ["state.captured"] * (site.callee == GRAPH_REPLAYED)
-    assert_nothing_else_changed(engine, before, *dropped)
+    assert_nothing_else_changed(engine, before, *may_change)
 
 
 # What the start itself sets.
 SET_UP = (
-    *("state.captured", "state.unsupported", "state.failures_in_a_row"),
-    *(f"prefills.{EXITS_ENTRY}", "prefills.execute", "prefills' backend.replay"),
+    *("state.captured", "state.refused", "state.failures_in_a_row"),
+    *(f"prefills.{ENTRY}", "prefills.execute", "prefills' backend.replay"),
 )
 
 
@@ -472,98 +440,75 @@ def start_failing(engine: Engine, part: str, site: Site, error: type[BaseExcepti
     with tensors_unchanged(engine), failing_at(site, error):
         set_up(engine, part)
     assert_nothing_else_changed(engine, before, *SET_UP)
-    assert not counters.forwards
+    assert not log.forwards
     if site.phase in ("capture", "graphs compared"):
-        assert state_of(engine).unsupported is None, "the tail can still run eagerly"
+        assert state_of(engine).refused is None, "the tail can still run eagerly"
     for way in (WAYS["captured"], WAYS["exit"]):
         stock, seen = served_by_stock(engine, way), serve(engine, way, nullcontext())
         torch.testing.assert_close(seen.answer, stock.answer, atol=TOLERANCE, rtol=0)
         assert_left_as_by(stock, seen)
-    assert counters.FAILED not in counters.forwards
+    assert log.FAILED not in log.forwards
 
 
 class Work(NamedTuple):
-    """Something that works, and what must hold when one of its calls fails.
+    """Something that works, whose calls fail one by one: a prefill, or a part of the start.
 
     Attributes:
-        run: do it; the part of it in which calls fail runs in the given span.
-        fail: do it with this call failing, and judge what comes of it.
         every: by default one in so many of its sites fails.
-        phase: the only phase whose sites are meant; None for all.
-        is_quick: all calls of SGLang's own code fail by default, too.
+        way: of a prefill.
+        is_audited: the calls that fail are those of the prefill's audit.
+        part: of the start.
     """
 
-    run: Callable[[Engine, AbstractContextManager[Any]], object]
-    fail: Callable[[Engine, Site, type[BaseException]], None]
     every: int
-    phase: str | None = None
-    is_quick: bool = True
+    way: Way | None = None
+    is_audited: bool = False
+    part: str = ""
+
+    def run(self, engine: Engine, span: AbstractContextManager[Any]) -> None:
+        """Do it; the part of it in which calls fail runs in ``span``."""
+        if self.way is None:
+            with span:
+                set_up(engine, self.part)
+        else:
+            with audited(engine) if self.is_audited else nullcontext():
+                serve(engine, self.way, span)
+
+    def fail(self, engine: Engine, site: Site, error: type[BaseException]) -> None:
+        """Do it with this call failing, and judge what comes of it."""
+        if self.way is None:
+            start_failing(engine, self.part, site, error)
+        else:
+            serve_failing(engine, self.way, site, error, is_audited=self.is_audited)
 
     def sites(self, engine: Engine) -> list[Site]:
-        """All of them."""
+        """All of them, in the order of their first calls."""
         turn_on(engine)
         found: dict[Site, None] = {}
-        self.run(engine, noting(found))
-        made: list[Site] = []
-        for site in found:
-            if self.phase in (None, site.phase):
-                made.append(site)
-        return made
+        self.run(engine, watched(found.setdefault))
+        if self.is_audited:
+            return [site for site in found if site.phase == "audit"]
+        return list(found)
 
     def some_sites(self, engine: Engine) -> list[Site]:
-        """Those that fail by default."""
+        """Those that fail by default: of a prefill all calls of SGLang's own code, and others."""
         sites = self.sites(engine)
         chosen = some_of(sites, self.every)
-        if self.is_quick:
+        if self.way is not None:
             chosen += [s for s in sites if s.callee.startswith(SGLANGS) and s not in chosen]
         return chosen
 
 
-def served(way: Way) -> Work:
-    """A prefill."""
-
-    def run(engine: Engine, span: AbstractContextManager[Any]) -> None:
-        serve(engine, way, span)
-
-    def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
-        serve_failing(engine, way, site, error)
-
-    return Work(run, fail, every=8)
-
-
-def served_and_audited(way: Way) -> Work:
-    """A prefill that is audited; sites are those of the audit."""
-
-    def run(engine: Engine, span: AbstractContextManager[Any]) -> None:
-        with audited(engine):
-            serve(engine, way, span)
-
-    def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
-        audit_failing(engine, way, site, error)
-
-    return Work(run, fail, every=16, phase="audit")
-
-
-def started(part: str, every: int) -> Work:
-    """A part of the start."""
-
-    def run(engine: Engine, span: AbstractContextManager[Any]) -> None:
-        with span:
-            set_up(engine, part)
-
-    def fail(engine: Engine, site: Site, error: type[BaseException]) -> None:
-        start_failing(engine, part, site, error)
-
-    return Work(run, fail, every, is_quick=False)
-
-
 WORKS = {
-    **{name: served(way) for name, way in WAYS.items()},
-    **{f"{name}, audited": served_and_audited(way) for name, way in WAYS.items()},
-    **{
-        part: started(part, every)
-        for part, every in (("capture", 100), ("check", 50), ("exits", 50))
-    },
+    "eager": Work(8, WAYS["eager"]),
+    "captured": Work(8, WAYS["captured"]),
+    "exit": Work(8, WAYS["exit"]),
+    "eager, audited": Work(16, WAYS["eager"], is_audited=True),
+    "captured, audited": Work(16, WAYS["captured"], is_audited=True),
+    "exit, audited": Work(16, WAYS["exit"], is_audited=True),
+    "capture": Work(100, part="capture"),
+    "check": Work(50, part="check"),
+    "exits": Work(50, part="exits"),
 }
 
 
@@ -589,48 +534,51 @@ def test_each_call_fails_once(engine: Engine, name: str, which: str) -> None:
     assert wrong == []
 
 
+#: By why a failure must be raised: other ranks would wait for this one, or the process ends.
+RAISED: dict[str, tuple[type[BaseException], ...]] = {
+    "several ranks": ERRORS,
+    "interrupted": (KeyboardInterrupt, SystemExit),
+}
+
+
+@pytest.fixture(params=RAISED)
+def raised(request: pytest.FixtureRequest) -> Iterator[tuple[type[BaseException], ...]]:
+    """Errors that must be raised, where they must."""
+    is_alone = request.param == "interrupted"
+    with mock.patch.object(compat, "is_single_rank", return_value=is_alone):
+        yield RAISED[request.param]
+
+
 @pytest.mark.parametrize("name", ["eager", "captured, audited", "exit, audited"])
-@pytest.mark.parametrize("kind", ["several ranks", "interrupted"])
-def test_what_must_be_raised_leaves_all_as_it_was(engine: Engine, name: str, kind: str) -> None:
-    """A failure that other ranks would wait for, and what ends the process."""
-    way, is_audited = WAYS[name.removesuffix(", audited")], name.endswith(", audited")
-    stock = served_by_stock(engine, way)
-    errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
-    if kind == "several ranks":
-        errors = ERRORS
-    for number, site in enumerate(some_of(WORKS[name].sites(engine), every=50)):
+def test_what_must_be_raised_leaves_all_as_it_was(
+    engine: Engine, name: str, raised: tuple[type[BaseException], ...]
+) -> None:
+    work = WORKS[name]
+    assert work.way is not None
+    stock = served_by_stock(engine, work.way)
+    for number, site in enumerate(some_of(work.sites(engine), every=50)):
         turn_on(engine)
-        before, error = what_lives(engine), errors[number % 2]
-        alone = mock.patch.object(
-            compat.server, "is_single_rank", return_value=kind == "interrupted"
-        )
-        with alone, audited(engine) if is_audited else nullcontext():
-            seen = serve(engine, way, failing_at(site, error), raises=error)
+        before, error = what_lives(engine), raised[number % 2]
+        with audited(engine) if work.is_audited else nullcontext():
+            seen = serve(engine, work.way, failing_at(site, error), raises=error)
         # A forward that raises leaves its residual on the batch, with or without this package.
         assert seen.changed <= stock.changed | {"residual_stream"}, site
-        if is_audited:
+        if work.is_audited:
             assert all(map(torch.equal, seen.cache, stock.cache)), site
             assert torch.equal(seen.step, stock.step), site
         assert all(map(torch.equal, seen.free, stock.free)), site
-        assert counters.FAILED not in counters.forwards
+        assert log.FAILED not in log.forwards
         assert_nothing_else_changed(engine, before)
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("part", ["capture", "check", "exits"])
-@pytest.mark.parametrize("kind", ["several ranks", "interrupted"])
 def test_a_start_that_must_raise_gives_back_what_it_borrowed(
-    engine: Engine, part: str, kind: str
+    engine: Engine, part: str, raised: tuple[type[BaseException], ...]
 ) -> None:
-    errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, SystemExit)
-    if kind == "several ranks":
-        errors = ERRORS
     for number, site in enumerate(some_of(WORKS[part].sites(engine), every=40)):
         turn_on(engine)
-        before, error = what_lives(engine), errors[number % 2]
-        alone = mock.patch.object(
-            compat.server, "is_single_rank", return_value=kind == "interrupted"
-        )
-        with alone, tensors_unchanged(engine), pytest.raises(error), failing_at(site, error):
+        before, error = what_lives(engine), raised[number % 2]
+        with tensors_unchanged(engine), pytest.raises(error), failing_at(site, error):
             set_up(engine, part)
         assert_nothing_else_changed(engine, before, *SET_UP)

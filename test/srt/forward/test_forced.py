@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from harness.forwards import ENGINE
+from breakages import BREAKAGES
+from harness.forwards import ENGINE, state_of
 from harness.layer_rows import FIRST_SHARED
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.state import find_state
-from sglang_gemma4_yoco.models import gemma4
-from sglang_gemma4_yoco.replaced import replaced
+from sglang_gemma4_yoco.core.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -42,14 +40,12 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
     """What this module of a layer returns is ``wrong`` where stock does not run it."""
 
     def broken(engine: Engine) -> AbstractContextManager[Any]:
-        state, owner = find_state(engine.text_model), engine.text_model.layers[layer]
-        assert state is not None
-        owner = owner.get_submodule(name)
+        state, owner = state_of(engine), engine.text_model.layers[layer].get_submodule(name)
         stock = owner.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             right = stock(*args, **kwargs)
-            return right if state.unsupported else wrong(right)  # stock runs as if it were refused
+            return right if state.refused else wrong(right)  # stock runs as if it were refused
 
         return replaced(owner, forward=forward)
 
@@ -72,12 +68,6 @@ def in_turns(output: torch.Tensor) -> torch.Tensor:
     return output * share.to(output.dtype)
 
 
-def keys_or_values(number: int, stock: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    pair = list(stock(*args))
-    pair[number] = larger(pair[number])
-    return tuple(pair)
-
-
 def of_layer(stock: Any, inputs: PerLayerInputs) -> torch.Tensor:
     of_layers: torch.Tensor = stock(inputs)
     of_layers[:, LAYER - DONOR] *= 1.1
@@ -95,16 +85,19 @@ def at_the_end(stock: Any, *args: Any) -> Any:
     return stock(*args) * 1.1
 
 
-def at_the_beginning(
-    stock: Any, model: Any, layers: Any, batch: Any, rows: torch.Tensor, *others: Any
-) -> Any:
-    return stock(model, layers, batch, rows * 1.1, *others)
+def at_the_beginning(stock: Any, state: Any, batch: Any, rows: torch.Tensor, *others: Any) -> Any:
+    return stock(state, batch, rows * 1.1, *others)
 
 
-def written(finishes: bool, stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
-    """Not those of stock's forward, which has written to the same slots."""
-    if (plan.runner is None) == finishes:
+def not_written(stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
+    """Of prompts that end: not those of stock's forward, which has written to the same slots."""
+    if plan.runner is None:
         stock(state, plan, *rows)
+
+
+def breakage(name: str) -> Wrong:
+    """One of those that ``bench_checks`` has."""
+    return lambda engine: BREAKAGES[name](state_of(engine))
 
 
 def stray(engine: Engine) -> AbstractContextManager[Any]:
@@ -122,33 +115,30 @@ KEYS, VALUES = (f"{what} of layer {DONOR} in the pool" for what in ("keys", "val
 CASES: dict[str, tuple[Wrong, set[str]]] = {
     "nothing": (nullcontext, set()),
     "queries": (module(LAYER, "self_attn.q_norm", larger), {f"queries of layer {LAYER}"}),
-    "keys": (function(gemma4, "compute_keys_and_values", partial(keys_or_values, 0)), {KEYS}),
-    "values": (function(gemma4, "compute_keys_and_values", partial(keys_or_values, 1)), {VALUES}),
+    "keys": (breakage("keys 2 % too large"), {KEYS}),
+    "values": (breakage("values 2 % too large"), {VALUES}),
     "attention": (
         module(LAYER, "self_attn.attn", in_turns),
         {f"attention of layer {LAYER}", f"mean of the values of layer {LAYER}"},
     ),
     "per-layer inputs": (
-        function(PerLayerInputs, "get_kept", of_layer),
+        function(PerLayerInputs, "kept", of_layer),
         {f"per-layer input of layer {LAYER}"},
     ),
     "per-layer inputs before the cut": (
-        function(per_layer, "project_layers", of_front),
+        function(per_layer, "project", of_front),
         {f"per-layer input of layer {layer}" for layer in range(DONOR)},
     ),
     "FFN of the donor": (module(DONOR, "mlp", in_turns), {f"output of layer {DONOR}"}),
     "FFN of the last layer": (module(LAST, "mlp", in_turns), {"output of layer 7"}),
     "rows at the end": (
-        function(gemma4, "run_tail", at_the_end),
+        function(cut, "run_layers", at_the_end),
         {"rows after the norm", "logits"},
     ),
-    "rows at the beginning": (function(gemma4, "run_tail", at_the_beginning), {"rows at the cut"}),
-    "nothing written": (
-        function(cut, "write_keys_and_values", partial(written, True)),
-        {KEYS, VALUES},
-    ),
+    "rows at the beginning": (function(cut, "run_layers", at_the_beginning), {"rows at the cut"}),
+    "nothing written": (function(cut, "write_keys_and_values", not_written), {KEYS, VALUES}),
     "nothing written of intermediate chunks": (
-        function(cut, "write_keys_and_values", partial(written, False)),
+        breakage("chunks' keys and values not written"),
         {KEYS, VALUES},
     ),
     **{
@@ -164,9 +154,7 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
 
 def named(engine: Engine) -> set[str]:
     """All that is no rounding."""
-    state = find_state(engine.text_model)
-    assert state is not None
-    with check.run_both_paths(engine.runner, state) as both:
+    with check.comparing(engine.runner, state_of(engine)) as both:
         found: set[str] = set()
         for finding in both.findings():
             if not finding.is_rounding:
@@ -183,12 +171,11 @@ def test_it_is_named(sharp: Engine, case: str) -> None:
 
 def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its module is never called, so nothing can be compared."""
-    model, state = sharp.text_model, find_state(sharp.text_model)
-    assert state is not None
+    model, state = sharp.text_model, state_of(sharp)
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer is model.layers[LAYER] and not state.unsupported:
+        if layer is model.layers[LAYER] and not state.refused:
             return kwargs["hidden_states"]
         return stock(layer, *args, **kwargs)
 

@@ -38,7 +38,7 @@ def refusal(caplog: pytest.LogCaptureFixture) -> str:
     [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
     assert record.levelno == logging.ERROR
     _, _, why = record.getMessage().partition(" is NOT installed, the server runs unpatched: ")
-    assert plugin.why_not_installed == why
+    assert plugin.left_alone == why
     return why
 
 
@@ -93,82 +93,33 @@ def test_a_setting_that_means_something(name: str) -> None:
 
 # ---------------------------------------------------------------- names of SGLang's
 
-NAMES = {
-    "ForwardBatch": {
-        "forward_mode",
-        "batch_size",
-        "input_ids",
-        "req_pool_indices",
-        "seq_lens",
-        "seq_lens_sum",
-        "out_cache_loc",
-        "positions",
-        "extend_num_tokens",
-        "extend_seq_lens",
-        "extend_prefix_lens",
-        "extend_start_loc",
-        "extend_seq_lens_cpu",
-        "extend_prefix_lens_cpu",
-        "extend_logprob_start_lens_cpu",
-        "return_logprob",
-        "capture_hidden_mode",
-        "spec_algorithm",
-        "lora_ids",
-        "mm_input_embeds",
-        "mm_inputs",
-        "spec_info",
-        "return_hidden_states_before_norm",
-        "multi_item_delimiter_indices",
-        "token_indices_to_pool",
-        "input_embeds",
-        "replace_embeds",
-        "full_prefill_cuda_graph_capture",
-        "kv_loc_cols",
-        "residual_stream",
-    },
-    "ForwardMode": {"EXTEND", "DECODE", "MIXED"},
-    "ModelRunner": {
-        "init_attention_backends",
-        "init_cuda_graphs",
-        "init_decode_cuda_graph",
-        "init_prefill_cuda_graph",
-    },
-    "forward_context": {"forward_context", "get_forward_context", "has_forward_context"},
-    "residual_batch": {"set_written", "start"},
-}
-NEWER = ("ForwardBatch", "residual_batch")
-SINCE = {
-    "token_indices_to_pool": "0.5.21",
-    "full_prefill_cuda_graph_capture": "0.5.22",
-    "kv_loc_cols": "0.5.22",
-    "residual_stream": "0.5.22",
-    "set_written": "0.5.22",
-    "start": "0.5.22",
-}
 
-
+@pytest.mark.parametrize("owner", compat._NAMES.sections())
 def test_names_that_are_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owner: str
 ) -> None:
     """As on a release that has given each of them another one."""
-    for of, names in NAMES.items():
-        monkeypatch.setitem(compat.names._OWNERS, of, SimpleNamespace())
-        why = refusal(caplog)
-        for name in names:
-            assert f"{of}.{name}" in why
-        assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
+    monkeypatch.setattr(compat, owner, SimpleNamespace())
+    why = refusal(caplog)
+    for name in compat._NAMES[owner]:
+        assert f"{owner}.{name}" in why
+    assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
 
-def test_names_of_newer_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("release", "pooled", "columns"),
+    [("0.5.20", False, False), ("0.5.21", True, False), ("0.5.22", True, True)],
+)
+def test_names_of_newer_releases(
+    monkeypatch: pytest.MonkeyPatch, release: str, pooled: bool, columns: bool
+) -> None:
     """One that a release never had is not missed there."""
-    for owner in NEWER:
-        monkeypatch.setitem(compat.names._OWNERS, owner, None)
-    names = {f"{of}.{name}": SINCE.get(name) for of in NEWER for name in NAMES[of]}
-    for release in ("0.5.20", "0.5.21", "0.5.22"):
-        monkeypatch.setattr(compat.names, "version", lambda _, release=release: release)
-        due = {name for name, since in names.items() if since is None or since <= release}
-        assert set(compat.names._missing()) == due
-    assert due == names.keys()
+    monkeypatch.setattr(compat, "ForwardBatch", None)
+    monkeypatch.setattr(compat, "version", lambda _: release)
+    missing = set(compat._missing())
+    assert "ForwardBatch.positions" in missing
+    assert ("ForwardBatch.token_indices_to_pool" in missing) == pooled
+    assert ("ForwardBatch.kv_loc_cols" in missing) == columns
 
 
 def _anything(*_: Any) -> None:
@@ -177,11 +128,11 @@ def _anything(*_: Any) -> None:
 
 SIGNATURES: dict[str, tuple[type, str]] = {
     "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds": (
-        compat.layers.gemma4_causal.Gemma4TextModel,
+        compat.gemma4_causal.Gemma4TextModel,
         "forward",
     ),
     "Gemma4DecoderLayer.forward(self, positions, hidden_states, per_layer_input, forward_": (
-        compat.layers.gemma4_causal.Gemma4DecoderLayer,
+        compat.gemma4_causal.Gemma4DecoderLayer,
         "forward",
     ),
     "AttentionBackend.init_forward_metadata(self, forward_batch)": (
@@ -206,6 +157,6 @@ def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -
         for layer in self.layers:
             layer(positions)
 
-    monkeypatch.setattr(compat.layers.gemma4_causal.Gemma4TextModel, "forward", forward)
-    with pytest.raises(compat.release.IncompatibleError, match=r"loop up to self\.end_layer"):
-        compat.names.check_names()
+    monkeypatch.setattr(compat.gemma4_causal.Gemma4TextModel, "forward", forward)
+    with pytest.raises(compat.IncompatibleError, match=r"loop up to self\.end_layer"):
+        compat.check()

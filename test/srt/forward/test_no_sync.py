@@ -12,55 +12,29 @@ stock forward does not do as well. ``triton/test_planning`` shows it of SGLang's
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
 from harness import batches
 from harness.batches import batch_of
+from harness.forwards import attention_of
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.media import MediaPrompt, media_batch
 from harness.observe import Observed, watching
 from sglang_gemma4_reference.engine import Engine, switched
 from sglang_gemma4_reference.host_reads import counted
-from sglang_gemma4_yoco import counters, log
-from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.state import find_state
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.replaced import replaced
 
 PACKAGE = str(Path(log.__file__).parent)
 
 
 Reads = Counter[tuple[str, str]]
-
-
-# ---------------------------------------------------------------- the detector itself
-
-
-def _mask(x: torch.Tensor) -> torch.Tensor:
-    return x > 1
-
-
-READS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "item": lambda x: x[0].item(),
-    "tolist": lambda x: x.tolist(),
-    "slice by a scalar": lambda x: x[: x[0]],
-    "masked_select": lambda x: x.masked_select(_mask(x)),
-    "to cpu": lambda x: x.to("cpu"),
-    "tensor on the device": lambda x: torch.tensor([1, 2], device=x.device),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_a_host_read_is_seen(name: str) -> None:
-    with counted(__file__) as reads:
-        READS[name](torch.tensor([1, 2, 3]))
-    assert reads
-
-
-# ---------------------------------------------------------------- the forward
 
 
 def read_by(engine: Engine, scheduled: Any, switch: str, *, intermediate: bool) -> Reads:
@@ -112,54 +86,34 @@ def test_an_image_prefill_reads_nothing_that_stock_does_not(engine: Engine, cach
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_tail_is_planned_before_the_first_layer(engine: Engine, name: str) -> None:
-    state = find_state(engine.text_model)
-    assert state is not None
-    attention = state.attention
-    assert attention is not None
-    events: list[str] = []
-    patch = pytest.MonkeyPatch()
-
-    def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            events.append(event)
-            return call(*args, **kwargs)
-
-        return noted
-
-    for backend, plans in ((attention.main, "plan main"), (attention.tail, "plan tail")):
-        patch.setattr(
-            backend, "init_forward_metadata", noting(plans, backend.init_forward_metadata)
-        )
-    hooks = [
-        layer.register_forward_pre_hook(lambda *_, i=i: events.append(f"layer {i}"))
-        for i, layer in enumerate(engine.text_model.layers)
-    ]
-    try:
-        scheduled = engine.schedule(BATCHES[name])
-        events.clear()
-        with switched("1"):
-            engine.forward(scheduled, intermediate=name == "an intermediate chunk")
-    finally:
-        patch.undo()
-        for hook in hooks:
-            hook.remove()
-    assert counters.forwards
+    attention, layers = attention_of(engine), engine.text_model.layers
+    scheduled = engine.schedule(BATCHES[name])
+    events = mock.Mock()
+    with ExitStack() as stack:
+        for backend, planned in ((attention.main, "main"), (attention.tail, "tail")):
+            plan = getattr(events, planned)
+            plan.side_effect = backend.init_forward_metadata
+            stack.enter_context(replaced(backend, init_forward_metadata=plan))
+        events.first_layer.return_value = None
+        stack.enter_context(layers[0].register_forward_pre_hook(events.first_layer))
+        engine.forward(scheduled, intermediate=name == "an intermediate chunk")
+    order = [call[0] for call in events.mock_calls]
     if name == "an intermediate chunk":  # which has no tail
-        assert events == ["plan main", *(f"layer {i}" for i in range(FIRST_CUT))]
+        assert order == ["main", "first_layer"]
     else:
-        assert events == ["plan main", "plan tail", *(f"layer {i}" for i in range(LAYERS))]
+        assert order == ["main", "tail", "first_layer"]
 
 
 def test_a_read_in_the_package_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduled = engine.schedule(BATCHES["one prompt"])
     stock = read_by(engine, scheduled, "0", intermediate=False)
-    check = eligibility.check_eligibility
+    check = gate.check_eligibility
 
     def reading(state: Any, forward_batch: Any) -> Any:
         assert int(forward_batch.seq_lens.max()) > 0
         return check(state, forward_batch)
 
-    monkeypatch.setattr(eligibility, "check_eligibility", reading)
+    monkeypatch.setattr(gate, "check_eligibility", reading)
     fast = read_by(engine, scheduled, "1", intermediate=False)
     with pytest.raises(AssertionError):
         assert_no_more_reads(fast, stock)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import pytest
 from PIL import Image
 
-from harness.disaggregated import Disaggregated
+from harness.disaggregated import Disaggregated, listed
 from harness.layer_rows import assert_all_fast, assert_all_stock
 from harness.server import CHUNK, Server
 from sglang_gemma4_reference import workload
@@ -27,8 +28,8 @@ from sglang_gemma4_reference.workload import (
     is_close_call,
     tokens_before_parting,
 )
-from sglang_gemma4_yoco.commands.verify import compare as comparing
-from sglang_gemma4_yoco.commands.verify.compare import Comparison, Position
+from sglang_gemma4_yoco.commands import compare as comparing
+from sglang_gemma4_yoco.commands.compare import Comparison, Position
 
 TOLERANCE = LOGPROB_TOLERANCE  # of fp32 log-probabilities
 NEW_TOKENS = 12
@@ -59,10 +60,7 @@ class Answer(comparing.Answer):
     @property
     def logprobs(self) -> list[float]:
         """Of the generated tokens."""
-        found: list[float] = []
-        for position in self.generated:
-            found.append(position.logprob)
-        return found
+        return [position.logprob for position in self.generated]
 
     @property
     def input_logprobs(self) -> list[float]:
@@ -132,6 +130,23 @@ def assert_alike(
     return both
 
 
+def by_process(prefills: Sequence[Prefill]) -> list[list[Prefill]]:
+    """The prefill forwards of each model process."""
+    found: dict[int, list[Prefill]] = defaultdict(list)
+    for prefill in prefills:
+        found[prefill.process].append(prefill)
+    return list(found.values())
+
+
+def assert_ranks_alike(prefills: Sequence[Prefill], ranks: int) -> None:
+    """Each of so many ranks ran every batch, and cut it alike."""
+    first, *others = by_process(prefills)
+    assert len(others) == ranks - 1
+    for other in others:
+        for one, same in zip(first, other, strict=True):
+            assert replace(same, process=one.process) == one
+
+
 def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
     """Same tokens, and log-probabilities within the tolerance.
 
@@ -141,11 +156,12 @@ def assert_same_answers(both: Compared[Any], *, close_calls: int = 0) -> None:
             whose forwards are batched differently from run to run, which changes the last bits.
     """
     assert len(both.on) == len(both.off) > 0
+    parted = 0
     for on, off in zip(both.on, both.off, strict=True):
         assert len(on.tokens) == len(off.tokens) == off.wanted
         assert Comparison.of([(on, off)]).max_logprob <= TOLERANCE, f"{on} and {off}"
         assert on.cached_tokens == off.cached_tokens
-    parted = sum(on.tokens != off.tokens for on, off in zip(both.on, both.off, strict=True))
+        parted += on.tokens != off.tokens
     assert parted <= close_calls, f"{parted} answers part"
 
 
@@ -193,56 +209,34 @@ def at_once(ask: Callable[[R], A], requests: Sequence[R]) -> list[A]:
 
 
 def generate(
-    server: Either, input_ids: Any, *, new_tokens: int | Sequence[int] = NEW_TOKENS, **body: Any
+    server: Either, input_ids: Any, *, new_tokens: int = NEW_TOKENS, **body: Any
 ) -> list[Answer]:
-    """Greedy answers of /generate to one prompt (a list of ids) or to a batch of them.
-
-    Args:
-        new_tokens: the length of the answers, or of each one.
-    """
-    wanted: list[int] = []
-    if isinstance(new_tokens, int):
-        wanted.append(new_tokens)
-    else:
-        wanted += new_tokens
-    sampling = [GREEDY | {"max_new_tokens": n} for n in wanted]
-    replies = server.generate(
-        input_ids=input_ids,
-        sampling_params=sampling if len(wanted) > 1 else sampling[0],
-        return_logprob=True,
-        top_logprobs_num=2,
-        **body,
-    )
-    if not isinstance(replies, list):
-        replies = [replies]
-    if len(wanted) == 1:
-        wanted = wanted * len(replies)
-    return [_answer(reply, n) for reply, n in zip(replies, wanted, strict=True)]
+    """Greedy answers of /generate to one prompt (a list of ids) or to a batch of them."""
+    sampling = GREEDY | {"max_new_tokens": new_tokens}
+    body = {"return_logprob": True, "top_logprobs_num": 2, **body}
+    replies = server.generate(input_ids=input_ids, sampling_params=sampling, **body)
+    return [_answer(reply, new_tokens) for reply in listed(replies)]
 
 
 def again_and_again(server: Either) -> list[Answer]:
     """Answers to one prompt, four times in a row, and after each to one that goes on from it."""
     prompt = tokens(200, seed=40)
-    turns = []
+    turns: list[list[int]] = []
     for seed in range(4):
-        for turn in (prompt, prompt + tokens(20, seed=seed)):
-            turns.append(turn)
+        turns += prompt, prompt + tokens(20, seed=seed)
     answers = one_by_one(*turns)(server)
     assert len({answer.tokens for answer in answers[::2]}) == 1
     assert {answer.cached_tokens for answer in answers[1::2]} == {200}
     return answers
 
 
-def outputs(server: Server, prompt: list[int], **sampling: Any) -> list[list[int]]:
-    """Token ids of every answer to one prompt.
+def outputs(server: Server, prompt: Any, **sampling: Any) -> list[list[int]]:
+    """Token ids of every answer to one prompt, or to a batch of them.
 
     SGLang mixes decode steps with chunks only of requests that want no log-probabilities, as these.
     """
     replies = server.generate(input_ids=prompt, sampling_params=GREEDY | sampling)
-    found: list[list[int]] = []
-    for r in replies if isinstance(replies, list) else [replies]:
-        found.append(r["output_ids"])
-    return found
+    return [reply["output_ids"] for reply in listed(replies)]
 
 
 def drafted(server: Server, prompts: list[list[int]], **body: Any) -> list[tuple[Any, ...]]:
@@ -277,21 +271,26 @@ def next_turn(server: Either, prompt: list[int], more: list[int]) -> list[Answer
     return [first, *generate(server, [*prompt, *first.tokens, *more])]
 
 
-def with_other_weights(server: Server, prompt: list[int], directory: Path) -> list[Answer]:
-    """Answers with the server's own weights, with others, and with its own again."""
-    own = server.checkpoint
-    other = write_checkpoint(directory, dataclasses.replace(E2B_TINY, seed=7))
+def assert_new_weights(
+    servers: tuple[Server, Server], directory: Path, **how: Any
+) -> Compared[Answer]:
+    """``assert_alike``, with the servers' own weights, with others, and with their own again."""
+    own = servers[0].checkpoint
+    other = write_checkpoint(directory / "other", replace(E2B_TINY, seed=7))
 
-    def load(weights: Path) -> list[Answer]:
-        body = {"model_path": str(weights), "flush_cache": True}
-        assert server.post("/update_weights_from_disk", body).json()["success"]
-        return generate(server, prompt)
+    def ask(server: Server) -> list[Answer]:
+        answers = []
+        for weights in (own, other, own):  # at last its own, for other tests
+            body = {"model_path": str(weights), "flush_cache": True}
+            assert server.post("/update_weights_from_disk", body).json()["success"]
+            answers += generate(server, tokens(77, seed=32))
+        return answers
 
-    try:
-        answers = [*load(own), *load(other)]
-    finally:
-        again = load(own)  # other tests use this server too
-    return answers + again
+    both = assert_alike(servers, ask, **how)
+    before, changed, after = (answer.logprobs for answer in both.on)
+    assert before != pytest.approx(changed, abs=TOLERANCE, rel=0)
+    assert before == pytest.approx(after, abs=TOLERANCE, rel=0)
+    return both
 
 
 def traffic(server: Server, requests: Sequence[workload.Request], clients: int) -> list[Any]:
@@ -357,22 +356,13 @@ def chat(server: Server, content: Any, *, stream: bool = False, **body: Any) -> 
         stream=stream,
         **body,
     )
-    entries = [
-        entry
-        for part in (reply if stream else [reply])
-        for choice in part["choices"]
-        for entry in (choice["logprobs"] or {"content": []})["content"]
-    ]
-    return Answer(
-        tuple(
-            Position(
-                entry["token"],
-                entry["logprob"],
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]},
-            )
-            for entry in entries
-        ),
-    )
+    found: list[Position] = []
+    for part in listed(reply):
+        for choice in part["choices"]:
+            for entry in (choice["logprobs"] or {}).get("content", ()):
+                likeliest = {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                found.append(Position(entry["token"], entry["logprob"], likeliest))
+    return Answer(tuple(found))
 
 
 def over_a_chunk_boundary() -> list[dict[str, Any]]:

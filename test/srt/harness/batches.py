@@ -15,6 +15,11 @@ def tokens(draw: random.Random, count: int) -> tuple[int, ...]:
     return tuple(draw.randrange(20, 500) for _ in range(count))
 
 
+def new_rows(prompts: Sequence[Prompt]) -> int:
+    """How many rows a forward of these prompts has."""
+    return sum(len(prompt.new) for prompt in prompts)
+
+
 def kept_rows(prompts: Sequence[Prompt]) -> list[int]:
     """Rows of each request that the scheduler or the sampler reads, by the request's fields."""
     kept = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ import requests
 from harness.server import Server, started
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
+from sglang_gemma4_yoco.commands.servers import free_ports
 
 _rooms = count(1)  # SGLang's bootstrap_room: one id for a request on both servers
 
@@ -57,11 +57,11 @@ class Disaggregated:
         ids = body.get("input_ids")
         batch = isinstance(ids, list) and isinstance(ids[0], list)
         body = {**body, **self.peers(len(ids) if ids is not None and batch else None)}
-        prefilled, decoded = (
-            clients.submit(requests.post, server.url + "/generate", json=body, timeout=300)
-            for server in (self.prefill, self.decode)
-        )
-        return prefilled, decoded
+
+        def post(server: Server) -> requests.Response:
+            return requests.post(server.url + "/generate", json=body, timeout=300)
+
+        return clients.submit(post, self.prefill), clients.submit(post, self.decode)
 
     def generate(self, **body: Any) -> Any:
         """/generate's JSON answer: the decode server's, and of the prompt the other one's."""
@@ -70,7 +70,7 @@ class Disaggregated:
         for reply in replies:
             assert reply.ok, f"{reply.url}: {reply.status_code} {reply.text}"
         prefilled, decoded = (reply.json() for reply in replies)
-        for of_prompt, answer in zip(_listed(prefilled), _listed(decoded), strict=True):
+        for of_prompt, answer in zip(listed(prefilled), listed(decoded), strict=True):
             logprobs = of_prompt["meta_info"].get("input_token_logprobs", [])
             answer["meta_info"]["input_token_logprobs"] = logprobs
         return decoded
@@ -98,7 +98,8 @@ class Disaggregated:
         return Disaggregated(self.decode, self.prefill, self.ports[::-1])
 
 
-def _listed(reply: Any) -> list[Any]:
+def listed(reply: Any) -> list[Any]:
+    """The answers of a batch, or the one answer."""
     if isinstance(reply, list):
         return reply
     return [reply]
@@ -107,26 +108,20 @@ def _listed(reply: Any) -> list[Any]:
 @contextmanager
 def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
     """Two servers with the fast path on, one of each role; dead after it."""
-    ports = find_free_ports(2)
-    with ExitStack() as stack:
-        prefill, decode = (
-            stack.enter_context(
-                started(
-                    checkpoint,
-                    directory / role,
-                    switch=None,
-                    arguments=[
-                        *("--disaggregation-mode", role),
-                        *("--disaggregation-transfer-backend", "mooncake_tcp"),
-                        *("--disaggregation-bootstrap-port", str(port)),
-                        "--enable-pd-role-switch",
-                    ],
-                    env=_ENVIRONMENT,
-                    spawned=True,  # the reference platform changes what SGLang sends K and V with
-                )
-            )
-            for role, port in zip(("prefill", "decode"), ports, strict=True)
+    ports = free_ports(2)
+
+    def role(name: str, port: int) -> AbstractContextManager[Server]:
+        arguments = (
+            *("--disaggregation-mode", name),
+            *("--disaggregation-transfer-backend", "mooncake_tcp"),
+            *("--disaggregation-bootstrap-port", str(port)),
+            "--enable-pd-role-switch",
         )
+        # Spawned, because the reference platform changes what SGLang sends K and V with.
+        how: Any = {"arguments": arguments, "env": _ENVIRONMENT, "spawned": True}
+        return started(checkpoint, directory / name, switch=None, **how)
+
+    with role("prefill", ports[0]) as prefill, role("decode", ports[1]) as decode:
         prefill.wait_until_ready()
         decode.wait_until_ready()
         yield Disaggregated(prefill, decode, ports)

@@ -121,7 +121,7 @@ def _run(program: list[str], cwd: str, env: dict[str, str], log: str) -> None:
             os.dup2(file.fileno(), stream)
     os.chdir(cwd)
     _fork_a_fork_server()
-    _in_environment(env)
+    enter_environment(env)
     sys.path[0:0] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     kind, name, *arguments = program
     if kind == "-c":
@@ -168,10 +168,10 @@ class _Environment(dict[str, str]):
     """Variables that become those of the process which unpickles them."""
 
     def __reduce__(self) -> Any:
-        return _in_environment, (dict(self),)
+        return enter_environment, (dict(self),)
 
 
-def _in_environment(env: dict[str, str]) -> None:
+def enter_environment(env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     if env.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):  # read when this module is imported

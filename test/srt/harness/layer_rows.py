@@ -13,13 +13,13 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_reference.workload import due_rows
-from sglang_gemma4_yoco.core.eligibility import is_worth_cutting
+from sglang_gemma4_yoco.core.gate import is_worth_cutting
 
 LAYERS = E2B_TINY.layers
 FIRST_SHARED = E2B_TINY.layers - E2B_TINY.kv_shared_layers
 FIRST_CUT = FIRST_SHARED - 1
 # Rows kept of an intermediate chunk, by whether SGLang marks it as such in the batch.
-CHUNK_KEPT = 0 if releases.marks_intermediate() else 1
+CHUNK_KEPT = int(not releases.marks_intermediate())
 
 
 #: For Triton's interpreter, which runs a kernel once per layer and head, in Python: E2B_TINY with
@@ -42,11 +42,6 @@ def cut(rows: int, kept: int, shape: Gemma4Shape = E2B_TINY) -> list[int]:
     """The layers after the cut compute ``kept`` of ``rows`` rows; 0 for an intermediate chunk."""
     front = shape.layers - shape.kv_shared_layers - 1
     return [rows] * front + [kept] * (shape.layers - front)
-
-
-def local(rows: list[int], prefill: Prefill) -> list[int]:
-    """The part of ``rows`` that belongs to the layers of the process that ran ``prefill``."""
-    return rows[prefill.first_layer :][: len(prefill.rows)]
 
 
 def fast_rows(prefill: Prefill, minimum: int | None = 1, captured: Sequence[int] = ()) -> list[int]:
@@ -72,15 +67,18 @@ def without_audit(prefill: Prefill) -> Prefill:
     total, requests = sum(prefill.extend_lens), len(prefill.extend_lens)
     if prefill.rows[0] != 2 * total:
         return prefill
-    audited = [rows - total for rows in prefill.rows]
-    if prefill.replays:
-        assert prefill.replays == 2, prefill
-        tail = [(rows - requests) / 3 for rows in audited[FIRST_CUT:]]
-    else:
-        tail = [rows / 2 for rows in audited[FIRST_CUT:]]
-    assert all(rows.is_integer() for rows in tail), prefill
-    rows = [*audited[:FIRST_CUT], *map(int, tail)]
-    return dataclasses.replace(prefill, rows=rows, replays=int(bool(prefill.replays)))
+    assert prefill.replays in (0, 2), prefill
+    rows = []
+    for layer, computed in enumerate(prefill.rows):
+        audited, runs = computed - total, 1
+        if layer >= FIRST_CUT and prefill.replays:
+            audited, runs = audited - requests, 3
+        elif layer >= FIRST_CUT:
+            runs = 2
+        audited, left = divmod(audited, runs)
+        assert left == 0, prefill
+        rows.append(audited)
+    return dataclasses.replace(prefill, rows=rows, replays=prefill.replays // 2)
 
 
 def assert_all_fast(
@@ -110,4 +108,4 @@ def is_replayed(prefill: Prefill, minimum: int | None, captured: Sequence[int]) 
 def assert_all_stock(prefills: Iterable[Prefill]) -> None:
     """No forward skipped a row."""
     for prefill in prefills:
-        assert prefill.rows == local(whole(sum(prefill.extend_lens)), prefill), prefill
+        assert prefill.rows == whole(sum(prefill.extend_lens)), prefill

@@ -7,11 +7,11 @@ does not lie wholly in one chunk gets none of it, nor do videos and sounds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import groupby
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,8 @@ from sglang_gemma4_reference.checkpoint import E2B_TINY, build_processor
 from sglang_gemma4_reference.engine import Engine, Prompt
 
 _FRAMES = 2
+#: By what stands in a prompt's text, the processor's argument.
+_ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
 _SAMPLES = 3200  # of sound, a fifth of a second
 
 
@@ -54,42 +56,36 @@ _processor = cache(build_processor)
 
 def _spans(ids: list[int], token: int) -> list[tuple[int, int]]:
     """First and last place of each unbroken run of ``token``."""
-    places = [place for place, given in enumerate(ids) if given == token]
-    # Places less their rank are equal within one run.
-    runs = groupby(enumerate(places), lambda ranked: ranked[1] - ranked[0])
-    spans = []
-    for _, run in runs:
-        spans.append([place for _, place in run])
-    return [(span[0], span[-1]) for span in spans]
+    spans: list[tuple[int, int]] = []
+    for place, given in enumerate(ids):
+        if given != token:
+            continue
+        first = place
+        if spans and spans[-1][1] == place - 1:
+            first, _ = spans.pop()
+        spans.append((first, place))
+    return spans
 
 
 def _encoded(prompt: MediaPrompt) -> Any:
     """What Gemma 4's processor makes of the prompt, images and frames in the size they have."""
     draw = torch.Generator().manual_seed(len(prompt.text))
-    media: dict[str, Any] = {
+    given: dict[str, Any] = {}
+    for kind in re.findall(r"<\|(image|video|audio)\|>", prompt.text):
         # Noise: rows of one colour would hardly show which keys they attend to.
-        "images": [
-            torch.randint(0, 256, (3, *prompt.size), dtype=torch.uint8, generator=draw)
-            for _ in range(prompt.text.count("<|image|>"))
-        ],
-        "videos": [
-            torch.randint(0, 256, (_FRAMES, 3, 96, 96), dtype=torch.uint8, generator=draw)
-            for _ in range(prompt.text.count("<|video|>"))
-        ],
-        "audio": [
-            torch.randn(_SAMPLES, generator=draw).numpy()
-            for _ in range(prompt.text.count("<|audio|>"))
-        ],
-    }
-    given = {}
-    for name, items in media.items():
-        if items:
-            given[name] = items
+        if kind == "audio":
+            made: Any = torch.randn(_SAMPLES, generator=draw).numpy()
+        else:
+            shape: tuple[int, ...] = (3, *prompt.size)
+            if kind == "video":
+                shape = (_FRAMES, 3, 96, 96)
+            made = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw)
+        given.setdefault(_ARGUMENTS[kind], []).append(made)
     if "videos" in given:
         given["do_sample_frames"] = False  # as SGLang sets it: it has sampled them itself
-    return _processor(E2B_TINY)(
-        text=prompt.text, return_tensors="pt", **given, **({"do_resize": False} if given else {})
-    )
+    if given:
+        given["do_resize"] = False
+    return _processor(E2B_TINY)(text=prompt.text, return_tensors="pt", **given)
 
 
 def _unpadded(pixels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,26 +101,24 @@ def _unpadded(pixels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor,
 
 def _items(encoded: Any, spans: dict[str, list[tuple[int, int]]]) -> list[MultimodalDataItem]:
     """One item per image or sound, and one for the frames of a video."""
-    items = []
+    made: list[MultimodalDataItem] = []
+
+    def add(kind: str, offsets: list[tuple[int, int]], feature: Any, **more: Any) -> None:
+        item = MultimodalDataItem(
+            modality=Modality[kind], offsets=offsets, feature=feature, model_specific_data=more
+        )
+        item.set_pad_value()
+        made.append(item)
+
     for i, span in enumerate(spans["image"]):
         pixels, places = _unpadded(encoded["pixel_values"], encoded["image_position_ids"])
-        positions = {"image_position_ids": places[i : i + 1]}
-        items.append(("IMAGE", [span], pixels[i : i + 1], positions))
+        add("IMAGE", [span], pixels[i : i + 1], image_position_ids=places[i : i + 1])
     if spans["video"]:
         pixels, places = _unpadded(encoded["pixel_values_videos"], encoded["video_position_ids"])
-        items.append(("VIDEO", spans["video"], pixels, {"video_position_ids": places}))
+        add("VIDEO", spans["video"], pixels, video_position_ids=places)
     for i, span in enumerate(spans["audio"]):
-        mask = {"input_features_mask": encoded["input_features_mask"][i : i + 1]}
-        items.append(("AUDIO", [span], encoded["input_features"][i : i + 1], mask))
-    made = []
-    for kind, offsets, feature, more in items:
-        made.append(
-            MultimodalDataItem(
-                modality=Modality[kind], offsets=offsets, feature=feature, model_specific_data=more
-            )
-        )
-    for item in made:
-        item.set_pad_value()
+        mask = encoded["input_features_mask"][i : i + 1]
+        add("AUDIO", [span], encoded["input_features"][i : i + 1], input_features_mask=mask)
     return made
 
 
@@ -133,18 +127,22 @@ def _inputs(engine: Engine, prompt: MediaPrompt) -> tuple[tuple[int, ...], Multi
     encoded = _encoded(prompt)
     ids = encoded["input_ids"][0].tolist()
     config = engine.runner.model.config
-    tokens = {kind: getattr(config, f"{kind}_token_id") for kind in ("image", "video", "audio")}
-    items = _items(encoded, {kind: _spans(ids, token) for kind, token in tokens.items()})
+    spans = {}
+    for kind in _ARGUMENTS:
+        spans[kind] = _spans(ids, getattr(config, f"{kind}_token_id"))
+    items = _items(encoded, spans)
+    if not items:
+        return tuple(ids), None
     for item in items:
         for begin, end in item.offsets:
             ids[begin : end + 1] = releases.placeholders(item, end + 1 - begin)
     inputs = MultimodalInputs(
         mm_items=items,
-        im_token_id=tokens["image"],
-        video_token_id=tokens["video"],
-        audio_token_id=tokens["audio"],
+        im_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        audio_token_id=config.audio_token_id,
     )
-    return tuple(ids), inputs if items else None
+    return tuple(ids), inputs
 
 
 def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInputs | None]:
@@ -160,17 +158,26 @@ def _plain(engine: Engine, prompt: MediaPrompt) -> tuple[Prompt, MultimodalInput
 def media_batch(engine: Engine, *prompts: MediaPrompt) -> Any:
     """A scheduled batch of these prompts, for an engine of an ``E2B_TINY`` checkpoint."""
     init_mm_embedding_cache(0)  # the scheduler's task: so that every forward encodes
-    plain, media = zip(*(_plain(engine, prompt) for prompt in prompts), strict=True)
+    plain: list[Prompt] = []
+    media: list[MultimodalInputs | None] = []
+    for prompt in prompts:
+        text, inputs = _plain(engine, prompt)
+        plain.append(text)
+        media.append(inputs)
     scheduled = engine.schedule(plain)
     for req, inputs in zip(scheduled.reqs, media, strict=True):
         req.multimodal_inputs = inputs
-    scheduled.multimodal_inputs = list(media)
+    scheduled.multimodal_inputs = media
     return scheduled
 
 
 def next_chunk(engine: Engine, batch: Any, *prompts: MediaPrompt) -> Any:
     """What is to come of those prompts of ``batch`` that did not end in it."""
-    return engine.next_chunk(batch, [_plain(engine, prompt)[0] for prompt in prompts])
+    plain = []
+    for prompt in prompts:
+        text, _ = _plain(engine, prompt)
+        plain.append(text)
+    return engine.next_chunk(batch, plain)
 
 
 @dataclass
@@ -189,29 +196,24 @@ class Masks:
 @contextmanager
 def masks(engine: Engine) -> Iterator[Masks]:
     """Watch the metadata of the engine's attention backend during the span."""
-    seen = Masks()
+    seen, model = Masks(), engine.text_model
     before: list[Any] = []
 
     def on_entry(*_: Any) -> None:
         metadata = engine.runner.attn_backend.forward_metadata
         mask = metadata.custom_mask
         before[:] = [metadata, mask]
-        seen.found.append(None if mask is None else mask.clone())
+        if mask is not None:
+            mask = mask.clone()
+        seen.found.append(mask)
 
     def on_exit(*_: Any) -> None:
         metadata, found = engine.runner.attn_backend.forward_metadata, seen.found[-1]
         same = metadata is before[0] and metadata.custom_mask is before[1]
         seen.survived.append(same and (found is None or torch.equal(found, before[1])))
 
-    hooks = [
-        engine.text_model.register_forward_pre_hook(on_entry),
-        engine.text_model.register_forward_hook(on_exit),
-    ]
-    try:
+    with model.register_forward_pre_hook(on_entry), model.register_forward_hook(on_exit):
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -234,15 +236,15 @@ def image_pattern(batch: Any) -> list[torch.Tensor]:
     patterns = causal_pattern(batch)
     for pattern, req, cached in zip(patterns, batch.reqs, batch.prefix_lens, strict=True):
         for item in getattr(req.multimodal_inputs, "mm_items", ()):
-            for begin, end in item.offsets if item.is_image() else ():
-                if cached <= begin and end < pattern.shape[1]:
+            for begin, end in item.offsets:
+                if item.is_image() and cached <= begin and end < pattern.shape[1]:
                     pattern[begin - cached : end + 1 - cached, begin : end + 1] = True
     return patterns
 
 
 def assert_same_inputs(stock: Observed, fast: Observed) -> None:
     """Both forwards got the encoders' rows, and the same."""
-    embedded, again = (seen.before["mm_input_embeds"] for seen in (stock, fast))
+    embedded, again = stock.before["mm_input_embeds"], fast.before["mm_input_embeds"]
     assert isinstance(embedded, torch.Tensor)
     assert isinstance(again, torch.Tensor)
     assert torch.equal(embedded, again)

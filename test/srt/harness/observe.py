@@ -7,39 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from sglang.srt.model_executor import forward_context
 
-from harness.batches import kept_rows
+from harness.batches import kept_rows, new_rows
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
 
 #: Of logits of size 10, in fp32. The tail sums in another order than stock does, which moves an
 #: answer by 1e-5; one key more or less in a window moves it by 1e-2.
 TOLERANCE = 5e-5
-
-
-@dataclass(frozen=True)
-class Attended:
-    """One layer's call of the attention backend.
-
-    Attributes:
-        queries: rows that attended.
-        keys: rows whose K and V were passed in to be written; 0 for a layer that writes none.
-        mode: the batch's forward mode at the time, by name.
-        backend: the backend at the time.
-        laid_out: copies of what the batch said of its rows and requests at the time, by field.
-    """
-
-    queries: int
-    keys: int
-    mode: str
-    backend: Any
-    laid_out: dict[str, torch.Tensor]
 
 
 #: The fields of a batch that attention, or a layer beside it, may read.
@@ -76,42 +57,35 @@ class Metadata:
     def of(cls, backend: Any) -> Metadata:
         """What ``backend`` has planned now."""
         planned = getattr(backend, "forward_metadata", None)
-        fields = {}
+        seen = cls(planned, {}, {}, {})
         if planned is not None:
-            fields = vars(planned)
-        tensors = {}
-        for n, v in fields.items():
-            if isinstance(v, torch.Tensor):
-                tensors[n] = v
-        return cls(
-            planned=planned,
-            tensors=tensors,
-            contents={name: value.clone() for name, value in tensors.items()},
-            settings={
-                name: value
-                for name, value in vars(backend).items()
-                if isinstance(value, (bool, int, float, str))
-            },
-        )
+            for name, value in vars(planned).items():
+                if isinstance(value, torch.Tensor):
+                    seen.tensors[name] = value
+                    seen.contents[name] = value.clone()
+        for name, value in vars(backend).items():
+            if isinstance(value, (bool, int, float, str)):
+                seen.settings[name] = value
+        return seen
 
     def differences(self, other: Metadata) -> list[str]:
         """The names of what is not the same in both, in values."""
-        names = self.contents.keys() | other.contents.keys()
-        return [
-            *(n for n in sorted(names) if not _same_bytes(self.contents, other.contents, n)),
-            *(n for n, value in self.settings.items() if other.settings[n] != value),
-        ]
+        found: list[str] = []
+        for name in sorted(self.contents.keys() | other.contents.keys()):
+            if not _are_same_bytes(self.contents.get(name), other.contents.get(name)):
+                found.append(name)
+        for name, value in self.settings.items():
+            if other.settings[name] != value:
+                found.append(name)
+        return found
 
 
-def _same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], name: str) -> bool:
-    if name not in one or name not in other:
+def _are_same_bytes(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
         return False
-    a, b = one[name], other[name]
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-    )
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 @dataclass
@@ -121,7 +95,11 @@ class Observed:
     Attributes:
         rows: rows that the FFN of each layer computed, in the order of the layers that ran.
         attention_rows: rows of each layer's attention that were projected back, likewise.
-        attended: each layer's call of the attention backend, likewise.
+        attended: (queries, keys) of each layer's call of the attention backend, likewise: rows that
+            attended, and rows whose K and V were passed in to be written.
+        modes: the batch's forward mode in these calls, by name.
+        backends: the backend of these calls.
+        laid_out: copies of what the batch said of its rows and requests in these calls, by field.
         projected: (rows, layers) of each projection of per-layer inputs.
         positions: [T], what the text model was given.
         hidden: [T, hidden], what the text model returned.
@@ -135,7 +113,10 @@ class Observed:
 
     rows: list[int] = field(default_factory=list)
     attention_rows: list[int] = field(default_factory=list)
-    attended: list[Attended] = field(default_factory=list)
+    attended: list[tuple[int, int]] = field(default_factory=list)
+    modes: list[str] = field(default_factory=list)
+    backends: list[Any] = field(default_factory=list)
+    laid_out: list[dict[str, torch.Tensor]] = field(default_factory=list)
     projected: list[tuple[int, int]] = field(default_factory=list)
     positions: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
@@ -158,62 +139,55 @@ def _fields(batch: Any) -> dict[str, object]:
 def watching(engine: Engine, seen: Observed) -> Iterator[None]:
     """Record into ``seen`` what the engine's text model does during the span."""
     model = engine.text_model
-    hooks = []
 
     def on_entry(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = batch_in(args, kwargs)
-        seen.before = _fields(batch)
-        seen.positions = (kwargs["positions"] if "positions" in kwargs else args[1]).clone()
+        seen.before = _fields(batch_in(args, kwargs))
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        seen.positions = positions.clone()
         seen.planned_before = Metadata.of(engine.runner.attn_backend)
 
     def on_exit(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        batch = batch_in(args, kwargs)
-        seen.after = _fields(batch)
+        seen.after = _fields(batch_in(args, kwargs))
         seen.planned_after = Metadata.of(engine.runner.attn_backend)
-        # With captured layers the model returns their states beside its own.
-        seen.hidden = (output[0] if isinstance(output, tuple) else output).clone()
-
-    hooks.append(model.register_forward_pre_hook(on_entry, with_kwargs=True))
-    hooks.append(model.register_forward_hook(on_exit, with_kwargs=True))
+        if isinstance(output, tuple):  # with captured layers, beside their states
+            output = output[0]
+        seen.hidden = output.clone()
 
     def counting(rows: list[int]) -> Callable[[Any, Any], None]:
-        def count(_: Any, args: Any) -> None:
-            rows.append(args[0].shape[0])
-
-        return count
+        return lambda _, args: rows.append(args[0].shape[0])
 
     def attending(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = dict(zip(("q", "k", "v", "forward_batch"), args, strict=False)) | kwargs
-        batch = call["forward_batch"]
-        fields = {}
+        batch, keys = call["forward_batch"], 0
+        if call["k"] is not None:
+            keys = call["k"].shape[0]
+        seen.attended.append((call["q"].shape[0], keys))
+        seen.modes.append(batch.forward_mode.name)
+        seen.backends.append(forward_context.get_forward_context().attn_backend)
+        laid_out = {}
         for name in _LAID_OUT:
-            fields[name] = getattr(batch, name, None)
-        seen.attended.append(
-            Attended(
-                queries=call["q"].shape[0],
-                keys=0 if call["k"] is None else call["k"].shape[0],
-                mode=batch.forward_mode.name,
-                backend=forward_context.get_forward_context().attn_backend,
-                laid_out={n: v.clone() for n, v in fields.items() if v is not None},
-            )
-        )
+            value = getattr(batch, name, None)
+            if value is not None:
+                laid_out[name] = value.clone()
+        seen.laid_out.append(laid_out)
 
     def projecting(_: Any, args: tuple[torch.Tensor, ...]) -> None:
         seen.projected.append((args[0].shape[0], args[0].shape[-2]))
 
-    if model.per_layer_projection_norm is not None:
-        hooks.append(model.per_layer_projection_norm.register_forward_pre_hook(projecting))
-    for layer in model.layers:
-        attn = layer.self_attn.attn
-        hooks.append(attn.register_forward_pre_hook(attending, with_kwargs=True))
-        hooks.append(layer.mlp.register_forward_pre_hook(counting(seen.rows)))
-        o_proj = layer.self_attn.o_proj
-        hooks.append(o_proj.register_forward_pre_hook(counting(seen.attention_rows)))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(on_entry, with_kwargs=True))
+        hooks.enter_context(model.register_forward_hook(on_exit, with_kwargs=True))
+        if model.per_layer_projection_norm is not None:
+            norm = model.per_layer_projection_norm
+            hooks.enter_context(norm.register_forward_pre_hook(projecting))
+        for layer in model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            call = attention.attn.register_forward_pre_hook(attending, with_kwargs=True)
+            hooks.enter_context(call)
+            hooks.enter_context(mlp.register_forward_pre_hook(counting(seen.rows)))
+            back = attention.o_proj.register_forward_pre_hook(counting(seen.attention_rows))
+            hooks.enter_context(back)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def batch_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -240,12 +214,9 @@ def run(engine: Engine, batch: Any, switch: str, *, planned_as: Observed | None 
             assert planned_as.planned_before is not None
             assert seen.planned_before.differences(planned_as.planned_before) == []
 
-    with switched(switch), watching(engine, seen):
-        hook = engine.text_model.register_forward_pre_hook(as_planned)
-        try:
-            seen.output = engine.forward(batch)
-        finally:
-            hook.remove()
+    look = engine.text_model.register_forward_pre_hook
+    with switched(switch), watching(engine, seen), look(as_planned):
+        seen.output = engine.forward(batch)
     seen.kv = engine.kv()
     return seen
 
@@ -283,25 +254,27 @@ class Expected:
 
 def expected(engine: Engine, prompts: Sequence[Prompt]) -> Expected | None:
     """What a forward of ``prompts`` must do, counted from their fields; None: stock."""
-    config = engine.text_model.config
-    layers, first = config.num_hidden_layers, _first_shared(engine)
-    total, kept = sum(len(p.new) for p in prompts), sum(kept_rows(prompts))
+    total, kept = new_rows(prompts), sum(kept_rows(prompts))
     if kept == total:
         return None
-    decodes, intermediate = kept == len(prompts), skips_tail(prompts)
-    first_cut = first - 1
-    tail = 0
-    if not intermediate:
-        tail = layers - first_cut
+    front = _first_shared(engine) - 1
+    tail = len(engine.text_model.layers) - front
+    if skips_tail(prompts):
+        tail = 0
+    projected = [(total, front)]
+    if tail:
+        projected.append((kept, tail))
+    if engine.text_model.per_layer_projection_norm is None:
+        projected.clear()
     return Expected(
-        rows=[total] * first_cut + [kept] * tail,
-        attention_rows=[total] * first_cut + [kept] * tail,
-        attended=[(total, total)] * first_cut + [(kept, 0)] * tail,
-        front=first_cut,
-        tail_mode="DECODE" if decodes else "EXTEND",
+        rows=[total] * front + [kept] * tail,
+        attention_rows=[total] * front + [kept] * tail,
+        attended=[(total, total)] * front + [(kept, 0)] * tail,
+        front=front,
+        tail_mode="DECODE" if kept == len(prompts) else "EXTEND",
         laid_out=_tail_of(prompts),
         first_position=len(prompts[0].cached),
-        projected=_projections(engine, total, kept, first_cut, intermediate),
+        projected=projected,
     )
 
 
@@ -318,17 +291,18 @@ def replayed(wanted: Expected) -> Expected:
 
 
 def _tail_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    kept = kept_rows(prompts)
-    ends = [len(p.cached) + len(p.new) for p in prompts]
-    starts = [end - m for end, m in zip(ends, kept, strict=True)]
-    return {
-        "extend_prefix_lens": starts,
-        "extend_seq_lens": kept,
-        "extend_start_loc": [sum(kept[:i]) for i in range(len(kept))],
-        "input_ids": [t for p, m in zip(prompts, kept, strict=True) for t in p.new[-m:]],
-        "positions": [i for s, e in zip(starts, ends, strict=True) for i in range(s, e)],
-        "seq_lens": ends,
-    }
+    fields: dict[str, list[int]] = {}
+    for name in _LAID_OUT:
+        fields[name] = []
+    for prompt, kept in zip(prompts, kept_rows(prompts), strict=True):
+        end = len(prompt.cached) + len(prompt.new)
+        fields["extend_prefix_lens"].append(end - kept)
+        fields["extend_seq_lens"].append(kept)
+        fields["extend_start_loc"].append(len(fields["input_ids"]))
+        fields["input_ids"] += prompt.new[-kept:]
+        fields["positions"] += range(end - kept, end)
+        fields["seq_lens"].append(end)
+    return fields
 
 
 def skips_tail(prompts: Sequence[Prompt]) -> bool:
@@ -345,41 +319,33 @@ def _first_shared(engine: Engine) -> int:
     return first
 
 
-def _projections(
-    engine: Engine, total: int, kept: int, first_cut: int, intermediate: bool
-) -> list[tuple[int, int]]:
-    if engine.text_model.per_layer_projection_norm is None:
-        return []
-    rest = engine.text_model.config.num_hidden_layers - first_cut
-    return [(total, first_cut)] + ([] if intermediate else [(kept, rest)])
-
-
 def assert_as_expected(seen: Observed, wanted: Expected) -> None:
     """FFN, attention and per-layer inputs had the rows that they must have, and no more."""
     assert seen.rows == wanted.rows
     assert seen.attention_rows == wanted.attention_rows
-    assert [(a.queries, a.keys) for a in seen.attended] == wanted.attended
-    modes = [a.mode for a in seen.attended]
-    assert set(modes[: wanted.front]) == {getattr(seen.before["forward_mode"], "name", None)}
-    assert set(modes[wanted.front :]) <= {wanted.tail_mode}
+    assert seen.attended == wanted.attended
+    mode = getattr(seen.before["forward_mode"], "name", None)
+    assert set(seen.modes[: wanted.front]) == {mode}
+    assert set(seen.modes[wanted.front :]) <= {wanted.tail_mode}
     assert seen.positions is not None
     # SGLang's multimodal Gemma 4 counts positions from one.
     shift = int(seen.positions[0]) - wanted.first_position
-    laid_out = {**wanted.laid_out, "positions": [p + shift for p in wanted.laid_out["positions"]]}
-    for call in seen.attended[wanted.front :]:
-        assert {name: rows.tolist() for name, rows in call.laid_out.items()} == laid_out
+    for call in seen.laid_out[wanted.front :]:
+        assert call.keys() == wanted.laid_out.keys()
+        for name, rows in call.items():
+            counted_from = shift * (name == "positions")
+            assert (rows - counted_from).tolist() == wanted.laid_out[name], name
     assert seen.projected == wanted.projected
 
 
 def assert_stock(engine: Engine, prompts: Sequence[Prompt], seen: Observed) -> None:
     """Every layer computed every row, on the runner's own backend."""
-    total = sum(len(p.new) for p in prompts)
-    layers, first = len(engine.text_model.layers), _first_shared(engine)
+    total, model = new_rows(prompts), engine.text_model
+    layers, first = len(model.layers), _first_shared(engine)
     assert seen.rows == seen.attention_rows == [total] * layers
-    keys = [total] * first + [0] * (layers - first)
-    assert [(a.queries, a.keys) for a in seen.attended] == [(total, k) for k in keys]
-    assert {id(a.backend) for a in seen.attended} == {id(engine.runner.attn_backend)}
-    assert seen.projected == _projections(engine, total, 0, layers, intermediate=True)
+    assert seen.attended == [(total, total)] * first + [(total, 0)] * (layers - first)
+    assert set(map(id, seen.backends)) == {id(engine.runner.attn_backend)}
+    assert seen.projected == [(total, layers)] * (model.per_layer_projection_norm is not None)
 
 
 def assert_metadata_unchanged(seen: Observed) -> None:
@@ -444,11 +410,19 @@ def assert_same_answers(stock: Observed, fast: Observed, tolerance: float) -> No
 
 
 def _flat(values: Any) -> torch.Tensor:
+    """All numbers of a tree of lists, one after another; what is not known is 7."""
     if isinstance(values, torch.Tensor):
         return values.float().flatten()
     if isinstance(values, (list, tuple)):
-        parts = [_flat(value) for value in values]
-        if parts:
-            return torch.cat(parts)
-        return torch.empty(0)
-    return torch.tensor([float("nan") if values is None else float(values)]).nan_to_num(7.0)
+        return torch.cat([torch.empty(0), *map(_flat, values)])
+    if values is None:
+        return torch.tensor([7.0])
+    return torch.tensor([float(values)]).nan_to_num(7.0)
+
+
+def without_padding(kv: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """K and V at all slots but the one of padding."""
+    found: list[torch.Tensor] = []
+    for keys, values in kv:
+        found += [keys[1:], values[1:]]
+    return found

@@ -11,10 +11,13 @@ A plugin of pytest, which ``test/srt/conftest.py`` names.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,27 +25,18 @@ from xml.etree import ElementTree
 import pytest
 
 from harness import forked
-from harness.template import Template
 
 SECONDS = 1200  # for one file; each of its tests has a limit of its own as well
 FOLDER = "triton"
 INTERPRETER = {"TRITON_INTERPRET": "1"}
-# Files of other folders that need something.
-_ELSEWHERE = {
-    "test_without_exits.py": {"YOCO_TEST_WITHOUT_EXITS": "1"},
-}
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
     """Have another process run such a file, unless this one is set up for it."""
-    name = module_path.name
-    environment = _ELSEWHERE.get(name, {})
-    if module_path.parent.name == FOLDER:
-        environment = INTERPRETER
-    if is_set_up(environment):
+    if module_path.parent.name != FOLDER or is_set_up(INTERPRETER):
         return None
     file = OwnProcessFile.from_parent(parent, path=module_path)
-    file.environment = environment
+    file.environment = INTERPRETER
     return file
 
 
@@ -102,28 +96,36 @@ class OwnProcess(pytest.Item):
         return self.path, 0, f"{self.path.stem}: {self.name}"
 
 
-_templates: dict[frozenset[tuple[str, str]], Template] = {}
-
-
 def run_elsewhere(
     program: Sequence[str], log: Path, environment: Mapping[str, str], cwd: Path
 ) -> int:
     """The exit status of ``python -m *program`` in an environment that differs so from this one.
 
-    It is forked from a process that has imported SGLang, as servers are where that is possible.
+    It is forked from a process that has imported SGLang, as servers are. Where SGLang must be
+    imported in that environment, another process has that process forked.
     """
     whole = {**_without_pytest(os.environ), **environment}
     if forked.as_this_process(whole):
-        process = forked.Program(["-m", *program], cwd=cwd, env=whole, log=log)
-        try:
-            return process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    key = frozenset(environment.items())
-    if key not in _templates or not _templates[key].is_alive:
-        _templates[key] = Template(whole, cwd)
-    return _templates[key].run(program, log, SECONDS)
+        return run_forked(program, log, whole, cwd)
+    helper = _helper(frozenset(whole.items()))
+    return helper.submit(run_forked, program, log, whole, cwd).result()
+
+
+@functools.cache
+def _helper(environment: frozenset[tuple[str, str]]) -> ProcessPoolExecutor:
+    """A process with this environment; it ends with this one."""
+    spawning = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawning, forked.enter_environment, (dict(environment),))
+
+
+def run_forked(program: Sequence[str], log: Path, environment: dict[str, str], cwd: Path) -> int:
+    """The exit status of ``python -m *program``, killed after ``SECONDS``."""
+    process = forked.Program(["-m", *program], cwd=cwd, env=environment, log=log)
+    try:
+        return process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:

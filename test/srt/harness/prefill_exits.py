@@ -8,7 +8,7 @@ layer: what was computed shows in which segments of which graph have run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,15 +16,16 @@ from unittest import mock
 
 import torch
 
-from harness.batches import rest_of
+from harness.batches import kept_rows, new_rows, rest_of
+from harness.observe import skips_tail, without_padding
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
-from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
-from sglang_gemma4_yoco.exits import exits
-from sglang_gemma4_yoco.exits.capture import ExitPoint
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.core.gate import NOTHING_TO_SKIP
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.prefill_graphs import exits
+from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED, ExitPoint
 
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is captured
@@ -69,28 +70,32 @@ def run(
 ) -> Run:
     """One forward, over slots whose K and V are poisoned."""
     graphs = engine.runner.prefill_cuda_graph_runner
-    refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
+    switch = "0"
+    if fast:
+        switch = "1"
     engine.poison(batch)
     recorder.replays.clear()
-    before = counters.forwards.copy()
-    with refused if eagerly else nullcontext(), switched("1" if fast else "0"):
+    before = log.forwards.copy()
+    with ExitStack() as span:
+        span.enter_context(switched(switch))
+        if eagerly:
+            refused = mock.patch.object(graphs, "can_run_graph", return_value=False)
+            span.enter_context(refused)
         output = engine.forward(batch, intermediate=intermediate)
-    replays = [graph for graph in recorder.replays if isinstance(graph, RecordedPrefill)]
+    segments = 0
+    for graph in recorder.replays:
+        if isinstance(graph, RecordedPrefill):
+            segments += graph.ran
     logprobs = output.input_token_logprobs
-    return Run(
-        sum(graph.ran for graph in replays),
-        dict(counters.forwards - before),
-        output.next_token_logits.clone(),
-        None if logprobs is None else torch.as_tensor(logprobs).clone(),
-        output,
-        [part[1:] for pair in engine.kv() for part in pair],
-    )
+    if logprobs is not None:
+        logprobs = torch.as_tensor(logprobs).clone()
+    outcomes, logits = dict(log.forwards - before), output.next_token_logits.clone()
+    return Run(segments, outcomes, logits, logprobs, output, without_padding(engine.kv()))
 
 
 def is_replayed(rows: int) -> bool:
     """Whether SGLang replays a batch of so many rows: more than half of a bucket must be used."""
-    bucket = min((b for b in BUCKETS if b >= rows), default=None)
-    return bucket is not None and bucket <= 2 * rows
+    return any(rows <= bucket <= 2 * rows for bucket in BUCKETS)
 
 
 @contextmanager
@@ -110,23 +115,20 @@ def strict_exits() -> Iterator[None]:
         yield
 
 
-EAGERLY = frozenset(
-    {counters.TAIL_EAGER, counters.TAIL_CAPTURED, counters.TAIL_SKIPPED, NOTHING_TO_SKIP}
-)
+EAGERLY = frozenset({log.TAIL_EAGER, log.TAIL_CAPTURED, log.TAIL_SKIPPED, NOTHING_TO_SKIP})
 TO_THE_END = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[str]]:
     """Segments that the fast path must run, and how it may be counted."""
-    state = start.get_state(engine.text_model)
-    if not is_replayed(sum(len(prompt.new) for prompt in prompts)):
+    state = start.of(engine.text_model)
+    if not is_replayed(new_rows(prompts)):
         return 0, EAGERLY
-    logprobs = [p for p in prompts if 0 <= p.logprob_start < len(p.cached) + len(p.new)]
-    if is_intermediate(prompts) and not logprobs:
-        return state.cut_layer + 1, frozenset({counters.EXIT_SKIPPED})
-    one_each = all(p.logprob_start == len(p.cached) + len(p.new) - 1 for p in logprobs)
+    if skips_tail(prompts):
+        return state.cut_layer + 1, frozenset({log.EXIT_SKIPPED})
+    one_each = sum(kept_rows(prompts)) == len(prompts)
     if one_each and state.captured is not None and len(prompts) <= ROWS:
-        return state.cut_layer + 1, frozenset({counters.EXIT_CAPTURED})
+        return state.cut_layer + 1, frozenset({log.EXIT_CAPTURED})
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 
@@ -149,7 +151,7 @@ def assert_served_alike(engine: Engine, prompts: Sequence[Prompt], chunk: Any = 
     stock = run(engine, batch, intermediate=intermediate)
     with strict_exits():
         fast = run(engine, batch, fast=True, intermediate=intermediate)
-    rows = sum(len(prompt.new) for prompt in prompts)
+    rows = new_rows(prompts)
     assert (eager.segments, stock.segments) == (0, (layers + 1) * is_replayed(rows))
     assert eager.outcomes == stock.outcomes == {SWITCHED_OFF: 1}
     segments, outcomes = wanted(engine, prompts)

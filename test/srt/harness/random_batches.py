@@ -11,6 +11,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -53,6 +54,9 @@ def random_shape(seed: int) -> Gemma4Shape:
     group = sliding_per_full + 1
     front = draw.randint(group, 2 * group + 1)
     shared = draw.randint(1, 8)
+    head_dim = E2B_TINY.head_dim
+    if has_one_pool(seed):  # SGLang's one pool for all layers has one width of heads
+        head_dim = E2B_TINY.global_head_dim
     return dataclasses.replace(
         E2B_TINY,
         layers=front + shared,
@@ -63,8 +67,7 @@ def random_shape(seed: int) -> Gemma4Shape:
         sliding_window=_WINDOWS[seed % len(_WINDOWS)],
         ple_width=draw.choice([0, 16, 16]),
         double_wide_mlp=draw.random() < 0.5,
-        # SGLang's one pool for all layers has one width of heads.
-        head_dim=E2B_TINY.global_head_dim if has_one_pool(seed) else E2B_TINY.head_dim,
+        head_dim=head_dim,
         seed=seed,
     )
 
@@ -110,8 +113,10 @@ class Batch:
         for request in self.requests:
             cached = in_tokens(request.cached, window, 0)
             # An unfinished chunk of one token alone is a batch with nothing to skip.
-            new = in_tokens(request.new, window, 2 if request.to_come else 1)
-            start = -1 if request.wanted is None else int((cached + new) * (1 - request.wanted))
+            new = in_tokens(request.new, window, 1 + bool(request.to_come))
+            start = -1
+            if request.wanted is not None:
+                start = int((cached + new) * (1 - request.wanted))
             made.append(
                 Prompt(
                     tokens(draw, cached),
@@ -132,22 +137,17 @@ def batches(
     def plain(least: int) -> st.SearchStrategy[Length]:
         return st.tuples(st.just(0), st.integers(least, longest))
 
-    return st.builds(
-        Batch,
-        st.lists(
-            st.builds(
-                Request,
-                cached=st.one_of(st.just(ZERO), plain(0), edges),
-                new=st.one_of(plain(1), edges),
-                wanted=st.one_of(st.none(), st.floats(0, 1)) if logprobs else st.none(),
-                to_come=st.integers(1, 50) if unfinished else st.just(0),
-            ),
-            min_size=1,
-            max_size=most,
-        ).map(tuple),
-        prefix=st.sampled_from("01"),
-        seed=st.integers(0, 2**32),
-    )
+    fields: dict[str, st.SearchStrategy[Any]] = {
+        "cached": st.one_of(st.just(ZERO), plain(0), edges),
+        "new": st.one_of(plain(1), edges),
+    }
+    if logprobs:
+        fields["wanted"] = st.one_of(st.none(), st.floats(0, 1))
+    if unfinished:
+        fields["to_come"] = st.integers(1, 50)
+    requests = st.lists(st.builds(Request, **fields), min_size=1, max_size=most)
+    seeds = st.integers(0, 2**32)
+    return st.builds(Batch, requests.map(tuple), prefix=st.sampled_from("01"), seed=seeds)
 
 
 #: Batches that every model must be tried on.

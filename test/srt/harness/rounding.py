@@ -67,19 +67,18 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
 
     def given_stocks(number: int, _: Any, args: Any, kwargs: Any) -> Any:
         rows = before[number][kept].clone()
-        compat.layers.write_residual(kwargs["forward_batch"], rows)
+        compat.write_residual(kwargs["forward_batch"], rows)
         return args, {**kwargs, "hidden_states": rows}
 
+    def returned(found: dict[int, torch.Tensor], number: int, _: Any, __: Any, out: Any) -> None:
+        found[number] = compat.layer_rows(out).clone()
+
     for switch, given, found in (("0", watched, after), ("1", given_stocks, fast)):
-
-        def returned(number: int, _: Any, __: Any, output: Any, found: Any = found) -> None:
-            found[number] = compat.layers.get_rows(output).clone()
-
         with ExitStack() as hooks:
             for number, layer in _tail_layers(engine):
                 hook = layer.register_forward_pre_hook(partial(given, number), with_kwargs=True)
-                hooks.callback(hook.remove)
-                hooks.callback(layer.register_forward_hook(partial(returned, number)).remove)
+                hooks.enter_context(hook)
+                hooks.enter_context(layer.register_forward_hook(partial(returned, found, number)))
             run(engine, scheduled, switch)
     errors = {}
     for number, rows in after.items():
@@ -90,15 +89,11 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
     return errors
 
 
-def allowed_of_a_layer(engine: Engine) -> float:
-    """What ``layer_errors`` may be."""
-    return float(_ROUNDING_OF_A_LAYER * torch.finfo(engine.runner.dtype).eps)
-
-
 def assert_layers_agree(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> None:
     """Given stock's rows, each layer of the tail adds what stock's adds, but for its rounding."""
     errors = layer_errors(engine, scheduled, prompts)
-    assert max(errors.values()) <= allowed_of_a_layer(engine), errors
+    allowed = _ROUNDING_OF_A_LAYER * torch.finfo(engine.runner.dtype).eps
+    assert max(errors.values()) <= allowed, errors
 
 
 def _tail_layers(engine: Engine) -> list[tuple[int, Any]]:

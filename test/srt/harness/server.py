@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import sglang_gemma4_yoco
 from harness import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import settings
+from sglang_gemma4_yoco.commands import servers
 from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.verify import servers
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward
@@ -223,10 +225,10 @@ class Server(servers.Server):
 
     def load(self) -> dict[str, int]:
         """How many requests are ``running`` and ``waiting``, as the scheduler counts them."""
-        loads = self.get("/v1/loads")["loads"]
-        found: dict[str, int] = {}
-        for name in ("running", "waiting"):
-            found[name] = sum(load[f"num_{name}_reqs"] for load in loads)
+        found = {"running": 0, "waiting": 0}
+        for load in self.get("/v1/loads")["loads"]:
+            for name in found:
+                found[name] += load[f"num_{name}_reqs"]
         return found
 
     def chat(self, **body: Any) -> Any:
@@ -250,7 +252,7 @@ def _free_port() -> int:
     """A port that is free now, of those that no outgoing connection is given."""
     for _ in range(1000):
         try:
-            return servers.find_free_ports(1, random.randrange(20_000, 32_000))[0]
+            return servers.free_ports(1, random.randrange(20_000, 32_000))[0]
         except CommandError:  # taken
             continue
     raise RuntimeError("no free port between 20,000 and 32,000")
@@ -284,8 +286,11 @@ def started(
         SWITCH: switch,
         **(env or {}),
     }
-    environment = {name: value for name, value in os.environ.items() if name not in changed}
-    environment |= {name: value for name, value in changed.items() if value is not None}
+    environment = dict(os.environ)
+    for name, value in changed.items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = value
     server = Server(checkpoint, directory, arguments, environment, spawned=spawned)
     server.start()
     try:
@@ -315,28 +320,36 @@ def pair(
     Args:
         captured: the fast one replays its decode steps, and the tails of its prefills.
     """
-    with ExitStack() as stack:
-        # Starting is mostly importing, so they start side by side.
-        on, off = (
-            stack.enter_context(
-                started(
-                    checkpoint,
-                    directory / name,
-                    switch=switch,
-                    arguments=[*arguments, *(CAPTURED_ARGUMENTS if graphs else ())],
-                    env={**(env or {}), **(CAPTURED_GRAPHS if graphs else {})},
-                )
-            )
-            for name, switch, graphs in (("on", None, captured), ("off", "0", False))
-        )
-        on.wait_until_ready()
-        off.wait_until_ready()
-        yield on, off
+    on: dict[str, Any] = {"arguments": arguments, "env": env or {}}
+    off = dict(on)
+    if captured:
+        on["arguments"] = [*arguments, *CAPTURED_ARGUMENTS]
+        on["env"] = {**on["env"], **CAPTURED_GRAPHS}
+    with (  # starting is mostly importing, so they start side by side
+        started(checkpoint, directory / "on", switch=None, **on) as fast,
+        started(checkpoint, directory / "off", switch="0", **off) as stock,
+    ):
+        fast.wait_until_ready()
+        stock.wait_until_ready()
+        yield fast, stock
 
 
 def python_path(directory: Path) -> str:
     """A PYTHONPATH with ``directory`` in front."""
     return os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def changed_package(directory: Path, file: str, changes: Mapping[str, str]) -> str:
+    """A PYTHONPATH with a copy of the package, a file of which has other text in these places."""
+    package = Path(sglang_gemma4_yoco.__file__).parent
+    copy = directory / package.name
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (copy / file).read_text()
+    for old, new in changes.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (copy / file).write_text(source)
+    return python_path(directory)
 
 
 def stand_in_for_sglang(directory: Path, program: str) -> Path:

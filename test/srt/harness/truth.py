@@ -39,7 +39,7 @@ def server_logprobs(server: Server, prompts: Sequence[Sequence[int]]) -> torch.T
         return_logprob=True,
         top_logprobs_num=E2B_TINY.vocab_size,
     )
-    return torch.stack([_whole_vocabulary(reply) for reply in replies])
+    return torch.stack(list(map(_whole_vocabulary, replies)))
 
 
 def _whole_vocabulary(reply: dict[str, Any]) -> torch.Tensor:
@@ -117,9 +117,11 @@ def assert_as_near_as_rounding(
         rounded: of stock forwards whose tail rounds otherwise.
     """
     apart = Error.of(fast, stock)
-    noise = []
+    rms, largest = [], []
     for other in rounded:
-        noise.append(Error.of(other, stock))
-    assert min(error.rms for error in noise) > _NOT_FP32, noise
-    assert apart.rms <= max(error.rms for error in noise), (apart, noise)
-    assert apart.largest <= max(error.largest for error in noise), (apart, noise)
+        noise = Error.of(other, stock)
+        rms.append(noise.rms)
+        largest.append(noise.largest)
+    assert min(rms) > _NOT_FP32, rms
+    assert apart.rms <= max(rms), (apart, rms)
+    assert apart.largest <= max(largest), (apart, largest)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import textwrap
@@ -14,7 +13,6 @@ from unittest import mock
 
 from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
-from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
 REPORTS = Path(__file__).resolve().parents[3] / "docs" / "upstream"
 
@@ -31,22 +29,9 @@ def fixed(function: Callable[..., Any], report: Path) -> Any:
     return made[function.__name__]
 
 
-def without_media(stock: Callable[..., bool]) -> Callable[..., bool]:
-    """The other part of the second fix, which the report has in words."""
-
-    @functools.wraps(stock)
-    def can_run_graph(self: Any, forward_batch: Any) -> bool:
-        parameters = inspect.signature(self.layer_model.forward).parameters
-        if "per_layer_inputs" in parameters and forward_batch.contains_mm_inputs():
-            return False
-        return stock(self, forward_batch)
-
-    return can_run_graph
-
-
 @contextmanager
 def repaired() -> Iterator[None]:
-    """SGLang can capture these models in the span."""
+    """SGLang can capture these models in the span; batches with media are not sent in it."""
     runner = prefill_cuda_graph_runner
     fixes = (
         (cuda_graph_setup, "index_attention_layers_by_global_id", "shared_layer_ids.md"),
@@ -56,6 +41,4 @@ def repaired() -> Iterator[None]:
         for module, name, report in fixes:
             changed = fixed(getattr(module, name), REPORTS / report)
             stack.enter_context(mock.patch.object(module, name, changed))
-        of_text = without_media(PrefillCudaGraphRunner.can_run_graph)
-        stack.enter_context(mock.patch.object(PrefillCudaGraphRunner, "can_run_graph", of_text))
         yield

@@ -1,4 +1,4 @@
-"""SGLang and the package on the rehearsal's device: what the host does on a GPU, without one.
+"""PyTorch, SGLang and the package on the rehearsal's device: what the host does on a GPU.
 
 Each question is answered by a process of ``test/rehearsal/ask.py``; several tests read one answer.
 Kernels of floats are launched and not computed, but in ``values``: these are tests of the host's
@@ -7,9 +7,11 @@ code. Of every batch it is asserted first, from matrix products, on how many row
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,8 +23,6 @@ import pytest
 
 from rehearsal import device
 
-#: What ``python -m rehearsal.ask`` is run in.
-FOLDER = Path(device.__file__).parents[1]
 MISSING = device.say_what_is_missing()
 if version("sglang") != device.SGLANG:
     MISSING = f"the rehearsal knows the kernels of SGLang {device.SGLANG} alone"
@@ -31,234 +31,220 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 RELEASE = pytest.mark.release
-Answer = dict[str, Any]
+Ask = Callable[[str], Any]
 
+
+def read_table(name: str) -> Any:
+    return json.loads((device.HERE / f"{name}.json").read_text())
+
+
+BATCHES, QUESTIONS = read_table("batches"), read_table("questions")
+BREAKAGES = read_table("breakages")
 STOCK, CAPTURED, EAGER = "stock", "captured", "eager"
-#: Rows of each batch of ``batches_served``, and how many of them are read.
-ROWS = {
-    "2 tokens": (2, 1),
-    "40 tokens": (40, 1),
-    "257 tokens": (257, 1),
-    "1100 tokens": (1100, 1),
-    "after a prefix": (40, 1),
-    "one row after a prefix": (4, 2),
-    "three": (42, 3),
-    "five": (25, 5),
-    "sixteen": (1250, 16),
-    "seventeen": (187, 17),
-    "thirty-four": (1921, 34),
-    "beside decode steps": (42, 3),
-    "log-probabilities": (1205, 11),
-    "chunk": (40, 0),
-    "chunk of 1100": (1100, 0),
-}
-#: Batches whose tail is eager although the tail is captured.
-NEVER_REPLAYED = ("thirty-four", "log-probabilities")
+CUT_CAPTURED, CUT_EAGER = ["active_captured", None], ["active_eager", None]
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In ``test``, as the documents say."""
+    environment = os.environ | {"PYTHONPATH": str(device.HERE.parent)}
+    environment.pop("SGLANG_PLATFORM", None)
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, env=environment, cwd=device.HERE.parent, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answer]:
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     """The answer to a question; each is asked once."""
-    answers: dict[str, Answer] = {}
 
-    def answer_of(question: str) -> Answer:
-        if question not in answers:
-            file = tmp_path_factory.mktemp("rehearsal") / "answer.json"
-            environment = dict(os.environ)
-            environment.pop("SGLANG_PLATFORM", None)
-            command = [sys.executable, "-m", "rehearsal.ask", question, str(file)]
-            done = subprocess.run(
-                command, env=environment, cwd=FOLDER, capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr[-8000:]
-            answers[question] = json.loads(file.read_text())
-        return answers[question]
+    @functools.cache
+    def answer(question: str) -> Any:
+        file = tmp_path_factory.mktemp("rehearsal") / "answer.json"
+        done = run_python("-m", "rehearsal.ask", question, str(file))
+        assert done.returncode == 0, done.stderr[-8000:]
+        return json.loads(file.read_text())
 
-    return answer_of
+    return answer
+
+
+# ---- the device
+
+
+def test_a_function_that_is_not_written_ends_the_process_with_its_name() -> None:
+    done = run_python("-c", "from rehearsal import device; device.load_runtime().cudaDeviceReset()")
+    assert done.returncode == 70
+    assert "cudaDeviceReset is not written" in done.stderr
+
+
+READ_A_TENSOR = """
+import ctypes
+from rehearsal import device
+device.load_runtime()
+import torch
+made = torch.zeros(4, device="cuda")
+print("made", flush=True)
+ctypes.string_at(made.data_ptr(), 1)
+"""
+
+
+def test_the_host_cannot_read_device_memory() -> None:
+    done = run_python("-c", READ_A_TENSOR)
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stdout == "made\n"
+
+
+WRITE_A_RESULT = """
+from rehearsal import device
+device.load_runtime()
+import pathlib, sys
+sys.path.insert(0, "../scripts")
+from result_files import device_name, write_result
+write_result(pathlib.Path(sys.argv[1]), {"device": device_name("cuda"), "seconds": 1})
+"""
+
+
+def test_no_figure_of_it_is_written_to_a_result_file(tmp_path: Path) -> None:
+    done = run_python("-c", WRITE_A_RESULT, str(tmp_path / "result.json"))
+    assert done.returncode == 0, done.stderr
+    assert "nothing was measured" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 # ---- whole models
 
-
-MODELS = [
-    "model",
-    pytest.param("e4b", marks=RELEASE),
-    pytest.param("sm_100", marks=RELEASE),
-    pytest.param("without_graphs", marks=RELEASE),
-]
-each_model = pytest.mark.parametrize("question", MODELS)
-each_batch = pytest.mark.parametrize("batch", ROWS)
-
-
-def launches_of(cost: Answer) -> int:
-    launches: int = cost["counts"].get("launch", 0)
-    return launches
+each_model = pytest.mark.parametrize(
+    "question",
+    ["model", *(pytest.param(q, marks=RELEASE) for q in ("e4b", "sm_100", "without_graphs"))],
+)
 
 
 @each_model
-def test_it_starts_and_is_active(ask: Callable[[str], Answer], question: str) -> None:
+def test_it_starts_and_is_active(ask: Ask, question: str) -> None:
     answer = ask(question)
     assert answer["refused"] is None
     assert answer["facts"]["check"]["unchecked"] is None
-    captured = "captured for up to 32 rows" if question != "without_graphs" else "eager"
-    assert answer["facts"]["tail"].startswith(captured)
+    assert answer["facts"]["tail"].startswith(QUESTIONS[question]["tail"])
 
 
-@each_batch
+@pytest.mark.parametrize("batch", BATCHES)
 @each_model
-def test_layers_after_the_cut_run_on_the_rows_that_are_read(
-    ask: Callable[[str], Answer], question: str, batch: str
+def test_a_batch_is_cut_and_costs_no_more_than_in_stock(
+    ask: Ask, question: str, batch: str
 ) -> None:
-    """So the fast path was active; and nothing has failed."""
-    costs = ask(question)["costs"][batch]
-    rows, read = ROWS[batch]
-    whole = {way: costs[way]["product_rows"][str(rows)] for way in costs}
+    """Layers after the cut run on the rows that are read: so the fast path was active.
+
+    The host waits where it does in stock: once, where SGLang sums up what its window holds
+    (``update_sliding_window_buffer``), where log-probabilities are read, and where images come in.
+    Nor is there a wait in the package's planning or in the cut model: PyTorch has refused them
+    there (``torch.cuda.set_sync_debug_mode("error")``). Each batch was served as stock first: what
+    is compiled after that is the fast path's.
+    """
+    costs, asked = ask(question)["costs"][batch], BATCHES[batch]
+    whole: dict[str, int] = {}
     for way, cost in costs.items():
         assert cost["failure"] is None, way
-        assert cost["counts"].get("graph_launch", 0) == is_replayed(question, batch, way)
+        is_replayed = asked["replayed"] and way == CAPTURED and question != "without_graphs"
+        assert cost["counts"].get("graph_launch", 0) == is_replayed
+        whole[way] = cost["product_rows"][str(asked["rows"])]
+        assert cost["waits"] == costs[STOCK]["waits"], way
+        assert sum(cost["waits"].values()) == asked["waits"], way
+        if way != STOCK:
+            assert not cost["compiled"], way
+            assert "pinning" not in cost["counts"], way
     assert whole[CAPTURED] == whole[EAGER] < 0.7 * whole[STOCK]
-    if read:
-        after_the_cut = costs[EAGER]["product_rows"][str(read)] - 1  # and the logits
+    if asked["kept"]:
+        after_the_cut = costs[EAGER]["product_rows"][str(asked["kept"])] - 1  # and the logits
         assert after_the_cut + whole[EAGER] > whole[STOCK], "K and V of the donor are apart"
 
 
-def is_replayed(question: str, batch: str, way: str) -> bool:
-    _, read = ROWS[batch]
-    captured = question != "without_graphs" and way == CAPTURED
-    return captured and read > 0 and batch not in NEVER_REPLAYED
-
-
-@each_batch
-@each_model
-def test_the_host_waits_as_often_as_in_stock(
-    ask: Callable[[str], Answer], question: str, batch: str
-) -> None:
-    """Once, where SGLang sums up what its window holds (``update_sliding_window_buffer``)."""
-    costs = ask(question)["costs"][batch]
-    waits = {way: list(cost["waits"].values()) for way, cost in costs.items()}
-    assert waits[STOCK] == [1]
-    assert waits[CAPTURED] == waits[EAGER] == waits[STOCK]
-
-
-@each_batch
-@each_model
-def test_no_kernel_is_compiled_that_stock_does_not_compile(
-    ask: Callable[[str], Answer], question: str, batch: str
-) -> None:
-    """Each batch was served as stock first: what is compiled after that is the fast path's."""
-    costs = ask(question)["costs"][batch]
-    for way in (CAPTURED, EAGER):
-        assert not costs[way]["compiled"], way
-
-
-@each_batch
-def test_launches(ask: Callable[[str], Answer], batch: str) -> None:
+@pytest.mark.parametrize("batch", BATCHES)
+def test_launches(ask: Ask, batch: str) -> None:
     """Of E2B: 14 layers of 35 run whole, so a cut prefill without its tail has 380 of stock's 855.
 
     Stock launches 24 kernels a layer. A graph's tail adds 15 launches to fill its inputs, and two
     where it pads them. An eager tail of 21 layers adds 487. Input log-probabilities add those that
-    pick their rows: 30.
+    pick their rows: 30. Images add their encoder.
     """
     costs = ask("model")["costs"][batch]
-    logprobs = batch == "log-probabilities"
-    assert launches_of(costs[STOCK]) <= 855 + 20 * logprobs
-    assert launches_of(costs[EAGER]) <= 867 + 60 * logprobs
-    if ROWS[batch][1] == 0:
-        assert launches_of(costs[CAPTURED]) <= 380
-    elif is_replayed("model", batch, CAPTURED):
-        assert launches_of(costs[CAPTURED]) <= 397
-
-
-@each_model
-def test_pytorch_finds_no_wait_in_planning_and_model(
-    ask: Callable[[str], Answer], question: str
-) -> None:
-    """``torch.cuda.set_sync_debug_mode("error")``."""
-    found = ask(question)["without waits"]
-    assert len(found) == 3
-    assert set(found.values()) == {None}
+    for way, most in BATCHES[batch]["launches"].items():
+        assert costs[way]["counts"]["launch"] <= most, way
 
 
 # ---- exits, and host code broken on purpose
 
 
-@pytest.mark.parametrize("batch", ["40 tokens", "three", "beside decode steps", "chunk"])
-def test_a_cut_prefill_leaves_sglangs_graph_at_the_exit(
-    ask: Callable[[str], Answer], batch: str
-) -> None:
-    """Of 10 layers stock replays 11 segments; a cut prefill 5, and the graph of its tail."""
+@pytest.mark.parametrize("batch", QUESTIONS["exits"]["batches"])
+def test_a_cut_prefill_leaves_sglangs_graph_at_the_exit(ask: Ask, batch: str) -> None:
+    """Of 10 layers stock replays 11 segments; a cut prefill 5, and the graph of its tail.
+
+    No captured prefill has room for 257 tokens.
+    """
     answer = ask("exits")
     assert answer["facts"]["exits"].startswith("open after segment 5")
     stock, cut = answer["costs"][batch][STOCK], answer["costs"][batch][CAPTURED]
-    assert stock["counts"]["graph_launch"] == 11
-    assert cut["counts"]["graph_launch"] == 5 + (batch != "chunk")
+    tail = BATCHES[batch]["replayed"]
+    if batch == "257 tokens":
+        assert "graph_launch" not in stock["counts"]
+        assert cut["counts"]["graph_launch"] == tail
+    else:
+        assert stock["counts"]["graph_launch"] == 11
+        assert cut["counts"]["graph_launch"] == 5 + tail
     assert cut["failure"] is None
-    assert list(cut["waits"].values()) == list(stock["waits"].values()) == [1]
+    assert cut["waits"] == stock["waits"]
     assert not cut["compiled"]
 
 
-def test_a_prefill_that_no_graph_has_room_for_is_cut_eagerly(
-    ask: Callable[[str], Answer],
-) -> None:
-    cut = ask("exits")["costs"]["257 tokens"][CAPTURED]
-    assert cut["outcome"] == "active_captured"
-    assert cut["counts"]["graph_launch"] == 1
-
-
-def test_nothing_is_found_in_what_is_not_broken(ask: Callable[[str], Answer]) -> None:
+def test_nothing_is_found_in_what_is_not_broken(ask: Ask) -> None:
     found = ask("exits")["breakages"]
     assert found[""] == found["after them"] == []
 
 
-@pytest.mark.parametrize("number", range(16))
-def test_a_breakage_is_seen(ask: Callable[[str], Answer], number: int) -> None:
-    found = ask("exits")["breakages"]
-    broken = [name for name in found if name not in ("", "after them")]
-    assert len(broken) == 16
-    assert found[broken[number]], broken[number]
+@pytest.mark.parametrize(
+    "name",
+    [*(each["name"] for each in BREAKAGES), "the kernels of K and V are not compiled at start"],
+)
+def test_a_breakage_is_seen(ask: Ask, name: str) -> None:
+    assert ask("exits")["breakages"][name]
 
 
 # ---- races
 
-
-LOOPS = ["races", pytest.param("races_without_overlap", marks=RELEASE)]
-each_loop = pytest.mark.parametrize("question", LOOPS)
+each_loop = pytest.mark.parametrize(
+    "question", ["races", pytest.param("races_without_overlap", marks=RELEASE)]
+)
 
 
 @pytest.mark.parametrize("traffic", ["sound", "audited"])
 @each_loop
-def test_the_schedulers_loop_has_no_race(
-    ask: Callable[[str], Answer], question: str, traffic: str
-) -> None:
-    answer = ask(question)
-    served = answer[traffic]
-    assert answer["refused"] is None
+def test_the_schedulers_loop_has_no_race(ask: Ask, question: str, traffic: str) -> None:
+    served = ask(question)[traffic]
     assert served["forwards"]["active_captured"] >= 5
     assert served["forwards"]["active_intermediate_chunk"] >= 5
     assert served["accesses"] > 5000
     assert served["races"] == {}
-    if traffic == "audited":
-        assert served["audits"]["agree"] >= 10
-        assert served["audits"]["differ"] == 0
 
 
 @each_loop
-def test_the_start_has_no_race(ask: Callable[[str], Answer], question: str) -> None:
+def test_the_start_and_the_audits_have_no_race(ask: Ask, question: str) -> None:
     """Captures, their proof, the check."""
-    start = ask(question)["start"]
-    assert start["accesses"] > 10000
-    assert start["races"] == {}
+    answer = ask(question)
+    assert answer["refused"] is None
+    assert answer["start"]["accesses"] > 10000
+    assert answer["start"]["races"] == {}
+    assert answer["audited"]["audits"]["agree"] >= 10
+    assert answer["audited"]["audits"]["differ"] == 0
 
 
 @pytest.mark.parametrize(
     ("race", "place"),
     [
-        ("planned_on_a_side_stream", "on side"),
-        ("replayed_on_a_side_stream", "on side"),
-        ("without_the_barrier", "set_full_to_swa_mapping"),
+        ("planned on a side stream", "on side"),
+        ("replayed on a side stream", "on side"),
+        ("without the barrier", "set_full_to_swa_mapping"),
     ],
 )
-def test_a_race_on_purpose_is_seen(ask: Callable[[str], Answer], race: str, place: str) -> None:
+def test_a_race_on_purpose_is_seen(ask: Ask, race: str, place: str) -> None:
     races = ask("races")[race]["races"]
     assert any(place in described for described in races), races
 
@@ -267,80 +253,65 @@ def test_a_race_on_purpose_is_seen(ask: Callable[[str], Answer], race: str, plac
 
 
 @RELEASE
-def test_memory_of_the_tail(ask: Callable[[str], Answer]) -> None:
+def test_memory_of_the_tail(ask: Ask) -> None:
     """Of E2B, for up to 32 rows, by PyTorch's allocator; the driver's own part is not in it."""
-    answer = ask("failures")
-    assert answer["as started"]["outcome"] == "active_captured"
-    takes = answer["tail takes"]
-    assert 60 <= takes["allocated"] <= 80
-    assert takes["reserved"] <= 100
-    assert all(abs(more) < 2 for more in answer["three more captures take"].values())
-    assert answer["captured four times"]["outcome"] == "active_captured"
+    found = ask("failures")["failures"]
+    assert found["as started"] == found["captured four times"] == CUT_CAPTURED
+    without, captured = found["without the tail"], found["captured"]
+    assert 60 <= captured[0]["allocated"] - without["allocated"] <= 80
+    assert captured[0]["reserved"] - without["reserved"] <= 100
+    for name, once in captured[0].items():
+        assert abs(captured[-1][name] - once) < 2, name
 
 
 @RELEASE
 @pytest.mark.parametrize("what", ["an exception", "a value is read", "the device is synchronised"])
-def test_a_failed_capture_leaves_a_working_device(ask: Callable[[str], Answer], what: str) -> None:
-    answer = ask("failures")
-    found = answer["failed captures"][what]
+def test_a_failed_capture_leaves_a_working_device(ask: Ask, what: str) -> None:
+    answer = ask("failures")["failures"]
+    found = answer[what]
     assert found["tail"].startswith("eager (capturing failed")
     assert not found["still captures"]
     assert found["random numbers"] == [1]
-    assert found["eager"] == {"outcome": "active_eager", "failure": None}
-    assert found["pools"] == answer["pools"] - 1, "the tail's own is given back"
-    assert found["captured again"] == {"outcome": "active_captured", "failure": None}
+    assert found["eager"] == CUT_EAGER
+    assert found["memory"]["pools"] == answer["without the tail"]["pools"]
+    assert found["captured again"] == CUT_CAPTURED
 
 
 @RELEASE
-def test_memory_that_runs_out_in_a_tail(ask: Callable[[str], Answer]) -> None:
-    """At each gather of rows stock serves the batch, and the next one is cut again."""
-    found = dict(ask("failures")["out of memory"])
-    assert found.pop("refused") is None
-    assert found.pop("afterwards") == {"outcome": "active_captured", "failure": None}
-    assert len(found) >= 3
-    for at, served in found.items():
-        assert served["outcome"] == "failed", at
-        assert "out of memory" in served["failure"]
+def test_memory_that_runs_out_in_a_tail(ask: Ask) -> None:
+    """At each of five gathers of rows stock serves the batch, and the next one is cut again."""
+    found = ask("failures")["failures"]
+    assert found["refused"] is None
+    assert found["after it"] == CUT_CAPTURED
+    assert len(found["out of memory"]) == 5
+    for outcome, failure in found["out of memory"]:
+        assert outcome == "failed"
+        assert "out of memory" in failure
 
 
 @RELEASE
-def test_the_tail_is_captured_after_sglang_has_captured_anew(
-    ask: Callable[[str], Answer],
-) -> None:
-    served = ask("failures")["after a recapture"]
-    assert served == {"outcome": "active_captured", "failure": None}
+def test_the_tail_is_captured_after_sglang_has_captured_anew(ask: Ask) -> None:
+    assert ask("failures")["failures"]["after a recapture"] == CUT_CAPTURED
 
 
 # ---- values
 
 
-OUTCOMES = {
-    ("257 tokens", CAPTURED): "active_captured",
-    ("257 tokens", EAGER): "active_eager",
-    ("chunk", CAPTURED): "exit_intermediate_chunk",
-}
-
-
 @RELEASE
-@pytest.mark.parametrize(
-    "batch", ["40 tokens", "257 tokens", "after a prefix", "three", "beside decode steps", "chunk"]
-)
-def test_answers_are_stocks_and_k_and_v_to_the_bit(
-    ask: Callable[[str], Answer], batch: str
-) -> None:
+@pytest.mark.parametrize("batch", QUESTIONS["values"]["outcomes"])
+def test_answers_are_stocks_and_k_and_v_to_the_bit(ask: Ask, batch: str) -> None:
     answer = ask("values")
     assert answer["facts"]["exits"].startswith("open")
-    found = answer["batches"][batch]
-    assert found[CAPTURED]["outcome"] == OUTCOMES.get((batch, CAPTURED), "exit_captured")
-    ways = [CAPTURED, EAGER] if (batch, EAGER) in OUTCOMES else [CAPTURED]
-    for way in ways:
-        assert found[way]["failure"] is None
-        assert found[way]["same K and V"]
-        assert found[way]["spread"] > 0.5
+    for way, outcome in QUESTIONS["values"]["outcomes"][batch].items():
+        found = answer["values"][batch][way]
+        assert found["outcome"] == outcome
+        assert found["failure"] is None
+        assert found["same K and V"]
+        assert found["spread"] > 0.5
         if batch != "chunk":
-            # A logit of size 4 is rounded to 1/64 in bf16; some roundings differ.
-            assert found[way]["difference"] <= 4 / 64
-            assert found[way]["same token"]
+            # A logit of size 4 is rounded to 1/64 in bf16; some roundings may differ.
+            assert found["difference"] <= 4 / 64
+            assert found["same token"]
 
 
 # ---- what waits for a GPU
@@ -349,11 +320,7 @@ def test_answers_are_stocks_and_k_and_v_to_the_bit(
 @RELEASE
 def test_the_tests_that_need_a_gpu_pass() -> None:
     """By the command of ``benchmark/on_a_gpu.md``; a test that needs CUPTI is left out by name."""
-    arguments = ["--gpu", "--", "-p", "rehearsal.gpu_tests"]
-    command = [sys.executable, "../scripts/run_tests.py", *arguments]
-    environment = dict(os.environ) | {"PYTHONPATH": str(FOLDER)}
-    environment.pop("SGLANG_PLATFORM", None)
-    done = subprocess.run(command, env=environment, cwd=FOLDER, capture_output=True, text=True)
+    done = run_python("../scripts/run_tests.py", "--gpu", "--", "-p", "rehearsal.gpu_tests")
     assert done.returncode == 0, done.stdout[-8000:]
     passed = re.search(r"(\d+) passed, 1 deselected", done.stdout)
     assert passed is not None, done.stdout[-2000:]

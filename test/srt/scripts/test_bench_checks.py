@@ -28,12 +28,9 @@ def test_what_was_found(file: str) -> None:
     assert document["false_alarms"] == {"check": 0, "audits": 0, "proofs": 0}
     assert set(document["breakages"]) <= set(BREAKAGES)
     for name, found in document["breakages"].items():
-        factors = []
-        for one in document["results"]:
-            if name in one["found"]:
-                factors.append(float(str(one["found"][name]).replace("infinite", "inf")))
-        assert len(factors) == found["models"], name
-        assert min(factors) > ENOUGH, name
+        tried = [one["found"][name] for one in document["results"] if name in one["found"]]
+        assert len(tried) == found["models"], name
+        assert all(factor == "infinite" or factor > ENOUGH for factor in tried), name
 
 
 def test_false_alarms_and_misses_are_counted() -> None:

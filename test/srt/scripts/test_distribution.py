@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import defaultdict
 from email import message_from_bytes
 from pathlib import Path
 
@@ -60,22 +61,19 @@ def test_one_version(built: tuple[Path, Path]) -> None:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    expected = {"py.typed", "commands/prompts.txt", "commands/shown_flags.txt"}
+    expected |= {"compat.ini", "loading/limits.ini"}
+    for path in (REPO / NAME).rglob("*.py"):
+        expected.add(str(path.relative_to(REPO / NAME)))
+    inside: dict[str, set[str]] = defaultdict(set)
     with zipfile.ZipFile(built[0]) as wheel:
-        names = set(wheel.namelist())
-    folders = {name.partition("/")[0] for name in names}
-    assert len(folders) == 2
-    assert {folder.partition("-")[0] for folder in folders} == {NAME}
-    inside = {name.partition("/")[2] for name in names if name.startswith(f"{NAME}/")}
-    package = REPO / NAME
-    modules = {str(path.relative_to(package)) for path in package.rglob("*.py")}
-    assert inside == modules | {
-        "py.typed",
-        "commands/verify/prompts.txt",
-        "commands/shown_flags.txt",
-        "loading/reviewed_arguments.txt",
-    }
-    about = {name.partition("/")[2] for name in names if not name.startswith(f"{NAME}/")}
-    assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= about
+        for name in wheel.namelist():
+            folder, _, file = name.partition("/")
+            inside[folder].add(file)
+    assert inside.pop(NAME) == expected
+    [about] = inside
+    assert about.startswith(f"{NAME}-")
+    assert {"entry_points.txt", "METADATA", "licenses/LICENSE"} <= inside[about]
 
 
 def test_extras_are_those_of_users(built: tuple[Path, Path]) -> None:
@@ -89,10 +87,11 @@ def test_extras_are_those_of_users(built: tuple[Path, Path]) -> None:
 def test_the_source_distribution_can_be_built_from(built: tuple[Path, Path]) -> None:
     """It has what the wheel is made of. Documents and tests are in the repository alone."""
     with tarfile.open(built[1]) as source:
-        names = {name.partition("/")[2] for name in source.getnames()}
-    assert f"{NAME}/plugin.py" in names
+        names = source.getnames()
+    [folder] = [name for name in names if "/" not in name]
+    assert f"{folder}/{NAME}/plugin.py" in names
     made = {"PKG-INFO", "setup.cfg", f"{NAME}.egg-info"}
-    top = {name.partition("/")[0] for name in names} - {""}
+    top = {name.split("/")[1] for name in names if name != folder}
     assert top - made == {"pyproject.toml", "README.md", "LICENSE", NAME}
 
 

@@ -12,14 +12,6 @@ import pytest
 import eval_quality
 from harness.server import Pair
 
-QUESTIONS = [
-    {
-        "question": f"Tom has {n} apples and buys {n + 1} more. How many?",
-        "answer": f"#### {2 * n + 1}",
-    }
-    for n in range(8)
-]
-
 
 def evaluated(servers: Pair, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     on, off = servers
@@ -40,7 +32,10 @@ def test_gsm8k(
     servers: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path, chat: list[str]
 ) -> None:
     questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    with questions.open("w") as file:
+        for n in range(8):
+            question = f"Tom has {n} apples and buys {n + 1} more. How many?"
+            print(json.dumps({"question": question, "answer": f"#### {2 * n + 1}"}), file=file)
     more = ["--sets", "gsm8k", "--questions", str(questions), "--limit", "4", *chat]
     found = evaluated(servers, capsys, *more)["gsm8k"]
     assert found["questions"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:
         "sgl_kernel/__init__.py",
         "sglang/srt/server/__init__.py",
         "sglang/srt/models/gemma4_mm.py",
+        "sglang/configs/E=1,N=2.json",
         "k-1.dist-info/METADATA",
     }
     dropped = {
@@ -32,7 +34,10 @@ def test_a_wheel_keeps_what_a_hopper_needs(tmp_path: Path) -> None:
     files_in = sorted(kept | dropped)
     pack_gpu_env.write_wheel(wheel, ((name, b"content") for name in files_in), "k-1.dist-info")
     with zipfile.ZipFile(pack_gpu_env.copy_needed(wheel, out)) as stripped:
-        assert set(stripped.namelist()) == kept | {"k-1.dist-info/RECORD"}
+        names = set(stripped.namelist())
+        record = stripped.read("k-1.dist-info/RECORD").decode().splitlines()
+    assert names == kept | {"k-1.dist-info/RECORD"}
+    assert {row[0] for row in csv.reader(record)} == names
 
 
 def test_the_output_says_which_norms_run_there(

@@ -15,13 +15,9 @@ from rehearsal import device
 from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
 
-NEWEST = str(compat.release.LAST_TESTED)
-[OLDEST] = (
-    specifier.version
-    for requirement in map(Requirement, requires("sglang-gemma4-yoco") or ())
-    if requirement.name == "sglang"
-    for specifier in requirement.specifier
-)
+NEWEST = str(compat.LAST_TESTED)
+[SGLANG] = (one for one in requires("sglang-gemma4-yoco") or () if one.startswith("sglang"))
+[OLDEST] = (specifier.version for specifier in Requirement(SGLANG).specifier)
 PAGES = [environment.REPO / "README.md", *(environment.REPO / "docs").rglob("*.md")]
 
 
@@ -40,6 +36,11 @@ def test_everything_names_the_same_newest_release() -> None:
     ):
         assert words in readme
     assert f", in {NEWEST} |" in (environment.REPO / "docs" / "modes.md").read_text()
+
+
+@pytest.mark.parametrize("name", version_matrix.FILES)
+def test_the_matrix_runs_tests_that_there_are(name: str) -> None:
+    assert (environment.REPO / "test" / "srt" / name).exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-import sglang_gemma4_yoco
 from harness.ask import generate, tokens
 from harness.layer_rows import assert_all_stock
-from harness.server import python_path, running
+from harness.server import changed_package, running
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.commands.main import main
 from sglang_gemma4_yoco.loading import metrics
 
 pytestmark = pytest.mark.release
 
-PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
 NARROW = """
 def _narrow(tail):
     stock = tail.forward_decode
@@ -40,14 +37,7 @@ CHANGES = {
 
 
 def test_it_is_found_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "path" / PACKAGE.name
-    shutil.copytree(PACKAGE, broken, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (broken / "loading" / "start.py").read_text()
-    for old, new in CHANGES.items():
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    (broken / "loading" / "start.py").write_text(source)
-    path = {"PYTHONPATH": python_path(broken.parent)}
+    path = {"PYTHONPATH": changed_package(tmp_path / "path", "loading/start.py", CHANGES)}
     with running(tiny_checkpoint, tmp_path, switch=None, env=path) as server:
         prompt, mark = tokens(90, seed=1), server.mark()
         generate(server, prompt)

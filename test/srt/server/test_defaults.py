@@ -14,7 +14,7 @@ import pytest
 from harness.ask import assert_alike, generate, one_by_one, prompts_of, tokens
 from harness.layer_rows import CHUNK_KEPT, assert_all_stock, cut, whole
 from harness.server import CHUNK, Pair, Server
-from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core import gate
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_what_means_nothing_to_an_operator_is_not_said(default_server: Server) -
     for length in (1, 2):
         generate(default_server, tokens(length, seed=70))
     assert_all_stock(default_server.prefills(since=mark))
-    assert default_server.log_lines(eligibility.TOO_LITTLE) == []
-    assert default_server.log_lines(eligibility.NOTHING_TO_SKIP) == []
+    assert default_server.log_lines(gate.TOO_LITTLE) == []
+    assert default_server.log_lines(gate.NOTHING_TO_SKIP) == []
 
 
 def test_batch(both_servers: Pair) -> None:
@@ -53,11 +53,9 @@ def test_batch(both_servers: Pair) -> None:
     prompts = prompts_of(150, 2, 20, 1, 3, 33)
     ask = partial(generate, input_ids=prompts)
     both = assert_alike(both_servers, ask, minimum=None, close_calls=1)
-    shared = [prefill for prefill in both.prefills if 2 in prefill.extend_lens]
-    assert [prefill.rows for prefill in shared] == [
-        cut(sum(prefill.extend_lens), len(prefill.extend_lens)) for prefill in shared
-    ]
-    assert len(shared[0].extend_lens) > 1
+    [shared] = [prefill for prefill in both.prefills if 2 in prefill.extend_lens]
+    assert len(shared.extend_lens) > 1
+    assert shared.rows == cut(sum(shared.extend_lens), len(shared.extend_lens))
 
 
 def test_chunks(both_servers: Pair) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,77 +25,45 @@ from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import ENTRIES, Report
-from sglang_gemma4_yoco.compat import captured_prefills
-from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.exits import capture
-from sglang_gemma4_yoco.loading import metrics, patch
+from sglang_gemma4_yoco.commands.console import FACTS, Findings
+from sglang_gemma4_yoco.loading import patch
+from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
-_HOOK = '[{"name": "none", "target_modules": ["no.such.module"], "hook_factory": "builtins:dict"}]'
 _CPU = ("--device", "cpu", "--dtype", "float32")
-_PREFILL, _DECODE = "--prefill-attention-backend", "--decode-attention-backend"
-GRAPHS, OTHER = "--cuda-graph-backend-prefill", "attention by intel_xpu: settled when a server has"
-#: Flags of a server of the tiny model, the exit status, and how the reason begins.
-VERDICTS: list[tuple[tuple[str, ...], int, str]] = [
-    ((), 0, "None"),
-    (("--enable-deterministic-inference",), 1, "deterministic inference"),
-    (("--forward-hooks", _HOOK), 1, "forward hooks, which may read any row"),
-    (("--pp-size", "2"), 1, "pipeline parallelism (--pp-size) is not supported"),
-    (("--is-embedding",), 1, eligibility.EMBEDDINGS),
-    (("--quantization", "fp8"), 2, "quantisation fp8: the kinds of layers are settled"),
-    (("--kv-cache-dtype", "fp8_e5m2"), 0, "None"),
-    (("--attention-backend", "intel_xpu"), 2, OTHER),
-    ((_PREFILL, "intel_xpu", _DECODE, "triton"), 2, OTHER),
-    ((_PREFILL, "triton", _DECODE, "intel_xpu"), 2, OTHER),
-    # SGLang's capture is repaired for the backend "breakable" alone.
-    ((f"{GRAPHS}=disabled",), 0, "None"),
-    ((f"{GRAPHS}=breakable",), 0, "None"),
-    ((f"{GRAPHS}=full",), 1, "SGLang does not start with prefill CUDA graphs of this model"),
-    # SGLang needs more than that.
-    (("--enable-lora",), 2, "SGLang does not resolve these flags on this machine (Assert"),
-    (("--no-such-flag",), 2, "the server's flags: unrecognized arguments: --no-such-flag"),
-    (("--help",), 2, "the server's flags: with --help or --version they start no server"),
-    (("--model-path", "/another"), 2, "two models: "),
-]
+#: By flags or by command line: the exit status, and how the reason begins. SGLang's capture of
+#: prefills is repaired for the backend "breakable" alone; "--enable-lora" needs more than that.
+Verdicts = dict[str, tuple[int, str]]
+_CASES = json.loads(Path(__file__).with_name("doctor_verdicts.json").read_text())
+OF_THE_TINY_MODEL: Verdicts = _CASES["flags of a server of the tiny model"]
+OTHERS: Verdicts = _CASES["other command lines"]
 #: By exit status what the report says.
 ACTIVE = {0: True, 1: False, 2: None}
-#: The same of models, by the rest of the command line.
-MODELS = [
-    (("--model-path", "{tmp}/unshared"), 1, metrics.NO_MODEL),
-    (("--model-path", "{tmp}/none"), 2, "the model {tmp}/none cannot be read ("),
-    (("--model-path", "nobody/nothing"), 2, "the model nobody/nothing cannot be read ("),
-    ((), 2, "no model is named: give --model-path"),
-]
+Answers = tuple[dict[str, Answer], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def answers(
-    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[tuple[str, ...], Answer], dict[str, Any]]:
-    """Those of ``VERDICTS`` and ``MODELS``, and what else ``_CALLS`` has found."""
+def answers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Those to all command lines, and what else was found meanwhile."""
     directory = tmp_path_factory.mktemp("doctor")
     config = json.loads((tiny_checkpoint / "config.json").read_text())
     config["text_config"]["num_kv_shared_layers"] = 0
     (directory / "unshared").mkdir()
     (directory / "unshared" / "config.json").write_text(json.dumps(config))
-    model = ("--model-path", str(tiny_checkpoint), "--", *_CPU)
-    calls: dict[tuple[str, ...], list[str]] = {flags: [*model, *flags] for flags, *_ in VERDICTS}
-    calls |= {
-        ("model", *rest): [word.format(tmp=directory) for word in rest] for rest, *_ in MODELS
-    }
-    found, document = doctor(directory, *(["--json", *call] for call in calls.values()))
+    calls: dict[str, list[str]] = {}
+    for flags in OF_THE_TINY_MODEL:
+        calls[flags] = ["--json", "--model-path", str(tiny_checkpoint), "--", *_CPU]
+        calls[flags] += shlex.split(flags)
+    for line in OTHERS:
+        calls[line] = ["--json", *shlex.split(line.format(tmp=directory))]
+    found, document = doctor(directory, *calls.values())
     return dict(zip(calls, found, strict=True)), document
 
 
-@pytest.mark.parametrize(
-    ("call", "status", "reason"),
-    [*VERDICTS, *((("model", *rest), *expected) for rest, *expected in MODELS)],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
-)
-def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str) -> None:
-    answer = answers[0][call]
+@pytest.mark.parametrize(("call", "verdict"), (OF_THE_TINY_MODEL | OTHERS).items())
+def test_verdicts(answers: Answers, call: str, verdict: tuple[int, str]) -> None:
+    answer, (status, reason) = answers[0][call], verdict
     document = answer.document
     assert (answer.status, document["active"]) == (status, ACTIVE[status])
     directory = str(document["model"]).rpartition("/")[0]
@@ -101,28 +71,29 @@ def test_verdicts(answers: Any, call: tuple[str, ...], status: int, reason: str)
     assert answer.err == ""
 
 
-def test_what_is_known_of_a_server(answers: Any) -> None:
-    found = answers[0][()].document
-    assert set(ENTRIES) <= found.keys()
+def test_what_is_known_of_a_server(answers: Answers) -> None:
+    found = answers[0][""].document
+    assert set(FACTS) <= found.keys()
     unknown = set()
-    for name in ENTRIES:
+    for name in FACTS:
         if found[name] is None:
             unknown.add(name)
     assert unknown == {"quantisation", "trusted_not_found"}
     assert (found["layers"], found["first_shared"]) == (8, 4)
     assert found["plugins"]["installed"] is True
+    hybrid = "--prefill-attention-backend intel_xpu --decode-attention-backend triton"
     for call, attention in (
-        (VERDICTS[0][0], ["triton"]),
-        (("--attention-backend", "intel_xpu"), ["intel_xpu"]),
-        ((_PREFILL, "intel_xpu", _DECODE, "triton"), ["intel_xpu", "triton"]),
+        ("", ["triton"]),
+        ("--attention-backend intel_xpu", ["intel_xpu"]),
+        (hybrid, ["intel_xpu", "triton"]),
     ):
         assert answers[0][call].document["attention"] == attention
-    assert (
-        answers[0][(f"{GRAPHS}=full",)].document["reason"].endswith(f"{GRAPHS}=disabled starts it")
-    )
+    graphs = "--cuda-graph-backend-prefill"
+    full = answers[0][f"{graphs}=full"].document
+    assert full["reason"].endswith(f"{graphs}=disabled starts it")
 
 
-def test_nothing_is_started_or_left(answers: Any) -> None:
+def test_nothing_is_started_or_left(answers: Answers) -> None:
     """No port is opened, no directory made, and CUDA not initialised."""
     assert answers[1]["touched"] == []
     assert answers[1]["cuda"] is False
@@ -136,14 +107,14 @@ def test_prefill_graphs_of_multimodal_models(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
-    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: True)
-    report = Report()
+    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: True)
+    findings = Findings()
     config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
     with releases.published(cuda_graph_config=config):
-        preflight._prefill_graphs(report, changes, changes.get)
-    assert [captured_prefills.IDS_AND_EMBEDDINGS in refusal for refusal in report.refusals] == [
-        True
-    ] * refused
+        preflight._prefill_graphs(findings, changes, changes.get)
+    assert len(findings.refusals) == refused
+    for refusal in findings.refusals:
+        assert sglang.IDS_AND_EMBEDDINGS in refusal
 
 
 # ---------------------------------------------------------------- secrets
@@ -171,8 +142,8 @@ def with_secrets(
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *((name, "json") for name in (*typed_secrets.FLAGS, *typed_secrets.FILES)),
-        *((name, "text") for name in typed_secrets.SHOWN_IN_TEXT),
+        *product((*typed_secrets.FLAGS, *typed_secrets.FILES), ["json"]),
+        *product(typed_secrets.SHOWN_IN_TEXT, ["text"]),
     ],
 )
 def test_no_secret_is_shown(
@@ -184,16 +155,14 @@ def test_no_secret_is_shown(
     accepted = name in typed_secrets.ACCEPTED
     assert answer.status == (0 if accepted else 2), answer.out
     if accepted and how == "text":
-        [flags] = [line for line in answer.out.splitlines() if line.startswith("  flags  ")]
+        [flags] = re.findall("^  flags  .*", answer.out, re.MULTILINE)
         flag = typed_secrets.FLAGS[name][0].partition("=")[0]
         assert "--device cpu --dtype float32" in flags
         assert f" {flag}" in flags
         assert "..." in flags
 
 
-REPAIRED = (
-    f"backend 'breakable': SGLang's capture is repaired ({captured_prefills.SHARED_LAYER_IDS})"
-)
+REPAIRED = f"backend 'breakable': SGLang's capture is repaired ({sglang.SHARED_LAYER_IDS})"
 UNREPAIRED = "backend 'breakable': SGLang cannot capture this model"
 SHORTENED = "replayed prefills are shortened, where the check at start agrees"
 SWITCH = settings.name_of("prefill_graphs")
@@ -203,10 +172,13 @@ AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 
 def lines_and_refusals(switch: bool) -> tuple[list[str], list[str]]:
     """What is printed of prefill graphs, without the label; and why a server is refused."""
-    report = Report()
+    findings = Findings()
     with settings_changed(prefill_graphs=switch):
-        preflight._prefill_graphs(report, {}, {}.get)
-    return [line.removeprefix("  prefill graphs").strip() for line in report.lines], report.refusals
+        preflight._prefill_graphs(findings, {}, {}.get)
+    lines = []
+    for line in findings.lines:
+        lines.append(line.removeprefix("  prefill graphs").strip())
+    return lines, findings.refusals
 
 
 @pytest.mark.parametrize(
@@ -227,7 +199,7 @@ def test_prefill_graphs_that_are_repaired(
     lines: list[str],
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
-    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: False)
+    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
     monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)
@@ -240,14 +212,14 @@ def test_prefill_graphs_that_are_repaired(
     [
         (Backend.BREAKABLE, True, SHORTENED),
         (Backend.BREAKABLE, False, f"replayed prefills are not shortened ({SWITCH}=0); "),
-        (Backend.FULL, True, f"replayed prefills are not shortened ({capture.NO_BREAKS}); "),
+        (Backend.FULL, True, f"replayed prefills are not shortened ({repair.NO_BREAKS}); "),
     ],
 )
 def test_prefill_graphs_that_need_no_repair(
     monkeypatch: pytest.MonkeyPatch, backend: str, switch: bool, replays: str
 ) -> None:
     """As a text model of 0.5.18; replays of breakable graphs alone are shortened."""
-    monkeypatch.setattr(captured_prefills, "find_capture_error", lambda **_: None)
+    monkeypatch.setattr(sglang, "capture_error", lambda **_: None)
     with prefill_graphs(backend):
         found, refusals = lines_and_refusals(switch)
     assert found[0] == f"backend {backend!r}: SGLang captures them"
@@ -256,36 +228,38 @@ def test_prefill_graphs_that_need_no_repair(
     assert not refusals
 
 
+def registered(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """These plugins alone are installed."""
+    found: list[Any] = []
+    for name in names:
+        found.append(SimpleNamespace(name=name))
+    monkeypatch.setattr(command, "entry_points", lambda group: {"sglang.srt.plugins": found}[group])
+
+
 def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a checkout that was never installed: SGLang would not find it."""
     monkeypatch.delenv(command.RESTRICTION, raising=False)
     remedy = "the plugin is not registered in this environment: pip install . in a checkout of it"
     for names, refusals in ((["another"], [remedy]), (["another", "gemma4_yoco"], [])):
-        found = []
-        for name in names:
-            found.append(SimpleNamespace(name=name))
-        registered = {"sglang.srt.plugins": found}
-        monkeypatch.setattr(command, "entry_points", lambda group, of=registered: of[group])
-        report = Report()
-        command._discovery(report)
-        assert report.refusals == refusals
-        assert report.entries["plugins"]["found"] == sorted(names)
+        registered(monkeypatch, *names)
+        findings = Findings()
+        command._discovery(findings)
+        assert findings.refusals == refusals
+        assert findings.facts["plugins"]["found"] == sorted(names)
 
 
 def test_plugins_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that come with SGLang, when the variable has our name alone."""
-    names = ["gemma4_yoco", "smg-servicer", "smg-zmq"]
-    found = {"sglang.srt.plugins": [SimpleNamespace(name=name) for name in names]}
-    monkeypatch.setattr(command, "entry_points", lambda group: found[group])
+    registered(monkeypatch, "gemma4_yoco", "smg-servicer", "smg-zmq")
     for allowed, left_out in (
         ("gemma4_yoco", "smg-servicer, smg-zmq"),
         ("smg-zmq, gemma4_yoco,smg-servicer", "none"),
     ):
         monkeypatch.setenv(command.RESTRICTION, allowed)
-        report = Report()
-        command._discovery(report)
-        assert report.lines[-1].endswith(f"{allowed}; left out: {left_out}")
-        assert report.refusals == []
+        findings = Findings()
+        command._discovery(findings)
+        assert findings.lines[-1].endswith(f"{allowed}; left out: {left_out}")
+        assert findings.refusals == []
 
 
 def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,9 +270,9 @@ def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(settings.name_of(field), "0")
     for value, refusals in (("1", []), ("0", ["SGLANG_GEMMA4_YOCO=0"])):
         monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
-        report = Report()
-        command._settings(report)
-        assert report.refusals == refusals
+        findings = Findings()
+        command._settings(findings)
+        assert findings.refusals == refusals
 
 
 def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -312,7 +286,9 @@ def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> No
         "PREFILL_GRAPHS": ("some", "1 or 0"),
         "TRUST": ("their model", "names of Python modules or classes"),
     }
-    variables = {f"{settings.SWITCH}_{name}": value for name, (value, _) in wrong.items()}
+    variables = {}
+    for name, (value, _) in wrong.items():
+        variables[f"{settings.SWITCH}_{name}"] = value
     [answer], _ = doctor(
         tmp_path,
         ("--json", "--model-path", str(tiny_checkpoint), "--", *_CPU),

@@ -18,8 +18,10 @@ import pytest
 from harness.ask import (
     Compared,
     again_and_again,
+    assert_ranks_alike,
     assert_same_answers,
     assert_same_traffic,
+    by_process,
     chat,
     compare,
     generate,
@@ -42,10 +44,10 @@ from harness.server import (
 from sglang_gemma4_reference import releases, workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco import counters, settings
-from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.eligibility import TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.core import gate
 from sglang_gemma4_yoco.loading import metrics
+from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED
 
 if not releases.records_prefills():
     pytest.skip("tried with the prefill graphs of SGLang 0.5.23", allow_module_level=True)
@@ -89,10 +91,9 @@ def bucket_of(prefill: Prefill) -> int | None:
     """The graph that SGLang serves a prefill by: more than half of a bucket must be used."""
     total = sum(prefill.extend_lens)
     bucket = min((b for b in BUCKETS if b >= total), default=None)
-    fits = bucket is not None and bucket <= 2 * total
-    if fits and (not prefill.multimodal):
-        return bucket
-    return None
+    if bucket is None or bucket > 2 * total or prefill.multimodal:
+        return None
+    return bucket
 
 
 def due(prefill: Prefill) -> tuple[list[int], int]:
@@ -124,17 +125,14 @@ def forwards(server: Server) -> Counter[str]:
 def through_exits(
     servers: Pair, ask: Callable[[Server], list[A]]
 ) -> tuple[Compared[A], Counter[str]]:
-    """``compare``, and what became of the forwards; all of them went as they must."""
+    """Same answers, and what became of the forwards; all of them went as they must."""
     before = forwards(servers[0])
     both = compare(servers, ask)
     assert_as_due(both.prefills)
+    assert_same_answers(both)
+    assert_ranks_alike(both.prefills, servers[0].resolved("tp_size"))
     counted = forwards(servers[0]) - before
-    processes = set()
-    for prefill in both.prefills:
-        processes.add(prefill.process)
-    assert len(processes) == servers[0].resolved("tp_size")
-    for process in processes:  # each runs every batch
-        assert counted == Counter(outcome(p) for p in both.prefills if p.process == process)
+    assert counted == Counter(map(outcome, by_process(both.prefills)[0]))
     return both, counted
 
 
@@ -144,17 +142,17 @@ def outcome(prefill: Prefill) -> str:
     replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, CAPTURED_ROWS)
     if rows[-1] == 0:
         if replayed is None:
-            return counters.TAIL_SKIPPED
-        return counters.EXIT_SKIPPED
+            return log.TAIL_SKIPPED
+        return log.EXIT_SKIPPED
     if tail:
         if replayed is None:
-            return counters.TAIL_CAPTURED
-        return counters.EXIT_CAPTURED
+            return log.TAIL_CAPTURED
+        return log.EXIT_CAPTURED
     if workload.due_rows(prefill, lambda total, read: read < total) == sum(prefill.extend_lens):
-        return metrics.make_label(eligibility.NOTHING_TO_SKIP)
+        return metrics.label(gate.NOTHING_TO_SKIP)
     if replayed is None:
-        return counters.TAIL_EAGER
-    return metrics.make_label(TAIL_NOT_CAPTURED)
+        return log.TAIL_EAGER
+    return metrics.label(TAIL_NOT_CAPTURED)
 
 
 # -- what it says ----------------------------------------------------------------------------
@@ -165,14 +163,13 @@ def test_what_it_says(both_servers: Pair) -> None:
     server, stock = both_servers
     ranks = server.resolved("tp_size")
     generate(server, tokens(50, seed=1))
-    repaired = server.log_lines("capture of prefill CUDA graphs is repaired")
-    assert len(repaired) == ranks
-    assert all("because --cuda-graph-backend-prefill asks for them" in line for line in repaired)
     where = f"open after segment {FIRST_CUT + 1} ({len(BUCKETS)} buckets of up to {BUCKETS[-1]} "
-    opened = server.log_lines("exits from captured prefills are")
-    assert len(opened) == ranks
-    assert all(where in line for line in opened)
-    assert len(server.log_lines("Gemma 4 fast prefill is active")) == ranks
+    for words in (
+        "because --cuda-graph-backend-prefill asks for them",
+        f"exits from captured prefills are {where}",
+        "Gemma 4 fast prefill is active",
+    ):
+        assert len(server.log_lines(words)) == ranks, words
     assert server.log_lines("falls back to stock for this server") == []
     assert "Traceback" not in server.log_since_ready()
     assert not stock.log_lines("is repaired")
@@ -191,10 +188,8 @@ def test_prompts_of_all_lengths(both_servers: Pair) -> None:
     """In a full bucket and in padded ones, at the window's edge, and where no bucket fits."""
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 7, 9, 16, 17, window - 1, window, window + 1, 63, 65, CHUNK - 1, CHUNK)
-    both, counted = through_exits(both_servers, one_by_one(*prompts_of(*lengths)))
-    assert counted[counters.EXIT_CAPTURED] == sum(bucket_of_text(n) for n in lengths) == 10
-    assert counted[counters.TAIL_CAPTURED] == 2
-    assert_same_answers(both)
+    _, counted = through_exits(both_servers, one_by_one(*prompts_of(*lengths)))
+    assert (counted[log.EXIT_CAPTURED], counted[log.TAIL_CAPTURED]) == (10, 2)
 
 
 def test_text_with_literal_placeholders(both_servers: Pair, tiny_checkpoint: Path) -> None:
@@ -206,70 +201,38 @@ def test_text_with_literal_placeholders(both_servers: Pair, tiny_checkpoint: Pat
             ids = tokens(60, seed=len(prompts))
             ids[place] = config[name]
             prompts.append(ids)
-    both, counted = through_exits(both_servers, one_by_one(*prompts))
-    assert counted == {counters.EXIT_CAPTURED: len(prompts)}
-    assert_same_answers(both)
-
-
-def bucket_of_text(length: int) -> bool:
-    return bucket_of(Prefill("EXTEND", [length], [0], [])) is not None
+    _, counted = through_exits(both_servers, one_by_one(*prompts))
+    assert counted == {log.EXIT_CAPTURED: len(prompts)}
 
 
 def test_one_prompt_again_and_again(both_servers: Pair) -> None:
-    both, counted = through_exits(both_servers, again_and_again)
-    assert (counted[counters.EXIT_SKIPPED], counted[counters.EXIT_CAPTURED]) == (1, 5)
-    assert_same_answers(both)
+    _, counted = through_exits(both_servers, again_and_again)
+    assert (counted[log.EXIT_SKIPPED], counted[log.EXIT_CAPTURED]) == (1, 5)
 
 
 def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
     """Its prompt has media in every chunk, for SGLang, though the last one is of text alone."""
     content = [*over_a_chunk_boundary(), {"type": "text", "text": "y" * 2 * CHUNK}]
-    both, counted = through_exits(both_servers, lambda server: [chat(server, content)])
-    assert counted == {counters.TAIL_SKIPPED: 3, counters.TAIL_CAPTURED: 1}
-    assert_same_answers(both)
-
-
-# -- random requests -------------------------------------------------------------------------
-
-
-def assert_same_random_traffic(
-    servers: Pair, count: int, seed: int
-) -> tuple[list[Prefill], Counter[str]]:
-    """Random requests get the same answers from both servers, and no slot leaks."""
-    requests = workload.random_requests(
-        count, seed=seed, vocabulary=E2B_TINY.vocab_size, longest=400
-    )
-    before, mark = forwards(servers[0]), servers[0].mark()
-    tested, stock = (traffic(server, requests, 12) for server in servers)
-    assert_same_traffic(requests, stock, tested, servers[1])
-    return servers[0].prefills(since=mark), forwards(servers[0]) - before
+    _, counted = through_exits(both_servers, lambda server: [chat(server, content)])
+    assert counted == {log.TAIL_SKIPPED: 3, log.TAIL_CAPTURED: 1}
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.release)])
 def test_random_traffic(both_servers: Pair, count: int) -> None:
-    prefills, counted = assert_same_random_traffic(both_servers, count, seed=count)
+    """Random requests get the same answers from both servers, and no slot leaks."""
+    server, stock = both_servers
+    requests = workload.random_requests(
+        count, seed=count, vocabulary=E2B_TINY.vocab_size, longest=400
+    )
+    before, mark = forwards(server), server.mark()
+    answers, wanted = traffic(server, requests, 12), traffic(stock, requests, 12)
+    assert_same_traffic(requests, wanted, answers, stock)
+    prefills, counted = server.prefills(since=mark), forwards(server) - before
     assert_as_due(prefills)
     assert any(prefill.multimodal for prefill in prefills)
-    assert counted[counters.EXIT_CAPTURED] >= count / 10
-    assert counted[counters.EXIT_SKIPPED] >= count / 20
-    assert counted[counters.TAIL_CAPTURED] >= 1  # images, and where no bucket fits
-    assert counted[metrics.make_label(TAIL_NOT_CAPTURED)] >= 1  # input logprobs
-    assert any(prefix for prefill in prefills for prefix in prefill.prefix_lens)
-    assert counted[counters.FAILED] == 0
-
-
-@pytest.mark.release
-def test_audited_traffic(
-    tiny_checkpoint: Path, off_server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Each prefill that is cut is compared on the server with its whole graph."""
-    how: Any = {"arguments": ARGUMENTS, "env": {**GRAPHS, settings.name_of("audit"): "1"}}
-    with running(tiny_checkpoint, tmp_path_factory.mktemp("audited"), switch=None, **how) as server:
-        _, counted = assert_same_random_traffic((server, off_server), 40, seed=7)
-        assert counted[counters.EXIT_CAPTURED] >= 4
-        assert counted[counters.EXIT_SKIPPED] >= 2
-        audits = server.states()[0][metrics.ENTRY]["audits"]
-        cut = sum(forwards(server)[outcome] for outcome in counters.CUT)
-        assert "Traceback" not in server.log_since_ready()
-    assert (audits["agree"], audits["differ"]) == (cut, 0)
-    assert 0 < audits["worst"] < 0.5  # of what is rounding
+    assert counted[log.EXIT_CAPTURED] >= count / 10
+    assert counted[log.EXIT_SKIPPED] >= count / 20
+    assert counted[log.TAIL_CAPTURED] >= 1  # images, and where no bucket fits
+    assert counted[metrics.label(TAIL_NOT_CAPTURED)] >= 1  # input logprobs
+    assert any(any(prefill.prefix_lens) for prefill in prefills)
+    assert counted[log.FAILED] == 0

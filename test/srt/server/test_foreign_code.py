@@ -67,6 +67,7 @@ def reason_of(server: Server, capsys: Captured) -> str:
     return out[-1].removeprefix("The fast path is NOT active: ")
 
 
+@pytest.mark.release
 def test_a_model_that_reads_every_row(
     tiny_checkpoint: Path, tmp_path: Path, capsys: Captured
 ) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from harness.ask import outputs, prompts_of
 from harness.server import running
 
 pytestmark = pytest.mark.release
 
-PROMPTS = [list(range(20, 20 + tokens)) for tokens in (70, 9, 130)]
-SAMPLING = {"temperature": 1.0, "max_new_tokens": 12}
+PROMPTS = prompts_of(70, 9, 130)
 WAYS = {
     "checked": {},
     "not checked": {"SGLANG_GEMMA4_YOCO_SELF_CHECK": "0"},
@@ -30,12 +30,10 @@ def test_a_seed_gives_the_same_samples(tiny_checkpoint: Path, tmp_path: Path) ->
     for way, env in WAYS.items():
         flags: Any = {"arguments": ["--random-seed", "7"], "env": env, "switch": None}
         with running(tiny_checkpoint, tmp_path / way, **flags) as server:
-            one_by_one = [
-                server.generate(input_ids=ids, sampling_params=SAMPLING)["output_ids"]
-                for ids in PROMPTS
-            ]
-            together = server.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
-            samples[way] = [*one_by_one, *(answer["output_ids"] for answer in together)]
+            found = samples[way] = []
+            for ids in PROMPTS:
+                found += outputs(server, ids, temperature=1.0)
+            found += outputs(server, PROMPTS, temperature=1.0)
             rows = server.prefills()[0].rows
         assert (rows[-1] < rows[0]) == (way != "stock")
     assert samples["checked"] == samples["not checked"] == samples["stock"]

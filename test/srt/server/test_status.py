@@ -19,15 +19,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from harness.ask import generate, tokens
-from harness.server import Server, running
+from harness.server import Server
 from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
-from sglang_gemma4_reference import tail_failures
-from sglang_gemma4_yoco import __version__, counters
+from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import status
-from sglang_gemma4_yoco.commands.https import API_KEY
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.commands.status import ENTRY, NO_ENTRY
-from sglang_gemma4_yoco.core import forward
+from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY
 
 Captured = pytest.CaptureFixture[str]
 
@@ -65,31 +62,6 @@ def test_a_server_that_is_switched_off(off_server: Server, capsys: Captured) -> 
     document = json.loads(line)
     assert (code, document["active"], document["reason"]) == (1, False, NO_ENTRY)
     assert document["schedulers"] == [None]
-
-
-@pytest.mark.release
-def test_a_server_that_gave_up_is_not_active(
-    tiny_checkpoint: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    """Nor is one active that has just lost the path for good, while it serves as before."""
-    with running(tiny_checkpoint, tmp_path, switch=None) as server:
-        assert report(capsys, server.url)[0] == 0
-        server.failures.write_text("1")
-        for number in range(forward.LIMIT):
-            assert report(capsys, server.url)[0] == 0
-            generate(server, tokens(40, seed=number))
-        assert len(tail_failures.so_far(server.failures)) == forward.LIMIT
-        code, out, err = report(capsys, server.url)
-        assert (code, err) == (1, [])
-        assert out[-1] == f"The fast path is NOT active: {forward.GIVEN_UP}"
-        generate(server, tokens(40, seed=forward.LIMIT))
-        code, out, _ = report(capsys, "--json", server.url)
-        [state] = json.loads(out[-1])["schedulers"]
-    assert code == 1
-    assert (state["active"], state["reason"]) == (False, forward.GIVEN_UP)
-    assert state["forwards"][counters.FAILED] == forward.LIMIT
-    assert state["forwards"]["server_unsupported"] == 1
-    assert len(tail_failures.so_far(server.failures)) == forward.LIMIT
 
 
 # ---------------------------------------------------------------- what is no such server

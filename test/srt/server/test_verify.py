@@ -6,13 +6,13 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -24,17 +24,22 @@ import psutil
 import pytest
 from tqdm import tqdm
 
-import sglang_gemma4_yoco
 from environment import REPO
 from harness import forked
-from harness.server import Server, pair, python_path, stand_in_for_sglang, wait_until
+from harness.server import (
+    Server,
+    changed_package,
+    pair,
+    python_path,
+    stand_in_for_sglang,
+    wait_until,
+)
 from harness.typed_secrets import MARK, places
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_yoco import commands, counters, settings
-from sglang_gemma4_yoco.commands import https, redact, status
+from sglang_gemma4_yoco import commands, log, settings
+from sglang_gemma4_yoco.commands import prompts, redact, servers, verify
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.commands.verify import prompts, servers, verify
 
 CONTRACT = {
     "model", "device", "sglang", "prompt_tokens", "active", "answers_equal", "max_logprob_diff",
@@ -100,8 +105,20 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
         where: Any = {"cwd": cwd, "env": how["env"], "log": Path(stdout.name)}
         return forked.Program(command[1:], **where)
 
+    questions = directory / "questions.txt"
+    questions.write_text("\n".join(prompts.read_file(prompts.BUNDLED)[:4]))
     command = ["verify", "--model-path", str(checkpoint), "--label", LABEL, "--device", "cpu"]
-    command += [*HOW, "--output", str(directory / "logs"), "--", *CHUNKED, "--api-key", MARK]
+    command += [
+        *HOW,
+        "--prompts",
+        str(questions),
+        "--output",
+        str(directory / "logs"),
+        "--",
+        *CHUNKED,
+        "--api-key",
+        MARK,
+    ]
 
     def keep(text: str) -> Any:
         LOGS.append(text)
@@ -110,7 +127,7 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
     found = {**vars(subprocess), "Popen": popen}
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.dict(os.environ, environment({https.API_KEY: MARK}), clear=True),
+        mock.patch.dict(os.environ, environment({servers.API_KEY: MARK}), clear=True),
         mock.patch.object(servers, "subprocess", SimpleNamespace(**found)),
         mock.patch.object(servers, "redact", keep),
         redirect_stdout(out),
@@ -152,10 +169,7 @@ def test_the_servers_key_is_nowhere(demonstrated: Done) -> None:
     assert len(LOGS) == 2
     for log_of_sglang in LOGS:
         assert MARK in log_of_sglang
-        ours = []
-        for line in log_of_sglang.splitlines():
-            if "Gemma 4 fast prefill" in line:
-                ours.append(line)
+        ours = re.findall(".*Gemma 4 fast prefill.*", log_of_sglang)
         assert ours
         assert MARK not in "".join(ours)
     document = document_of(demonstrated)
@@ -176,12 +190,15 @@ def test_every_kind_of_prompt_is_sent_and_compared(demonstrated: Done) -> None:
     assert document["agreement"][prompts.TIMED]["fast"]["answers"] == 2
     assert list(document["rounds"]) == [verify.ALONE, verify.AT_ONCE, verify.TIMED]
     for name, forwards in document["rounds"].items():
-        assert not counters.CUT.isdisjoint(forwards), name
-    assert document["rounds"][verify.ALONE][counters.TAIL_SKIPPED] > 0
+        assert not log.CUT.isdisjoint(forwards), name
+    assert document["rounds"][verify.ALONE][log.TAIL_SKIPPED] > 0
 
 
 def test_what_people_see(demonstrated: Done) -> None:
     document = document_of(demonstrated)
+    pair = r"questions: log-probabilities within \d\.\de-\d+\n  stock: '(.+)'\n  fast:  '(.+)'\n"
+    stock, fast = re.findall(pair, demonstrated.stdout)[0]
+    assert stock == fast
     for words in ("Fast prefill was active", "the answers agree", "256", "2/2"):
         assert words in demonstrated.stdout, words
     assert "100%" in demonstrated.stderr
@@ -204,9 +221,10 @@ def test_a_right_package_is_not_reported(tmp_path: Path) -> None:
     args = Namespace(prompt_tokens=[64], repeats=2, texts=texts, device="cpu")
     document: dict[str, Any] = {}
     with pair(sharp, tmp_path, "--dtype", "bfloat16") as (fast, stock):
-        tokenizer = prompts.load_tokenizer(str(sharp))
+        tokenizer = prompts.tokenizer_of(str(sharp))
         sent = verify.fit_prompts(document, args, tokenizer, stock)
-        found = verify.examine_servers([stock, fast], sent)
+        found: dict[bool, verify.Found] = defaultdict(verify.Found)
+        verify.examine([stock, fast], sent, found)
     assert (document["rule"], document["left_out"]) == ("noise floor", {})
     _, noise = verify.conclude(document, found[False], found[True])
     assert document["problems"] == []
@@ -221,19 +239,14 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     On the same model as above.
     """
     sharp = write_checkpoint(tmp_path / "sharp", E2B_TINY_SHARP)
-    copy = tmp_path / "copy" / "sglang_gemma4_yoco"
-    shutil.copytree(Path(sglang_gemma4_yoco.__file__).parent, copy)
-    file = copy / "core" / "kept.py"
-    source = file.read_text()
-    last_row, row_before = "first_rows.append(end - m)", "first_rows.append(end - m - (n > m))"
-    assert source.count(last_row) == 1
-    file.write_text(source.replace(last_row, row_before))
+    row_before = {"first_rows.append(end - m)": "first_rows.append(end - m - (n > m))"}
+    path = changed_package(tmp_path / "copy", "core/kept.py", row_before)
     mine = tmp_path / "mine.txt"
     mine.write_text("Is this one right?")
     command = [*VERIFY, "--model-path", str(sharp), *QUICK, "--prompts", str(mine)]
     command += ["--servers", "together", "--", "--dtype", "bfloat16"]
     # Its own check at start would turn it off.
-    variables = {"PYTHONPATH": python_path(copy.parent), settings.name_of("self_check"): "0"}
+    variables = {"PYTHONPATH": path, settings.name_of("self_check"): "0"}
     done = run(command, tmp_path, variables)
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
     document = document_of(done)
@@ -241,18 +254,16 @@ def test_a_broken_package_is_found(tmp_path: Path) -> None:
     assert (document["dtype"], document["rule"]) == ("bfloat16", "noise floor")
     assert document["agrees"] is document["answers_equal"] is False
     assert document["max_logprob_diff"] > 1
-    differing = set()
-    for problem in document["problems"]:
-        differing.add(problem.partition(" differ")[0])
-    part = "log-probabilities (those of prefills alone)"
-    assert {f"{kind}: {part}" for kind in (prompts.QUESTIONS, prompts.TIMED)} <= differing
+    for kind in (prompts.QUESTIONS, prompts.TIMED):
+        words = f"{kind}: log-probabilities (those of prefills alone) differ by "
+        assert any(problem.startswith(words) for problem in document["problems"])
     assert document["agreement"][prompts.QUESTIONS]["fast"]["answers"] == 2
     assert "THE ANSWERS DO NOT AGREE" in done.stdout
     # Stock agrees with itself all the same, as far as it rounds.
     questions = document["agreement"][prompts.QUESTIONS]
     assert questions["stock"]["answers"] == 2
-    of_stock, of_fast = (questions[way]["mean_logprob_diff"] for way in ("stock", "fast"))
-    assert of_stock < of_fast / 3
+    differences = "mean_logprob_diff"
+    assert questions["stock"][differences] < questions["fast"][differences] / 3
 
 
 @pytest.mark.release
@@ -287,7 +298,7 @@ def test_stock_cannot_capture_prefills(tmp_path: Path, typed: list[str], eager: 
 
 def prompts_for(server: Server) -> list[prompts.Prompt]:
     """Of one question."""
-    tokenizer = prompts.load_tokenizer(str(server.checkpoint))
+    tokenizer = prompts.tokenizer_of(str(server.checkpoint))
     args = Namespace(prompt_tokens=[], repeats=1, texts=["Why is the sky blue?"], device="cpu")
     return verify.fit_prompts({}, args, tokenizer, server)
 
@@ -295,20 +306,20 @@ def prompts_for(server: Server) -> list[prompts.Prompt]:
 def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
     """By the servers' own chunk: the first of two chunks needs no row of the tail."""
     [long] = [prompt for prompt in prompts_for(on_server) if prompt.kind == prompts.CHUNKS]
-    before = on_server.forwards()[counters.TAIL_SKIPPED]
+    before = on_server.forwards()[log.TAIL_SKIPPED]
     on_server.generate(**long.request())
-    assert on_server.forwards()[counters.TAIL_SKIPPED] == before + 1
+    assert on_server.forwards()[log.TAIL_SKIPPED] == before + 1
 
 
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
     on_server.forget_prefixes()
     prompt = prompts.Prompt(prompts.TIMED, {"input_ids": list(range(10, 137))}, 1)
     with tqdm(disable=True) as bar:
-        _, answer = verify.send_prompt(on_server, prompt, bar)
+        _, answer = verify.send(on_server, prompt, bar)
         assert answer.seconds > 0
         assert (len(answer.tokens), answer.cached_tokens) == (1, 0)
         with pytest.raises(CommandError, match="--disable-radix-cache"):
-            verify.send_prompt(on_server, prompt, bar)
+            verify.send(on_server, prompt, bar)
 
 
 def test_a_round_that_the_prefix_cache_answers_is_not_reported(
@@ -325,7 +336,7 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
             match=r"NOT active \(.*\) during the round 'several at once' \([1-9]\d* prompt tokens",
         ),
     ):
-        verify.ask_all(on_server, sent, bar)
+        verify.ask([on_server], sent, defaultdict(verify.Found), bar)
 
 
 class StandIn(servers.Server):
@@ -339,11 +350,11 @@ class StandIn(servers.Server):
     def states(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for entry in self._entries:
-            found.append({status.ENTRY: entry} if entry else {})
+            found.append({servers.ENTRY: entry} if entry else {})
         return found
 
 
-CUT = {"active": True, "reason": None, "forwards": {counters.TAIL_EAGER: 3}}
+CUT = {"active": True, "reason": None, "forwards": {log.TAIL_EAGER: 3}}
 OFF = {"active": False, "reason": "SGLANG_GEMMA4_YOCO=0", "forwards": {}}
 
 
@@ -402,10 +413,9 @@ def test_what_cannot_be_verified(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
-    taken = []
+    command = ["verify", "--device", "cpu", "--model-path", str(tiny_checkpoint)]
     for argument in arguments:
-        taken.append(argument.format(tmp=tmp_path))
-    command = ["verify", "--device", "cpu", "--model-path", str(tiny_checkpoint), *taken]
+        command.append(argument.format(tmp=tmp_path))
     assert main(command) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -470,16 +480,14 @@ def test_signals_leave_no_process(
     family: list[psutil.Process] = []
 
     def servers_and_children() -> list[psutil.Process]:
-        first = [
-            one
-            for one in psutil.Process().children()
-            if "sglang.launch_server" in " ".join(one.cmdline())
-        ]
+        found: list[psutil.Process] = []
+        for one in psutil.Process().children():
+            if "sglang.launch_server" in " ".join(one.cmdline()):
+                found += one, *one.children(recursive=True)
         # Two servers, and for each a child and the resource tracker of multiprocessing.
-        found = [*first, *(child for one in first for child in one.children(recursive=True))]
-        if len(found) >= 6:
-            return found
-        return []
+        if len(found) < 6:
+            found.clear()
+        return found
 
     def interrupt() -> None:
         family.extend(wait_until(servers_and_children, "servers with children", 60))

@@ -46,8 +46,8 @@ from harness.observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log
-from sglang_gemma4_yoco import counters
-from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco.captured import graphs
 
 interpreter.make_quick()
 
@@ -211,7 +211,7 @@ def set_up(engine: Engine, tail: str) -> None:
     reset_log()
     state = state_of(engine)
     if tail == EAGER:
-        lifecycle.drop_tail(state, lifecycle.OFF)
+        graphs.drop(state, graphs.OFF)
     elif state.captured is None:
         record_tail(engine, MOST_CAPTURED)
 
@@ -272,8 +272,8 @@ def assert_fast(engine: Engine, prompts: Sequence[Prompt], tail: str, seen: Obse
             wanted = replayed(wanted)
         assert_as_expected(seen, wanted)
         assert type(attention.tail) is TritonAttnBackend
-        assert all(a.backend is main for a in seen.attended[: wanted.front])
-        assert all(a.backend is attention.tail for a in seen.attended[wanted.front :])
+        assert all(backend is main for backend in seen.backends[: wanted.front])
+        assert all(backend is attention.tail for backend in seen.backends[wanted.front :])
     assert_same_objects(seen)
     assert triton_backend.update_sliding_window_buffer is _WINDOW_PLANNER
     assert attention.main is main
@@ -308,8 +308,8 @@ def compare(
         if not (off is stock[0] and skips_tail(prompts)):
             assert_same_answers(off, on, TOLERANCE)
     for decoded in fast[len(prefills) :]:
-        assert {a.mode for a in decoded.attended} == {"DECODE"}
-        assert {id(a.backend) for a in decoded.attended} == {id(engine.runner.attn_backend)}
+        assert set(decoded.modes) == {"DECODE"}
+        assert set(map(id, decoded.backends)) == {id(engine.runner.attn_backend)}
         assert decoded.rows == stock[-1].rows
     assert fast[0].hidden is not None
     assert fast[0].hidden.isfinite().all()
@@ -327,6 +327,6 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
         prefix = "1"
     fast = play(engine, prompts, "1", prefix=prefix, stock=stock)
     stock_before = any(p.cached for p in prompts) and prefix == "0"
-    assert (SWITCHED_OFF in counters.forwards) == stock_before, counters.forwards
-    assert counters.FAILED not in counters.forwards
+    assert (SWITCHED_OFF in log.forwards) == stock_before, log.forwards
+    assert log.FAILED not in log.forwards
     compare(engine, prompts, tail, stock, fast)

@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from harness.stand_ins import eligible_batch, tail_of
-from sglang_gemma4_yoco.core import eligibility
-from sglang_gemma4_yoco.core.kept_rows import KeptRows
-from sglang_gemma4_yoco.core.tail_batch import TailBatch, pin_memory, rewrite_batch
+from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch, pin_memory, rewritten
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8
@@ -41,12 +40,62 @@ def test_kept_rows_are_the_suffix_of_every_request(batch: list[tuple[int, int, i
     assert KeptRows.suffixes(lens, prefixes) == KeptRows.suffixes(lens, prefixes, lens)
 
 
+# Of three prompts with 3, 4 and 2 new tokens, of which 0, 10 and 0 are cached before.
+LAST_ROWS = {
+    "extend_seq_lens_cpu": [1, 1, 1],
+    "extend_prefix_lens_cpu": [2, 13, 1],
+    "extend_num_tokens": 3,
+    "num_token_non_padded_cpu": 3,
+    "global_num_token_non_padded_cpu": 3,
+    "extend_seq_lens": [1, 1, 1],
+    "extend_prefix_lens": [2, 13, 1],
+    "extend_start_loc": [0, 1, 2],
+    "forward_mode": ForwardMode.DECODE,
+    "input_ids": [2, 6, 8],
+}
+FROM_ROW_2_OF_THE_SECOND = {
+    "extend_seq_lens_cpu": [1, 2, 1],
+    "extend_prefix_lens_cpu": [2, 12, 1],
+    "extend_num_tokens": 4,
+    "num_token_non_padded_cpu": 4,
+    "global_num_token_non_padded_cpu": 4,
+    "extend_seq_lens": [1, 2, 1],
+    "extend_prefix_lens": [2, 12, 1],
+    "extend_start_loc": [0, 1, 3],
+    "forward_mode": ForwardMode.EXTEND,
+    "out_cache_loc": [12, 15, 16, 18],
+    "kv_loc_cols": [2, 5, 6, 8],
+    "input_ids": [2, 5, 6, 8],
+}
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"), [([3, 4, 2], LAST_ROWS), ([3, 2, 2], FROM_ROW_2_OF_THE_SECOND)]
+)
+def test_every_field_of_the_tails_batch_describes_the_kept_rows(
+    starts: list[int], expected: dict[str, Any]
+) -> None:
+    """Kernels on a CPU read few of them, others may read any.
+
+    What attention finds in a forward, ``harness.observe`` compares in every test of ``forward/``.
+    """
+    batch = eligible_batch(
+        return_logprob=True,
+        extend_logprob_start_lens_cpu=starts,
+        out_cache_loc=torch.arange(10, 19),
+    )
+    found = {}
+    for name, value in tail_of(batch).fields.items():
+        found[name] = value.tolist() if isinstance(value, torch.Tensor) else value
+    assert found == expected
+
+
 def test_restored_after_an_exception() -> None:
     forward_batch = SimpleNamespace(**{"residual_stream": None} | vars(eligible_batch()))
     before = dict(vars(forward_batch))
     with (
         pytest.raises(RuntimeError, match="inside"),
-        rewrite_batch(forward_batch, tail_of(forward_batch).fields),
+        rewritten(forward_batch, tail_of(forward_batch).fields),
     ):
         forward_batch.residual_stream = object()
         raise RuntimeError("inside")
@@ -96,4 +145,4 @@ INTERMEDIATE: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", INTERMEDIATE)
 def test_intermediate_chunks(name: str) -> None:
     changes, intermediate = INTERMEDIATE[name]
-    assert eligibility.is_intermediate_chunk(eligible_batch(**changes)) is intermediate
+    assert gate.is_intermediate_chunk(eligible_batch(**changes)) is intermediate

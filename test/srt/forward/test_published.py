@@ -1,0 +1,93 @@
+"""The published helpers on SGLang's own model and batches, and that no batch is held.
+
+``models/`` has the helpers on the published stand-ins.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from harness.batches import BATCHES, batch_of
+from harness.forwards import MARKS_CHUNKS, attention_of
+from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.checkpoint import E2B_TINY
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core.replaced import replaced
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+
+@pytest.fixture
+def planned(engine: Engine) -> Iterator[Any]:
+    """A batch of one prompt that is planned, inside a forward's context; it may be unfinished."""
+    main = attention_of(engine).main
+    batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
+    batch.contains_last_prefill_chunk = False
+    main.init_forward_metadata(batch)
+    with forward_context(ForwardContext(attn_backend=main)):
+        yield batch
+
+
+@MARKS_CHUNKS
+def test_the_published_helper_plans_the_tail_of_an_intermediate_chunk(
+    engine: Engine, planned: Any
+) -> None:
+    """The package runs none of it; a caller of the helper gets its attention planned."""
+    tail, plans = attention_of(engine).tail, list[list[int]]()
+    hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
+
+    def note(batch: Any) -> None:
+        plans.append(list(batch.extend_seq_lens_cpu))
+
+    with replaced(tail, init_forward_metadata=note):
+        *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
+            hidden, planned.positions, None, planned
+        )
+        restore()
+    assert plans == [[1]]
+
+
+@pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+def test_the_published_helper_has_the_residual_of_the_kept_rows(
+    engine: Engine, planned: Any
+) -> None:
+    hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
+    compat.start_residual(planned, hidden)
+    rows, *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
+        hidden, planned.positions, None, planned
+    )
+    assert compat.residual_is_written(planned, rows)
+    assert not compat.residual_is_written(planned, hidden)
+    restore()
+    assert compat.residual_is_written(planned, hidden)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "outcome"),
+    [(BATCHES["one prompt"], log.TAIL_EAGER), (batch_of((0, 1), (0, 1)), gate.NOTHING_TO_SKIP)],
+    ids=["cut", "refused"],
+)
+def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str) -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        held.append(weakref.ref(kwargs.get("forward_batch") or args[2]))
+
+    gc.disable()  # its memory is given back at once
+    try:
+        with engine.text_model.register_forward_pre_hook(hook, with_kwargs=True):
+            engine.forward(engine.schedule(prompts))
+        [batch] = held
+        assert batch() is None
+    finally:
+        gc.enable()
+    assert log.forwards[outcome] == 1
