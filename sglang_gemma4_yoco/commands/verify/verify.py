@@ -207,7 +207,9 @@ def ask_all(
         end_round(server, one, AT_ONCE)
 
 
-def examine_servers(both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found]) -> None:
+def examine_servers(
+    both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found]
+) -> None:
     """Send all prompts to each running server, then the timed ones in turns.
 
     ``found`` has what each has answered, also those that ran before; True is the fast one.
