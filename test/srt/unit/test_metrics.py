@@ -65,7 +65,7 @@ def test_a_refused_server_says_why(
 
 
 class Refused:
-    refused = "LoRA"
+    unsupported = "LoRA"
     facts: ClassVar[dict[str, Any]] = {}
     after_cut = None
 
