@@ -66,7 +66,7 @@ def test_a_refused_server_says_why(
 
 class Refused:
     unsupported = "LoRA"
-    facts: ClassVar[dict[str, Any]] = {}
+    report: ClassVar[dict[str, Any]] = {}
     after_cut = None
 
 
