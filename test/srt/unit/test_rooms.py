@@ -1,0 +1,40 @@
+"""The folders of the package, and who imports whom: as the map in ``__init__`` says."""
+
+from __future__ import annotations
+
+import grimp
+import pytest
+
+PACKAGE = "sglang_gemma4_yoco"
+#: From the top down: each imports from those after it alone.
+ROOMS = (
+    *("__main__", "commands", "plugin", "loading", "exits", "checking", "captured", "models"),
+    *("core", "compat", "counters", "log", "replaced", "settings"),
+)
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(PACKAGE, include_external_packages=True)
+
+
+def test_imports_go_down(graph: grimp.ImportGraph) -> None:
+    """So no two folders import each other, and the core knows no model."""
+    assert graph.find_children(PACKAGE) == {f"{PACKAGE}.{room}" for room in ROOMS}
+    layers = [grimp.Layer(f"{PACKAGE}.{room}") for room in ROOMS]
+    assert graph.find_illegal_dependencies_for_layers(layers) == set()
+
+
+def test_no_two_files_import_each_other(graph: grimp.ImportGraph) -> None:
+    """A package and its own modules are one."""
+    inside = {module for module in graph.modules if module.startswith(f"{PACKAGE}.")}
+    for module in inside:
+        for imported in graph.find_modules_directly_imported_by(module) & inside:
+            if not module.startswith(imported):
+                assert not graph.chain_exists(imported, module), f"{module} and {imported}"
+
+
+def test_sglang_is_imported_in_one_folder_and_by_commands(graph: grimp.ImportGraph) -> None:
+    importers = graph.find_modules_that_directly_import("sglang")
+    rooms = {module.split(".")[1] for module in importers}
+    assert rooms == {"compat", "commands"}
