@@ -38,7 +38,6 @@ VERSIONS = tuple(f"0.5.{patch}" for patch in range(17, 24))
 FILE = RESULTS / "version_matrix.json"
 FORWARD = (
     *("any_backend", "bfloat16", "donor", "equivalence", "forward", "other_models", "refused"),
-    "tails_batch",
 )
 #: Below ``test/srt``.
 FILES = (
