@@ -97,7 +97,7 @@ def _draw_times(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set(xlabel="prompt length, tokens", ylabel="time to first token, seconds")
-    axes.legend()
+    axes.legend(loc="upper left")
 
 
 def _draw_differences(axes: Any, compared: Mapping[str, Compared]) -> None:

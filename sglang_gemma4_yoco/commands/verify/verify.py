@@ -150,7 +150,6 @@ def send_prompt(server: Server, prompt: Prompt, bar: Any) -> tuple[Prompt, Answe
     began = time.perf_counter()
     reply = server.generate(**prompt.request())
     answer = Answer.of(reply, time.perf_counter() - began)
-    bar.set_description(f"{server.name}: {prompt.kind}", refresh=False)
     bar.update()
     if prompt.kind == kinds.TIMED and answer.cached_tokens:
         cached = f"{server.name} took {answer.cached_tokens} tokens of a timed prompt from a cache"
@@ -170,24 +169,13 @@ def end_round(server: Server, found: Found, name: str) -> None:
     server.forget_prefixes()
 
 
-def show_pair(found: dict[bool, Found], number: int, bar: Any) -> None:
-    """Print what both servers have answered to a prompt, if both have."""
-    if len(found) < 2:
-        return
-    prompt, stock = found[False].answers[ALONE][number]
-    _, fast = found[True].answers[ALONE][number]
-    difference = Comparison.of([(stock, fast)]).max_logprob
-    bar.clear()
-    say(f"{prompt.kind}: log-probabilities within {difference:.1e}")
-    say(f"  stock: {stock.text!r}\n  fast:  {fast.text!r}")
-
-
 def ask_all(
     both: Sequence[Server], prompts: Sequence[Prompt], found: dict[bool, Found], bar: Any
 ) -> None:
-    """Send all prompts to each running server, one at a time and then several at once."""
-    for server in both:
-        server.forget_prefixes()
+    """Send all prompts to each running server, one at a time and then several at once.
+
+    What both have answered to a prompt is printed as soon as both have.
+    """
     for number, prompt in enumerate(prompts):
         for server in both:
             answers = found[server.fast].answers
@@ -195,7 +183,11 @@ def ask_all(
             if not server.fast:
                 # Stock computes the last row by itself then, as the fast path's tail does.
                 answers[AGAIN].append(send_prompt(server, prompt, bar))
-        show_pair(found, number, bar)
+        if len(found) == 2:
+            _, stock = found[False].answers[ALONE][number]
+            _, fast = found[True].answers[ALONE][number]
+            bar.clear()
+            say(f"{prompt.kind}:\n  stock: {stock.text!r}\n  fast:  {fast.text!r}")
     for server in both:
         one = found[server.fast]
         end_round(server, one, ALONE)
@@ -291,10 +283,6 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     together = args.servers == "together" or (args.servers, args.device) == ("auto", "cpu")
     if any(flag.startswith("--ssl-") for flag in flags):
         raise CommandError("verify speaks http to its servers: leave out what begins with --ssl-")
-    if together:
-        say("Both servers at once.")
-    else:
-        say("One server after the other.")
     how = {"device": args.device, "together": together, "port": args.port}
     stock, fast = servers.make_pair(flags, args.output, **how)
     run_prefills_eagerly(stock)

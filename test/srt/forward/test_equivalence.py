@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from harness.random_batches import (
@@ -22,7 +20,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
 
-MODELS = int(os.environ.get("YOCO_TEST_MODELS", "14"))
+MODELS = 14
 LONGEST, REQUESTS, EXAMPLES, FLOOR = 300, 6, 6, 6
 # A quick run tries two of them, a default one four: all windows, and E2B's and E4B's layers.
 SEEDS = [

@@ -113,5 +113,5 @@ def test_replicas(tiny_checkpoint: Path, tmp_path: Path, off_server: Server) -> 
     assert_same_answers(both)
     for mine in by_process(both.prefills):
         assert_all_fast(mine)
-        assert mine[1].prefix_lens == [150]
+        assert mine[2].prefix_lens == [150]
     assert_ranks_alike(both.prefills, 2)

@@ -17,6 +17,7 @@ from harness.ask import Answer, assert_alike, generate, prompts_of, tokens
 from harness.layer_rows import CHUNK_KEPT, cut
 from harness.server import CHUNK, Pair, Server, running
 from sglang_gemma4_reference import releases
+from sglang_gemma4_reference.tail_failures import slow_prefills
 
 pytestmark = pytest.mark.release
 
@@ -116,7 +117,6 @@ def test_prefixes_of_several_requests(both_servers: Pair) -> None:
     """Of the requests in one forward some have theirs on the host, some nowhere."""
     prefixes = [tokens(100, seed=12), tokens(70, seed=13)]
     prompts = [
-        tokens(CHUNK + 30, seed=17),  # while it is computed the others arrive
         prefixes[0] + tokens(20, seed=14),
         prefixes[1] + tokens(21, seed=15),
         tokens(25, seed=16),
@@ -126,10 +126,17 @@ def test_prefixes_of_several_requests(both_servers: Pair) -> None:
         for prefix in prefixes:
             generate(server, prefix)
         crowd_out(server)
-        return generate(server, prompts)
+        mark = server.mark()
+        with ThreadPoolExecutor(2) as clients:
+            with slow_prefills(server.failures, 0.3):  # until all others wait
+                long = clients.submit(generate, server, tokens(24 * CHUNK, seed=17))
+                server.wait_for_prefills(1, since=mark)
+                others = clients.submit(generate, server, prompts)
+                server.wait_until(lambda: server.load()["waiting"] == 3, "three in the queue")
+            return [*long.result(), *others.result()]
 
     both = assert_alike(both_servers, ask)
     last = both.prefills[-1]
-    assert {20, 21, 25} <= {*last.extend_lens}
-    assert {100, 70, 0} <= {*last.prefix_lens}
+    assert (last.extend_lens, last.prefix_lens) == ([20, 21, 25], [100, 70, 0])
+    assert last.rows == cut(66, 3)
     assert [answer.loaded_tokens for answer in both.on] == [0, 100, 70, 0]
