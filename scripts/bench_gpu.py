@@ -86,10 +86,10 @@ WAYS = ("off", "on")
 def assert_cut(engine: Any, batch: Any, length: int) -> None:
     """Raise ``NotActiveError`` unless a prefill of ``batch`` takes the fast path."""
     from bench_prefill import Load, NotActiveError, path_taken
-    from sglang_gemma4_yoco import log
+    from sglang_gemma4_yoco import counters
 
     path, _ = path_taken(engine, batch, Load(length, batch_size=1))
-    if path not in (log.TAIL_EAGER, log.TAIL_CAPTURED):
+    if path not in (counters.TAIL_EAGER, counters.TAIL_CAPTURED):
         raise NotActiveError(f"{length} tokens: {path}")
 
 

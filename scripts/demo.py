@@ -53,8 +53,8 @@ from typing import NoReturn
 
 from command_line import failed, heading, make_checkpoint, make_work_dir, new_parser
 from environment import REPO, SGLANG_VERSION, SetupError, prepare
-from sglang_gemma4_yoco.commands import verify
 from sglang_gemma4_yoco.commands.console import say
+from sglang_gemma4_yoco.commands.verify import verify
 
 # For a random model two questions show as much as twelve, and shorter prompts.
 QUESTIONS = "What is the capital of France?\nName three prime numbers.\n"

@@ -39,7 +39,7 @@ from result_files import device_name, origin, write_result
 from sglang_gemma4_yoco.commands.console import say
 
 if TYPE_CHECKING:
-    from sglang_gemma4_yoco.commands.servers import Server
+    from sglang_gemma4_yoco.commands.verify.servers import Server
 
 PERCENTILES = (50, 95, 99)
 
@@ -103,12 +103,12 @@ def server_flags(args: argparse.Namespace, mixed: str) -> list[str]:
 
 def measure(args: argparse.Namespace, folder: Path, mixed: str) -> list[dict[str, Any]]:
     """Each rate: what stock does, and what fast."""
-    from sglang_gemma4_yoco.commands.servers import check_switch, pair, running
+    from sglang_gemma4_yoco.commands.verify.servers import check_switch, make_pair, run_servers
 
     folder.mkdir()
-    both = pair(server_flags(args, mixed), folder, device=args.device)
+    both = make_pair(server_flags(args, mixed), folder, device=args.device)
     points = []
-    with running(both, args.start_timeout, one_by_one=args.device == "cuda"):
+    with run_servers(both, args.start_timeout, one_by_one=args.device == "cuda"):
         for rate in args.rates:
             runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
             for seed, server in product(range(args.repeats), both):
@@ -151,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run, print, and return the exit status."""
     args = parse_arguments()
-    from sglang_gemma4_yoco.commands.servers import WrongPathError
+    from sglang_gemma4_yoco.commands.verify.servers import WrongPathError
 
     if args.device == "cpu":
         os.environ["SGLANG_PLATFORM"] = "gemma4_cpu"

@@ -55,9 +55,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command_line import new_parser
 from result_files import REHEARSAL, device_name, origin, write_result
-from sglang_gemma4_yoco.commands.compare import Times
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.commands.verify import positive
+from sglang_gemma4_yoco.commands.verify.compare import Times
+from sglang_gemma4_yoco.commands.verify.verify import parse_positive
 from sglang_gemma4_yoco.settings import name_of
 
 if TYPE_CHECKING:
@@ -179,13 +179,13 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     presets = ("E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST")
     add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
-    add("--lengths", type=positive, nargs="+", default=[128, 512, 2048, 8192])
-    add("--batch-sizes", type=positive, nargs="+", default=[1, 4])
+    add("--lengths", type=parse_positive, nargs="+", default=[128, 512, 2048, 8192])
+    add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4])
     add("--decoding", type=int, nargs="+", default=[0], help="requests that decode in the batch")
     add("--read", type=float, nargs="+", default=[0.0], help="share of each prompt with logprobs")
     fewest = "cut what can skip so many rows, whatever the rule is"
-    add("--min-skipped-rows", type=positive, help=fewest)
-    add("--repeats", type=positive, default=7, help="times each of the three ways")
+    add("--min-skipped-rows", type=parse_positive, help=fewest)
+    add("--repeats", type=parse_positive, default=7, help="times each of the three ways")
     add("--graphs", nargs="?", const="prefills", choices=("tail", "prefills"), help="see above")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--json", type=Path, help="also write the JSON document to this file")
@@ -284,9 +284,9 @@ def capture(engine: Any) -> None:
     from sglang_gemma4_yoco.loading import start
 
     releases.record_decode_steps(engine.runner)
-    known = start.of(engine.text_model)
+    known = start.get_state(engine.text_model)
     if known.captured is None:
-        raise NotActiveError(f"the tail is {known.facts['tail']}")
+        raise NotActiveError(f"the tail is {known.report['tail']}")
     engine.runner.decode_cuda_graph_runner = None
 
 
@@ -330,7 +330,7 @@ def served(engine: Any, way: str) -> Iterator[None]:
 
     with ExitStack() as span:
         span.enter_context(switched("0" if way in ("off", OFF_REPLAYED) else "1"))
-        if way not in REPLAYED and compat.captured_prefills(engine.runner) is not None:
+        if way not in REPLAYED and compat.server.get_captured_prefills(engine.runner) is not None:
             runner = engine.runner.prefill_cuda_graph_runner
             span.enter_context(mock.patch.object(runner, "can_run_graph", return_value=False))
         yield
@@ -338,13 +338,13 @@ def served(engine: Any, way: str) -> Iterator[None]:
 
 def timed(engine: Any, batch: Any, way: str) -> tuple[float, Any]:
     """Seconds and logits of one forward."""
-    from sglang_gemma4_yoco.core import gate
+    from sglang_gemma4_yoco.core import eligibility
 
     synchronize = synchronizer(engine)
     with ExitStack() as span:
         span.enter_context(served(engine, way))
         if way == "front":  # which answers nothing, so no gate would ever admit it
-            pretended = mock.patch.object(gate, "is_intermediate_chunk", return_value=True)
+            pretended = mock.patch.object(eligibility, "is_intermediate_chunk", return_value=True)
             span.enter_context(pretended)
         synchronize()
         began = time.perf_counter()
@@ -386,15 +386,15 @@ def path_taken(engine: Any, batch: Any, load: Load) -> tuple[str, list[int]]:
     Raises:
         NotActiveError: rows and report contradict each other, or nothing was reported.
     """
-    from sglang_gemma4_yoco import log
+    from sglang_gemma4_yoco import counters
 
-    log.forwards.clear()
+    counters.forwards.clear()
     rows = rows_of_forward(engine, batch)
-    ((outcome, _),) = log.forwards.items() or (("nothing reported", 0),)
-    replayed = outcome == log.TAIL_CAPTURED
+    ((outcome, _),) = counters.forwards.items() or (("nothing reported", 0),)
+    replayed = outcome == counters.TAIL_CAPTURED
     launched = 0 if replayed else load.kept
     fast = rows[0] == load.total > load.kept and rows[-1] == launched
-    if fast != (replayed or outcome == log.TAIL_EAGER) or outcome == "nothing reported":
+    if fast != (replayed or outcome == counters.TAIL_EAGER) or outcome == "nothing reported":
         raise NotActiveError(f"the package says {outcome!r}, the layers computed {rows} rows")
     return outcome, rows
 
@@ -428,17 +428,17 @@ def replayed(engine: Any, batch: Any, rows: int, stock: torch.Tensor) -> dict[st
     Raises:
         NotActiveError: nothing was reported of the fast path.
     """
-    from sglang_gemma4_yoco import log
+    from sglang_gemma4_yoco import counters
 
     if rows not in captured_rows(engine):
         return {}
     found = {}
     for way in REPLAYED:
-        log.forwards.clear()
+        counters.forwards.clear()
         logits = timed(engine, batch, way)[1].clone()
-        if len(log.forwards) != 1:
-            raise NotActiveError(f"{way}: the package reports {dict(log.forwards)}")
-        found[way] = Replayed(next(iter(log.forwards)), *agreement(logits, stock))
+        if len(counters.forwards) != 1:
+            raise NotActiveError(f"{way}: the package reports {dict(counters.forwards)}")
+        found[way] = Replayed(next(iter(counters.forwards)), *agreement(logits, stock))
     return found
 
 
@@ -528,10 +528,11 @@ def measure_gate(engine: Any) -> dict[str, float]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
     from sglang_gemma4_reference.engine import Prompt
-    from sglang_gemma4_yoco.core import gate
-    from sglang_gemma4_yoco.core.attention import TailBackend
-    from sglang_gemma4_yoco.core.forward import with_fast_prefill
-    from sglang_gemma4_yoco.core.state import ENTRY, ModelState, find
+    from sglang_gemma4_yoco.core import plan
+    from sglang_gemma4_yoco.core.forward import wrap_model_forward
+    from sglang_gemma4_yoco.core.state import STATE_ENTRY, ModelState, find_state
+    from sglang_gemma4_yoco.core.tail import TailBackend
+    from sglang_gemma4_yoco.models import gemma4
 
     class Backend:
         def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -541,10 +542,10 @@ def measure_gate(engine: Any) -> dict[str, float]:
         pass
 
     backend, model = Backend(), engine.text_model
-    plain_plan, wrapped = backend.init_forward_metadata, with_fast_prefill(stock)
-    attached = find(model)
-    known = ModelState(model, None, TailBackend(backend, Backend()))
-    known.attach(gate.plan_batch)
+    plain_plan, wrapped = backend.init_forward_metadata, wrap_model_forward(stock)
+    attached = find_state(model)
+    known = ModelState(model, gemma4, None, TailBackend(backend, Backend()))
+    known.attach(plan.plan_batch)
     # Every row is read, which is found out last but one.
     batch = engine.schedule([Prompt((), (5,)), Prompt((), (6,))])
     prefill = ForwardBatch.init_new(batch, engine.runner, return_hidden_states_before_norm=False)
@@ -563,7 +564,7 @@ def measure_gate(engine: Any) -> dict[str, float]:
     finally:
         known.close()
         if attached is not None:
-            model.__dict__[ENTRY] = attached
+            model.__dict__[STATE_ENTRY] = attached
     return added
 
 

@@ -20,18 +20,19 @@ import torch
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core import cut, donor
-from sglang_gemma4_yoco.core.kept import KeptRows
+from sglang_gemma4_yoco.core import cut
+from sglang_gemma4_yoco.core.kept_rows import KeptRows
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.replaced import replaced
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.replaced import replaced
 
 Breakage = Callable[[ModelState], AbstractContextManager[bool]]
 
 
 def _is_triton(backend: Any) -> bool:
     kind: type = type(backend)
-    return compat._triton_class(kind) is not None
+    return compat.attention.find_triton_class(kind) is not None
 
 
 @contextmanager
@@ -42,9 +43,9 @@ def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Itera
     broken = {
         layer.self_attn.attn
         for layer in (layers[:1] if donor_alone else layers)
-        if compat.keys_in_window(layer.self_attn.attn)
+        if compat.attention.count_keys_in_window(layer.self_attn.attn)
     }
-    tail, whole_window = attention.tail, compat.whole_window
+    tail, whole_window = attention.tail, compat.attention.widen_window
     on_triton = _is_triton(tail)
     if not broken or (on_triton and donor_alone):  # whose windows are planned for all layers
         yield False
@@ -72,7 +73,7 @@ def _window(state: ModelState, *, more: int, donor_alone: bool = False) -> Itera
 
     with ExitStack() as stack:
         if on_triton:
-            stack.enter_context(mock.patch.object(compat, "whole_window", planned))
+            stack.enter_context(mock.patch.object(compat.attention, "widen_window", planned))
         else:
             narrow = {name: narrower(getattr(tail, name)) for name in names}
             stack.enter_context(replaced(tail, **narrow))
@@ -87,7 +88,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
     if not hasattr(tail.token_to_kv_pool, "full_to_swa_index_mapping"):
         yield False
         return
-    plan = compat.plan
+    plan = compat.attention.plan_tail
 
     stock = getattr(tail, "_written", None)
 
@@ -109,7 +110,7 @@ def _other_pool(state: ModelState) -> Iterator[bool]:
 
     with ExitStack() as stack:
         if _is_triton(tail):
-            stack.enter_context(mock.patch.object(compat, "plan", planned))
+            stack.enter_context(mock.patch.object(compat.attention, "plan_tail", planned))
         else:
             stack.enter_context(replaced(tail, _written=untranslated))
         yield True
@@ -132,13 +133,13 @@ def _wrong(owner: Any, name: str, wrong: Callable[..., Any]) -> Breakage:
 
 
 def _layers_run(wrong: Callable[..., Any]) -> Breakage:
-    """``wrong`` gets the arguments of ``run_layers`` by name."""
-    names = inspect.signature(cut.run_layers)
+    """``wrong`` gets the arguments of ``run_tail`` by name."""
+    names = inspect.signature(gemma4.run_tail)
 
     def run(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return wrong(stock, **names.bind(*args, **kwargs).arguments)
 
-    return _wrong(cut, "run_layers", run)
+    return _wrong(gemma4, "run_tail", run)
 
 
 def _positions(stock: Callable[..., Any], positions: torch.Tensor, **others: Any) -> Any:
@@ -162,32 +163,33 @@ def _inputs(stock: Callable[..., Any], inputs: PerLayerInputs, dim: int) -> torc
     return None if right is None else right.roll(1, dim)
 
 
-def _no_norm(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any:
-    with replaced(state.model.norm, forward=lambda rows: rows):
-        return stock(state=state, **others)
+def _no_norm(stock: Callable[..., Any], model: Any, **others: Any) -> Any:
+    with replaced(model.norm, forward=lambda rows: rows):
+        return stock(model=model, **others)
 
 
-def _scattered(stock: Callable[..., Any], state: ModelState, plan: Any, *args: Any) -> Any:
+def _scattered(
+    stock: Callable[..., None], state: ModelState, plan: Any, output: torch.Tensor, *args: Any
+) -> None:
     """The rows of the tail come back one row too early."""
-    output = stock(state, plan, *args)
+    stock(state, plan, output, *args)
     if plan.runner is not None:
-        rows, index = compat.layer_rows(output), plan.tail.index
-        kept = rows.index_select(0, index)
-        rows.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
-    return output
+        index = plan.tail.index
+        kept = output.index_select(0, index)
+        output.index_fill_(0, index, 0).index_copy_(0, (index - 1).clamp_min(0), kept)
 
 
 def as_returned(rows: torch.Tensor) -> Any:
     """``rows`` as a decoder layer returns them: up to SGLang 0.5.21 in a pair with None."""
-    return rows if compat.HAS_RESIDUAL_STREAM else (rows, None)
+    return rows if compat.layers.HAS_RESIDUAL_STREAM else (rows, None)
 
 
-def _skipped_layer(stock: Callable[..., Any], state: ModelState, **others: Any) -> Any:
+def _skipped_layer(stock: Callable[..., Any], layers: list[Any], **others: Any) -> Any:
     def skipping(*_: Any, **kwargs: Any) -> Any:
         return as_returned(kwargs["hidden_states"])
 
-    with replaced(state.tail_layers[2], forward=skipping):
-        return stock(state=state, **others)
+    with replaced(layers[2], forward=skipping):
+        return stock(layers=layers, **others)
 
 
 def _never_written(stock: Callable[..., Any], state: ModelState, plan: Any, *args: Any) -> None:
@@ -197,7 +199,7 @@ def _never_written(stock: Callable[..., Any], state: ModelState, plan: Any, *arg
 
 
 def _scaled(k: float = 1.0, v: float = 1.0) -> Breakage:
-    return _wrong(donor, "keys_and_values", partial(_keys, k=k, v=v))
+    return _wrong(gemma4, "compute_keys_and_values", partial(_keys, k=k, v=v))
 
 
 @contextmanager
@@ -228,10 +230,12 @@ BREAKAGES: Mapping[str, Breakage] = {
     "keys 2 % too large": _scaled(k=1.02),
     "values doubled": _scaled(v=2.0),
     "values 2 % too large": _scaled(v=1.02),
-    "per-layer inputs of another layer": _wrong(PerLayerInputs, "kept", partial(_inputs, dim=1)),
-    "per-layer inputs of another row": _wrong(PerLayerInputs, "kept", partial(_inputs, dim=0)),
+    "per-layer inputs of another layer": _wrong(
+        PerLayerInputs, "get_kept", partial(_inputs, dim=1)
+    ),
+    "per-layer inputs of another row": _wrong(PerLayerInputs, "get_kept", partial(_inputs, dim=0)),
     "the norm left out": _layers_run(_no_norm),
-    "scattered one row off": _wrong(cut, "prefill", _scattered),
+    "scattered one row off": _wrong(cut, "finish_prefill", _scattered),
     "one layer skipped": _layers_run(_skipped_layer),
     "chunks' keys and values not written": _wrong(cut, "write_keys_and_values", _never_written),
     **{

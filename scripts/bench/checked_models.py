@@ -33,10 +33,9 @@ from harness.decode_graphs import recorded_decode_steps
 from sglang_gemma4_reference import checkpoint, interpreter
 from sglang_gemma4_reference.checkpoint import E2B, E2B_HOST, E2B_MINI, E2B_TINY, E4B_HOST, E4B_MINI
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed, switched
-from sglang_gemma4_yoco import log, settings
-from sglang_gemma4_yoco.captured import proof
+from sglang_gemma4_yoco import counters, settings
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.checking import audit, rounding
+from sglang_gemma4_yoco.checking import audit, rounding, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.loading import start
 
@@ -199,7 +198,7 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
     """Random prefills, every one audited."""
     reset_log()
     with settings_changed(audit=1):
-        state.after_cut = audit.auditor(engine.runner, state)
+        state.after_cut = audit.make_auditor(engine.runner, state)
     try:
         for _ in range(number):
             batch = engine.schedule(traffic(draws, engine.text_model.config.vocab_size))
@@ -207,15 +206,15 @@ def audited(engine: Engine, state: Any, draws: random.Random, number: int, resul
                 engine.forward(batch, intermediate=draws.random() < 0.15)
     finally:
         state.after_cut = None
-    result.audited = log.audits.agree + log.audits.differ
-    result.audits = log.audits.worst
+    result.audited = counters.audits.agree + counters.audits.differ
+    result.audits = counters.audits.worst
 
 
 def proved(state: Any, runner: Any, result: Result) -> None:
     """Every graph of the captured tail, full and padded."""
     errors = []
     for size in state.captured.rows:
-        errors += [one.excess for one in proof.findings(state.captured, runner, size)]
+        errors += [one.excess for one in tail_graphs.compare_graph(state.captured, runner, size)]
     result.proof, result.proved = max(errors), len(errors)
 
 
@@ -258,8 +257,8 @@ def judge(
     engine: Engine, result: Result, draws: random.Random, breaks: Sequence[str], number: int
 ) -> None:
     """The unbroken package, in the check, proofs and ``number`` audits; then every breakage."""
-    state = start.of(engine.text_model)
-    checked = check.check(engine.runner, state)
+    state = start.get_state(engine.text_model)
+    checked = check.check_model(engine.runner, state)
     if checked.worst is None:
         raise SystemExit(f"{result.model}: {checked}")
     result.check, result.seconds = checked.worst.excess, checked.seconds
@@ -268,11 +267,11 @@ def judge(
     audited(engine, state, draws, number, result)
     if result.model in TIMED and result.dtype == "bfloat16":
         result.cost = costs(engine, state, result.seconds)
-    with check.comparing(engine.runner, state) as both:
+    with check.run_both_paths(engine.runner, state) as both:
         for name in breaks:
             with BREAKAGES[name](state) as applies:
                 if applies:
-                    broken = rounding.worst(both.findings())
+                    broken = rounding.find_worst(both.findings())
                     result.found[name], result.where[name] = broken.excess, broken.what
 
 

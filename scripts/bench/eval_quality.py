@@ -40,14 +40,14 @@ from command_line import failed, heading, new_parser
 from environment import SetupError
 from result_files import origin
 from sglang_gemma4_yoco.commands.console import say
-from sglang_gemma4_yoco.commands.prompts import COLOURS, WHICH_COLOURS, picture
-from sglang_gemma4_yoco.commands.servers import (
+from sglang_gemma4_yoco.commands.https import make_session
+from sglang_gemma4_yoco.commands.verify.prompts import COLOURS, WHICH_COLOURS, draw_picture
+from sglang_gemma4_yoco.commands.verify.servers import (
     Server,
     WrongPathError,
     check_switch,
-    free_ports,
-    running,
-    session,
+    find_free_ports,
+    run_servers,
 )
 
 PICTURES = list(itertools.permutations(COLOURS, 2))  # 30
@@ -68,9 +68,9 @@ class Answers:
 
 def ask_colours(args: argparse.Namespace, url: str) -> Answers:
     """Ask for the colours of all pictures; right is an answer that names both."""
-    http, answers, right = session(url), Answers(), 0
+    http, answers, right = make_session(url), Answers(), 0
     for pair in PICTURES:
-        image = {"type": "image_url", "image_url": {"url": picture(*pair)}}
+        image = {"type": "image_url", "image_url": {"url": draw_picture(*pair)}}
         content = [image, {"type": "text", "text": WHICH_COLOURS}]
         body = {"model": "default", "temperature": 0, "max_tokens": args.max_tokens}
         body["messages"] = [{"role": "user", "content": content}]
@@ -158,8 +158,8 @@ def served(args: argparse.Namespace, directory: Path, way: str) -> Iterator[str]
         return
     arguments = ["--model-path", args.model, *shlex.split(args.server_args)]
     log = directory / f"server-{way}.log"
-    server = Server(way == "on", arguments, free_ports(1)[0], log)
-    with running([server], args.start_timeout):
+    server = Server(way == "on", arguments, find_free_ports(1)[0], log)
+    with run_servers([server], args.start_timeout):
         yield server.url
         check_switch(server)
 

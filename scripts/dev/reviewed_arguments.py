@@ -5,8 +5,8 @@ Variables are those of SGLang's ``Envs`` and of its dumper. Each name that is ad
 what SGLang's code does with it before you commit the list. It belongs there if it changes neither
 which rows of a prefill are read, nor where K and V are stored, nor how the layers are laid out,
 split or replayed; or if what it makes is judged in any case: the attention backend, the pools, the
-linear layers, each batch, the captured graphs. One that does not belongs into another section of
-``loading/limits.ini``, and is then left out here. None is ever taken out: an older release may have
+linear layers, each batch, the captured graphs. One that does not belongs into a table of
+``loading/limits.py``, and is then left out here. None is ever taken out: an older release may have
 it.
 """
 
@@ -27,7 +27,9 @@ def installed() -> frozenset[str]:
     from sglang_gemma4_yoco import compat
 
     listed = getattr(ServerArgs, "__struct_fields__", None)  # 0.5.21; before, a dataclass
-    return frozenset(listed or ServerArgs.__dataclass_fields__).union(compat.variables_set())
+    return frozenset(listed or ServerArgs.__dataclass_fields__).union(
+        compat.server.list_set_variables()
+    )
 
 
 def main() -> None:
@@ -35,13 +37,14 @@ def main() -> None:
     new_parser(__doc__).parse_args()
     from sglang_gemma4_yoco.loading import limits
 
-    reviewed, judged = limits.REVIEWED_ARGUMENTS, limits.judged_arguments()
+    reviewed, judged = limits.REVIEWED_ARGUMENTS, limits.list_judged_arguments()
     names = sorted((reviewed | installed()) - judged)
     for name in names:
         if name not in reviewed:
             print(f"review {name}")
-    others, section, _ = limits.LISTS.read_text().partition(f"[{limits.NO_REFUSAL}]\n")
-    limits.LISTS.write_text(others + section + "".join(f"{name}\n" for name in names))
+    written = limits.REVIEWED_FILE.read_text().splitlines()
+    about = [line for line in written if line.startswith("#")]
+    limits.REVIEWED_FILE.write_text("\n".join([*about, *names, ""]))
 
 
 if __name__ == "__main__":

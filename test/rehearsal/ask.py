@@ -46,7 +46,7 @@ def answer(question: str, folder: Path) -> Answer:
             return scheduler.find_races(folder, question)
         served = engine.build(folder, question)
         state = serving.state_of(served)
-        found: Answer = {"refused": state.refused, "facts": dict(state.facts)}
+        found: Answer = {"refused": state.unsupported, "facts": dict(state.report)}
         batches = asked.get("batches", serving.BATCHES)
         found["costs"] = serving.serve_all(served, asked.get("ways", []), batches)
         for part in asked.get("parts", []):

@@ -22,7 +22,8 @@ from rehearsal import kernels, serving
 from rehearsal.device import Answer
 from rehearsal.serving import CAPTURED, EAGER, STOCK
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.captured import graphs, proof
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.checking import tail_graphs
 
 BREAKAGES: list[Answer] = json.loads(Path(__file__).with_suffix(".json").read_text())
 #: Each batch with the way in which it is served.
@@ -59,12 +60,12 @@ def _look(engine: Engine, costs: Answer, *, captures: bool = False) -> list[str]
     """What is wrong in the batches of this module, of which stock's costs are given."""
     state = serving.state_of(engine)
     state.failures_in_a_row = 0
-    state.refused = None
+    state.unsupported = None
     found: list[str] = []
     if captures:
-        graphs.capture(engine.runner, state, proof.prove, can_be_captured=True)
+        lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs, can_be_captured=True)
         if state.captured is None:
-            found.append(f"capture: {state.facts['tail']}")
+            found.append(f"capture: {state.report['tail']}")
     for name, way in SERVED.items():
         cost = serving.serve_by_name(engine, name, way)
         if cost["failure"] is not None:

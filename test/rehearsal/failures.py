@@ -13,10 +13,11 @@ from rehearsal import operations, serving
 from rehearsal.device import Answer
 from rehearsal.serving import CAPTURED, EAGER
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco.captured import graphs, proof
-from sglang_gemma4_yoco.core import cut
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.checking import tail_graphs
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.replaced import replaced
 
 #: What happens in the middle of a capture.
 IN_A_CAPTURE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -39,7 +40,7 @@ def _measure_memory() -> Answer:
 
 
 def _capture(engine: Engine, state: ModelState) -> Answer:
-    graphs.capture(engine.runner, state, proof.prove, can_be_captured=True)
+    lifecycle.capture_tail(engine.runner, state, tail_graphs.check_graphs, can_be_captured=True)
     return _measure_memory()
 
 
@@ -50,7 +51,7 @@ def _serve(engine: Engine, way: str = CAPTURED) -> list[Any]:
 
 def _fail_in_a_capture(engine: Engine, state: ModelState, what: str) -> Answer:
     """In the second bucket, after the layers of its tail."""
-    stock, captures = cut.run_layers, iter(range(1000))
+    stock, captures = gemma4.run_tail, iter(range(1000))
 
     def failing(*args: Any) -> torch.Tensor:
         rows = stock(*args)
@@ -58,10 +59,10 @@ def _fail_in_a_capture(engine: Engine, state: ModelState, what: str) -> Answer:
             IN_A_CAPTURE[what](rows)
         return rows
 
-    with replaced(cut, run_layers=failing):
+    with replaced(gemma4, run_tail=failing):
         _capture(engine, state)
     found: Answer = {
-        "tail": state.facts["tail"],
+        "tail": state.report["tail"],
         "still captures": torch.cuda.is_current_stream_capturing(),
         "random numbers": list(torch.rand(1, device="cuda").shape),
         "eager": _serve(engine, EAGER),
@@ -96,14 +97,14 @@ def fail_in_each_way(engine: Engine) -> Answer:
     """Each failure in turn, at the size of ``engine``'s model."""
     state = serving.state_of(engine)
     found: Answer = {"as started": _serve(engine)}
-    graphs.drop(state, graphs.NOT_YET)
+    lifecycle.drop_tail(state, lifecycle.NOT_YET)
     found["without the tail"] = _measure_memory()
     found["captured"] = [_capture(engine, state) for _ in range(4)]
     found["captured four times"] = _serve(engine)
     for what in IN_A_CAPTURE:
         found[what] = _fail_in_a_capture(engine, state, what)
     found["out of memory"] = _run_out_of_memory(engine)
-    found["refused"] = state.refused
+    found["refused"] = state.unsupported
     found["after it"] = _serve(engine)
     engine.runner.init_decode_cuda_graph()  # SGLang captures its decode steps anew
     found["after a recapture"] = _serve(engine)

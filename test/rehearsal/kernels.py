@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import triton
 from rehearsal import compiled_kernels, operations, triton_kernels
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.replaced import replaced
 
 #: Each kernel that was compiled in this process, with its arguments' kinds: in order, and once.
 compiled: dict[str, None] = {}

@@ -26,10 +26,11 @@ from rehearsal import engine, operations, races
 from rehearsal.device import Answer
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import settings_changed
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.checking import audit
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ModelState, attached
+from sglang_gemma4_yoco.core import plan
+from sglang_gemma4_yoco.core.state import ModelState, get_attached_state
+from sglang_gemma4_yoco.replaced import replaced
 
 TRAFFIC: list[Answer] = json.loads(Path(__file__).with_name("traffic.json").read_text())
 ITERATIONS = 45
@@ -57,7 +58,7 @@ class Loop:
         torch.cuda.synchronize()
         self.races.found.clear()
         self.races.accesses = 0
-        log.forwards.clear()
+        counters.forwards.clear()
         iterations = iter(range(ITERATIONS + 1))
         self.scheduler.gracefully_exit = False
 
@@ -72,7 +73,7 @@ class Loop:
             self.scheduler.run_event_loop()
         torch.cuda.synchronize()
         return {
-            "forwards": dict(log.forwards),
+            "forwards": dict(counters.forwards),
             "accesses": self.races.accesses,
             "races": dict(self.races.found.most_common(5)),
         }
@@ -114,7 +115,7 @@ def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManag
 
     tail = state.captured
     return {
-        "planned on a side stream": replaced(state, planner=on_the_side(state.planner)),
+        "planned on a side stream": replaced(plan, make_plan=on_the_side(plan.make_plan)),
         "replayed on a side stream": replaced(tail, replay=on_the_side(tail.replay)),
         "without the barrier": replaced(loop.scheduler, _apply_war_barrier=lambda: None),
     }
@@ -123,16 +124,16 @@ def _make_races(loop: Loop, state: ModelState) -> dict[str, AbstractContextManag
 def find_races(folder: Path, question: str) -> Answer:
     """What was found at the start, in traffic, beside audits and with each race on purpose."""
     loop = Loop(folder, question)
-    state = attached()
+    state = get_attached_state()
     assert state is not None
     found: Answer = {
-        "refused": state.refused,
+        "refused": state.unsupported,
         "start": {"accesses": loop.races.accesses, "races": dict(loop.races.found)},
         "sound": loop.serve(),
     }
     with settings_changed(audit=1):
-        state.after_cut = audit.auditor(loop.scheduler.tp_worker.model_runner, state)
-        found["audited"] = loop.serve() | {"audits": vars(log.audits)}
+        state.after_cut = audit.make_auditor(loop.scheduler.tp_worker.model_runner, state)
+        found["audited"] = loop.serve() | {"audits": vars(counters.audits)}
     state.after_cut = None
     for name, span in _make_races(loop, state).items():
         with span:

@@ -22,9 +22,10 @@ from rehearsal import device, kernels, operations
 from rehearsal.device import Answer
 from sglang_gemma4_reference.engine import Engine, Prompt, settings_changed, switched
 from sglang_gemma4_reference.host_reads import refusing_waits
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ModelState, find
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core import plan
+from sglang_gemma4_yoco.core.state import ModelState, find_state
+from sglang_gemma4_yoco.replaced import replaced
 
 STOCK, CAPTURED, EAGER = "stock", "captured", "eager"
 BATCHES: Answer = json.loads(Path(__file__).with_name("batches.json").read_text())
@@ -47,7 +48,7 @@ def schedule(engine: Engine, name: str) -> Any:
 
 
 def state_of(engine: Engine) -> ModelState:
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     return state
 
@@ -74,24 +75,24 @@ def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> tu
     mode, state = operations.current, state_of(engine)
     assert mode is not None
     failures: list[str] = []
-    stock_failed = log.failed
+    stock_failed = counters.count_failure
 
     def failed(failure: Exception, *others: Any) -> None:
         failures.append(describe(failure))
         stock_failed(failure, *others)
 
-    log.forwards.clear()
+    counters.forwards.clear()
     mode.waits.clear()
     mode.product_rows.clear()
     known = len(kernels.compiled)
     output = None
     with ExitStack() as span:
         span.enter_context(settings_changed(min_skipped_rows=1))
-        span.enter_context(replaced(log, failed=failed))
+        span.enter_context(replaced(counters, count_failure=failed))
         if way == STOCK:
             span.enter_context(switched("0"))
         else:
-            span.enter_context(refusing_waits(state, "planner"))
+            span.enter_context(refusing_waits(plan, "make_plan"))
             span.enter_context(refusing_waits(engine.text_model, "forward"))
         if way == EAGER:
             span.enter_context(replaced(state, captured=None))
@@ -102,7 +103,7 @@ def serve(engine: Engine, batch: Any, way: str, *, is_chunk: bool = False) -> tu
             failures.append(describe(failure))
         counts = device.read_counters(operations.RUNTIME) - before
     cost = {
-        "outcome": next(iter(log.forwards), ""),
+        "outcome": next(iter(counters.forwards), ""),
         "counts": dict(counts),
         "product_rows": dict(mode.product_rows),
         "waits": dict(mode.waits),

@@ -222,17 +222,17 @@ def not_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from sglang_gemma4_yoco import compat, plugin
     from sglang_gemma4_yoco.loading import patch
 
-    model = compat.gemma4_causal.Gemma4TextModel
+    model = compat.layers.gemma4_causal.Gemma4TextModel
     plugin.load.cache_clear()
-    monkeypatch.setattr(plugin, "left_alone", None)
+    monkeypatch.setattr(plugin, "why_not_installed", None)
     monkeypatch.setattr(settings, "current", settings.current)
     monkeypatch.setattr(patch, "installed", False)
     for patched, name in patch.WRAPPED:
         monkeypatch.setattr(patched, name, getattr(patched, name))
-    for name in compat.PUBLISHED_HELPERS:
+    for name in compat.names.PUBLISHED_HELPERS:
         monkeypatch.delattr(model, name, raising=False)
     yield
-    for name in set(compat.PUBLISHED_HELPERS) & vars(model).keys():
+    for name in set(compat.names.PUBLISHED_HELPERS) & vars(model).keys():
         delattr(model, name)  # those that were there before are put back
     plugin.load.cache_clear()  # an engine of a later test may be the first that loads it
 
@@ -271,8 +271,8 @@ def fresh_decisions(engine: Engine, forgotten_reports: None) -> Iterator[None]:
     from sglang_gemma4_yoco.loading import start
 
     yield
-    state = start.of(engine.text_model)
-    state.failures_in_a_row, state.refused = 0, None
+    state = start.get_state(engine.text_model)
+    state.failures_in_a_row, state.unsupported = 0, None
 
 
 @pytest.fixture

@@ -65,30 +65,33 @@ SWITCHED_OFF = "switched off for the span"
 def switched(value: str) -> AbstractContextManager[object]:
     """The fast path on (``1``) or off (``0``) for the span."""
     # Whichever copy of the package is under test.
-    from sglang_gemma4_yoco.core import replaced, state
+    from sglang_gemma4_yoco import replaced
+    from sglang_gemma4_yoco.core import state
 
     span = ExitStack()
     if value == "0":
         for model in list(state._attached):  # an earlier engine may still be in memory
-            span.enter_context(replaced.replaced(model, refused=SWITCHED_OFF))
+            span.enter_context(replaced.replaced(model, unsupported=SWITCHED_OFF))
     return span
 
 
 def settings_changed(**values: Any) -> AbstractContextManager[None]:
     """Other settings of the package in the span, by their fields."""
     from sglang_gemma4_yoco import settings
-    from sglang_gemma4_yoco.core.replaced import replaced
+    from sglang_gemma4_yoco.replaced import replaced
 
     return replaced(settings, current=replace(settings.current, **values))
 
 
 def reset_log() -> None:
     """Forget what the package has counted and logged."""
-    from sglang_gemma4_yoco import log
+    from sglang_gemma4_yoco import counters, log
 
-    for kept in (log.forwards, log.rows, log.server_reasons, log._logged):
+    for kept in (counters.forwards, counters.rows, counters.server_reasons):
         kept.clear()
-    vars(log.audits).update(vars(log.Audits()))
+    counters._described.clear()
+    log._logged.clear()
+    vars(counters.audits).update(vars(counters.Audits()))
 
 
 class Engine:

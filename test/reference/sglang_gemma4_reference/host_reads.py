@@ -127,7 +127,7 @@ def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def refusing_waits(owner: Any, method: str) -> Iterator[None]:
     """CUDA refuses every wait of the host for the device inside this method, for the span."""
     # Whichever copy of the package is under test.
-    from sglang_gemma4_yoco.core.replaced import replaced
+    from sglang_gemma4_yoco.replaced import replaced
 
     stock = getattr(owner, method)
 

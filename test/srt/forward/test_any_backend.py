@@ -24,7 +24,7 @@ from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.attention import FrontBackend, WindowedTorchNativeBackend
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.loading import limits
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -60,7 +60,7 @@ def begun_anew(engine: Engine) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as changed:
         yield changed
     engine.runner.init_attention_backends()
-    assert state_of(engine).refused is None
+    assert state_of(engine).unsupported is None
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -87,7 +87,7 @@ def test_the_captured_tail(engine: Engine) -> None:
         for prompts in (batch_of((0, 70)), batch_of((64, 9), (100, 41))):
             with no_tail_on_main():
                 assert_fast(engine, prompts, replays=True)
-        assert log.forwards[log.TAIL_CAPTURED] == 2
+        assert counters.forwards[counters.TAIL_CAPTURED] == 2
     finally:
         engine.runner.init_attention_backends()
 
@@ -107,15 +107,15 @@ def test_without_a_backend_of_its_own_the_tail_runs_on_none(
     with begun_anew(engine) as broken:
         broken.setitem(ATTENTION_BACKENDS, "triton", build)
         if type(engine.runner.attn_backend) is HybridAttnBackend:
-            broken.setattr(compat, "build_attn_backend", build)
+            broken.setattr(compat.attention, "build_backend", build)
             broken.setitem(ATTENTION_BACKENDS, "triton", WindowedTorchNativeBackend)
         engine.runner.init_attention_backends()
         assert state_of(engine).attention is None
-        assert state_of(engine).refused == limits.NO_TAIL
+        assert state_of(engine).unsupported == limits.NO_TAIL
         with no_tail_on_main():
             seen = run(engine, engine.schedule(BATCHES["one prompt"]), "1")
         assert seen.rows == [70] * LAYERS
-        assert log.forwards[limits.NO_TAIL] == 1
+        assert counters.forwards[limits.NO_TAIL] == 1
 
 
 def named(name: str) -> type:
@@ -143,7 +143,7 @@ def test_the_published_helper_looks_at_the_current_backend(engine: Engine, kind:
 
 
 def refused(checkpoint: Path, **arguments: Any) -> str | None:
-    return state_of(started(checkpoint, **arguments)).refused
+    return state_of(started(checkpoint, **arguments)).unsupported
 
 
 def test_a_rounded_cache(tiny_checkpoint: Path) -> None:
@@ -162,4 +162,4 @@ def test_pools_that_are_laid_out_by_heads(
 def test_another_name_for_the_same_backend_is_no_other_kind(tiny_checkpoint: Path) -> None:
     engine = started(tiny_checkpoint, attention_backend="triton")
     assert state_of(engine).describe().endswith("attention by WindowedTorchNativeBackend")
-    assert limits.backend_key(attention_of(engine).main) in limits.TAIL_BACKENDS
+    assert limits.get_backend_key(attention_of(engine).main) in limits.TAIL_BACKENDS

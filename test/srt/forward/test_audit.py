@@ -28,12 +28,14 @@ from harness.forwards import (
 from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import TOLERANCE, assert_same_answers, assert_same_cache, run
 from sglang_gemma4_reference.engine import Engine, switched
-from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.checking import audit, layerwise, rounding
-from sglang_gemma4_yoco.checking.rounding import Finding
-from sglang_gemma4_yoco.core import cut, donor
+from sglang_gemma4_yoco.checking import exits as exit_check
+from sglang_gemma4_yoco.checking.rounding import Difference
+from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.core.forward import EagerForward
 from sglang_gemma4_yoco.loading import metrics, start
+from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -52,8 +54,8 @@ def test_what_is_right_agrees(engine: Engine, name: str) -> None:
     assert_same_cache(unaudited, both)
     assert torch.equal(both.output.next_token_logits, unaudited.output.next_token_logits)
     assert counts() == (1, 0)
-    assert 0 < log.audits.worst < 0.5  # of what is rounding
-    assert log.audits.greedy_changes == 0
+    assert 0 < counters.audits.worst < 0.5  # of what is rounding
+    assert counters.audits.greedy_changes == 0
     assert_untouched(engine)
     assert "forward" not in vars(engine.runner.model.logits_processor)
 
@@ -63,7 +65,7 @@ def test_one_of_so_many(engine: Engine) -> None:
         audits = []
         for _ in range(7):
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-            audits.append(log.audits.agree)
+            audits.append(counters.audits.agree)
         assert audits == [0, 0, 1, 1, 1, 2, 2]
 
 
@@ -79,7 +81,7 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
     scheduled = engine.schedule(TWO_PROMPTS)
     with audited(engine), pytest.MonkeyPatch.context() as broken, switched("1"):
         engine.forward(scheduled, intermediate=True)
-        assert log.forwards[log.TAIL_SKIPPED] == 1
+        assert counters.forwards[counters.TAIL_SKIPPED] == 1
         assert counts() == (1, 0)
         _nothing_written(broken)
         engine.forward(scheduled, intermediate=True)
@@ -92,8 +94,8 @@ def test_of_an_unfinished_chunk_keys_and_values_are_compared(engine: Engine) -> 
 
 def _other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tail's output is another one; K and V are as they should be."""
-    stock = cut.run_layers
-    monkeypatch.setattr(cut, "run_layers", lambda *args: -stock(*args))
+    stock = gemma4.run_tail
+    monkeypatch.setattr(gemma4, "run_tail", lambda *args: -stock(*args))
 
 
 def _nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +126,7 @@ def test_a_defect_that_an_audit_finds_is_answered_by_stock(
     with audited(engine), caplog.at_level("ERROR", "sglang_gemma4_yoco"):
         seen = run(engine, scheduled, "1")
     assert counts() == (0, 1)
-    assert log.audits.worst > 1e-3
+    assert counters.audits.worst > 1e-3
     assert torch.equal(seen.output.next_token_logits, stock.output.next_token_logits)
     if stock.output.input_token_logprobs is not None:
         assert torch.equal(seen.output.input_token_logprobs, stock.output.input_token_logprobs)
@@ -134,15 +136,15 @@ def test_a_defect_that_an_audit_finds_is_answered_by_stock(
     line = record.getMessage()
     lengths = [len(prompt.new) for prompt in prompts]
     assert f"new tokens {lengths}, cached {[len(p.cached) for p in prompts]}" in line
-    assert line.endswith(f", {log.TAIL_EAGER}")
-    assert start.of(engine.text_model).refused is None
+    assert line.endswith(f", {counters.TAIL_EAGER}")
+    assert start.get_state(engine.text_model).unsupported is None
 
 
 def test_every_row_that_is_kept_is_compared(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the last row of a request alone: one that a log-probability is made of."""
-    stock = cut.run_layers
+    stock = gemma4.run_tail
 
     def run_layers(*args: Any) -> torch.Tensor:
         rows = stock(*args)
@@ -151,7 +153,7 @@ def test_every_row_that_is_kept_is_compared(
 
     scheduled = engine.schedule(BATCHES["input logprobs"])
     expected = run(engine, scheduled, "0").output
-    monkeypatch.setattr(cut, "run_layers", run_layers)
+    monkeypatch.setattr(gemma4, "run_tail", run_layers)
     with audited(engine):
         seen = run(engine, scheduled, "1").output
     assert counts() == (0, 1)
@@ -202,11 +204,11 @@ def test_the_path_is_turned_off_where_that_is_asked_for(
 ) -> None:
     with audited(engine, strict=True) as state:
         run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert state.refused is None
+        assert state.unsupported is None
         with monkeypatch.context() as broken, caplog.at_level("ERROR", "sglang_gemma4_yoco"):
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert state.refused == audit.DIFFERED
+        assert state.unsupported == audit.DIFFERED
         assert (
             f"falls back to stock for this server: {audit.DIFFERED}"
             in caplog.records[-1].getMessage()
@@ -224,7 +226,7 @@ def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(
     """Out of memory in its own K and V, and again when they are compared: none is missing."""
     scheduled = engine.schedule(TWO_PROMPTS)
     stock = run(engine, scheduled, "0")
-    made, calls = donor.keys_and_values, list[int]()
+    made, calls = gemma4.compute_keys_and_values, list[int]()
 
     def keys_and_values(*args: Any) -> Any:
         calls.append(1)
@@ -232,14 +234,14 @@ def test_an_audit_that_fails_on_and_on_leaves_keys_and_values(
             raise torch.OutOfMemoryError
         return made(*args)
 
-    monkeypatch.setattr(donor, "keys_and_values", keys_and_values)
+    monkeypatch.setattr(gemma4, "compute_keys_and_values", keys_and_values)
     compare = mock.Mock(side_effect=torch.OutOfMemoryError)
     monkeypatch.setattr(layerwise, "compare_keys_and_values", compare)
     with audited(engine) as state:
         seen = run(engine, scheduled, "1")
         assert state.after_cut is None
     assert len(calls) == 2
-    assert log.forwards[log.TAIL_EAGER] == 1
+    assert counters.forwards[counters.TAIL_EAGER] == 1
     assert_same_cache(stock, seen)
     assert_same_answers(stock, seen, TOLERANCE)
 
@@ -265,19 +267,20 @@ def test_an_audit_that_fails_gives_rows_of_its_own(engine: Engine) -> None:
 
 
 def test_a_forward_that_compares_itself(engine: Engine) -> None:
-    """``findings`` may write stock's rows into the output, from which the model continues."""
+    """``compare_exit`` may write stock's rows into the output, from which the model continues."""
 
-    def findings(forward: Any, _: Any, output: torch.Tensor) -> list[Finding]:
+    def findings(forward: Any, _: Any, output: torch.Tensor) -> list[Difference]:
         output.copy_(forward.stock())
-        return [rounding.defect("another key")]
+        return [rounding.make_defect("another key")]
 
     scheduled = engine.schedule(TWO_PROMPTS)
     stock = run(engine, scheduled, "0").output.next_token_logits
     with audited(engine), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(EagerForward, "findings", findings, raising=False)
+        patched.setattr(EagerForward, "is_replay", True)
+        patched.setattr(exit_check, "compare_exit", findings)
         answer = run(engine, scheduled, "1").output.next_token_logits
         assert torch.equal(answer, stock)
-        patched.setattr(EagerForward, "findings", lambda *_: [Finding("a key", 0.0, 1.0)])
+        patched.setattr(exit_check, "compare_exit", lambda *_: [Difference("a key", 0.0, 1.0)])
         answer = run(engine, scheduled, "1").output.next_token_logits
     assert counts() == (1, 1)
     assert not torch.equal(answer, stock)  # the fast path's own
@@ -300,15 +303,18 @@ def test_logits_that_are_not_made_are_forgotten(engine: Engine) -> None:
 
 
 def test_none_without_a_wish(engine: Engine) -> None:
-    assert audit.auditor(engine.runner, start.of(engine.text_model)) is None
-    assert metrics.state()["audits"] is None
+    assert audit.make_auditor(engine.runner, start.get_state(engine.text_model)) is None
+    assert metrics.describe_state()["audits"] is None
 
 
 def test_why_there_are_none(
     engine: Engine, setting: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     setting(audit=1)
-    assert audit.auditor(SimpleNamespace(model=object()), start.of(engine.text_model)) is None
+    assert (
+        audit.make_auditor(SimpleNamespace(model=object()), start.get_state(engine.text_model))
+        is None
+    )
     assert "is not audited: " in caplog.text
 
 
@@ -323,15 +329,15 @@ def test_none_where_tables_are_rewritten_meanwhile(
     early = TRTLLMHAAttnBackend.__new__(TRTLLMHAAttnBackend)
     hybrid = HybridAttnBackend.__new__(HybridAttnBackend)
     hybrid.prefill_backend, hybrid.decode_backend = early, engine.runner.attn_backend
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     for backend in (early, hybrid):
         with mock.patch.object(engine.runner, "attn_backend", backend):
-            assert audit.auditor(engine.runner, state) is None
-            with getattr(envs, compat.BARRIER_VARIABLE).override(True):
-                assert audit.auditor(engine.runner, state) is not None
-    why = f"{audit.TABLES}; {compat.BARRIER_VARIABLE}=1 prevents that"
+            assert audit.make_auditor(engine.runner, state) is None
+            with getattr(envs, compat.server.BARRIER_VARIABLE).override(True):
+                assert audit.make_auditor(engine.runner, state) is not None
+    why = f"{audit.TABLES}; {compat.server.BARRIER_VARIABLE}=1 prevents that"
     assert said() == [f"Gemma 4 fast prefill is not audited: {why}"]
-    assert audit.auditor(engine.runner, state) is not None
+    assert audit.make_auditor(engine.runner, state) is not None
 
 
 def test_the_state_has_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,8 +346,8 @@ def test_the_state_has_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
         with monkeypatch.context() as broken:
             _other_rows(broken)
             run(engine, engine.schedule(TWO_PROMPTS), "1")
-        assert (worst := log.audits.worst) > 1
+        assert (worst := counters.audits.worst) > 1
         run(engine, engine.schedule(TWO_PROMPTS), "1")
-        state = metrics.state()
+        state = metrics.describe_state()
         assert json.loads(json.dumps(state)) == state
         assert state["audits"] == {"agree": 1, "differ": 1, "greedy_changes": 2, "worst": worst}

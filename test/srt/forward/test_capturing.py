@@ -22,15 +22,15 @@ from harness.observe import assert_stock as assert_all_rows
 from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core.forward import with_fast_prefill
-from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.compat import captured_prefills
+from sglang_gemma4_yoco.core.forward import wrap_model_forward
+from sglang_gemma4_yoco.core.state import STATE_ENTRY
 from sglang_gemma4_yoco.loading import limits, start
-from sglang_gemma4_yoco.prefill_graphs import sglang
 
 ERRORS = {
-    sglang.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
-    sglang.IDS_AND_EMBEDDINGS: "exactly one of input_ids or inputs_embeds",
+    captured_prefills.SHARED_LAYER_IDS: "invalid or duplicate attention layer_id",
+    captured_prefills.IDS_AND_EMBEDDINGS: "exactly one of input_ids or inputs_embeds",
 }
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -42,7 +42,7 @@ def test_a_forward_that_is_compiled(engine: Engine) -> None:
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         seen = run(engine, scheduled, "1")
     assert_all_rows(engine, TWO_PROMPTS, seen)
-    assert not log.forwards
+    assert not counters.forwards
     assert_fast(engine)
 
 
@@ -53,8 +53,8 @@ def test_what_wraps_the_forward_is_traced_as_if_it_were_not_there() -> None:
         return ids * 2 + positions
 
     served, batch = SimpleNamespace(), SimpleNamespace(forward_mode=ForwardMode.EXTEND)
-    vars(served)[ENTRY] = SimpleNamespace()
-    compiled = torch.compile(with_fast_prefill(stock), fullgraph=True, backend="eager")
+    vars(served)[STATE_ENTRY] = SimpleNamespace()
+    compiled = torch.compile(wrap_model_forward(stock), fullgraph=True, backend="eager")
     ids, positions = torch.tensor([3, 4]), torch.tensor([0, 1])
     assert compiled(served, ids, positions, batch).tolist() == [6, 9]
     torch._dynamo.reset()
@@ -78,13 +78,13 @@ def test_what_cannot_be_captured_is_said(
     refused: str | None,
 ) -> None:
     """Before SGLang's own runner of prefill graphs fails on the model, whatever else is refused."""
-    runner, state = engine.runner, start.of(engine.text_model)
+    runner, state = engine.runner, start.get_state(engine.text_model)
     # Put back afterwards: SGLang takes it away before it fails.
     monkeypatch.setattr(runner, "prefill_cuda_graph_runner", runner.prefill_cuda_graph_runner)
     monkeypatch.setattr(runner.model_config, "is_multimodal", multimodal)
-    monkeypatch.setattr(state, "refused", refused)
+    monkeypatch.setattr(state, "unsupported", refused)
     with releases.published(cuda_graph_config=replaying(Backend.BREAKABLE)):
-        why = sglang.capture_error(multimodal=multimodal)
+        why = captured_prefills.find_capture_error(multimodal=multimodal)
         if why is None:
             pytest.skip("this SGLang captures the prefills of such a model")
         with pytest.raises(ValueError, match=ERRORS[why]):
@@ -102,7 +102,7 @@ def test_nothing_is_said_without_prefill_graphs(
     assert type(engine.runner.prefill_cuda_graph_runner) is EagerRunner
     with (
         caplog.at_level("INFO", "sglang_gemma4_yoco"),
-        start.capturing(engine.runner, engine.text_model),
+        start.set_up_after_capture(engine.runner, engine.text_model),
     ):
         pass
     assert not [m for m in caplog.messages if "prefill CUDA graphs" in m or "exits" in m]
@@ -118,7 +118,7 @@ def test_copied_positions_beside_prefill_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server falls back to stock, and logs that SGLang's replays are wrong and what to do."""
-    monkeypatch.setenv(compat.POSITIONS_VARIABLE, "1")
+    monkeypatch.setenv(compat.server.POSITIONS_VARIABLE, "1")
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         restarted(cuda_graph_config=replaying(Backend.BREAKABLE))
     (record,) = [r for r in caplog.records if limits.WRONG_REPLAYS in r.getMessage()]

@@ -29,13 +29,12 @@ from sglang_gemma4_reference.checkpoint import (
     write_checkpoint,
 )
 from sglang_gemma4_reference.engine import Engine, reset_log, switched
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.captured import proof
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.captured.graphs import Replay, TailGraphs
-from sglang_gemma4_yoco.checking import rounding
+from sglang_gemma4_yoco.checking import rounding, tail_graphs
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
-from sglang_gemma4_yoco.compat import layer_rows
+from sglang_gemma4_yoco.compat.layers import get_rows
 from sglang_gemma4_yoco.core import cut
 from sglang_gemma4_yoco.loading import start
 
@@ -66,16 +65,16 @@ ENOUGH = 4  # times its bound: so far off is everything that is broken
 
 
 def tail_of(engine: Engine) -> TailGraphs:
-    tail = start.of(engine.text_model).captured
+    tail = start.get_state(engine.text_model).captured
     assert isinstance(tail, TailGraphs)
     return tail
 
 
 def test_what_is_right_agrees(captured: Engine) -> None:
-    found = start.of(captured.text_model).facts["check"]
+    found = start.get_state(captured.text_model).report["check"]
     assert found["largest_difference"] < 0.5 * found["allowed"]
     assert tail_of(captured).rows
-    assert start.of(captured.text_model).refused is None
+    assert start.get_state(captured.text_model).unsupported is None
 
 
 #: Breakages of layers with windows, of two pools, or of graphs, that a model may have no place for.
@@ -83,17 +82,17 @@ MAY_NOT_APPLY = {way for way in BREAKAGES if "window" in way or "pool" in way or
 
 
 def test_what_is_broken_is_found(captured: Engine) -> None:
-    state, missed, applied = start.of(captured.text_model), [], set()
-    with check.comparing(captured.runner, state) as both:
+    state, missed, applied = start.get_state(captured.text_model), [], set()
+    with check.run_both_paths(captured.runner, state) as both:
         for way, breakage in BREAKAGES.items():
             with breakage(state) as applies:
                 if applies:
                     applied.add(way)
-                    worst = rounding.worst(both.findings())
+                    worst = rounding.find_worst(both.findings())
                     missed += [(way, str(worst))] if worst.excess <= ENOUGH else []
         assert missed == []
         assert BREAKAGES.keys() - applied <= MAY_NOT_APPLY
-        assert rounding.worst(both.findings()).is_rounding
+        assert rounding.find_worst(both.findings()).is_rounding
 
 
 def test_a_captured_tail_is_replayed(captured: Engine) -> None:
@@ -114,7 +113,7 @@ def test_a_captured_tail_that_is_not_replayed(
     captured: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is known of it then."""
-    monkeypatch.setattr(Replay, "outcome", log.TAIL_EAGER)
+    monkeypatch.setattr(Replay, "outcome", counters.TAIL_EAGER)
     assert checked(captured) == Checked(unchecked=check.NOT_REPLAYED)
 
 
@@ -123,10 +122,10 @@ def test_a_right_graph_is_not_dropped(captured: Engine) -> None:
     tail = tail_of(captured)
     rows = tail.rows
     assert rows == (1, 2, 4, 8, 16, 32)
-    found = [one for size in rows for one in proof.findings(tail, captured.runner, size)]
+    found = [one for size in rows for one in tail_graphs.compare_graph(tail, captured.runner, size)]
     assert len(found) == 2 * len(rows) - 2  # of one row and of two there is no padding
     assert [one.excess for one in found if one.excess > 0.5] == []
-    proof.prove(tail, captured.runner)
+    tail_graphs.check_graphs(tail, captured.runner)
     assert tail.rows == rows
 
 
@@ -149,32 +148,32 @@ def test_audits_of_random_traffic(captured: Engine) -> None:
                 batch = captured.schedule(traffic(draws, vocabulary))
                 captured.forward(batch, intermediate=number % 6 == 5)
     assert counts() == (16, 0)
-    assert log.audits.worst < 0.5
-    assert log.forwards[log.TAIL_CAPTURED] > 0
-    assert log.forwards[log.TAIL_EAGER] > 0
+    assert counters.audits.worst < 0.5
+    assert counters.forwards[counters.TAIL_CAPTURED] > 0
+    assert counters.forwards[counters.TAIL_EAGER] > 0
     assert_untouched(captured)
 
 
 def test_rows_that_round_otherwise(captured: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As kernels for few rows do on a GPU. The logits that SGLang makes of them are in fp32."""
-    stock, draw = cut.prefill, torch.Generator().manual_seed(0)
+    stock, draw = cut.run_prefill, torch.Generator().manual_seed(0)
 
     def prefill(state: Any, plan: Any, *args: Any) -> Any:
         output = stock(state, plan, *args)
-        rows = layer_rows(output)
+        rows = get_rows(output)
         kept = rows.index_select(0, plan.tail.index)
         share = torch.rand(kept.shape, generator=draw) - 0.5
         rounded = kept.float() * (1 + share * torch.finfo(rows.dtype).eps)
         rows.index_copy_(0, plan.tail.index, rounded.to(rows.dtype))
         return output
 
-    monkeypatch.setattr(cut, "prefill", prefill)
+    monkeypatch.setattr(cut, "run_prefill", prefill)
     with audited(captured), switched("1"):
         for batch in BATCHES.values():
             scheduled = captured.schedule(batch)
             captured.forward(scheduled)
             # Nor do they hide what is broken.
-            with BREAKAGES["scattered one row off"](start.of(captured.text_model)):
+            with BREAKAGES["scattered one row off"](start.get_state(captured.text_model)):
                 captured.forward(scheduled)
     assert counts() == (2, 2)
 
@@ -194,7 +193,7 @@ def _shows(way: str, batch: str) -> bool:
 def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
     """On the batch that is served; the client gets what stock answers."""
     scheduled = captured.schedule(BATCHES["replayed" if batch == CHUNK else batch])
-    stock, state = run(captured, scheduled, "0"), start.of(captured.text_model)
+    stock, state = run(captured, scheduled, "0"), start.get_state(captured.text_model)
     for way in (way for way in BREAKAGES if _shows(way, batch)):
         reset_log()
         with audited(captured), switched("1"), BREAKAGES[way](state) as applies:
@@ -203,7 +202,7 @@ def test_an_audit_finds_what_is_broken(captured: Engine, batch: str) -> None:
                 continue
             output = captured.forward(scheduled, intermediate=batch == CHUNK)
         assert counts() == (0, 1), way
-        assert log.audits.worst > ENOUGH, way
+        assert counters.audits.worst > ENOUGH, way
         if batch != CHUNK:
             assert torch.equal(output.next_token_logits, stock.output.next_token_logits), way
         assert_same_cache(stock, dataclasses.replace(stock, kv=captured.kv()))

@@ -25,9 +25,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from harness.forwards import assert_fast, state_of
 from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import Findings
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.loading import classes
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -232,7 +232,7 @@ def judged(engine: Engine) -> Iterator[Callable[[], str | None]]:
 
     def decide() -> str | None:
         engine.runner.init_attention_backends()
-        return state_of(engine).refused
+        return state_of(engine).unsupported
 
     yield decide
     engine.runner.init_attention_backends()
@@ -370,19 +370,19 @@ def test_doctor_judges_what_needs_no_weights(setting: Callable[..., None], engin
         setting(trust=())
         refusing = examined()
         engine.runner.init_attention_backends()
-        reason = state_of(engine).refused
+        reason = state_of(engine).unsupported
     engine.runner.init_attention_backends()
     assert trusting.refusals == []
-    assert trusting.facts["trusted_not_found"] == "theirs"
+    assert trusting.entries["trusted_not_found"] == "theirs"
     assert any("no class or method is of theirs" in line for line in trusting.lines)
     assert refusing.refusals == [reason]
     assert reason is not None
     assert examined().refusals == []
-    assert examined().facts["trusted_not_found"] is None
+    assert examined().entries["trusted_not_found"] is None
 
 
-def examined() -> Findings:
+def examined() -> Report:
     """What doctor finds of the class of the tiny model."""
-    findings = Findings()
-    preflight._judge_classes(findings, ["Gemma4ForConditionalGeneration"])
-    return findings
+    report = Report()
+    preflight._judge_classes(report, ["Gemma4ForConditionalGeneration"])
+    return report

@@ -31,9 +31,11 @@ from harness.layer_rows import FIRST_CUT, LAYERS
 from harness.observe import run
 from harness.stand_ins import Doubled, Packed, halved_weights
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import cut, donor, per_layer
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.core import cut, per_layer
+from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.models import gemma4
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
@@ -95,8 +97,8 @@ def changed_projection(engine: Engine, change: Callable[[Any], None]) -> Any:
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_projections_that_cannot_be_sliced(engine: Engine, name: str) -> None:
-    assert compat.is_plain_linear(changed_projection(engine, _give()))
-    assert not compat.is_plain_linear(changed_projection(engine, NOT_PLAIN[name]))
+    assert compat.layers.is_plain_linear(changed_projection(engine, _give()))
+    assert not compat.layers.is_plain_linear(changed_projection(engine, NOT_PLAIN[name]))
 
 
 @pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])
@@ -157,9 +159,9 @@ def test_a_donor_without_a_layer_before_it_is_left_alone(
     config = SimpleNamespace(num_hidden_layers=LAYERS, num_kv_shared_layers=LAYERS - first)
     model = SimpleNamespace(config=config, layers=engine.text_model.layers)
     if inside:
-        assert donor.why_not(model) is None
+        assert gemma4.find_unsupported_reason(model) is None
     else:
-        assert donor.why_not(model) == "there is no layer before the donor"
+        assert gemma4.find_unsupported_reason(model) == "there is no layer before the donor"
 
 
 # ---------------------------------------------------------------- what comes to the cut
@@ -178,8 +180,8 @@ def assert_refused_late(engine: Engine, reason: str) -> None:
     for one in (seen, later):
         assert_served_by_stock(stock, one)
     assert_untouched(engine)
-    assert log.forwards == {reason: 2}
-    assert start.of(engine.text_model).refused == reason
+    assert counters.forwards == {reason: 2}
+    assert start.get_state(engine.text_model).unsupported == reason
 
 
 def adding(call: Any, rows: torch.Tensor, *_: Any) -> Any:
@@ -197,7 +199,7 @@ def twice(call: Any, rows: torch.Tensor, *others: Any) -> Any:
 @pytest.mark.parametrize("otherwise", [adding, twice])
 def test_a_norm_that_is_called_otherwise(engine: Engine, otherwise: Callable[..., Any]) -> None:
     with norm_called(engine, otherwise):
-        assert_refused_late(engine, cut.OTHER_NORM)
+        assert_refused_late(engine, core_model.OTHER_END)
 
 
 def test_something_else_before_the_norm(engine: Engine) -> None:
@@ -231,10 +233,10 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     def pad(_: Any, __: Any, call: dict[str, Any], output: Any) -> Any:
         if padded or model.end_layer != FIRST_CUT:  # once, and not stock's
             return output
-        hidden = compat.layer_rows(output)
+        hidden = compat.layers.get_rows(output)
         padded.append(hidden)
         more = torch.cat([hidden, hidden[:1]]) if rows > 0 else hidden[:rows]
-        compat.write_residual(call["forward_batch"], more)
+        compat.layers.write_residual(call["forward_batch"], more)
         return as_returned(more)
 
     model = engine.text_model
@@ -243,7 +245,7 @@ def test_rows_that_are_not_the_batchs(engine: Engine, rows: int) -> None:
     assert len(padded) == 1
 
 
-@pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 class TestResidualIsWritten:
     """The package cuts where all of the residual is in the rows: on SGLang's streams."""
 
@@ -255,12 +257,14 @@ class TestResidualIsWritten:
 
         hidden = torch.ones(3, 4)
         stream = ResidualStream()
-        assert compat.residual_is_written(self.batch(stream), hidden)  # nothing but the embeddings
+        assert compat.layers.residual_is_written(
+            self.batch(stream), hidden
+        )  # nothing but the embeddings
         stream.write(hidden)
-        assert compat.residual_is_written(self.batch(stream), hidden)
-        assert not compat.residual_is_written(self.batch(stream), hidden.clone())
-        assert compat.residual_is_written(self.batch(None), hidden)
-        assert compat.residual_is_written(SimpleNamespace(), hidden)
+        assert compat.layers.residual_is_written(self.batch(stream), hidden)
+        assert not compat.layers.residual_is_written(self.batch(stream), hidden.clone())
+        assert compat.layers.residual_is_written(self.batch(None), hidden)
+        assert compat.layers.residual_is_written(SimpleNamespace(), hidden)
 
     def test_rows_that_are_owed_an_update_are_not(self) -> None:
         from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
@@ -268,7 +272,7 @@ class TestResidualIsWritten:
 
         hidden, residual = torch.ones(3, 4), torch.ones(3, 4)
         given, stream = ResidualStream.from_handoff(hidden, residual, PLAIN_ADD)
-        assert not compat.residual_is_written(self.batch(stream), given)
-        assert not compat.residual_is_written(self.batch(stream), residual)
+        assert not compat.layers.residual_is_written(self.batch(stream), given)
+        assert not compat.layers.residual_is_written(self.batch(stream), residual)
         stream.write(residual)
-        assert compat.residual_is_written(self.batch(stream), residual)
+        assert compat.layers.residual_is_written(self.batch(stream), residual)

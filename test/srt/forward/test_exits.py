@@ -40,17 +40,20 @@ from harness.random_batches import HARD_CHUNKS, HARD_LAST_ROWS, HARD_LOGPROBS, B
 from sglang_gemma4_reference import prefill_graphs as graphs_on_a_cpu
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, settings_changed
-from sglang_gemma4_yoco import compat, log, prefill_graphs
-from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.captured import graphs, lifecycle
+from sglang_gemma4_yoco.checking import exits as exit_check
 from sglang_gemma4_yoco.checking import requests, rounding
 from sglang_gemma4_yoco.checking import start as check_at_start
 from sglang_gemma4_yoco.checking.requests import SyntheticRequests
-from sglang_gemma4_yoco.core import gate, ranks
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ENTRY, ModelState
+from sglang_gemma4_yoco.compat import captured_prefills
+from sglang_gemma4_yoco.core import eligibility, plan, ranks
+from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.exits import attach, capture, exits, text_inputs
+from sglang_gemma4_yoco.exits.capture import ExitPoint
+from sglang_gemma4_yoco.exits.exits import EXITS_ENTRY, ExitForward
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.prefill_graphs import exits, inputs, repair, sglang
-from sglang_gemma4_yoco.prefill_graphs.exits import ExitForward, ExitPoint
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = [
     pytest.mark.skipif(
@@ -82,8 +85,8 @@ def captured_engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 def engine(captured_engine: Engine) -> Iterator[Engine]:
     """As captured, whatever the test before has left."""
     yield captured_engine
-    state = start.of(captured_engine.text_model)
-    state.refused, state.failures_in_a_row = None, 0
+    state = start.get_state(captured_engine.text_model)
+    state.unsupported, state.failures_in_a_row = None, 0
     if state.captured is None:
         record_tail(captured_engine, ROWS)
     elif exits_of(captured_engine).closed is not None:
@@ -92,19 +95,19 @@ def engine(captured_engine: Engine) -> Iterator[Engine]:
 
 
 def exits_of(engine: Engine) -> exits.PrefillGraphExits:
-    found: exits.PrefillGraphExits = vars(engine.runner.prefill_cuda_graph_runner)[ENTRY]
+    found: exits.PrefillGraphExits = vars(engine.runner.prefill_cuda_graph_runner)[EXITS_ENTRY]
     return found
 
 
 def reattached(engine: Engine) -> str | None:
     """These captured prefills are there for the first time; why their exits are closed, if so."""
-    runner, state = engine.runner, start.of(engine.text_model)
+    runner, state = engine.runner, start.get_state(engine.text_model)
     reset_log()
-    with prefill_graphs.capturing(runner, state):
+    with attach.capture_graphs(runner, state):
         pass
-    prefill_graphs.attach(runner, state)
-    found = vars(runner.prefill_cuda_graph_runner).get(ENTRY)
-    fact: str = state.facts["exits"]
+    attach.open_exits(runner, state)
+    found = vars(runner.prefill_cuda_graph_runner).get(EXITS_ENTRY)
+    fact: str = state.report["exits"]
     is_closed = found is None or found.closed
     assert fact.startswith("closed: " if is_closed else f"open after segment {TO_THE_EXIT}")
     if is_closed:
@@ -130,22 +133,22 @@ def test_random_batches(engine: Engine) -> None:
     for batch in HARD:
         property_ = example(batch)(property_)
     property_()
-    assert outcomes.count(log.EXIT_CAPTURED) >= 5
-    assert outcomes.count(log.EXIT_SKIPPED) >= 1
-    assert outcomes.count(exits.TAIL_NOT_CAPTURED) >= 5
-    assert not {exits.CLOSED, gate.NOT_PLANNED, log.FAILED} & set(outcomes)
+    assert outcomes.count(counters.EXIT_CAPTURED) >= 5
+    assert outcomes.count(counters.EXIT_SKIPPED) >= 1
+    assert outcomes.count(eligibility.TAIL_NOT_CAPTURED) >= 5
+    assert not {eligibility.EXITS_CLOSED, plan.NOT_PLANNED, counters.FAILED} & set(outcomes)
 
 
 @pytest.mark.parametrize("rows", [8, 15, 16, 17, 65, 128])
 def test_padded_rows(engine: Engine, rows: int) -> None:
     """A bucket that is full, one row short of it, or half empty."""
-    assert assert_served_alike(engine, batch_of((0, rows))) == log.EXIT_CAPTURED
+    assert assert_served_alike(engine, batch_of((0, rows))) == counters.EXIT_CAPTURED
 
 
 @pytest.mark.parametrize("rows", [7, 129])
 def test_lengths_without_a_bucket(engine: Engine, rows: int) -> None:
     """SGLang runs them eagerly, and they are cut as ever."""
-    assert assert_served_alike(engine, batch_of((0, rows))) == log.TAIL_CAPTURED
+    assert assert_served_alike(engine, batch_of((0, rows))) == counters.TAIL_CAPTURED
 
 
 def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
@@ -154,9 +157,9 @@ def test_as_many_prompts_as_the_tail_has_rows(engine: Engine) -> None:
     decoding = []
     for prompt in batch_of((40, 1)):
         decoding.append(Prompt(prompt.cached, prompt.new, decodes=True))
-    assert assert_served_alike(engine, [*fits, *decoding]) == log.EXIT_CAPTURED
+    assert assert_served_alike(engine, [*fits, *decoding]) == counters.EXIT_CAPTURED
     more = [*fits, *batch_of((0, 33), (7, 1))]
-    assert assert_served_alike(engine, more) == exits.TAIL_NOT_CAPTURED
+    assert assert_served_alike(engine, more) == eligibility.TAIL_NOT_CAPTURED
 
 
 @pytest.mark.parametrize("kind", ["image", "video", "audio"])
@@ -168,9 +171,9 @@ def test_text_with_a_literal_placeholder(engine: Engine, kind: str) -> None:
         ids = list(plain.new)
         for place in places:
             ids[place] = placeholder
-        assert assert_served_alike(engine, [Prompt((), tuple(ids))]) == log.EXIT_CAPTURED
+        assert assert_served_alike(engine, [Prompt((), tuple(ids))]) == counters.EXIT_CAPTURED
     first, second = tuple(ids[:20]), tuple(ids[20:])
-    assert assert_served_alike(engine, [Prompt((), first, to_come=second)]) == log.EXIT_SKIPPED
+    assert assert_served_alike(engine, [Prompt((), first, to_come=second)]) == counters.EXIT_SKIPPED
 
 
 def test_memory_is_not_lent_while_segments_run(
@@ -192,7 +195,7 @@ def test_memory_is_not_lent_while_segments_run(
         assert run(engine, batch).segments == WHOLE
         assert users == ["CUDA graph"] * LAYERS
         users.clear()
-        assert run(engine, batch, fast=True).outcomes == {log.EXIT_CAPTURED: 1}
+        assert run(engine, batch, fast=True).outcomes == {counters.EXIT_CAPTURED: 1}
         assert users == ["CUDA graph"] * FIRST_CUT
         lent = pytest.raises(RuntimeError, match="already has live user 'an image'")
         for fast in (False, True):
@@ -208,7 +211,7 @@ def test_media_run_eagerly(engine: Engine) -> None:
     stock = run(engine, scheduled)
     fast = run(engine, media_batch(engine, picture), fast=True)
     assert (stock.segments, fast.segments) == (0, 0)
-    assert fast.outcomes == {log.TAIL_CAPTURED: 1}
+    assert fast.outcomes == {counters.TAIL_CAPTURED: 1}
     close(fast.logits, stock.logits)
     close(fast.cache, stock.cache)
 
@@ -216,18 +219,18 @@ def test_media_run_eagerly(engine: Engine) -> None:
 def test_media_that_sglang_replays_are_not_cut(engine: Engine) -> None:
     """An SGLang that needs no repair may replay them."""
     batch = engine.schedule(FULL)
-    with mock.patch.object(gate, "is_multimodal", return_value=True):
+    with mock.patch.object(eligibility, "is_multimodal", return_value=True):
         seen = run(engine, batch, fast=True)
-    assert (seen.segments, seen.outcomes) == (WHOLE, {exits.MEDIA: 1})
+    assert (seen.segments, seen.outcomes) == (WHOLE, {eligibility.CAPTURED_MEDIA: 1})
 
 
 @pytest.mark.parametrize(
     ("prompts", "minimum", "outcome"),
     [
-        (batch_of((0, 128)), None, gate.TOO_LITTLE),
-        (batch_of((0, 128)), 127, log.EXIT_CAPTURED),
-        (CHUNK, None, log.EXIT_SKIPPED),
-        (batch_of((0, 7)), None, log.TAIL_CAPTURED),  # eagerly the host launches each layer
+        (batch_of((0, 128)), None, eligibility.TOO_LITTLE),
+        (batch_of((0, 128)), 127, counters.EXIT_CAPTURED),
+        (CHUNK, None, counters.EXIT_SKIPPED),
+        (batch_of((0, 7)), None, counters.TAIL_CAPTURED),  # eagerly the host launches each layer
     ],
     ids=["too little", "the operator's minimum", "an intermediate chunk", "no bucket"],
 )
@@ -239,7 +242,7 @@ def test_rows_to_skip_on_a_gpu(
     outcome: str,
 ) -> None:
     """There stock's own graph is as good for a short prompt."""
-    monkeypatch.setitem(vars(start.of(engine.text_model)), "on_gpu", True)
+    monkeypatch.setitem(vars(start.get_state(engine.text_model)), "on_gpu", True)
     intermediate = prefill_exits.is_intermediate(prompts)
     with settings_changed(min_skipped_rows=minimum):
         seen = run(engine, engine.schedule(prompts), fast=True, intermediate=intermediate)
@@ -260,7 +263,7 @@ def test_answers_that_are_read_late(engine: Engine, batches_with: Callable[..., 
     second = engine.next_chunk(first, UNFINISHED)
     late = run(engine, second, fast=True, eagerly=True)
     for batch, fast in ((first, early), (second, late)):
-        assert fast.outcomes == {log.TAIL_CAPTURED: 1}
+        assert fast.outcomes == {counters.TAIL_CAPTURED: 1}
         stock = run(engine, batch, eagerly=True)
         close(fast.output.next_token_logits, stock.logits)
         read = select_last_extend_hidden(batch, fast.output.hidden_states)
@@ -271,14 +274,12 @@ def test_answers_that_are_read_late(engine: Engine, batches_with: Callable[..., 
 
 
 def found_by_exits() -> Any:
-    """Yields the calls of ``findings``."""
-    return mock.patch.object(
-        ExitForward, "findings", autospec=True, side_effect=ExitForward.findings
-    )
+    """Yields the calls of ``compare_exit``."""
+    return mock.patch.object(exit_check, "compare_exit", side_effect=exit_check.compare_exit)
 
 
 def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     with (
         caplog.at_level(logging.INFO),
         found_by_exits() as compared,
@@ -287,7 +288,7 @@ def test_they_are_checked_at_start(engine: Engine, caplog: pytest.LogCaptureFixt
     assert [call.args[1].runner is None for call in compared.call_args_list] == [False, True]
     line = f"exits from captured prefills are open after segment {TO_THE_EXIT} (4 buckets of up to"
     assert line in caplog.text
-    found = state.facts["exits_check"]
+    found = state.report["exits_check"]
     assert found["largest_difference"] <= 0.2 * found["allowed"]
     assert state.after_cut is None
 
@@ -308,7 +309,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "rows": lambda: another_exit(lambda p: replace(p, rows=p.rows.roll(1, 0))),
     "values for keys": lambda: another_exit(lambda p: replace(p, keys=p.values, values=p.keys)),
     "values": lambda: another_exit(larger_values),
-    "no keys written": lambda: mock.patch.object(compat, "write_keys_and_values"),
+    "no keys written": lambda: mock.patch.object(compat.pools, "write_keys_and_values"),
     "embeddings": lambda: mock.patch.object(ExitForward, "fill", lambda _, b, __: b.embeds.zero_()),
     "tail": lambda: mock.patch.object(graphs.TailGraphs, "replay", larger_rows),
 }
@@ -331,7 +332,7 @@ def test_wrong_exits_are_closed_at_start(
     assert "exits from captured prefills are closed: the check found" in caplog.text
     assert_closed(engine)
     seen = run(engine, engine.schedule(batch_of((0, 200))), fast=True)
-    assert seen.outcomes == {log.TAIL_CAPTURED: 1}
+    assert seen.outcomes == {counters.TAIL_CAPTURED: 1}
 
 
 def assert_closed(engine: Engine) -> None:
@@ -340,7 +341,7 @@ def assert_closed(engine: Engine) -> None:
     stock = run(engine, batch)
     with mock.patch.object(graphs.TailGraphs, "plan", side_effect=InjectedError):
         seen = run(engine, batch, fast=True)
-    assert (seen.segments, seen.outcomes) == (WHOLE, {exits.CLOSED: 1})
+    assert (seen.segments, seen.outcomes) == (WHOLE, {eligibility.EXITS_CLOSED: 1})
     assert torch.equal(seen.logits, stock.logits)
     assert all(map(torch.equal, seen.cache, stock.cache))
 
@@ -363,16 +364,16 @@ def test_both_kinds_of_prefills_are_checked(engine: Engine, finishes: bool) -> N
 
 
 def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
-    stock = compat.write_keys_and_values
+    stock = compat.pools.write_keys_and_values
 
     def write(main: Any, tail: Any, attention: Any, batch: Any, k: Any, v: Any) -> None:
         stock(main, tail, attention, batch, k, v)
         table = engine.runner.req_to_token_pool.req_to_token
         first = table[batch.req_pool_indices[-1], :1].long()  # of a prefix
-        keys, slots = compat.cache_of(tail, attention.layer_id, first)
+        keys, slots = compat.pools.get_cache(tail, attention.layer_id, first)
         keys[0][slots] += 1
 
-    with mock.patch.object(compat, "write_keys_and_values", write):
+    with mock.patch.object(compat.pools, "write_keys_and_values", write):
         reason = reattached(engine)
     assert reason is not None
     assert check_at_start.OTHERS_SLOTS in reason
@@ -380,11 +381,11 @@ def test_an_exit_that_writes_elsewhere(engine: Engine) -> None:
 
 def test_exits_that_the_check_does_not_take(engine: Engine) -> None:
     """What was not compared is not open, nor where comparing failed."""
-    failing = [(ExitForward, "fast"), (ExitForward, "findings"), (SyntheticRequests, "run")]
+    failing = [(ExitForward, "fast"), (exit_check, "compare_exit"), (SyntheticRequests, "run")]
     for owner, name in failing:
         with mock.patch.object(owner, name, side_effect=InjectedError):
             reason = reattached(engine)
-        assert prefill_graphs.NOT_TAKEN in (reason or "")
+        assert attach.NOT_TAKEN in (reason or "")
 
 
 def test_the_check_takes_buckets_of_any_size(
@@ -394,31 +395,33 @@ def test_the_check_takes_buckets_of_any_size(
     prefills = engine.runner.prefill_cuda_graph_runner
     monkeypatch.setattr(prefills, "capture_num_tokens", [128])
     assert reattached(engine) is None
-    all_graphs = sglang.graphs(prefills)
+    all_graphs = captured_prefills.list_graphs(prefills)
     monkeypatch.setattr(
-        sglang, "graphs", lambda _: {b: g for b, g in all_graphs.items() if b.size == 16}
+        captured_prefills,
+        "list_graphs",
+        lambda _: {b: g for b, g in all_graphs.items() if b.size == 16},
     )
-    assert f"{prefill_graphs.NOT_TAKEN}: they have up to 16 tokens" in (reattached(engine) or "")
+    assert f"{attach.NOT_TAKEN}: they have up to 16 tokens" in (reattached(engine) or "")
     monkeypatch.undo()
 
 
 def test_a_tail_of_fewer_rows_than_the_check_has_requests(engine: Engine) -> None:
     """Prompts that finish are tried all the same."""
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     assert isinstance(state.captured, graphs.TailGraphs)
     for rows in (4, 2):
         state.captured.drop(rows)
     with found_by_exits() as compared:
         assert reattached(engine) is None
     assert [call.args[1].tail.kept.count for call in compared.call_args_list] == [1, 3]
-    graphs.drop(state, "fewer rows")
+    lifecycle.drop_tail(state, "fewer rows")
 
 
-def as_if_unrepaired(state: ModelState, _: Any, ids: torch.Tensor) -> inputs.Inputs:
+def as_if_unrepaired(state: ModelState, _: Any, ids: torch.Tensor) -> text_inputs.Inputs:
     return embed_for_tail(state, None, ids)
 
 
-def of_other_layers(state: ModelState, config: Any, ids: torch.Tensor) -> inputs.Inputs:
+def of_other_layers(state: ModelState, config: Any, ids: torch.Tensor) -> text_inputs.Inputs:
     embeds, embedded = embed_for_tail(state, config, ids)
     assert embedded is not None
     return embeds, embedded.roll(1, 1)
@@ -434,7 +437,7 @@ def test_exits_that_make_other_inputs_are_closed(
     """Both sides of the comparison with the graph have them, and SGLang's eager model has not."""
     monkeypatch.setattr(exits, "embed_for_tail", embed)
     reason = reattached(engine)
-    assert prefill_graphs.OTHER_INPUTS in (reason or "")
+    assert attach.OTHER_INPUTS in (reason or "")
     assert_closed(engine)
     monkeypatch.undo()
 
@@ -443,11 +446,11 @@ def test_a_newer_sglang_may_make_other_inputs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not known here what its graphs make of placeholders when it needs no repair."""
-    prefills, state = engine.runner.prefill_cuda_graph_runner, start.of(engine.text_model)
-    monkeypatch.delattr(prefills, prefill_graphs._OF_IDS)
-    monkeypatch.setattr(compat, "is_newer_than_tested", lambda: True)
-    prefill_graphs.attach(engine.runner, state)
-    assert prefill_graphs.OTHER_INPUTS in (exits_of(engine).closed or "")
+    prefills, state = engine.runner.prefill_cuda_graph_runner, start.get_state(engine.text_model)
+    monkeypatch.delattr(prefills, attach._OF_IDS)
+    monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
+    attach.open_exits(engine.runner, state)
+    assert attach.OTHER_INPUTS in (exits_of(engine).closed or "")
     assert_closed(engine)
     monkeypatch.undo()
 
@@ -455,7 +458,7 @@ def test_a_newer_sglang_may_make_other_inputs(
 def test_exits_that_cannot_be_checked_are_closed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "_lengths", lambda *_: [(5000, 5)])
+    monkeypatch.setattr(requests, "_choose_lengths", lambda *_: [(5000, 5)])
     reason = reattached(engine)
     assert f"they are not checked: {requests.NO_ROOM}" in (reason or "")
     assert_closed(engine)
@@ -478,28 +481,28 @@ def test_what_is_found_of_a_served_batch(engine: Engine, prompts: list[Prompt]) 
     assert all(map(torch.equal, seen.cache, stock.cache))
 
 
-def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Finding, Any]:
+def audited(engine: Engine, batch: Any, **kind: bool) -> tuple[rounding.Difference, Any]:
     """The worst finding of a forward, and the forward."""
-    found: list[rounding.Finding] = []
+    found: list[rounding.Difference] = []
 
     def compare(forward: ExitForward, plan: Any, output: torch.Tensor) -> torch.Tensor:
-        found.extend(forward.findings(plan, output))
+        found.extend(exit_check.compare_exit(forward, plan, output))
         return output
 
-    with replaced(start.of(engine.text_model), after_cut=compare):
+    with replaced(start.get_state(engine.text_model), after_cut=compare):
         seen = run(engine, batch, fast=True, **kind)
-    return rounding.worst(found), seen
+    return rounding.find_worst(found), seen
 
 
 def test_keys_that_another_run_has_written_are_not_compared(engine: Engine) -> None:
     """Where SGLang's graph writes none, those that the exit has written are not taken for its."""
-    pool, findings = type(engine.runner.token_to_kv_pool), ExitForward.findings
+    pool, compare = type(engine.runner.token_to_kv_pool), exit_check.compare_exit
 
-    def without_writing(forward: ExitForward, *given: Any) -> list[rounding.Finding]:
+    def without_writing(forward: ExitForward, *given: Any) -> list[rounding.Difference]:
         with mock.patch.object(pool, "set_kv_buffer"):
-            return findings(forward, *given)
+            return compare(forward, *given)
 
-    with mock.patch.object(ExitForward, "findings", without_writing):
+    with mock.patch.object(exit_check, "compare_exit", without_writing):
         worst, _ = audited(engine, engine.schedule(FULL))
     assert not worst.is_rounding
     assert "in the pool" in worst.what
@@ -537,11 +540,11 @@ def test_a_residual_that_is_owed_an_update(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tensor at such an exit is not the residual."""
-    pending = mock.patch.object(compat, "residual_is_written", return_value=False)
+    pending = mock.patch.object(compat.layers, "residual_is_written", return_value=False)
     with pending, captured_anew(engine):
         assert exits.NO_POINT in (exits_of(engine).closed or "")
         assert exits.NO_POINT in caplog.text
-        with mock.patch.object(compat, "residual_is_written", return_value=True):
+        with mock.patch.object(compat.layers, "residual_is_written", return_value=True):
             assert_closed(engine)
 
 
@@ -549,10 +552,10 @@ def test_a_server_that_is_not_cut_is_left_alone(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its error is SGLang's, and a line before it names the remedy."""
-    state, layer = start.of(engine.text_model), engine.text_model.layers[FIRST_CUT]
+    state, layer = start.get_state(engine.text_model), engine.text_model.layers[FIRST_CUT]
     index = cuda_graph_setup.index_attention_layers_by_global_id
-    refused = replaced(state, refused="data-parallel attention")
-    with refused, prefill_graphs.capturing(engine.runner, state):
+    refused = replaced(state, unsupported="data-parallel attention")
+    with refused, attach.capture_graphs(engine.runner, state):
         assert "forward" not in vars(layer)
         assert cuda_graph_setup.index_attention_layers_by_global_id is index
     assert "may stop now" in caplog.text
@@ -562,13 +565,13 @@ def test_a_server_that_is_not_cut_is_left_alone(
 def test_exits_of_ranks_are_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with other buckets, another exit or another finding would leave alone."""
     compared: list[str] = []
-    monkeypatch.setattr(ranks, "reason_ranks_differ", lambda found: compared.append(found))
+    monkeypatch.setattr(ranks, "find_difference", lambda found: compared.append(found))
     reattached(engine)
     segments = dict.fromkeys((128, 64, 32, 16), TO_THE_EXIT)
     assert compared == [f"exits: None, {segments}", "exits agree with stock: True"]
     for finding in ("exits: ", "exits agree"):
         differs = lambda found: ranks.NOT_ALIKE if finding in found else None  # noqa: B023, E731
-        monkeypatch.setattr(ranks, "reason_ranks_differ", differs)
+        monkeypatch.setattr(ranks, "find_difference", differs)
         assert ranks.NOT_ALIKE in (reattached(engine) or "")
         assert_closed(engine)
     monkeypatch.undo()
@@ -588,18 +591,18 @@ def test_another_sglang(
         patched.delattr(prefills if lacking == "backend" else prefills.backend, lacking)
         assert lacking in (reattached(engine) or "")
     assert "--cuda-graph-backend-prefill=disabled shortens prefills" in caplog.text
-    assert ENTRY not in vars(prefills)
+    assert EXITS_ENTRY not in vars(prefills)
     reattached(engine)
 
 
 def test_the_setting(engine: Engine) -> None:
     with settings_changed(self_check=False):
         assert reattached(engine) is None
-    unchecked = start.of(engine.text_model).facts["exits_check"]["unchecked"]
+    unchecked = start.get_state(engine.text_model).report["exits_check"]["unchecked"]
     assert unchecked == check_at_start.OFF
     with settings_changed(prefill_graphs=False):
-        assert repair.OFF in (reattached(engine) or "")
-        assert repair.needed(multimodal=True) is None
+        assert capture.OFF in (reattached(engine) or "")
+        assert capture.find_repair(multimodal=True) is None
         assert_closed(engine)
 
 
@@ -609,7 +612,7 @@ def test_beside_a_canary(engine: Engine) -> None:
     A stand-in: without a GPU SGLang refuses a canary beside graphs.
     """
     with replaced(engine.runner, canary_manager=SimpleNamespace()):
-        assert prefill_graphs.CANARY in (reattached(engine) or "")
+        assert attach.CANARY in (reattached(engine) or "")
     assert_closed(engine)
     assert reattached(engine) is None
 
@@ -620,14 +623,14 @@ def test_beside_a_canary(engine: Engine) -> None:
 def test_the_repair_lasts_while_sglang_captures(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state, model = start.of(engine.text_model), engine.text_model
+    state, model = start.get_state(engine.text_model), engine.text_model
     index, forward = cuda_graph_setup.index_attention_layers_by_global_id, model.forward
-    with caplog.at_level(logging.INFO), prefill_graphs.capturing(engine.runner, state):
+    with caplog.at_level(logging.INFO), attach.capture_graphs(engine.runner, state):
         assert cuda_graph_setup.index_attention_layers_by_global_id is not index
         assert model.forward.__wrapped__ == forward
     assert cuda_graph_setup.index_attention_layers_by_global_id is index
     assert model.forward == forward
-    assert sglang.SHARED_LAYER_IDS in caplog.text
+    assert captured_prefills.SHARED_LAYER_IDS in caplog.text
     assert "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0 leaves it" in caplog.text
     assert "may stop now" not in caplog.text
     reattached(engine)
@@ -647,9 +650,11 @@ def eager_model_of(**more: int) -> Any:
 
 
 OTHERWISE: dict[str, Callable[[], Any]] = {
-    "an id is missed": lambda: mock.patch.object(inputs, "_PLACEHOLDERS", ("image_token_id",)),
+    "an id is missed": lambda: mock.patch.object(text_inputs, "_PLACEHOLDERS", ("image_token_id",)),
     "SGLang has another": lambda: eager_model_of(boi_token_id=7),
-    "it fails": lambda: mock.patch.object(inputs, "given", side_effect=InjectedError),
+    "it fails": lambda: mock.patch.object(
+        text_inputs, "get_given_inputs", side_effect=InjectedError
+    ),
 }
 
 
@@ -663,24 +668,24 @@ def test_graphs_that_make_other_inputs_are_not_used(
     """Prefills run eagerly then, and are cut."""
     with OTHERWISE[otherwise](), captured_anew(engine):
         assert engine.runner.prefill_cuda_graph_runner is None
-        assert f"no captured prefill is used: {prefill_graphs.OTHER_INPUTS}" in caplog.text
-        assert start.of(engine.text_model).facts["exits"].startswith("closed: ")
-        log.forwards.clear()
+        assert f"no captured prefill is used: {attach.OTHER_INPUTS}" in caplog.text
+        assert start.get_state(engine.text_model).report["exits"].startswith("closed: ")
+        counters.forwards.clear()
         engine.forward(engine.schedule(FULL))
-        assert log.forwards == {log.TAIL_EAGER: 1}
+        assert counters.forwards == {counters.TAIL_EAGER: 1}
 
 
 def test_graphs_of_ids_go_with_the_package(engine: Engine) -> None:
     """Nothing else would keep media out of them."""
-    runner, state = engine.runner, start.of(engine.text_model)
+    runner, state = engine.runner, start.get_state(engine.text_model)
     before = runner.prefill_cuda_graph_runner
     try:
         state.close()
         assert runner.prefill_cuda_graph_runner is None
-        assert not {"execute", ENTRY} & set(vars(before))
+        assert not {"execute", EXITS_ENTRY} & set(vars(before))
         assert "replay" not in vars(before.backend)
     finally:
         runner.prefill_cuda_graph_runner = before
-        state.attach(gate.plan_batch)
-        state.on_close(partial(prefill_graphs.close, runner))
+        state.attach(plan.plan_batch)
+        state.on_close(partial(attach.close_exits, runner))
         reattached(engine)

@@ -47,9 +47,10 @@ from sglang_gemma4_reference.engine import (
     settings_changed,
     switched,
 )
-from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
-from sglang_gemma4_yoco.captured import graphs
-from sglang_gemma4_yoco.core.state import ENTRY
+from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.exits import attach
+from sglang_gemma4_yoco.exits.exits import EXITS_ENTRY
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = [
@@ -218,32 +219,34 @@ def set_up(engine: Engine, part: str) -> None:
     state = state_of(engine)
     with ExitStack() as without:
         if part != "capture":
-            without.enter_context(mock.patch.object(graphs, "capture"))
+            without.enter_context(mock.patch.object(lifecycle, "capture_tail"))
         if part == "check":
-            state.facts.pop("check", None)
+            state.report.pop("check", None)
+            state.is_checked = False
         if part != "exits":
-            without.enter_context(mock.patch.object(prefill_graphs, "attach"))
+            without.enter_context(mock.patch.object(attach, "open_exits"))
         elif exits_of(engine) is not None:
             exits_of(engine).hooks.close()
-        without.enter_context(start._stock_if_it_fails(engine.text_model))
+        without.enter_context(start._serve_stock_after_failure(engine.text_model))
         start.set_up(engine.runner, state)
 
 
 def exits_of(engine: Engine) -> Any:
     """The exits of its captured prefills, or None."""
-    return getattr(engine.runner.prefill_cuda_graph_runner, ENTRY, None)
+    return getattr(engine.runner.prefill_cuda_graph_runner, EXITS_ENTRY, None)
 
 
 def turn_on(engine: Engine) -> None:
     """Turn on again what the failures before have turned off; nothing is counted or logged yet."""
     state = state_of(engine)
-    state.refused, state.after_cut, state.failures_in_a_row = None, None, 0
-    state.facts.setdefault("check", {})
+    state.unsupported, state.after_cut, state.failures_in_a_row = None, None, 0
+    state.report.setdefault("check", {})
+    state.is_checked = True
     if state.captured is None:
         set_up(engine, "capture")
     if exits_of(engine) is None or exits_of(engine).closed is not None:
         set_up(engine, "exits")
-    assert state.refused is None
+    assert state.unsupported is None
     reset_log()
 
 
@@ -267,9 +270,9 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "eager": Way(tuple(BATCHES["input logprobs"]), eagerly, log.TAIL_EAGER),
-    "captured": Way(tuple(batch_of((9, 40))), eagerly, log.TAIL_CAPTURED),
-    "exit": Way(tuple(batch_of((4, 40))), as_captured, log.EXIT_CAPTURED),
+    "eager": Way(tuple(BATCHES["input logprobs"]), eagerly, counters.TAIL_EAGER),
+    "captured": Way(tuple(batch_of((9, 40))), eagerly, counters.TAIL_CAPTURED),
+    "exit": Way(tuple(batch_of((4, 40))), as_captured, counters.EXIT_CAPTURED),
 }
 
 
@@ -363,8 +366,9 @@ def what_lives(engine: Engine) -> dict[str, Any]:
     return found
 
 
-# Attributes that stock changes with each forward.
+# Attributes that stock changes with each forward; and what setting up begins with, in ``set_up``.
 COUNT_FORWARDS = (
+    "state.is_checked",
     *("runner.forward_pass_id", "runner.shared_read_done_event"),
     *("prefills.raw_bs", "prefills.raw_num_tokens"),
 )
@@ -419,7 +423,7 @@ def serve_failing(
         assert outcomes() == {way.outcome: 1}
     else:
         torch.testing.assert_close(seen.answer, stock.answer, atol=0, rtol=0)
-        assert log.forwards[log.FAILED] == 1, outcomes()
+        assert counters.forwards[counters.FAILED] == 1, outcomes()
         assert state_of(engine).failures_in_a_row == 1
         may_change.append("state.failures_in_a_row")
     assert_left_as_by(stock, seen)
@@ -428,8 +432,8 @@ def serve_failing(
 
 # What the start itself sets.
 SET_UP = (
-    *("state.captured", "state.refused", "state.failures_in_a_row"),
-    *(f"prefills.{ENTRY}", "prefills.execute", "prefills' backend.replay"),
+    *("state.captured", "state.unsupported", "state.failures_in_a_row"),
+    *(f"prefills.{EXITS_ENTRY}", "prefills.execute", "prefills' backend.replay"),
 )
 
 
@@ -440,14 +444,14 @@ def start_failing(engine: Engine, part: str, site: Site, error: type[BaseExcepti
     with tensors_unchanged(engine), failing_at(site, error):
         set_up(engine, part)
     assert_nothing_else_changed(engine, before, *SET_UP)
-    assert not log.forwards
+    assert not counters.forwards
     if site.phase in ("capture", "graphs compared"):
-        assert state_of(engine).refused is None, "the tail can still run eagerly"
+        assert state_of(engine).unsupported is None, "the tail can still run eagerly"
     for way in (WAYS["captured"], WAYS["exit"]):
         stock, seen = served_by_stock(engine, way), serve(engine, way, nullcontext())
         torch.testing.assert_close(seen.answer, stock.answer, atol=TOLERANCE, rtol=0)
         assert_left_as_by(stock, seen)
-    assert log.FAILED not in log.forwards
+    assert counters.FAILED not in counters.forwards
 
 
 class Work(NamedTuple):
@@ -545,7 +549,7 @@ RAISED: dict[str, tuple[type[BaseException], ...]] = {
 def raised(request: pytest.FixtureRequest) -> Iterator[tuple[type[BaseException], ...]]:
     """Errors that must be raised, where they must."""
     is_alone = request.param == "interrupted"
-    with mock.patch.object(compat, "is_single_rank", return_value=is_alone):
+    with mock.patch.object(compat.server, "is_single_rank", return_value=is_alone):
         yield RAISED[request.param]
 
 
@@ -567,7 +571,7 @@ def test_what_must_be_raised_leaves_all_as_it_was(
             assert all(map(torch.equal, seen.cache, stock.cache)), site
             assert torch.equal(seen.step, stock.step), site
         assert all(map(torch.equal, seen.free, stock.free)), site
-        assert log.FAILED not in log.forwards
+        assert counters.FAILED not in counters.forwards
         assert_nothing_else_changed(engine, before)
 
 

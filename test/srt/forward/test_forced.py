@@ -18,7 +18,8 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.core import cut, per_layer
 from sglang_gemma4_yoco.core.per_layer import PerLayerInputs
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -45,7 +46,7 @@ def module(layer: int, name: str, wrong: Callable[[Any], Any]) -> Wrong:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             right = stock(*args, **kwargs)
-            return right if state.refused else wrong(right)  # stock runs as if it were refused
+            return right if state.unsupported else wrong(right)  # stock runs as if it were refused
 
         return replaced(owner, forward=forward)
 
@@ -85,8 +86,10 @@ def at_the_end(stock: Any, *args: Any) -> Any:
     return stock(*args) * 1.1
 
 
-def at_the_beginning(stock: Any, state: Any, batch: Any, rows: torch.Tensor, *others: Any) -> Any:
-    return stock(state, batch, rows * 1.1, *others)
+def at_the_beginning(
+    stock: Any, model: Any, layers: Any, batch: Any, rows: torch.Tensor, *others: Any
+) -> Any:
+    return stock(model, layers, batch, rows * 1.1, *others)
 
 
 def not_written(stock: Any, state: Any, plan: Any, *rows: torch.Tensor) -> None:
@@ -122,20 +125,20 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
         {f"attention of layer {LAYER}", f"mean of the values of layer {LAYER}"},
     ),
     "per-layer inputs": (
-        function(PerLayerInputs, "kept", of_layer),
+        function(PerLayerInputs, "get_kept", of_layer),
         {f"per-layer input of layer {LAYER}"},
     ),
     "per-layer inputs before the cut": (
-        function(per_layer, "project", of_front),
+        function(per_layer, "project_layers", of_front),
         {f"per-layer input of layer {layer}" for layer in range(DONOR)},
     ),
     "FFN of the donor": (module(DONOR, "mlp", in_turns), {f"output of layer {DONOR}"}),
     "FFN of the last layer": (module(LAST, "mlp", in_turns), {"output of layer 7"}),
     "rows at the end": (
-        function(cut, "run_layers", at_the_end),
+        function(gemma4, "run_tail", at_the_end),
         {"rows after the norm", "logits"},
     ),
-    "rows at the beginning": (function(cut, "run_layers", at_the_beginning), {"rows at the cut"}),
+    "rows at the beginning": (function(gemma4, "run_tail", at_the_beginning), {"rows at the cut"}),
     "nothing written": (function(cut, "write_keys_and_values", not_written), {KEYS, VALUES}),
     "nothing written of intermediate chunks": (
         breakage("chunks' keys and values not written"),
@@ -154,7 +157,7 @@ CASES: dict[str, tuple[Wrong, set[str]]] = {
 
 def named(engine: Engine) -> set[str]:
     """All that is no rounding."""
-    with check.comparing(engine.runner, state_of(engine)) as both:
+    with check.run_both_paths(engine.runner, state_of(engine)) as both:
         found: set[str] = set()
         for finding in both.findings():
             if not finding.is_rounding:
@@ -175,7 +178,7 @@ def test_a_layer_that_does_not_run(sharp: Engine, monkeypatch: pytest.MonkeyPatc
     stock = type(model.layers[LAYER]).__call__
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if layer is model.layers[LAYER] and not state.refused:
+        if layer is model.layers[LAYER] and not state.unsupported:
             return kwargs["hidden_states"]
         return stock(layer, *args, **kwargs)
 

@@ -39,19 +39,20 @@ from harness.observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, reset_log, switched
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import cut, forward, gate
+from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco.core import eligibility, forward, plan
+from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core import state as states
-from sglang_gemma4_yoco.core.cut import Plan
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core.plan import PLAN_ENTRY, Plan
 from sglang_gemma4_yoco.loading import patch, start
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("fresh_decisions")
 
 
 def planned_for(batch: Any) -> Any:
     """What was decided for a batch, and is left on it."""
-    return getattr(batch, states.ENTRY, None)
+    return getattr(batch, PLAN_ENTRY, None)
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -64,7 +65,7 @@ def test_backend_whose_decode_is_not_proven(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The tail then extends by its rows, the donor's among them."""
-    monkeypatch.setattr(start.of(engine.text_model).attention, "decodes", False)
+    monkeypatch.setattr(start.get_state(engine.text_model).attention, "decodes", False)
     assert_fast(engine, BATCHES[name], tail_mode="EXTEND")
 
 
@@ -122,7 +123,7 @@ def test_a_failure_is_served_by_stock(
     assert len(seen.rows) > LAYERS or place == "first layer"
     assert_served_by_stock(stock, seen)
     assert_untouched(engine)
-    assert log.forwards == {log.FAILED: 1}
+    assert counters.forwards == {counters.FAILED: 1}
     # SGLang has lines of its own, about the first image.
     (record,) = [r for r in caplog.records if r.name == log.logger.name]
     assert record.levelname == "ERROR"
@@ -153,7 +154,7 @@ def test_each_kind_of_failure_is_logged_once(
             kinds.append(type(r.exc_info[1]))
     assert kinds == [VaryingError, InjectedError]
     assert len(caplog.records) == 2
-    assert log.forwards == {log.FAILED: 4}
+    assert counters.forwards == {counters.FAILED: 4}
 
 
 def test_failures_in_a_row_turn_the_fast_path_off(
@@ -164,14 +165,14 @@ def test_failures_in_a_row_turn_the_fast_path_off(
     reset_log()
     with caplog.at_level("INFO", "sglang_gemma4_yoco"):
         for _ in range(forward.LIMIT):
-            assert log.forwards[forward.GIVEN_UP] == 0
+            assert counters.forwards[forward.GIVEN_UP] == 0
             with failing(engine, "last tail layer"):
                 assert_served_by_stock(stock, run(engine, scheduled, "1"))
         for _ in range(3):
             after = run(engine, scheduled, "1")
             assert after.rows == stock.rows
             assert_same_answers(stock, after, 0.0)
-    assert log.forwards == {log.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
+    assert counters.forwards == {counters.FAILED: forward.LIMIT, forward.GIVEN_UP: 3}
     first, off = [record for record in caplog.records if record.levelname == "ERROR"]
     assert first.exc_info
     assert forward.GIVEN_UP in off.getMessage()
@@ -188,7 +189,7 @@ def test_a_success_between_failures_keeps_the_fast_path_on(engine: Engine) -> No
             with failing(engine, "last tail layer"):
                 run(engine, scheduled, "1")
         assert run(engine, scheduled, "1").rows[-1] == 1
-    assert log.forwards == {log.FAILED: 3 * (forward.LIMIT - 1), log.TAIL_EAGER: 3}
+    assert counters.forwards == {counters.FAILED: 3 * (forward.LIMIT - 1), counters.TAIL_EAGER: 3}
 
 
 def test_a_forward_that_never_comes_to_its_norm(
@@ -198,7 +199,7 @@ def test_a_forward_that_never_comes_to_its_norm(
 
     No later forward is tried: the path is off, and says why.
     """
-    state, main = start.of(engine.text_model), attention_of(engine).main
+    state, main = start.get_state(engine.text_model), attention_of(engine).main
     monkeypatch.setattr(state, "after_cut", mock.Mock(side_effect=AssertionError("an audit")))
     batch = releases.forward_batch(engine.schedule(BATCHES["one prompt"]), engine.runner)
     model, ends = engine.text_model, []
@@ -211,11 +212,11 @@ def test_a_forward_that_never_comes_to_its_norm(
         main.init_forward_metadata(batch)
         assert isinstance(planned_for(batch), Plan)
         run_by_hand = forward.EagerForward(state, batch.positions, None, answer)
-        assert forward.serve(state, batch, run_by_hand)[0] == 2
+        assert forward.serve_forward(state, batch, run_by_hand)[0] == 2
     assert ends == [FIRST_CUT, LAYERS]
     assert planned_for(batch) is None
-    assert log.forwards == {cut.OTHER_NORM: 1}
-    assert state.refused == cut.OTHER_NORM
+    assert counters.forwards == {core_model.OTHER_END: 1}
+    assert state.unsupported == core_model.OTHER_END
     assert_untouched(engine)
 
 
@@ -223,23 +224,23 @@ def test_a_mode_without_new_tokens(engine: Engine) -> None:
     """An idle rank's forward, which has no lengths at all, is counted, with no rows."""
     batch = ForwardBatch(ForwardMode.IDLE, 0, *[torch.zeros(0)] * 3, torch.zeros(0), 0)
     assert batch.extend_num_tokens is None
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     idle = forward.EagerForward(state, batch.positions, None, lambda: "stock's")
-    assert forward.serve(state, batch, idle) == "stock's"
-    assert log.forwards == {"forward mode IDLE": 1}
-    assert log.rows == {log.COMPUTED: 0, log.SKIPPED: 0}
+    assert forward.serve_forward(state, batch, idle) == "stock's"
+    assert counters.forwards == {"forward mode IDLE": 1}
+    assert counters.rows == {counters.COMPUTED: 0, counters.SKIPPED: 0}
 
 
 def test_nothing_is_known_of_a_model_that_was_closed(engine: Engine) -> None:
     """Nor is it taken for the served one, and the runner's backend is as it was."""
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     others = set()
     for one in states._attached:
         if one is not state:
             others.add(one)
     state.close()
     try:
-        assert states.find(engine.text_model) is None
+        assert states.find_state(engine.text_model) is None
         assert set(states._attached) == others
         assert "init_forward_metadata" not in vars(engine.runner.attn_backend)
     finally:
@@ -308,7 +309,7 @@ def test_a_batch_whose_planning_failed_and_that_never_runs(engine: Engine) -> No
         attention.main.init_forward_metadata(batch)
     assert isinstance(planned_for(batch), InjectedError)
     assert_fast(engine, BATCHES["one prompt"])
-    assert log.FAILED not in log.forwards
+    assert counters.FAILED not in counters.forwards
 
 
 def test_a_batch_that_was_not_planned_runs_as_stock(engine: Engine) -> None:
@@ -324,7 +325,7 @@ def test_a_batch_that_was_not_planned_runs_as_stock(engine: Engine) -> None:
         fast = run(engine, scheduled, "1")
     assert fast.rows == stock.rows
     assert_same_answers(stock, fast, 0.0)
-    assert log.forwards == {gate.NOT_PLANNED: 1}
+    assert counters.forwards == {plan.NOT_PLANNED: 1}
     assert_fast(engine, BATCHES["one prompt"])
 
 
@@ -339,14 +340,14 @@ def test_decode_goes_straight_through(
         reset_log()
         caplog.clear()
         with (
-            mock.patch.object(gate, "check_eligibility") as gated,
+            mock.patch.object(eligibility, "check_eligibility") as gated,
             mock.patch.object(attention.tail, "init_forward_metadata") as planned,
             caplog.at_level("DEBUG", "sglang_gemma4_yoco"),
         ):
             steps.append(step(engine, scheduled, [30, 31], switch))
         assert not gated.called
         assert not planned.called
-        assert not log.forwards
+        assert not counters.forwards
         assert said(logging.DEBUG) == []
     stock, fast = steps
     assert fast.rows == stock.rows == [2] * LAYERS
@@ -356,8 +357,8 @@ def test_decode_goes_straight_through(
 
 def test_a_second_copy_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "installed", {})
-    with pytest.raises(compat.IncompatibleError, match="is it patched already"):
-        patch.install()
+    with pytest.raises(compat.release.IncompatibleError, match="is it patched already"):
+        patch.patch_sglang()
 
 
 def test_each_reason_is_logged_once(engine: Engine, said: Callable[..., list[str]]) -> None:
@@ -366,4 +367,4 @@ def test_each_reason_is_logged_once(engine: Engine, said: Callable[..., list[str
         for _ in range(3):
             engine.forward(scheduled)
     assert said() == [f"Gemma 4 fast prefill falls back to stock: {SWITCHED_OFF}"]
-    assert log.forwards[SWITCHED_OFF] == 3
+    assert counters.forwards[SWITCHED_OFF] == 3

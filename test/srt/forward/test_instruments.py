@@ -30,13 +30,14 @@ from harness.forwards import CHUNKS, ENGINE, TWO_PROMPTS, assert_fast, state_of
 from harness.layer_rows import FIRST_SHARED
 from harness.observe import run
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.checking import requests
 from sglang_gemma4_yoco.loading import limits, start
 
 pytestmark = [
     pytest.mark.skipif(
-        Version(version("sglang")) < compat.LAST_TESTED, reason="the instruments of SGLang 0.5.23"
+        Version(version("sglang")) < compat.release.LAST_TESTED,
+        reason="the instruments of SGLang 0.5.23",
     ),
     pytest.mark.usefixtures("forgotten_reports"),
 ]
@@ -116,7 +117,7 @@ def watched(request: pytest.FixtureRequest, tiny_checkpoint: Path, canary_on_a_c
 
 def test_the_check_at_start_beside_a_canary(watched: Engine) -> None:
     """The check is made, and the canary takes no synthetic prefix for a violation."""
-    facts = start.of(watched.text_model).facts["check"]
+    facts = start.get_state(watched.text_model).report["check"]
     assert facts["unchecked"] is None
     assert facts["compared"] is not None
     assert (violations(watched), verified(watched)) == (0, 0)
@@ -135,14 +136,17 @@ def test_audits_beside_a_canary(watched: Engine) -> None:
     """They write the donor's K and V twice more, within the forward that the canary watches."""
     with audited(watched):
         run(watched, watched.schedule(batch_of((30, 40))), "1")
-    assert (log.audits.agree, log.audits.differ) == (1, 0)
+    assert (counters.audits.agree, counters.audits.differ) == (1, 0)
     assert violations(watched) == 0
 
 
 def test_a_canary_is_as_it_was_after_synthetic_requests(watched: Engine) -> None:
     """Also where these fail."""
     runner, canary = watched.runner, watched.runner.canary_manager
-    with pytest.raises(ZeroDivisionError), requests.synthetic_requests(runner, state_of(watched)):
+    with (
+        pytest.raises(ZeroDivisionError),
+        requests.make_synthetic_requests(runner, state_of(watched)),
+    ):
         assert runner.canary_manager is None
         raise ZeroDivisionError
     assert runner.canary_manager is canary
@@ -164,7 +168,7 @@ def test_a_canary_finds_what_it_looks_for(
             run(watched, batch, "1")
         except RuntimeError as raised:
             found += str(raised)
-    assert log.forwards[log.TAIL_EAGER] == 3
+    assert counters.forwards[counters.TAIL_EAGER] == 3
     assert "real_kv" in found + caplog.text
     assert violations(watched) > 0
 
@@ -202,7 +206,7 @@ def test_the_dumper_finds_all_rows(
         if re.search("layers\\.\\d+\\.mlp\\.output", file.name):
             shapes.append(torch.load(file)["value"].shape[0])
     assert shapes == [total] * len(engine.text_model.layers)
-    assert log.forwards == {limits.DUMPER: 1}
+    assert counters.forwards == {limits.DUMPER: 1}
 
 
 # ---------------------------------------------------------------- checks of values and indices

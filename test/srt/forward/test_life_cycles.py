@@ -34,10 +34,11 @@ from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.engine import Engine, reset_log, settings_changed
 from sglang_gemma4_reference.platform import CAPTURED
 from sglang_gemma4_reference.recorder import RecordedGraph
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco import compat, counters, log
+from sglang_gemma4_yoco.captured import lifecycle
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.exits import capture, exits
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.prefill_graphs import exits
 
 pytestmark = [
     pytest.mark.skipif(
@@ -74,7 +75,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 
 def assert_served_at_the_exit(engine: Engine) -> None:
-    assert assert_served_alike(engine, TO_THE_EXIT) == log.EXIT_CAPTURED
+    assert assert_served_alike(engine, TO_THE_EXIT) == counters.EXIT_CAPTURED
 
 
 # ---------------------------------------------------------------- what is left
@@ -158,9 +159,9 @@ def what_is_left(engine: Engine) -> dict[str, Any]:
     for prompts in (TO_THE_EXIT, WITHOUT_A_BUCKET):
         batch = engine.schedule(prompts)
         engine.forward(batch)  # what is logged once is logged now
-        log.forwards.clear()
+        counters.forwards.clear()
         calls.append(calls_of(partial(engine.forward, batch)))
-        outcomes.append(dict(log.forwards))  # each batch is counted once
+        outcomes.append(dict(counters.forwards))  # each batch is counted once
         calls.append(calls_of(partial(engine.decode, batch, [7])))
     return {
         "outcomes": outcomes,
@@ -223,7 +224,7 @@ def release_and_resume_memory(engine: Engine) -> None:
 
 
 def close_and_start_anew(engine: Engine) -> None:
-    start.of(engine.text_model).close()
+    start.get_state(engine.text_model).close()
     start_anew(engine)
 
 
@@ -244,7 +245,7 @@ CYCLES = [
 def test_ten_times_leave_what_one_leaves(engine: Engine, cycle: Callable[[Engine], None]) -> None:
     cycle(engine)
     once = what_is_left(engine)
-    assert once["outcomes"] == [{log.EXIT_CAPTURED: 1}, {log.TAIL_CAPTURED: 1}]
+    assert once["outcomes"] == [{counters.EXIT_CAPTURED: 1}, {counters.TAIL_CAPTURED: 1}]
     cycle(engine)
     assert what_is_left(engine) == once
     for _ in range(8):
@@ -262,7 +263,7 @@ def test_exits_that_are_closed_at_a_recapture(
     """Those of the graphs before, which are the same ones, are not taken any more."""
     stock = exits.replay_to_exit
 
-    def with_other_values(graph: Any) -> exits.ExitPoint:
+    def with_other_values(graph: Any) -> capture.ExitPoint:
         point = stock(graph)
         return replace(point, values=point.values * 1.001)
 
@@ -271,7 +272,7 @@ def test_exits_that_are_closed_at_a_recapture(
     assert "exits from captured prefills are closed: the check found" in caplog.text
     seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
     assert seen.segments == LAYERS + 1
-    assert seen.outcomes == {exits.CLOSED: 1}
+    assert seen.outcomes == {eligibility.EXITS_CLOSED: 1}
     capture_decode_steps(engine)
     assert_served_at_the_exit(engine)
 
@@ -333,7 +334,7 @@ def test_a_batch_that_still_runs_at_a_recapture(
         ({"disaggregation_mode": "prefill"}, SHARED),
         (
             {"enable_hierarchical_cache": True},
-            f"--enable-hierarchical-cache: {graphs.LOADED_MEANWHILE}",
+            f"--enable-hierarchical-cache: {lifecycle.LOADED_MEANWHILE}",
         ),
     ],
 )
@@ -343,7 +344,7 @@ def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
     """A transfer, or a copy to the host, does not wait. What cannot be shown is not used."""
     table = engine.runner.req_to_token_pool.req_to_token
     written = table._version
-    read = compat.server_arguments()
+    read = compat.server.get_server_arguments()
     assert read is not None
     captured = read("cuda_graph_config")
     with releases.published(**shared, cuda_graph_config=captured):
@@ -352,8 +353,8 @@ def test_slots_that_others_read_are_not_borrowed_at_a_recapture(
     assert f"Gemma 4 fast prefill: the tail runs eagerly: {eager}" in said()
     assert any(f"captured prefills are closed: {SHARED}" in line for line in said())
     seen = run(engine, engine.schedule(TO_THE_EXIT), fast=True)
-    assert seen.outcomes == {exits.CLOSED: 1}
-    assert assert_served_alike(engine, WITHOUT_A_BUCKET) == log.TAIL_EAGER
+    assert seen.outcomes == {eligibility.EXITS_CLOSED: 1}
+    assert assert_served_alike(engine, WITHOUT_A_BUCKET) == counters.TAIL_EAGER
     capture_decode_steps(engine)
     assert table._version > written
     assert_served_at_the_exit(engine)

@@ -38,7 +38,7 @@ def refusal(caplog: pytest.LogCaptureFixture) -> str:
     [record] = [r for r in caplog.records if r.name == "sglang_gemma4_yoco"]
     assert record.levelno == logging.ERROR
     _, _, why = record.getMessage().partition(" is NOT installed, the server runs unpatched: ")
-    assert plugin.left_alone == why
+    assert plugin.why_not_installed == why
     return why
 
 
@@ -94,14 +94,14 @@ def test_a_setting_that_means_something(name: str) -> None:
 # ---------------------------------------------------------------- names of SGLang's
 
 
-@pytest.mark.parametrize("owner", compat._NAMES.sections())
+@pytest.mark.parametrize("owner", sorted(compat.names._NAMES))
 def test_names_that_are_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owner: str
 ) -> None:
     """As on a release that has given each of them another one."""
-    monkeypatch.setattr(compat, owner, SimpleNamespace())
+    monkeypatch.setitem(compat.names._OWNERS, owner, SimpleNamespace())
     why = refusal(caplog)
-    for name in compat._NAMES[owner]:
+    for name in compat.names._NAMES[owner]:
         assert f"{owner}.{name}" in why
     assert "Install a supported SGLang, or a newer sglang-gemma4-yoco" in why
 
@@ -114,9 +114,9 @@ def test_names_of_newer_releases(
     monkeypatch: pytest.MonkeyPatch, release: str, pooled: bool, columns: bool
 ) -> None:
     """One that a release never had is not missed there."""
-    monkeypatch.setattr(compat, "ForwardBatch", None)
-    monkeypatch.setattr(compat, "version", lambda _: release)
-    missing = set(compat._missing())
+    monkeypatch.setitem(compat.names._OWNERS, "ForwardBatch", None)
+    monkeypatch.setattr(compat.names, "version", lambda _: release)
+    missing = set(compat.names._missing())
     assert "ForwardBatch.positions" in missing
     assert ("ForwardBatch.token_indices_to_pool" in missing) == pooled
     assert ("ForwardBatch.kv_loc_cols" in missing) == columns
@@ -128,11 +128,11 @@ def _anything(*_: Any) -> None:
 
 SIGNATURES: dict[str, tuple[type, str]] = {
     "Gemma4TextModel.forward(self, input_ids, positions, forward_batch, input_embeds": (
-        compat.gemma4_causal.Gemma4TextModel,
+        compat.layers.gemma4_causal.Gemma4TextModel,
         "forward",
     ),
     "Gemma4DecoderLayer.forward(self, positions, hidden_states, per_layer_input, forward_": (
-        compat.gemma4_causal.Gemma4DecoderLayer,
+        compat.layers.gemma4_causal.Gemma4DecoderLayer,
         "forward",
     ),
     "AttentionBackend.init_forward_metadata(self, forward_batch)": (
@@ -157,6 +157,6 @@ def test_a_model_whose_loop_has_no_end_to_set(monkeypatch: pytest.MonkeyPatch) -
         for layer in self.layers:
             layer(positions)
 
-    monkeypatch.setattr(compat.gemma4_causal.Gemma4TextModel, "forward", forward)
-    with pytest.raises(compat.IncompatibleError, match=r"loop up to self\.end_layer"):
-        compat.check()
+    monkeypatch.setattr(compat.layers.gemma4_causal.Gemma4TextModel, "forward", forward)
+    with pytest.raises(compat.release.IncompatibleError, match=r"loop up to self\.end_layer"):
+        compat.names.check_names()

@@ -16,8 +16,8 @@ from harness.forwards import ENGINE, TWO_PROMPTS, assert_fast, assert_stock
 from harness.observe import run
 from sglang_gemma4_reference.checkpoint import E2B_TINY, Gemma4Shape, write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import gate, state
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core import eligibility, state
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -29,13 +29,13 @@ def engine_of(path: Path, shape: Gemma4Shape, **arguments: Any) -> Engine:
 
 def assert_never_touched(engine: Engine) -> None:
     """Nothing is known of its model: SGLang's own forward runs, and nothing is counted."""
-    assert state.find(engine.text_model) is None
-    assert start.of(engine.text_model).refused == start.NO_SHARED_LAYERS
+    assert state.find_state(engine.text_model) is None
+    assert start.get_state(engine.text_model).unsupported == start.NO_SHARED_LAYERS
     assert "init_forward_metadata" not in engine.runner.attn_backend.__dict__
     seen = run(engine, engine.schedule(TWO_PROMPTS), "1")
     total = new_rows(TWO_PROMPTS)
     assert seen.rows == [total] * len(engine.text_model.layers)
-    assert log.forwards == {}
+    assert counters.forwards == {}
 
 
 def test_a_model_without_shared_layers_is_never_touched(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_model_of_shared_layers_alone_is_never_touched(
     engine: Engine, restarted: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the multi-token-prediction assistants are: no layer of theirs writes K and V."""
-    config, known = engine.text_model.config, start.of(engine.text_model)
+    config, known = engine.text_model.config, start.get_state(engine.text_model)
     assert known.attention is not None
     known.close()
     with monkeypatch.context() as assistant:
@@ -94,5 +94,5 @@ def test_an_embedding_server_is_refused(
         if "fast prefill" in m and "is installed" not in m:
             said.append(m)
     assert said == []
-    assert start.of(engine.text_model).attention is None
-    assert_stock(engine, gate.EMBEDDINGS)
+    assert start.get_state(engine.text_model).attention is None
+    assert_stock(engine, eligibility.EMBEDDINGS)

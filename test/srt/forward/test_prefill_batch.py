@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from harness.batches import batch_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco.checking.requests import Request, prefill_batch
+from sglang_gemma4_yoco.checking.requests import Request, make_prefill_batch
 
 #: Fields that may differ in any batch, and why.
 ALWAYS = {
@@ -75,7 +75,7 @@ def of_ours(engine: Engine, theirs: Any, prompts: list[Prompt]) -> ForwardBatch:
         cached = len(prompt.cached)
         of_all = torch.cat([slots.new_zeros(cached), slots])
         requests.append(Request(row, cached, ids, of_all, of_all))
-    batch: ForwardBatch = prefill_batch(
+    batch: ForwardBatch = make_prefill_batch(
         engine.runner,
         requests,
         starts=starts if theirs.return_logprob else None,

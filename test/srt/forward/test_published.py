@@ -19,9 +19,9 @@ from harness.forwards import MARKS_CHUNKS, attention_of
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -56,24 +56,27 @@ def test_the_published_helper_plans_the_tail_of_an_intermediate_chunk(
     assert plans == [[1]]
 
 
-@pytest.mark.skipif(not compat.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
+@pytest.mark.skipif(not compat.layers.HAS_RESIDUAL_STREAM, reason="layers pass plain tensors")
 def test_the_published_helper_has_the_residual_of_the_kept_rows(
     engine: Engine, planned: Any
 ) -> None:
     hidden = torch.randn(len(planned.input_ids), E2B_TINY.hidden_size)
-    compat.start_residual(planned, hidden)
+    compat.layers.start_residual(planned, hidden)
     rows, *_, restore = engine.text_model._yoco_truncate_to_last_tokens(
         hidden, planned.positions, None, planned
     )
-    assert compat.residual_is_written(planned, rows)
-    assert not compat.residual_is_written(planned, hidden)
+    assert compat.layers.residual_is_written(planned, rows)
+    assert not compat.layers.residual_is_written(planned, hidden)
     restore()
-    assert compat.residual_is_written(planned, hidden)
+    assert compat.layers.residual_is_written(planned, hidden)
 
 
 @pytest.mark.parametrize(
     ("prompts", "outcome"),
-    [(BATCHES["one prompt"], log.TAIL_EAGER), (batch_of((0, 1), (0, 1)), gate.NOTHING_TO_SKIP)],
+    [
+        (BATCHES["one prompt"], counters.TAIL_EAGER),
+        (batch_of((0, 1), (0, 1)), eligibility.NOTHING_TO_SKIP),
+    ],
     ids=["cut", "refused"],
 )
 def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str) -> None:
@@ -90,4 +93,4 @@ def test_a_batch_is_not_held(engine: Engine, prompts: list[Prompt], outcome: str
         assert batch() is None
     finally:
         gc.enable()
-    assert log.forwards[outcome] == 1
+    assert counters.forwards[outcome] == 1

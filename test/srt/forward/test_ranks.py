@@ -27,12 +27,10 @@ from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.captured import backend
-from sglang_gemma4_yoco.commands.servers import free_ports
-from sglang_gemma4_yoco.core import ranks, state
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
+from sglang_gemma4_yoco.core import eligibility, ranks, state
 from sglang_gemma4_yoco.loading import start as starting
-from sglang_gemma4_yoco.prefill_graphs import exits
 
 RANKS = 2
 _DEADLINE = 400.0  # seconds; a rank that waits for another one that failed would wait for ever
@@ -60,9 +58,9 @@ def assert_every_batch_is_cut(engine: Engine, *, captured: int = 0) -> None:
 def assert_stock(engine: Engine, reason: str) -> None:
     stock, fast = both_ways(engine, engine.schedule(ONE_PROMPT), 0.0)
     assert fast.rows == stock.rows == whole(70)
-    known = state.find(engine.text_model)
+    known = state.find_state(engine.text_model)
     assert known is not None
-    assert (known.refused or "").startswith(reason)
+    assert (known.unsupported or "").startswith(reason)
     if reason == ranks.NOT_ALIKE:
         assert known.attention is None  # nothing is planned for a tail, and its memory is free
 
@@ -81,10 +79,10 @@ def with_exits(rank: int, port: int, path: Path) -> None:
         for prompts in BATCHES.values():
             outcomes.append(assert_served_alike(engine, prompts))
     assert outcomes == [
-        log.EXIT_CAPTURED,
-        log.EXIT_CAPTURED,
-        exits.TAIL_NOT_CAPTURED,
-        log.EXIT_SKIPPED,
+        counters.EXIT_CAPTURED,
+        counters.EXIT_CAPTURED,
+        eligibility.TAIL_NOT_CAPTURED,
+        counters.EXIT_SKIPPED,
     ]
     mine = torch.full((1, 2), float(rank))  # as the logits of a decode step are
     gathered = recorder.RecordedGraph.of(lambda: get_parallel().tp_group.all_gather(mine))
@@ -109,8 +107,8 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
     with_audits(rank, engine)
     # It ends that rank; and the other, which waits for it, when it is gone.
     engine.runner.init_attention_backends()
-    state = starting.of(engine.text_model)
-    found = checking.check(engine.runner, state)
+    state = starting.get_state(engine.text_model)
+    found = checking.check_model(engine.runner, state)
 
     def check(*_: Any) -> Any:
         if rank == 1:
@@ -121,7 +119,7 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
     if rank == 1:
         gone = "of this rank alone"
     with (
-        mock.patch.object(checking, "check", check),
+        mock.patch.object(checking, "check_model", check),
         pytest.raises((MemoryError, RuntimeError), match=gone),
     ):
         starting.set_up(engine.runner, state)
@@ -130,8 +128,8 @@ def set_up_together(rank: int, port: int, path: Path) -> None:
 def without_a_backend_on_one_rank(rank: int, engine: Engine) -> None:
     build: dict[str, Any] = {"side_effect": MemoryError}
     if rank != 1:
-        build = {"wraps": compat.build_attn_backend}
-    with mock.patch.object(compat, "build_attn_backend", **build):
+        build = {"wraps": compat.attention.build_backend}
+    with mock.patch.object(compat.attention, "build_backend", **build):
         engine.runner.init_attention_backends()
         assert_stock(engine, ranks.NOT_ALIKE)
 
@@ -141,20 +139,21 @@ def with_a_check_that_fails_on_one_rank(rank: int, engine: Engine) -> None:
     from sglang_gemma4_yoco.checking import rounding
     from sglang_gemma4_yoco.checking import start as checking
 
-    state, found = starting.of(engine.text_model), list[Any]()
-    check = checking.check
+    state, found = starting.get_state(engine.text_model), list[Any]()
+    check = checking.check_model
 
     def differing(*args: Any) -> Any:
         found.append(check(*args))
         if rank == 1:
-            return dataclasses.replace(found[-1], worst=rounding.defect("this rank's"))
+            return dataclasses.replace(found[-1], worst=rounding.make_defect("this rank's"))
         return found[-1]
 
-    del state.facts["check"]
-    with mock.patch.object(checking, "check", differing):
+    state.is_checked = False
+    del state.report["check"]
+    with mock.patch.object(checking, "check_model", differing):
         starting.set_up(engine.runner, state)
     assert [checked.agrees for checked in found] == [True]
-    assert (state.facts["check"]["compared"] == "this rank's") == (rank == 1)
+    assert (state.report["check"]["compared"] == "this rank's") == (rank == 1)
     assert_stock(engine, checking.FAILED)
 
 
@@ -162,7 +161,7 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
     """One that is not checked, or audits otherwise, would leave the other in a collective."""
     with settings_changed(self_check=rank == 0):
         engine.runner.init_attention_backends()
-    assert "check" not in starting.of(engine.text_model).facts
+    assert "check" not in starting.get_state(engine.text_model).report
     assert_stock(engine, ranks.NOT_ALIKE)
     with mock.patch.object(starting, "__version__", f"0.{rank}"):  # another version of ours
         engine.runner.init_attention_backends()
@@ -171,49 +170,49 @@ def with_settings_of_its_own(rank: int, engine: Engine) -> None:
 
 def with_a_norm_that_is_called_otherwise(engine: Engine) -> None:
     """As by another SGLang, while it serves or from its start on: no rank cuts any more."""
-    from sglang_gemma4_yoco.core import cut as core_cut
+    from sglang_gemma4_yoco.core import model as core_model
 
     engine.runner.init_attention_backends()
     model, batch = engine.text_model, engine.schedule(ONE_PROMPT)
     trusted = settings_changed(trust=(norm_called.__module__,))  # to be taken for SGLang's own
     with trusted, norm_called(engine, with_one_argument_more):
-        assert starting.of(model).refused is None
+        assert starting.get_state(model).unsupported is None
         assert run(engine, batch, "1").rows == [70] * FIRST_CUT + whole(70)
-        assert_stock(engine, core_cut.OTHER_NORM)
+        assert_stock(engine, core_model.OTHER_END)
         engine.runner.init_attention_backends()  # as when a server starts
-        assert starting.of(model).refused is None
-        starting.set_up(engine.runner, starting.of(model))
-        assert_stock(engine, core_cut.OTHER_NORM)
+        assert starting.get_state(model).unsupported is None
+        starting.set_up(engine.runner, starting.get_state(model))
+        assert_stock(engine, core_model.OTHER_END)
 
 
 def with_audits(rank: int, engine: Engine) -> None:
     """Both run every batch again; what one of them finds turns the path off on both."""
     from sglang_gemma4_yoco.checking import audit
-    from sglang_gemma4_yoco.core import donor
+    from sglang_gemma4_yoco.models import gemma4
 
     with settings_changed(audit=1, audit_strict=True):
         engine.runner.init_attention_backends()
-        state = starting.of(engine.text_model)
+        state = starting.get_state(engine.text_model)
         starting.set_up(engine.runner, state)
-        assert state.refused is None
+        assert state.unsupported is None
         scheduled, fast = engine.schedule(ONE_PROMPT), cut(70, 1)
         assert run(engine, scheduled, "1").rows == [*fast, *whole(70), *fast[FIRST_CUT:]]
-        assert (log.audits.agree, log.audits.differ) == (1, 0)
-        stock = donor.keys_and_values
+        assert (counters.audits.agree, counters.audits.differ) == (1, 0)
+        stock = gemma4.compute_keys_and_values
 
         def other(*args: Any) -> Any:
             k, v = stock(*args)
             return (k * 1.01 if rank == 1 else k), v
 
-        with mock.patch.object(donor, "keys_and_values", other):
+        with mock.patch.object(gemma4, "compute_keys_and_values", other):
             run(engine, scheduled, "1")
-        assert (log.audits.agree, log.audits.differ) == (1, 1)
+        assert (counters.audits.agree, counters.audits.differ) == (1, 1)
         assert_stock(engine, audit.DIFFERED)
 
 
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
     """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
-    arguments = (free_ports(1)[0], *paths)
+    arguments = (find_free_ports(1)[0], *paths)
     method = preloaded().get_start_method()
     context = start_processes(work, arguments, nprocs=RANKS, join=False, start_method=method)
     deadline = time.monotonic() + _DEADLINE
@@ -253,28 +252,28 @@ def test_ranks_that_lack_memory(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for mebibytes in free:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, m=mebibytes: (m << 20, 80 << 30))
-        found.append(f"captured: {backend.lacks_memory(gpu)}")
+        found.append(f"captured: {compat.decode_graphs.find_memory_reason(gpu)}")
 
     def gather(everyone: list[str], mine: str, **_: Any) -> None:
         everyone[:] = found
 
     group = SimpleNamespace(ranks=[0, 1], cpu_group=None)
-    monkeypatch.setattr(compat, "tensor_parallel_group", lambda: group)
+    monkeypatch.setattr(compat.server, "get_tensor_parallel_group", lambda: group)
     monkeypatch.setattr(distributed, "all_gather_object", gather)
-    differ = ranks.reason_ranks_differ(found[0])
+    differ = ranks.find_difference(found[0])
     assert (differ or found[0].removeprefix("captured: ")).startswith(reason)
 
 
 def test_a_rank_alone_compares_nothing() -> None:
-    assert ranks.reason_ranks_differ("anything") is None
-    assert ranks.largest(0.5) == 0.5
+    assert ranks.find_difference("anything") is None
+    assert ranks.find_largest(0.5) == 0.5
 
 
 def test_ranks_on_other_machines_are_not_compared(engine: Engine) -> None:
     """They may not have this package."""
     with (
         releases.published(nnodes=2),
-        mock.patch.object(ranks, "reason_ranks_differ", side_effect=AssertionError),
+        mock.patch.object(ranks, "find_difference", side_effect=AssertionError),
     ):
-        starting.start(engine.runner, engine.text_model)
-    assert starting.of(engine.text_model).refused == "ranks on several machines"
+        starting.start_model(engine.runner, engine.text_model)
+    assert starting.get_state(engine.text_model).unsupported == "ranks on several machines"

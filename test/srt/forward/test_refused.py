@@ -28,8 +28,8 @@ from harness.observe import TOLERANCE, both_ways
 from harness.stand_ins import halved_weights
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import start
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
@@ -42,7 +42,7 @@ ROWS_IN_ALL = 43  # of the two prompts
 
 def test_a_refused_batch_is_stock(engine: Engine, batches_with: Callable[..., None]) -> None:
     batches_with(capture_hidden_mode=CaptureHiddenMode.FULL)
-    assert_stock(engine, gate.HIDDEN_STATES)
+    assert_stock(engine, eligibility.HIDDEN_STATES)
 
 
 def test_a_refused_server_logs_why_and_plans_nothing(
@@ -51,7 +51,7 @@ def test_a_refused_server_logs_why_and_plans_nothing(
     restarted(enable_deterministic_inference=True)
     reason = "deterministic inference"
     assert said() == [f"Gemma 4 fast prefill falls back to stock for this server: {reason}"]
-    assert start.of(engine.text_model).attention is None
+    assert start.get_state(engine.text_model).attention is None
     assert_stock(engine, reason)
     restarted()
     assert_fast(engine)
@@ -75,7 +75,7 @@ def test_a_field_of_another_model_that_is_renamed(
     """Nothing of Gemma 4 hangs on it: the package loads, and cuts."""
     monkeypatch.delitem(ForwardBatch.__dataclass_fields__, name, raising=False)
     monkeypatch.delattr(ForwardBatch, name, raising=False)
-    assert "ForwardBatch" not in " ".join(compat._missing())
+    assert "ForwardBatch" not in " ".join(compat.names._missing())
     restarted()
     assert_fast(engine)
 
@@ -112,7 +112,7 @@ def test_layers_captured_after_the_cut(
     """As DFlash wants them, of the last donor's output or the last layer's."""
     capturing.set_dflash_layers_to_capture([layer])
     batches_with(capture_hidden_mode=CaptureHiddenMode.FULL)
-    refused = assert_stock(engine, gate.CAPTURE_IN_TAIL)
+    refused = assert_stock(engine, eligibility.CAPTURE_IN_TAIL)
     assert refused.output.hidden_states.shape == (ROWS_IN_ALL, E2B_TINY.hidden_size)
 
 
@@ -163,12 +163,12 @@ def test_drafts_that_read_no_row_but_the_last(
     batches_with(spec_algorithm=algorithm)
     assert_fast(engine)
     # A draft may go on from the token of a chunk that does not finish its prompt.
-    before = log.forwards.copy()
+    before = counters.forwards.copy()
     with switched("1"):
         engine.forward(engine.schedule(TWO_PROMPTS), intermediate=True)
-    outcomes = set(log.forwards - before)
+    outcomes = set(counters.forwards - before)
     assert outcomes
-    assert outcomes <= set(log.CUT) - {log.TAIL_SKIPPED}
+    assert outcomes <= set(counters.CUT) - {counters.TAIL_SKIPPED}
 
 
 # ---------------------------------------------------------------- mixed batches

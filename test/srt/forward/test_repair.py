@@ -15,7 +15,8 @@ from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 
 from harness.stand_ins import prefill_graphs
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.prefill_graphs import repair, sglang
+from sglang_gemma4_yoco.compat import captured_prefills
+from sglang_gemma4_yoco.exits import capture
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server", "forgotten_reports")
 
@@ -27,12 +28,12 @@ INDEX = "index_attention_layers_by_global_id"
     ("backend", "shared", "multimodal", "error"),
     [
         (Backend.DISABLED, False, True, None),
-        (Backend.BREAKABLE, False, True, sglang.SHARED_LAYER_IDS),
-        (Backend.BREAKABLE, False, False, sglang.SHARED_LAYER_IDS),
-        (Backend.BREAKABLE, True, True, sglang.IDS_AND_EMBEDDINGS),
-        (Backend.FULL, True, True, sglang.IDS_AND_EMBEDDINGS),
+        (Backend.BREAKABLE, False, True, captured_prefills.SHARED_LAYER_IDS),
+        (Backend.BREAKABLE, False, False, captured_prefills.SHARED_LAYER_IDS),
+        (Backend.BREAKABLE, True, True, captured_prefills.IDS_AND_EMBEDDINGS),
+        (Backend.FULL, True, True, captured_prefills.IDS_AND_EMBEDDINGS),
         ("tc_piecewise", True, True, None),
-        ("tc_piecewise", False, True, sglang.SHARED_LAYER_IDS),
+        ("tc_piecewise", False, True, captured_prefills.SHARED_LAYER_IDS),
         (Backend.BREAKABLE, True, False, None),
     ],
 )
@@ -44,11 +45,11 @@ def test_errors_by_release(
     error: str | None,
 ) -> None:
     """``shared``: as up to 0.5.18, or repaired."""
-    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: shared)
+    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: shared)
     with prefill_graphs(backend):
-        assert sglang.capture_error(multimodal=multimodal) == error
-        monkeypatch.setattr(compat, "is_newer_than_tested", lambda: True)
-        assert sglang.capture_error(multimodal=multimodal) is None
+        assert captured_prefills.find_capture_error(multimodal=multimodal) == error
+        monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
+        assert captured_prefills.find_capture_error(multimodal=multimodal) is None
 
 
 @pytest.mark.parametrize("index", [None, lambda layers, companions: (layers, companions)])
@@ -59,7 +60,7 @@ def test_shared_layers_that_are_put_up_with(
         monkeypatch.delattr(cuda_graph_setup, INDEX, raising=False)
     else:
         monkeypatch.setattr(cuda_graph_setup, INDEX, index, raising=False)
-    assert sglang._indexes_shared_layers()
+    assert captured_prefills._indexes_shared_layers()
 
 
 @pytest.mark.parametrize(
@@ -82,20 +83,22 @@ def test_what_is_repaired(
 ) -> None:
     """Only where the operator has named breakable graphs, and has not switched that off."""
     setting(prefill_graphs=switch)
-    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
+    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: False)
     needed = None
     if is_needed:
-        needed = sglang.SHARED_LAYER_IDS
+        needed = captured_prefills.SHARED_LAYER_IDS
     with prefill_graphs(*published):
-        assert repair.needed(multimodal=True) == repair.needed(multimodal=False) == needed
+        assert (
+            capture.find_repair(multimodal=True) == capture.find_repair(multimodal=False) == needed
+        )
 
 
 @pytest.mark.parametrize(
     ("backend", "switch", "refused"),
     [
         (Backend.BREAKABLE, True, None),
-        (Backend.FULL, True, repair.NO_BREAKS),
-        ("tc_piecewise", True, repair.NO_BREAKS),
+        (Backend.FULL, True, capture.NO_BREAKS),
+        ("tc_piecewise", True, capture.NO_BREAKS),
         (Backend.BREAKABLE, False, "SGLANG_GEMMA4_YOCO_PREFILL_GRAPHS=0"),
     ],
 )
@@ -105,12 +108,12 @@ def test_whether_captured_prefills_may_be_shortened(
     """Whether the operator or SGLang has chosen the graphs."""
     setting(prefill_graphs=switch)
     with prefill_graphs(backend):
-        assert repair.exits_refused() == refused
+        assert capture.find_closed_reason() == refused
 
 
 def test_nothing_is_asked_for_outside_of_a_server() -> None:
-    assert repair.exits_refused() == repair.NO_BREAKS
-    assert repair.needed(multimodal=True) is None
+    assert capture.find_closed_reason() == capture.NO_BREAKS
+    assert capture.find_repair(multimodal=True) is None
 
 
 @pytest.mark.parametrize("indexes", [True, False])
@@ -122,7 +125,7 @@ def test_shared_layers_are_left_as_they_come(
         monkeypatch.delattr(cuda_graph_setup, INDEX, raising=False)
     stock = getattr(cuda_graph_setup, INDEX, None)
     shared: Any = [SimpleNamespace(layer_id=0), SimpleNamespace(layer_id=0)], [None, None]
-    with pytest.raises(MemoryError), sglang.indexing_shared_layers():
+    with pytest.raises(MemoryError), captured_prefills.index_shared_layers():
         if stock is not None:
             assert getattr(cuda_graph_setup, INDEX)(*shared) == shared
         raise MemoryError

@@ -32,17 +32,19 @@ from harness.observe import run
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import compat, log, prefill_graphs, settings
-from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco import compat, counters, settings
+from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.checking import layerwise, requests
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.checking.requests import synthetic_requests
+from sglang_gemma4_yoco.checking.requests import make_synthetic_requests
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.commands import status
-from sglang_gemma4_yoco.core import cut, gate, kept
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core import eligibility, tail_batch
+from sglang_gemma4_yoco.core import model as core_model
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.exits import attach
 from sglang_gemma4_yoco.loading import limits, metrics, start
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 
@@ -50,10 +52,10 @@ pytestmark = pytest.mark.usefixtures("forgotten_reports")
 @contextmanager
 def nothing_left(engine: Engine) -> Iterator[None]:
     """The span leaves tables, pools, counters and the model as they were."""
-    counted = dict(log.forwards)
+    counted = dict(counters.forwards)
     with tensors_unchanged(engine):
         yield
-    assert dict(log.forwards) == counted
+    assert dict(counters.forwards) == counted
     assert_untouched(engine)
     modules = list(engine.text_model.modules())
     assert [m for m in modules if m._forward_hooks or m._forward_pre_hooks] == []
@@ -73,7 +75,7 @@ def worst(engine: Engine) -> str:
 
 
 def test_it_has_run_when_a_runner_is_ready(engine: Engine) -> None:
-    found = start.of(engine.text_model).facts["check"]
+    found = start.get_state(engine.text_model).report["check"]
     assert 0 < found["largest_difference"] < 1e-5
     assert found["largest_difference"] < found["allowed"]
     assert found["unchecked"] is None
@@ -100,7 +102,7 @@ def test_both_paths_are_taken(engine: Engine) -> None:
 
 def test_on_a_gpu_kernels_for_other_numbers_of_requests_are_compiled(engine: Engine) -> None:
     """Triton compiles them for 1 request and for multiples of 16; the comparisons have 3."""
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     before, tail = FIRST_SHARED - 1, LAYERS - FIRST_SHARED + 1
     for most, numbers in ((4096, [1, 16]), (15, [1])):
         fits = mock.patch.object(engine.runner, "max_running_requests", most)
@@ -122,7 +124,7 @@ def test_nothing_is_left_counted_or_logged(engine: Engine, said: Callable[..., l
 def test_slots_of_the_requests_may_be_written(engine: Engine) -> None:
     """And slot 0, which is for padding."""
     [first, *_] = engine.kv_buffers()[0]
-    with synthetic_requests(engine.runner, start.of(engine.text_model)) as synthetic:
+    with make_synthetic_requests(engine.runner, start.get_state(engine.text_model)) as synthetic:
         first[synthetic.requests[0].window_slots] = 0.5
         first[0] = 0.5
         assert not synthetic.others_changed()
@@ -153,7 +155,7 @@ def test_rows_that_are_no_numbers(engine: Engine) -> None:
 
     def poison(_: Any, __: Any, output: Any) -> None:
         calls.append(1)
-        compat.layer_rows(output).mul_(math.nan if len(calls) == 2 else 1)
+        compat.layers.get_rows(output).mul_(math.nan if len(calls) == 2 else 1)
 
     with engine.text_model.layers[-1].register_forward_hook(poison):
         assert worst(engine) == f"output of layer {LAYERS - 1}"
@@ -214,23 +216,25 @@ def test_the_threshold_has_no_say(engine: Engine, setting: Callable[..., None]) 
 def started(engine: Engine) -> Iterator[ModelState]:
     """What is known of the engine's model before its graphs are captured."""
     engine.runner.init_attention_backends()
-    yield start.of(engine.text_model)
+    yield start.get_state(engine.text_model)
     engine.runner.init_attention_backends()
-    start.set_up(engine.runner, start.of(engine.text_model))
+    start.set_up(engine.runner, start.get_state(engine.text_model))
 
 
 def lines_of_start(engine: Engine, said: Callable[..., list[str]]) -> tuple[list[str], list[str]]:
     """What is logged when the engine's graphs are captured: that the path is on, and errors."""
-    start.set_up(engine.runner, start.of(engine.text_model))
+    start.set_up(engine.runner, start.get_state(engine.text_model))
     return [line for line in said() if " is on: " in line], said(logging.ERROR)
 
 
 def test_the_start_line_has_the_worst_comparison(
     started: ModelState, engine: Engine, said: Callable[..., list[str]]
 ) -> None:
-    assert "check" not in started.facts
+    assert "check" not in started.report
     [line], _ = lines_of_start(engine, said)
-    assert f", checked layer by layer: at most {started.facts['check']['compared']} off by " in line
+    assert (
+        f", checked layer by layer: at most {started.report['check']['compared']} off by " in line
+    )
 
 
 def test_a_server_that_fails_is_served_by_stock(
@@ -245,19 +249,19 @@ def test_a_server_that_fails_is_served_by_stock(
 
 def test_it_is_made_once(started: ModelState, engine: Engine) -> None:
     """After an update of weights graphs are captured anew, while prefixes are cached."""
-    start.set_up(engine.runner, start.of(engine.text_model))
-    first = started.facts["check"]
+    start.set_up(engine.runner, start.get_state(engine.text_model))
+    first = started.report["check"]
     with counted(engine) as forwards:
-        start.set_up(engine.runner, start.of(engine.text_model))
+        start.set_up(engine.runner, start.get_state(engine.text_model))
     assert forwards == []
-    assert started.facts["check"] is first
+    assert started.report["check"] is first
 
 
 def test_memory_is_pinned_after_each_capture(started: ModelState, engine: Engine) -> None:
     """Which frees what was pinned before, as does each capture of SGLang's."""
     steps = mock.Mock()
-    captured = mock.patch.object(graphs, "capture", steps.captured)
-    with captured, mock.patch.object(kept, "pin_memory", steps.pinned):
+    captured = mock.patch.object(lifecycle, "capture_tail", steps.captured)
+    with captured, mock.patch.object(tail_batch, "pin_memory", steps.pinned):
         for _ in range(2):
             start.set_up(engine.runner, started)
     assert [call[0] for call in steps.mock_calls] == ["captured", "pinned"] * 2
@@ -269,20 +273,20 @@ def test_the_operator_has_a_say(
 ) -> None:
     setting(self_check=False)
     with counted(engine) as forwards:
-        start.set_up(engine.runner, start.of(engine.text_model))
+        start.set_up(engine.runner, start.get_state(engine.text_model))
     assert forwards == []
-    assert started.facts["check"]["unchecked"] == check.OFF
+    assert started.report["check"]["unchecked"] == check.OFF
     assert_fast(engine)
 
 
 def test_what_cannot_be_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, norm = start.of(engine.text_model), engine.text_model.norm.weight.data
+    state, norm = start.get_state(engine.text_model), engine.text_model.norm.weight.data
     for owner, name, value, reason in (
-        (requests, "_lengths", lambda *_: [(5000, 5)], requests.NO_ROOM),
-        (state, "is_capturing", lambda: True, gate.CAPTURING),
-        (log, "_count", lambda *_, **__: None, check.NOT_SEEN),
+        (requests, "_choose_lengths", lambda *_: [(5000, 5)], requests.NO_ROOM),
+        (state, "is_capturing", lambda: True, eligibility.CAPTURING),
+        (counters, "_count_forward", lambda *_, **__: None, check.NOT_SEEN),
         # As where a graph of SGLang's runs the layers.
-        (layerwise, "before", lambda *_: nullcontext(), check.NOT_SEEN),
+        (layerwise, "call_before_layers", lambda *_: nullcontext(), check.NOT_SEEN),
         (engine.text_model.norm.weight, "data", norm * math.nan, check.NOT_FINITE),
     ):
         with monkeypatch.context() as patched:
@@ -306,13 +310,13 @@ def test_a_server_that_cannot_be_checked_is_stock(
     assert "could not be run" in failed
     assert [record.exc_info for record in caplog.records if record.levelname == "ERROR"] != [None]
     assert f"is off for this server: {check.UNCHECKED}; not checked: it failed" in off
-    assert started.facts["check"]["unchecked"] == "it failed: InjectedError"
+    assert started.report["check"]["unchecked"] == "it failed: InjectedError"
     assert_stock(engine, check.UNCHECKED)
 
 
 def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[str]]) -> None:
     """SGLang goes on; when it starts anew, so does the fast path."""
-    with mock.patch.object(limits, "pool_reason", side_effect=InjectedError):
+    with mock.patch.object(limits, "find_pool_reason", side_effect=InjectedError):
         engine.runner.init_attention_backends()
     assert_stock(engine, start.NOT_SET_UP)
     assert "InjectedError" in said(logging.ERROR)[-1]
@@ -320,18 +324,18 @@ def test_a_start_that_fails_is_stock(engine: Engine, said: Callable[..., list[st
     assert_fast(engine)
 
 
-@pytest.mark.parametrize("part", ["capturing", "keep_to_text"])
+@pytest.mark.parametrize("part", ["capture_graphs", "keep_to_text"])
 def test_a_capture_of_sglangs_goes_on(
     started: ModelState, engine: Engine, said: Callable[..., list[str]], part: str
 ) -> None:
     captured = []
     with (
-        mock.patch.object(prefill_graphs, part, side_effect=InjectedError),
-        start.capturing(engine.runner, engine.text_model),
+        mock.patch.object(attach, part, side_effect=InjectedError),
+        start.set_up_after_capture(engine.runner, engine.text_model),
     ):
         captured.append("by SGLang")
     assert captured
-    assert started.refused == start.NOT_SET_UP
+    assert started.unsupported == start.NOT_SET_UP
     assert "could not be set up; InjectedError" in said(logging.ERROR)[-1]
     assert_stock(engine, start.NOT_SET_UP)
 
@@ -348,10 +352,14 @@ def test_samples_are_those_of_a_server_without_the_check(
     wanted = torch.rand(8)
     torch.manual_seed(7)
     hook = engine.text_model.layers[0].register_forward_hook(draw)
-    with hook, counted(engine) as forwards, start.capturing(engine.runner, engine.text_model):
+    with (
+        hook,
+        counted(engine) as forwards,
+        start.set_up_after_capture(engine.runner, engine.text_model),
+    ):
         pass
     assert len(forwards) == LAST
-    assert started.facts["check"]["unchecked"] is None
+    assert started.report["check"]["unchecked"] is None
     assert torch.equal(torch.rand(8), wanted)
 
 
@@ -374,7 +382,7 @@ def test_a_forward_that_is_not_seen_at_start(
         on, [off] = lines_of_start(engine, said)
         assert on == []
         assert f"{check.UNCHECKED}; not checked: {check.NOT_SEEN}" in off
-        assert start.of(engine.text_model).refused is not None
+        assert start.get_state(engine.text_model).unsupported is not None
 
 
 def test_prefills_that_never_come_by(engine: Engine, said: Callable[..., list[str]]) -> None:
@@ -383,24 +391,24 @@ def test_prefills_that_never_come_by(engine: Engine, said: Callable[..., list[st
     with another_forward(engine):
         for _ in range(20):
             assert run(engine, batch, "1").rows == [43] * LAYERS
-        assert metrics.state()["active"] is True
+        assert metrics.describe_state()["active"] is True
         assert said(logging.WARNING) == []
         for _ in range(3):
             run(engine, batch, "1")
     [warning] = said(logging.WARNING)
-    assert log.NOT_CUT in warning
-    state = metrics.state()
+    assert counters.NOT_CUT in warning
+    state = metrics.describe_state()
     assert (state["active"], state["reason"]) == (False, "set up, but no prefill was cut")
-    assert state["forwards"][log.UNSEEN] == 22  # the last one may still come by
+    assert state["forwards"][counters.UNSEEN] == 22  # the last one may still come by
     assert status.verdict([state]) == (False, "set up, but no prefill was cut")
 
 
 def test_prefills_that_are_cut_are_not_unseen(engine: Engine) -> None:
     assert_fast(engine)  # an earlier test may have left one that has not come by
-    log.forwards.clear()
+    counters.forwards.clear()
     for _ in range(3):
         assert_fast(engine)
-    assert log.forwards[log.UNSEEN] == 0
+    assert counters.forwards[counters.UNSEEN] == 0
 
 
 # ---------------------------------------------------------------- another SGLang
@@ -414,7 +422,7 @@ def other_norm(engine: Engine) -> Iterator[None]:
     with trusted, norm_called(engine, with_one_argument_more):
         yield
     engine.runner.init_attention_backends()
-    start.set_up(engine.runner, start.of(engine.text_model))
+    start.set_up(engine.runner, start.get_state(engine.text_model))
 
 
 @pytest.mark.usefixtures("other_norm")
@@ -425,12 +433,12 @@ def test_a_server_whose_forwards_cannot_be_cut(
     engine.runner.init_attention_backends()
     on, [error] = lines_of_start(engine, said)
     assert on == []
-    assert f"falls back to stock for this server: {cut.OTHER_NORM}" in error
-    state = start.of(engine.text_model)
-    assert state.refused == cut.OTHER_NORM
-    assert state.facts["check"]["unchecked"] == cut.OTHER_NORM
+    assert f"falls back to stock for this server: {core_model.OTHER_END}" in error
+    state = start.get_state(engine.text_model)
+    assert state.unsupported == core_model.OTHER_END
+    assert state.report["check"]["unchecked"] == core_model.OTHER_END
     for _ in range(2):
-        assert_stock(engine, cut.OTHER_NORM)
+        assert_stock(engine, core_model.OTHER_END)
 
 
 # ---------------------------------------------------------------- other servers
@@ -440,10 +448,10 @@ def test_one_key_of_many(tmp_path: Path) -> None:
     """One key of 512 is near rounding in a mean, and sharp heads may not attend to it at all."""
     shape = dataclasses.replace(E2B_TINY_SHARP, sliding_window=512)
     engine = Engine(write_checkpoint(tmp_path, shape), **(ENGINE | {"dtype": "bfloat16"}))
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     assert checked(engine).agrees
     for way in ("windows one key short", "windows one key long"):
-        with BREAKAGES[way](state), check.comparing(engine.runner, state) as both:
+        with BREAKAGES[way](state), check.run_both_paths(engine.runner, state) as both:
             found = both.findings()
         means = []
         for one in found:
@@ -454,7 +462,7 @@ def test_one_key_of_many(tmp_path: Path) -> None:
 
 def test_keys_of_the_pool_are_as_large_as_the_models(engine: Engine) -> None:
     """Gemma 4 scales no scores: larger keys would be attended to as no prompt's are."""
-    with check.comparing(engine.runner, start.of(engine.text_model)) as both:
+    with check.run_both_paths(engine.runner, start.get_state(engine.text_model)) as both:
         [request, *_] = [r for r in both._requests.requests if r.cached]
         for layer, (keys, _) in zip(engine.text_model.layers, engine.kv_buffers(), strict=False):
             window = layer.self_attn.attn.sliding_window_size > 0

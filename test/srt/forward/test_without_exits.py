@@ -20,9 +20,9 @@ from harness.prefill_exits import RECORDED, ROWS, close, run
 from harness.upstream_fixes import repaired
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import Findings
+from sglang_gemma4_yoco.commands.console import Report
 from sglang_gemma4_yoco.loading import metrics, start
 
 pytestmark = [
@@ -36,7 +36,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
     """It has captured its prefills and its tail."""
-    left_out = mock.patch.object(start, "prefill_graphs", None)
+    left_out = mock.patch.object(start, "exits", None)
     with left_out, prefill_graphs.recordable(), repaired():
         engine = Engine(tiny_checkpoint, **ENGINE, **RECORDED)
         record_tail(engine, ROWS)
@@ -46,8 +46,8 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     ("lens", "segments", "outcomes"),
     [
-        ([(0, 200)], 0, {log.TAIL_CAPTURED: 1}),  # there is no bucket for so many rows
-        ([(0, 40)] * (ROWS + 1), 0, {log.TAIL_EAGER: 1}),
+        ([(0, 200)], 0, {counters.TAIL_CAPTURED: 1}),  # there is no bucket for so many rows
+        ([(0, 40)] * (ROWS + 1), 0, {counters.TAIL_EAGER: 1}),
         ([(0, 40)], LAYERS + 1, {}),  # SGLang replays its graph, to the end
     ],
 )
@@ -62,13 +62,13 @@ def test_prefills_are_cut_where_sglang_replays_none(
 
 
 def test_it_is_said(engine: Engine) -> None:
-    reported = metrics.state()
+    reported = metrics.describe_state()
     assert reported["active"] is True
     assert reported["exits"] == start.NO_EXITS
     assert reported["tail"] == f"captured for up to {ROWS} rows"
-    findings = Findings()
-    left_out = mock.patch.object(preflight, "repair", None)
+    report = Report()
+    left_out = mock.patch.object(preflight, "capture", None)
     with left_out, stand_ins.prefill_graphs("breakable"):
-        preflight._prefill_graphs(findings, {}, {}.get)
-    [line] = findings.lines
-    assert (findings.exit_status, start.NO_EXITS in line) == (0, True)
+        preflight._prefill_graphs(report, {}, {}.get)
+    [line] = report.lines
+    assert (report.exit_status, start.NO_EXITS in line) == (0, True)

@@ -27,10 +27,10 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
 from sglang_gemma4_reference.host_reads import refusing_waits
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.captured import graphs, lifecycle
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core.state import ModelState, find
+from sglang_gemma4_yoco.core.state import ModelState, find_state
 from sglang_gemma4_yoco.loading import start
 
 LEAST_COSINE = 0.9999  # of the logits, off against on
@@ -59,7 +59,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def state_of(engine: Engine) -> ModelState:
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     return state
 
@@ -68,7 +68,7 @@ def captured_by(engine: Engine) -> TailGraphs:
     """The tail, which was captured just now; decode steps run eagerly."""
     engine.runner.decode_cuda_graph_runner = None
     state = state_of(engine)
-    assert isinstance(state.captured, TailGraphs), state.facts
+    assert isinstance(state.captured, TailGraphs), state.report
     return state.captured
 
 
@@ -83,19 +83,19 @@ def tail(engine: Engine) -> TailGraphs:
 @pytest.fixture
 def eager(engine: Engine) -> None:
     """The tail runs eagerly."""
-    graphs.drop(state_of(engine), graphs.NOT_YET)
+    lifecycle.drop_tail(state_of(engine), lifecycle.NOT_YET)
 
 
 def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> None:
     scheduled = engine.schedule(prompts)
     reset_log()
     stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
-    assert log.forwards[outcome] == 1, log.forwards
+    assert counters.forwards[outcome] == 1, counters.forwards
     for layer, (wanted, got) in enumerate(zip(stock.kv, fast.kv, strict=True)):
         for one, other in zip(wanted, got, strict=True):
             error = (one.double() - other.double()).norm() / one.double().norm()
             assert error <= LARGEST_KV_ERROR, f"layer {layer}: {error:.1e}"
-    if outcome == log.TAIL_SKIPPED:
+    if outcome == counters.TAIL_SKIPPED:
         return
     wanted, got = stock.output.next_token_logits, fast.output.next_token_logits
     must_have_spread(wanted)
@@ -105,11 +105,11 @@ def assert_alike(engine: Engine, prompts: Sequence[Prompt], outcome: str) -> Non
 
 def outcome_of(name: str, *, captured: bool) -> str:
     if name == "an intermediate chunk" and releases.marks_intermediate():
-        return log.TAIL_SKIPPED
+        return counters.TAIL_SKIPPED
     eager = name in ("more rows than are captured", "input logprobs")
     if captured and (not eager):
-        return log.TAIL_CAPTURED
-    return log.TAIL_EAGER
+        return counters.TAIL_CAPTURED
+    return counters.TAIL_EAGER
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -139,7 +139,7 @@ def test_the_host_waits_for_nothing(
             reset_log()
             with refusing_waits(engine.text_model, "forward"):
                 engine.forward(scheduled)
-    assert log.forwards[outcome_of(name, captured=kind == "replayed")] == 1
+    assert counters.forwards[outcome_of(name, captured=kind == "replayed")] == 1
 
 
 def launches(forward: Callable[[], Any]) -> Counter[str]:
@@ -170,7 +170,7 @@ def test_a_replay_is_one_launch(engine: Engine, tail: TailGraphs) -> None:
         return run_once
 
     seen["stock"], seen["replayed"] = launches(forward("0")), launches(forward("1"))
-    graphs.drop(state_of(engine), graphs.NOT_YET)
+    lifecycle.drop_tail(state_of(engine), lifecycle.NOT_YET)
     seen["eager"] = launches(forward("1"))
     print(seen)
     assert (seen["replayed"]["graphs"], seen["eager"]["graphs"]) == (1, 0)
@@ -200,7 +200,7 @@ def test_replayed_equals_eager_bit_for_bit(engine: Engine, tail: TailGraphs) -> 
 def test_what_the_capture_costs(engine: Engine, eager: None) -> None:
     """At most 200 MiB beside SGLang's own graphs; the README says 60 to 90."""
     engine.runner.init_decode_cuda_graph()
-    graphs.drop(state_of(engine), graphs.NOT_YET)
+    lifecycle.drop_tail(state_of(engine), lifecycle.NOT_YET)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -228,13 +228,13 @@ def test_a_capture_that_fails_leaves_a_working_device(
         releases.record_decode_steps(engine.runner)
     state = state_of(engine)
     assert state.captured is None
-    assert state.facts["tail"].startswith("eager (capturing failed")
+    assert state.report["tail"].startswith("eager (capturing failed")
     torch.zeros(64 << 20, device="cuda").sum().item()
     torch.multinomial(torch.rand(1, 100, device="cuda"), 1).item()  # as tokens are sampled
-    assert_alike(engine, BATCHES["600 tokens"], log.TAIL_EAGER)
+    assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_EAGER)
     start.set_up(engine.runner, state)
     assert captured_by(engine)
-    assert_alike(engine, BATCHES["600 tokens"], log.TAIL_CAPTURED)
+    assert_alike(engine, BATCHES["600 tokens"], counters.TAIL_CAPTURED)
 
 
 def test_decode_steps_after_a_replay(engine: Engine, tail: TailGraphs) -> None:

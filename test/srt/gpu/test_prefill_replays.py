@@ -38,7 +38,7 @@ from harness.replayed_answers import Answer
 from sglang_gemma4_reference.checkpoint import PRESETS, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log
 from sglang_gemma4_reference.host_reads import refusing_waits
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.loading import start
 
 ON_A_CPU = os.environ["YOCO_TEST_GPU"] == "cpu"
@@ -123,7 +123,7 @@ def test_a_full_bucket_bit_for_bit(engine: Engine, name: str) -> None:
 def exits(engine: Engine, setting: Callable[..., None]) -> None:
     """They are open, and any skipped row is worth it."""
     setting(min_skipped_rows=1)
-    facts = start.of(engine.text_model).facts
+    facts = start.get_state(engine.text_model).report
     assert facts["exits"].startswith("open"), facts
     found = facts["exits_check"]
     assert found["largest_difference"] <= found["allowed"], found
@@ -135,8 +135,8 @@ def test_it_leaves_at_the_exit(engine: Engine, name: str) -> None:
     """As the eager cut; and up to the exit it is the very graph that stock replays."""
     # The exit first: the tail's inputs are still another batch's then.
     replayed, eager, stock = answers(engine, BATCHES[name], ON_REPLAYED, "on", OFF_REPLAYED)
-    assert eager.path == log.TAIL_CAPTURED
-    assert replayed.path == log.EXIT_CAPTURED
+    assert eager.path == counters.TAIL_CAPTURED
+    assert replayed.path == counters.EXIT_CAPTURED
     assert_right(replayed, eager)
     assert_right(replayed, stock)
     assert replayed.beside(stock)["same_cache"]
@@ -151,14 +151,14 @@ def test_an_intermediate_chunk_writes_what_stock_writes(engine: Engine) -> None:
         with served(engine, way):
             engine.forward(batch, intermediate=True)
         caches.append(engine.written(batch))
-    assert log.forwards[log.EXIT_SKIPPED] == 1, log.forwards
+    assert counters.forwards[counters.EXIT_SKIPPED] == 1, counters.forwards
     assert all(map(torch.equal, *caches))
 
 
 @pytest.mark.usefixtures("exits")
 def test_a_refused_batch_runs_to_its_end(engine: Engine) -> None:
     stock, refused = answers(engine, LOGPROBS, OFF_REPLAYED, ON_REPLAYED)
-    assert refused.path not in log.CUT
+    assert refused.path not in counters.CUT
     found = refused.beside(stock)
     assert found["same_logits"], found
     assert found["same_cache"], found
@@ -188,7 +188,7 @@ def test_the_host_waits_for_nothing(engine: Engine, way: str) -> None:
 
 @pytest.mark.usefixtures("exits")
 def test_stock_replays_every_segment_and_the_package_those_before_the_exit(engine: Engine) -> None:
-    batch, state = engine.schedule(FULL["128 tokens"]), start.of(engine.text_model)
+    batch, state = engine.schedule(FULL["128 tokens"]), start.get_state(engine.text_model)
     counts = {}
     for way in ("on", OFF_REPLAYED, ON_REPLAYED):
         with served(engine, way):

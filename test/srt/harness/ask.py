@@ -28,8 +28,8 @@ from sglang_gemma4_reference.workload import (
     is_close_call,
     tokens_before_parting,
 )
-from sglang_gemma4_yoco.commands import compare as comparing
-from sglang_gemma4_yoco.commands.compare import Comparison, Position
+from sglang_gemma4_yoco.commands.verify import compare as comparing
+from sglang_gemma4_yoco.commands.verify.compare import Comparison, Position
 
 TOLERANCE = LOGPROB_TOLERANCE  # of fp32 log-probabilities
 NEW_TOKENS = 12

@@ -11,7 +11,7 @@ import torch
 
 from harness.layer_rows import LAYERS
 from sglang_gemma4_reference.engine import Engine, settings_changed
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
 from sglang_gemma4_yoco.checking.start import Checked
@@ -24,7 +24,7 @@ NEW = [7, 6, 5]  # tokens of each, with pages of one
 
 def checked(engine: Engine) -> Checked:
     """The check of this engine's model."""
-    return check.check(engine.runner, start.of(engine.text_model))
+    return check.check_model(engine.runner, start.get_state(engine.text_model))
 
 
 @contextmanager
@@ -49,15 +49,15 @@ def counted(engine: Engine) -> Iterator[list[list[int]]]:
 @contextmanager
 def audited(engine: Engine, every: int = 1, *, strict: bool = False) -> Iterator[ModelState]:
     """Prefills of the engine are audited in the span."""
-    state = start.of(engine.text_model)
-    reason = state.refused
+    state = start.get_state(engine.text_model)
+    reason = state.unsupported
     with settings_changed(audit=every, audit_strict=strict):
-        state.after_cut = audit.auditor(engine.runner, state)
+        state.after_cut = audit.make_auditor(engine.runner, state)
     try:
         yield state
     finally:
         state.after_cut = None
-        state.refused = reason
+        state.unsupported = reason
 
 
 @contextmanager
@@ -86,4 +86,4 @@ def tensors_unchanged(engine: Engine) -> Iterator[None]:
 
 def counts() -> tuple[int, int]:
     """Of all audits so far, those that agree and those that found a defect."""
-    return log.audits.agree, log.audits.differ
+    return counters.audits.agree, counters.audits.differ

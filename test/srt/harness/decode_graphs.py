@@ -15,7 +15,7 @@ from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_reference.recorder import tensors_in
 from sglang_gemma4_yoco.captured.graphs import TailGraphs
-from sglang_gemma4_yoco.core.state import find
+from sglang_gemma4_yoco.core.state import find_state
 
 
 @contextmanager
@@ -38,11 +38,11 @@ def record_tail(engine: Engine, rows: int, *, of: int | None = None) -> TailGrap
         engine: made with ``cuda_graph_bs_decode``.
         of: how many there may be, where that is less.
     """
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     with settings_changed(graph_rows=rows), recorded_decode_steps(engine):
         captured = state.captured
-    assert isinstance(captured, TailGraphs), state.facts
+    assert isinstance(captured, TailGraphs), state.report
     assert captured.rows[-1] == (of or rows)
     return captured
 

@@ -15,7 +15,7 @@ import requests
 from harness.server import Server, started
 from sglang_gemma4_reference import roles
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco.commands.servers import free_ports
+from sglang_gemma4_yoco.commands.verify.servers import find_free_ports
 
 _rooms = count(1)  # SGLang's bootstrap_room: one id for a request on both servers
 
@@ -108,7 +108,7 @@ def listed(reply: Any) -> list[Any]:
 @contextmanager
 def disaggregated(checkpoint: Path, directory: Path) -> Iterator[Disaggregated]:
     """Two servers with the fast path on, one of each role; dead after it."""
-    ports = free_ports(2)
+    ports = find_free_ports(2)
 
     def role(name: str, port: int) -> AbstractContextManager[Server]:
         arguments = (

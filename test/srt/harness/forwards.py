@@ -33,10 +33,10 @@ from harness.observe import (
 )
 from sglang_gemma4_reference import releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.replaced import replaced
-from sglang_gemma4_yoco.core.state import ModelState, find
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core.state import ModelState, find_state
+from sglang_gemma4_yoco.core.tail import TailBackend
+from sglang_gemma4_yoco.replaced import replaced
 
 # The server arguments of the engine that most tests share.
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096}
@@ -61,7 +61,7 @@ NEEDS_GRAPHS = pytest.mark.skipif(
 
 def state_of(engine: Engine) -> ModelState:
     """What is known of the engine's model."""
-    state = find(engine.text_model)
+    state = find_state(engine.text_model)
     assert state is not None
     return state
 
@@ -69,7 +69,7 @@ def state_of(engine: Engine) -> ModelState:
 def attention_of(engine: Engine) -> TailBackend:
     """What its tail attends with."""
     state = state_of(engine)
-    assert state.attention is not None, state.refused
+    assert state.attention is not None, state.unsupported
     return state.attention
 
 
@@ -106,11 +106,11 @@ def assert_fast(
 
 def assert_stock(engine: Engine, reason: str, prompts: Sequence[Prompt] = TWO_PROMPTS) -> Observed:
     """The switch makes no difference to anything that is computed, and the reason is counted."""
-    scheduled, before = engine.schedule(prompts), log.forwards[reason]
+    scheduled, before = engine.schedule(prompts), counters.forwards[reason]
     stock, refused = run(engine, scheduled, "0"), run(engine, scheduled, "1")
     observe.assert_stock(engine, prompts, stock)
     observe.assert_stock(engine, prompts, refused)
-    assert log.forwards[reason] == before + 1
+    assert counters.forwards[reason] == before + 1
     assert_served_by_stock(stock, refused)
     captured = stock.output.hidden_states
     if captured is not None:
@@ -136,14 +136,14 @@ def assert_untouched(engine: Engine) -> None:
     assert [o for o in owners if {"forward", "project_per_layer_inputs"} & o.__dict__.keys()] == []
     assert (model.start_layer, model.end_layer) == (0, len(model.layers))
     assert not forward_context.has_forward_context()
-    state = find(model)
+    state = find_state(model)
     if state is not None and state.attention is not None:
         assert state.attention.tail.forward_metadata is None
 
 
 def outcomes() -> dict[str, int]:
     """How forwards with the fast path on ended, since reports were forgotten."""
-    found = dict(log.forwards)
+    found = dict(counters.forwards)
     found.pop(SWITCHED_OFF, None)
     return found
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.commands import prompts, verify
-from sglang_gemma4_yoco.commands.compare import Answer, Position
-from sglang_gemma4_yoco.commands.prompts import Prompt
-from sglang_gemma4_yoco.commands.verify import AGAIN, ALONE, AT_ONCE, TIMED, Found
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.commands.verify import prompts, verify
+from sglang_gemma4_yoco.commands.verify.compare import Answer, Position
+from sglang_gemma4_yoco.commands.verify.prompts import Prompt
+from sglang_gemma4_yoco.commands.verify.verify import AGAIN, ALONE, AT_ONCE, TIMED, Found
 
 
 def position(token: int, logprob: float, **likeliest: float) -> Position:
@@ -35,7 +35,7 @@ def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> tuple[dict[
         seconds = {}
         for tokens in (200, 100):
             seconds[tokens] = [tokens * factor] * 2
-        return Found(rounds, {ALONE: Counter({log.TAIL_EAGER: 7})}, seconds)
+        return Found(rounds, {ALONE: Counter({counters.TAIL_EAGER: 7})}, seconds)
 
     document: dict[str, Any] = dict.fromkeys(
         ("device", "dtype", "sglang", "package", "server_args", "repeats")
@@ -43,5 +43,5 @@ def outcome(shift: float, *, exact: bool = True, failed: int = 0) -> tuple[dict[
     document |= {"model": "a <model>", "rule": "exact" if exact else "noise floor"}
     document["left_out"] = {prompts.CHUNKS: "a <reason>"}
     fast = found(shift, 0.001)
-    fast.forwards[ALONE][log.FAILED] = failed
+    fast.forwards[ALONE][counters.FAILED] = failed
     return document, verify.conclude(document, found(0.0, 0.002), fast)

@@ -21,11 +21,11 @@ from harness.observe import skips_tail, without_padding
 from sglang_gemma4_reference import recorder
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, switched
 from sglang_gemma4_reference.prefill_graphs import RecordedPrefill
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core.gate import NOTHING_TO_SKIP
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core.eligibility import NOTHING_TO_SKIP, TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco.exits import exits
+from sglang_gemma4_yoco.exits.capture import ExitPoint
 from sglang_gemma4_yoco.loading import start
-from sglang_gemma4_yoco.prefill_graphs import exits
-from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED, ExitPoint
 
 BUCKETS = [16, 32, 64, 128]
 ROWS = 4  # prompts of a batch whose tail is captured
@@ -75,7 +75,7 @@ def run(
         switch = "1"
     engine.poison(batch)
     recorder.replays.clear()
-    before = log.forwards.copy()
+    before = counters.forwards.copy()
     with ExitStack() as span:
         span.enter_context(switched(switch))
         if eagerly:
@@ -89,7 +89,7 @@ def run(
     logprobs = output.input_token_logprobs
     if logprobs is not None:
         logprobs = torch.as_tensor(logprobs).clone()
-    outcomes, logits = dict(log.forwards - before), output.next_token_logits.clone()
+    outcomes, logits = dict(counters.forwards - before), output.next_token_logits.clone()
     return Run(segments, outcomes, logits, logprobs, output, without_padding(engine.kv()))
 
 
@@ -115,20 +115,22 @@ def strict_exits() -> Iterator[None]:
         yield
 
 
-EAGERLY = frozenset({log.TAIL_EAGER, log.TAIL_CAPTURED, log.TAIL_SKIPPED, NOTHING_TO_SKIP})
+EAGERLY = frozenset(
+    {counters.TAIL_EAGER, counters.TAIL_CAPTURED, counters.TAIL_SKIPPED, NOTHING_TO_SKIP}
+)
 TO_THE_END = frozenset({TAIL_NOT_CAPTURED, NOTHING_TO_SKIP})
 
 
 def wanted(engine: Engine, prompts: Sequence[Prompt]) -> tuple[int, frozenset[str]]:
     """Segments that the fast path must run, and how it may be counted."""
-    state = start.of(engine.text_model)
+    state = start.get_state(engine.text_model)
     if not is_replayed(new_rows(prompts)):
         return 0, EAGERLY
     if skips_tail(prompts):
-        return state.cut_layer + 1, frozenset({log.EXIT_SKIPPED})
+        return state.cut_layer + 1, frozenset({counters.EXIT_SKIPPED})
     one_each = sum(kept_rows(prompts)) == len(prompts)
     if one_each and state.captured is not None and len(prompts) <= ROWS:
-        return state.cut_layer + 1, frozenset({log.EXIT_CAPTURED})
+        return state.cut_layer + 1, frozenset({counters.EXIT_CAPTURED})
     return len(engine.text_model.layers) + 1, TO_THE_END
 
 

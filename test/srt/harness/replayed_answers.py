@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import bench_prefill
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 
 # Of bf16: a wrong row, key or weight is off by far more.
 LEAST_COSINE = 0.9999
@@ -33,9 +33,9 @@ class Answer:
     def of(cls, engine: Any, batch: Any, way: str) -> Answer:
         """Run it, over K and V that are poisoned."""
         engine.poison(batch)
-        log.forwards.clear()
+        counters.forwards.clear()
         logits = bench_prefill.timed(engine, batch, way)[1].double()
-        return cls(", ".join(log.forwards), logits, engine.written(batch))
+        return cls(", ".join(counters.forwards), logits, engine.written(batch))
 
     def beside(self, other: Answer) -> dict[str, Any]:
         """How far it is from another one, which counts as right."""

@@ -67,11 +67,11 @@ def layer_errors(engine: Engine, scheduled: Any, prompts: Sequence[Prompt]) -> d
 
     def given_stocks(number: int, _: Any, args: Any, kwargs: Any) -> Any:
         rows = before[number][kept].clone()
-        compat.write_residual(kwargs["forward_batch"], rows)
+        compat.layers.write_residual(kwargs["forward_batch"], rows)
         return args, {**kwargs, "hidden_states": rows}
 
     def returned(found: dict[int, torch.Tensor], number: int, _: Any, __: Any, out: Any) -> None:
-        found[number] = compat.layer_rows(out).clone()
+        found[number] = compat.layers.get_rows(out).clone()
 
     for switch, given, found in (("0", watched, after), ("1", given_stocks, fast)):
         with ExitStack() as hooks:

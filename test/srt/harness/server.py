@@ -18,8 +18,8 @@ from harness import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.commands import servers
 from sglang_gemma4_yoco.commands.console import CommandError
+from sglang_gemma4_yoco.commands.verify import servers
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
 CHUNK = 128  # tokens per prefill forward
@@ -252,7 +252,7 @@ def _free_port() -> int:
     """A port that is free now, of those that no outgoing connection is given."""
     for _ in range(1000):
         try:
-            return servers.free_ports(1, random.randrange(20_000, 32_000))[0]
+            return servers.find_free_ports(1, random.randrange(20_000, 32_000))[0]
         except CommandError:  # taken
             continue
     raise RuntimeError("no free port between 20,000 and 32,000")

@@ -24,8 +24,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.kept import TailBatch
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.tail_batch import TailBatch
 from sglang_gemma4_yoco.loading import start
 
 
@@ -33,7 +33,7 @@ def skip_on_older(what: str, absent: Iterable[str]) -> None:
     """Skip the test where SGLang does not have these names yet; the last tested one has all."""
     names = ", ".join(sorted(absent))
     if names:
-        assert Version(version("sglang")) < compat.LAST_TESTED, f"{what} lacks {names}"
+        assert Version(version("sglang")) < compat.release.LAST_TESTED, f"{what} lacks {names}"
         pytest.skip(f"{what} of this SGLang has no {names}")
 
 
@@ -43,7 +43,7 @@ def server_args(**arguments: Any) -> ServerArgs:
     try:
         return ServerArgs(**arguments)
     except ValueError as refusal:
-        if Version(version("sglang")) >= compat.LAST_TESTED:
+        if Version(version("sglang")) >= compat.release.LAST_TESTED:
             raise
         pytest.skip(f"this SGLang refuses {', '.join(arguments)}: {refusal}")
 
@@ -59,8 +59,8 @@ def prefill_graphs(backend: str, named: str | None = None, **sizes: Any) -> Iter
     config = CudaGraphConfig(prefill=PhaseConfig(backend=backend, **sizes))
     arguments = SimpleNamespace(cuda_graph_config=config, cuda_graph_backend_prefill=named)
     with (
-        mock.patch.object(compat, "get_server_args", return_value=arguments),
-        mock.patch.object(compat, "resolution_result", None),
+        mock.patch.object(compat.server, "get_server_args", return_value=arguments),
+        mock.patch.object(compat.server, "resolution_result", None),
     ):
         yield
 
@@ -106,7 +106,7 @@ def model(**changes: Any) -> SimpleNamespace:
 
 def reason_of(served: Any, forward_batch: Any) -> str | None:
     """Why the gate refuses a batch of this model, or None."""
-    return gate.ineligible_reason(start.of(served), forward_batch)
+    return eligibility.find_ineligible_reason(start.get_state(served), forward_batch)
 
 
 class Doubled(UnquantizedLinearMethod):
@@ -134,4 +134,4 @@ def halved_weights(projection: Any) -> Iterator[None]:
 
 def tail_of(forward_batch: Any, *, decodes: bool = True) -> TailBatch:
     """The tail of a batch, as it is planned once the gate has admitted it."""
-    return TailBatch.of(forward_batch, gate.kept_rows(forward_batch), decodes=decodes)
+    return TailBatch.of(forward_batch, eligibility.find_kept_rows(forward_batch), decodes=decodes)

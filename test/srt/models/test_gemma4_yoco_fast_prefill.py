@@ -17,7 +17,7 @@ from sglang.srt.models.gemma4_causal import Gemma4TextModel
 
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import plugin
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import start
 
 
@@ -112,18 +112,18 @@ TWO = batch([10, 5])
     [
         (model(), batch([10, 5, 7]), None),
         (model(shared=0), batch([10, 5, 7]), start.NO_SHARED_LAYERS),
-        (model(), batch([1, 1, 1]), gate.NOTHING_TO_SKIP),  # a decode step
+        (model(), batch([1, 1, 1]), eligibility.NOTHING_TO_SKIP),  # a decode step
         (model(), batch([10], mode=DecodeMode()), "the batch is no plain extend"),
-        (model(), logprobs_from(0, 0), gate.NOTHING_TO_SKIP),
+        (model(), logprobs_from(0, 0), eligibility.NOTHING_TO_SKIP),
         (model(), logprobs_from(10, 5), None),  # of the last rows alone
-        *((model(capture=[layer]), TWO, gate.CAPTURE_IN_TAIL) for layer in (14, 15, 28, 35)),
+        *((model(capture=[layer]), TWO, eligibility.CAPTURE_IN_TAIL) for layer in (14, 15, 28, 35)),
         (model(capture=[2, 10]), TWO, None),
         (model(capture=[2, 13]), TWO, None),
     ],
 )
 def test_eligibility(served: StandIn, forward_batch: SimpleNamespace, reason: str | None) -> None:
     assert served._yoco_eligibility(forward_batch) is (reason is None)
-    assert gate.ineligible_reason(start.of(served), forward_batch) == reason
+    assert eligibility.find_ineligible_reason(start.get_state(served), forward_batch) == reason
 
 
 def test_eligibility_env_kill_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import bench_prefill
 import result_files
 import results
 from environment import REPO
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 
 
 def event(name: str, start: float, end: float, **fields: Any) -> SimpleNamespace:
@@ -84,9 +84,9 @@ def test_every_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
         assert document["model"] == "E2B_TINY"
         assert shlex.split(document["command"])[0] == "python"
     [point] = found["prefill"]["points"]
-    assert point["path"] == log.TAIL_CAPTURED
+    assert point["path"] == counters.TAIL_CAPTURED
     [point] = found["replayed"]["points"]
-    assert point["replayed"]["on replayed"]["path"] == log.EXIT_CAPTURED
+    assert point["replayed"]["on replayed"]["path"] == counters.EXIT_CAPTURED
     [point] = found["profile"]["points"]
     assert point["on"]["kernels"] > 0
     monkeypatch.setattr(results, "RESULTS", tmp_path)

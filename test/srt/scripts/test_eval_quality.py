@@ -56,7 +56,7 @@ def test_an_answer_is_right_that_names_both_colours(monkeypatch: pytest.MonkeyPa
     right = " and ".join(eval_quality.PICTURES[3])
     reply = {"choices": [{"message": {"content": f"It is {right.upper()}."}}]}
     client = mock.Mock(**{"post.return_value.json.return_value": reply})
-    monkeypatch.setattr(eval_quality, "session", lambda _: client)
+    monkeypatch.setattr(eval_quality, "make_session", lambda _: client)
     args = eval_quality.parse_arguments(["--model", "x", "--sets", "colours"])
     answers = eval_quality.ask_colours(args, "http://x")
     assert answers.accuracy == {"both named": 2 / 30}, "in either order"

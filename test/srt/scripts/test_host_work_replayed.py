@@ -16,7 +16,7 @@ from harness.forwards import ENGINE
 from harness.layer_rows import FIRST_CUT, LAYERS
 from sglang_gemma4_reference import prefill_graphs, releases
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine
-from sglang_gemma4_yoco import log
+from sglang_gemma4_yoco import counters
 
 pytestmark = [
     pytest.mark.usefixtures("forgotten_reports"),
@@ -51,9 +51,9 @@ def point(engine: Engine) -> Point:
 
 
 def test_each_way_is_what_it_says(point: Point) -> None:
-    assert point.path == log.TAIL_CAPTURED
+    assert point.path == counters.TAIL_CAPTURED
     assert point.replayed[OFF_REPLAYED].path == SWITCHED_OFF
-    assert point.replayed[ON_REPLAYED].path == log.EXIT_CAPTURED
+    assert point.replayed[ON_REPLAYED].path == counters.EXIT_CAPTURED
     assert tuple(point.host) == WAYS
     assert not point.differs
 

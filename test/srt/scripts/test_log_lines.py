@@ -12,7 +12,7 @@ import sglang_gemma4_yoco
 REPO = Path(__file__).resolve().parents[3]
 PACKAGE = Path(sglang_gemma4_yoco.__file__).parent
 # A call of one of these logs its first argument; ``Logger.log`` has the level before it.
-LOGGING = {"once", "error", "failure", "info", "warning", "log"}
+LOGGING = {"log_once", "log_error", "log_failure", "info", "warning", "error", "log"}
 FORMAT = re.compile(r"%[sr]")
 
 

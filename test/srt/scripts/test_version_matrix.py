@@ -15,7 +15,7 @@ from rehearsal import device
 from sglang_gemma4_reference import roles
 from sglang_gemma4_yoco import compat
 
-NEWEST = str(compat.LAST_TESTED)
+NEWEST = str(compat.release.LAST_TESTED)
 [SGLANG] = (one for one in requires("sglang-gemma4-yoco") or () if one.startswith("sglang"))
 [OLDEST] = (specifier.version for specifier in Requirement(SGLANG).specifier)
 PAGES = [environment.REPO / "README.md", *(environment.REPO / "docs").rglob("*.md")]

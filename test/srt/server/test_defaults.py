@@ -14,7 +14,7 @@ import pytest
 from harness.ask import assert_alike, generate, one_by_one, prompts_of, tokens
 from harness.layer_rows import CHUNK_KEPT, assert_all_stock, cut, whole
 from harness.server import CHUNK, Pair, Server
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.core import eligibility
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_what_means_nothing_to_an_operator_is_not_said(default_server: Server) -
     for length in (1, 2):
         generate(default_server, tokens(length, seed=70))
     assert_all_stock(default_server.prefills(since=mark))
-    assert default_server.log_lines(gate.TOO_LITTLE) == []
-    assert default_server.log_lines(gate.NOTHING_TO_SKIP) == []
+    assert default_server.log_lines(eligibility.TOO_LITTLE) == []
+    assert default_server.log_lines(eligibility.NOTHING_TO_SKIP) == []
 
 
 def test_batch(both_servers: Pair) -> None:

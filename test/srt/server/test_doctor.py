@@ -25,9 +25,10 @@ from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor as command
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import FACTS, Findings
+from sglang_gemma4_yoco.commands.console import ENTRIES, Report
+from sglang_gemma4_yoco.compat import captured_prefills
+from sglang_gemma4_yoco.exits import capture
 from sglang_gemma4_yoco.loading import patch
-from sglang_gemma4_yoco.prefill_graphs import repair, sglang
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -73,9 +74,9 @@ def test_verdicts(answers: Answers, call: str, verdict: tuple[int, str]) -> None
 
 def test_what_is_known_of_a_server(answers: Answers) -> None:
     found = answers[0][""].document
-    assert set(FACTS) <= found.keys()
+    assert set(ENTRIES) <= found.keys()
     unknown = set()
-    for name in FACTS:
+    for name in ENTRIES:
         if found[name] is None:
             unknown.add(name)
     assert unknown == {"quantisation", "trusted_not_found"}
@@ -107,14 +108,14 @@ def test_prefill_graphs_of_multimodal_models(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], refused: bool
 ) -> None:
     """As up to 0.5.18: a multimodal model stops the server, another one is replayed."""
-    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: True)
-    findings = Findings()
+    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: True)
+    report = Report()
     config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.BREAKABLE))
     with releases.published(cuda_graph_config=config):
-        preflight._prefill_graphs(findings, changes, changes.get)
-    assert len(findings.refusals) == refused
-    for refusal in findings.refusals:
-        assert sglang.IDS_AND_EMBEDDINGS in refusal
+        preflight._prefill_graphs(report, changes, changes.get)
+    assert len(report.refusals) == refused
+    for refusal in report.refusals:
+        assert captured_prefills.IDS_AND_EMBEDDINGS in refusal
 
 
 # ---------------------------------------------------------------- secrets
@@ -162,7 +163,9 @@ def test_no_secret_is_shown(
         assert "..." in flags
 
 
-REPAIRED = f"backend 'breakable': SGLang's capture is repaired ({sglang.SHARED_LAYER_IDS})"
+REPAIRED = (
+    f"backend 'breakable': SGLang's capture is repaired ({captured_prefills.SHARED_LAYER_IDS})"
+)
 UNREPAIRED = "backend 'breakable': SGLang cannot capture this model"
 SHORTENED = "replayed prefills are shortened, where the check at start agrees"
 SWITCH = settings.name_of("prefill_graphs")
@@ -172,13 +175,13 @@ AT_0 = ("graph_rows", "self_check", "audit", "audit_strict", "prefill_graphs")
 
 def lines_and_refusals(switch: bool) -> tuple[list[str], list[str]]:
     """What is printed of prefill graphs, without the label; and why a server is refused."""
-    findings = Findings()
+    report = Report()
     with settings_changed(prefill_graphs=switch):
-        preflight._prefill_graphs(findings, {}, {}.get)
+        preflight._prefill_graphs(report, {}, {}.get)
     lines = []
-    for line in findings.lines:
+    for line in report.lines:
         lines.append(line.removeprefix("  prefill graphs").strip())
-    return lines, findings.refusals
+    return lines, report.refusals
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_prefill_graphs_that_are_repaired(
     lines: list[str],
 ) -> None:
     """As at start: named by the operator, by a plugin that is there, and not switched off."""
-    monkeypatch.setattr(sglang, "_indexes_shared_layers", lambda: False)
+    monkeypatch.setattr(captured_prefills, "_indexes_shared_layers", lambda: False)
     monkeypatch.setattr(patch, "installed", installed)
     with prefill_graphs(Backend.BREAKABLE, named):
         found, refusals = lines_and_refusals(switch)
@@ -212,14 +215,14 @@ def test_prefill_graphs_that_are_repaired(
     [
         (Backend.BREAKABLE, True, SHORTENED),
         (Backend.BREAKABLE, False, f"replayed prefills are not shortened ({SWITCH}=0); "),
-        (Backend.FULL, True, f"replayed prefills are not shortened ({repair.NO_BREAKS}); "),
+        (Backend.FULL, True, f"replayed prefills are not shortened ({capture.NO_BREAKS}); "),
     ],
 )
 def test_prefill_graphs_that_need_no_repair(
     monkeypatch: pytest.MonkeyPatch, backend: str, switch: bool, replays: str
 ) -> None:
     """As a text model of 0.5.18; replays of breakable graphs alone are shortened."""
-    monkeypatch.setattr(sglang, "capture_error", lambda **_: None)
+    monkeypatch.setattr(captured_prefills, "find_capture_error", lambda **_: None)
     with prefill_graphs(backend):
         found, refusals = lines_and_refusals(switch)
     assert found[0] == f"backend {backend!r}: SGLang captures them"
@@ -242,10 +245,10 @@ def test_a_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> Non
     remedy = "the plugin is not registered in this environment: pip install . in a checkout of it"
     for names, refusals in ((["another"], [remedy]), (["another", "gemma4_yoco"], [])):
         registered(monkeypatch, *names)
-        findings = Findings()
-        command._discovery(findings)
-        assert findings.refusals == refusals
-        assert findings.facts["plugins"]["found"] == sorted(names)
+        report = Report()
+        command._discovery(report)
+        assert report.refusals == refusals
+        assert report.entries["plugins"]["found"] == sorted(names)
 
 
 def test_plugins_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +259,10 @@ def test_plugins_that_are_left_out_are_named(monkeypatch: pytest.MonkeyPatch) ->
         ("smg-zmq, gemma4_yoco,smg-servicer", "none"),
     ):
         monkeypatch.setenv(command.RESTRICTION, allowed)
-        findings = Findings()
-        command._discovery(findings)
-        assert findings.lines[-1].endswith(f"{allowed}; left out: {left_out}")
-        assert findings.refusals == []
+        report = Report()
+        command._discovery(report)
+        assert report.lines[-1].endswith(f"{allowed}; left out: {left_out}")
+        assert report.refusals == []
 
 
 def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,9 +273,9 @@ def test_a_switch_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(settings.name_of(field), "0")
     for value, refusals in (("1", []), ("0", ["SGLANG_GEMMA4_YOCO=0"])):
         monkeypatch.setenv("SGLANG_GEMMA4_YOCO", value)
-        findings = Findings()
-        command._settings(findings)
-        assert findings.refusals == refusals
+        report = Report()
+        command._settings(report)
+        assert report.refusals == refusals
 
 
 def test_settings_and_other_plugins(tiny_checkpoint: Path, tmp_path: Path) -> None:

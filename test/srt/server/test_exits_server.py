@@ -44,10 +44,10 @@ from harness.server import (
 from sglang_gemma4_reference import releases, workload
 from sglang_gemma4_reference.checkpoint import E2B_TINY
 from sglang_gemma4_reference.row_trace import Prefill
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.eligibility import TAIL_NOT_CAPTURED
 from sglang_gemma4_yoco.loading import metrics
-from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED
 
 if not releases.records_prefills():
     pytest.skip("tried with the prefill graphs of SGLang 0.5.23", allow_module_level=True)
@@ -142,17 +142,17 @@ def outcome(prefill: Prefill) -> str:
     replayed, tail = bucket_of(prefill), is_replayed(prefill, 1, CAPTURED_ROWS)
     if rows[-1] == 0:
         if replayed is None:
-            return log.TAIL_SKIPPED
-        return log.EXIT_SKIPPED
+            return counters.TAIL_SKIPPED
+        return counters.EXIT_SKIPPED
     if tail:
         if replayed is None:
-            return log.TAIL_CAPTURED
-        return log.EXIT_CAPTURED
+            return counters.TAIL_CAPTURED
+        return counters.EXIT_CAPTURED
     if workload.due_rows(prefill, lambda total, read: read < total) == sum(prefill.extend_lens):
-        return metrics.label(gate.NOTHING_TO_SKIP)
+        return metrics.make_label(eligibility.NOTHING_TO_SKIP)
     if replayed is None:
-        return log.TAIL_EAGER
-    return metrics.label(TAIL_NOT_CAPTURED)
+        return counters.TAIL_EAGER
+    return metrics.make_label(TAIL_NOT_CAPTURED)
 
 
 # -- what it says ----------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_prompts_of_all_lengths(both_servers: Pair) -> None:
     window = E2B_TINY.sliding_window
     lengths = (1, 2, 7, 9, 16, 17, window - 1, window, window + 1, 63, 65, CHUNK - 1, CHUNK)
     _, counted = through_exits(both_servers, one_by_one(*prompts_of(*lengths)))
-    assert (counted[log.EXIT_CAPTURED], counted[log.TAIL_CAPTURED]) == (10, 2)
+    assert (counted[counters.EXIT_CAPTURED], counted[counters.TAIL_CAPTURED]) == (10, 2)
 
 
 def test_text_with_literal_placeholders(both_servers: Pair, tiny_checkpoint: Path) -> None:
@@ -202,19 +202,19 @@ def test_text_with_literal_placeholders(both_servers: Pair, tiny_checkpoint: Pat
             ids[place] = config[name]
             prompts.append(ids)
     _, counted = through_exits(both_servers, one_by_one(*prompts))
-    assert counted == {log.EXIT_CAPTURED: len(prompts)}
+    assert counted == {counters.EXIT_CAPTURED: len(prompts)}
 
 
 def test_one_prompt_again_and_again(both_servers: Pair) -> None:
     _, counted = through_exits(both_servers, again_and_again)
-    assert (counted[log.EXIT_SKIPPED], counted[log.EXIT_CAPTURED]) == (1, 5)
+    assert (counted[counters.EXIT_SKIPPED], counted[counters.EXIT_CAPTURED]) == (1, 5)
 
 
 def test_image_over_a_chunk_boundary(both_servers: Pair) -> None:
     """Its prompt has media in every chunk, for SGLang, though the last one is of text alone."""
     content = [*over_a_chunk_boundary(), {"type": "text", "text": "y" * 2 * CHUNK}]
     _, counted = through_exits(both_servers, lambda server: [chat(server, content)])
-    assert counted == {log.TAIL_SKIPPED: 3, log.TAIL_CAPTURED: 1}
+    assert counted == {counters.TAIL_SKIPPED: 3, counters.TAIL_CAPTURED: 1}
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.release)])
@@ -230,9 +230,9 @@ def test_random_traffic(both_servers: Pair, count: int) -> None:
     prefills, counted = server.prefills(since=mark), forwards(server) - before
     assert_as_due(prefills)
     assert any(prefill.multimodal for prefill in prefills)
-    assert counted[log.EXIT_CAPTURED] >= count / 10
-    assert counted[log.EXIT_SKIPPED] >= count / 20
-    assert counted[log.TAIL_CAPTURED] >= 1  # images, and where no bucket fits
-    assert counted[metrics.label(TAIL_NOT_CAPTURED)] >= 1  # input logprobs
+    assert counted[counters.EXIT_CAPTURED] >= count / 10
+    assert counted[counters.EXIT_SKIPPED] >= count / 20
+    assert counted[counters.TAIL_CAPTURED] >= 1  # images, and where no bucket fits
+    assert counted[metrics.make_label(TAIL_NOT_CAPTURED)] >= 1  # input logprobs
     assert any(any(prefill.prefix_lens) for prefill in prefills)
-    assert counted[log.FAILED] == 0
+    assert counted[counters.FAILED] == 0

@@ -17,8 +17,8 @@ from harness.ask import generate, tokens
 from harness.layer_rows import assert_all_fast, without_audit
 from harness.server import CHUNK, Server
 from sglang_gemma4_reference import releases
-from sglang_gemma4_yoco import __version__, log
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco import __version__, counters
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import metrics
 
 FORWARDS, ROWS = "sglang:gemma4_yoco_forwards", "sglang:gemma4_yoco_rows"
@@ -82,10 +82,10 @@ def test_forwards_and_rows(measured: Server) -> None:
     prefills = [*map(without_audit, measured.prefills(since=0))]
     forwards = series(measured, FORWARDS, "outcome")
     rows = series(measured, ROWS, "part")
-    assert forwards[log.TAIL_EAGER] >= 1
-    assert forwards[metrics.label(gate.NOTHING_TO_SKIP)] >= 1
+    assert forwards[counters.TAIL_EAGER] >= 1
+    assert forwards[metrics.make_label(eligibility.NOTHING_TO_SKIP)] >= 1
     if releases.marks_intermediate():
-        assert forwards[log.TAIL_SKIPPED] >= 1
+        assert forwards[counters.TAIL_SKIPPED] >= 1
     # Each rank has written down each of its forwards.
     assert sum(forwards.values()) == len(prefills) / 2
     assert rows["computed"] + rows["skipped"] == sum(p.rows[0] for p in prefills) / 2
@@ -109,7 +109,7 @@ def test_audits(measured: Server) -> None:
     """Each shortened prefill once, though both ranks have run it again."""
     audits = series(measured, AUDITS, "result")
     forwards = series(measured, FORWARDS, "outcome")
-    cut = sum(number for outcome, number in forwards.items() if outcome in log.CUT)
+    cut = sum(number for outcome, number in forwards.items() if outcome in counters.CUT)
     assert audits == {"agrees": cut, "differs": 0}
     assert single(measured, f"{CHANGES}_total") == 0
     worst = single(measured, WORST)
@@ -140,8 +140,8 @@ def test_what_watches_the_metrics_asks_for_those_that_there_are(
     assert known >= set(re.findall(r"(\w+)=~?\"", text))
     for grouped in re.findall(r"by \(([^)]*)\)", text):
         assert known >= set(grouped.split(", "))
-    assert set(re.findall(r'outcome="([^"]+)"', text)) <= {log.FAILED, log.UNSEEN}
-    assert set(re.findall(r'part="([^"]+)"', text)) <= set(log.PARTS)
+    assert set(re.findall(r'outcome="([^"]+)"', text)) <= {counters.FAILED, counters.UNSEEN}
+    assert set(re.findall(r'part="([^"]+)"', text)) <= set(counters.PARTS)
     assert set(re.findall(r'result="([^"]+)"', text)) <= {"agrees", "differs"}
 
 

@@ -23,8 +23,9 @@ from harness.server import Server
 from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
 from sglang_gemma4_yoco import __version__
 from sglang_gemma4_yoco.commands import status
+from sglang_gemma4_yoco.commands.https import API_KEY
 from sglang_gemma4_yoco.commands.main import main
-from sglang_gemma4_yoco.commands.servers import API_KEY, ENTRY, NO_ENTRY
+from sglang_gemma4_yoco.commands.status import ENTRY, NO_ENTRY
 
 Captured = pytest.CaptureFixture[str]
 

@@ -36,10 +36,11 @@ from harness.server import (
 )
 from harness.typed_secrets import MARK, places
 from sglang_gemma4_reference.checkpoint import E2B_TINY_SHARP, write_checkpoint
-from sglang_gemma4_yoco import commands, log, settings
-from sglang_gemma4_yoco.commands import prompts, redact, servers, verify
+from sglang_gemma4_yoco import commands, counters, settings
+from sglang_gemma4_yoco.commands import https, redact, status
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
+from sglang_gemma4_yoco.commands.verify import prompts, servers, verify
 
 CONTRACT = {
     "model", "device", "sglang", "prompt_tokens", "active", "answers_equal", "max_logprob_diff",
@@ -127,7 +128,7 @@ def in_this_process(checkpoint: Path, directory: Path) -> Done:
     found = {**vars(subprocess), "Popen": popen}
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.dict(os.environ, environment({servers.API_KEY: MARK}), clear=True),
+        mock.patch.dict(os.environ, environment({https.API_KEY: MARK}), clear=True),
         mock.patch.object(servers, "subprocess", SimpleNamespace(**found)),
         mock.patch.object(servers, "redact", keep),
         redirect_stdout(out),
@@ -190,8 +191,8 @@ def test_every_kind_of_prompt_is_sent_and_compared(demonstrated: Done) -> None:
     assert document["agreement"][prompts.TIMED]["fast"]["answers"] == 2
     assert list(document["rounds"]) == [verify.ALONE, verify.AT_ONCE, verify.TIMED]
     for name, forwards in document["rounds"].items():
-        assert not log.CUT.isdisjoint(forwards), name
-    assert document["rounds"][verify.ALONE][log.TAIL_SKIPPED] > 0
+        assert not counters.CUT.isdisjoint(forwards), name
+    assert document["rounds"][verify.ALONE][counters.TAIL_SKIPPED] > 0
 
 
 def test_what_people_see(demonstrated: Done) -> None:
@@ -221,10 +222,10 @@ def test_a_right_package_is_not_reported(tmp_path: Path) -> None:
     args = Namespace(prompt_tokens=[64], repeats=2, texts=texts, device="cpu")
     document: dict[str, Any] = {}
     with pair(sharp, tmp_path, "--dtype", "bfloat16") as (fast, stock):
-        tokenizer = prompts.tokenizer_of(str(sharp))
+        tokenizer = prompts.load_tokenizer(str(sharp))
         sent = verify.fit_prompts(document, args, tokenizer, stock)
         found: dict[bool, verify.Found] = defaultdict(verify.Found)
-        verify.examine([stock, fast], sent, found)
+        verify.examine_servers([stock, fast], sent, found)
     assert (document["rule"], document["left_out"]) == ("noise floor", {})
     _, noise = verify.conclude(document, found[False], found[True])
     assert document["problems"] == []
@@ -298,7 +299,7 @@ def test_stock_cannot_capture_prefills(tmp_path: Path, typed: list[str], eager: 
 
 def prompts_for(server: Server) -> list[prompts.Prompt]:
     """Of one question."""
-    tokenizer = prompts.tokenizer_of(str(server.checkpoint))
+    tokenizer = prompts.load_tokenizer(str(server.checkpoint))
     args = Namespace(prompt_tokens=[], repeats=1, texts=["Why is the sky blue?"], device="cpu")
     return verify.fit_prompts({}, args, tokenizer, server)
 
@@ -306,20 +307,20 @@ def prompts_for(server: Server) -> list[prompts.Prompt]:
 def test_one_prompt_does_not_fit_into_a_chunk(on_server: Server) -> None:
     """By the servers' own chunk: the first of two chunks needs no row of the tail."""
     [long] = [prompt for prompt in prompts_for(on_server) if prompt.kind == prompts.CHUNKS]
-    before = on_server.forwards()[log.TAIL_SKIPPED]
+    before = on_server.forwards()[counters.TAIL_SKIPPED]
     on_server.generate(**long.request())
-    assert on_server.forwards()[log.TAIL_SKIPPED] == before + 1
+    assert on_server.forwards()[counters.TAIL_SKIPPED] == before + 1
 
 
 def test_a_time_from_the_prefix_cache_is_refused(on_server: Server) -> None:
     on_server.forget_prefixes()
     prompt = prompts.Prompt(prompts.TIMED, {"input_ids": list(range(10, 137))}, 1)
     with tqdm(disable=True) as bar:
-        _, answer = verify.send(on_server, prompt, bar)
+        _, answer = verify.send_prompt(on_server, prompt, bar)
         assert answer.seconds > 0
         assert (len(answer.tokens), answer.cached_tokens) == (1, 0)
         with pytest.raises(CommandError, match="--disable-radix-cache"):
-            verify.send(on_server, prompt, bar)
+            verify.send_prompt(on_server, prompt, bar)
 
 
 def test_a_round_that_the_prefix_cache_answers_is_not_reported(
@@ -336,7 +337,7 @@ def test_a_round_that_the_prefix_cache_answers_is_not_reported(
             match=r"NOT active \(.*\) during the round 'several at once' \([1-9]\d* prompt tokens",
         ),
     ):
-        verify.ask([on_server], sent, defaultdict(verify.Found), bar)
+        verify.ask_all([on_server], sent, defaultdict(verify.Found), bar)
 
 
 class StandIn(servers.Server):
@@ -350,11 +351,11 @@ class StandIn(servers.Server):
     def states(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for entry in self._entries:
-            found.append({servers.ENTRY: entry} if entry else {})
+            found.append({status.ENTRY: entry} if entry else {})
         return found
 
 
-CUT = {"active": True, "reason": None, "forwards": {log.TAIL_EAGER: 3}}
+CUT = {"active": True, "reason": None, "forwards": {counters.TAIL_EAGER: 3}}
 OFF = {"active": False, "reason": "SGLANG_GEMMA4_YOCO=0", "forwards": {}}
 
 

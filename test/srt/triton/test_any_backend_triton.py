@@ -103,12 +103,12 @@ def test_forward(engine: Engine, name: str) -> None:
 
 def test_the_check_at_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It agrees, and finds when the tail's window is one key short, as Triton's own is."""
-    state = start.of(engine.text_model)
-    found = check.check(engine.runner, state)
+    state = start.get_state(engine.text_model)
+    found = check.check_model(engine.runner, state)
     assert found.worst is not None
     assert found.worst.excess < 0.5
-    monkeypatch.setattr(compat, "whole_window", lambda _: nullcontext())
-    assert not check.check(engine.runner, state).agrees
+    monkeypatch.setattr(compat.attention, "widen_window", lambda _: nullcontext())
+    assert not check.check_model(engine.runner, state).agrees
 
 
 @pytest.mark.release

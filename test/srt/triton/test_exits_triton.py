@@ -18,8 +18,8 @@ from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
 from sglang_gemma4_reference import interpreter, prefill_graphs, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.prefill_graphs.exits import TAIL_NOT_CAPTURED
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core.eligibility import TAIL_NOT_CAPTURED
 
 interpreter.make_quick()
 
@@ -30,21 +30,21 @@ pytestmark = pytest.mark.skipif(
 WINDOW = TWO_POOLS.sliding_window
 DECODING = [Prompt(prompt.cached, prompt.new, decodes=True) for prompt in batch_of((WINDOW - 1, 1))]
 BATCHES: dict[str, tuple[list[Prompt], str]] = {
-    "a full bucket": (batch_of((0, 16)), log.EXIT_CAPTURED),
+    "a full bucket": (batch_of((0, 16)), counters.EXIT_CAPTURED),
     "prefixes at the window": (
         batch_of((WINDOW - 1, 2), (WINDOW, 3), (WINDOW + 1, 2), (40, 5)),
-        log.EXIT_CAPTURED,
+        counters.EXIT_CAPTURED,
     ),
     "beside a decode row": (
         [*batch_of((WINDOW, 3), (0, WINDOW + 2)), *DECODING],
-        log.EXIT_CAPTURED,
+        counters.EXIT_CAPTURED,
     ),
     "intermediate chunks": (
         batch_of((WINDOW + 1, 4), (0, WINDOW + 1), to_come=(3, 2)),
-        log.EXIT_SKIPPED,
+        counters.EXIT_SKIPPED,
     ),
     "input logprobs": (batch_of((WINDOW, 9), logprob_start=WINDOW + 3), TAIL_NOT_CAPTURED),
-    "no bucket": (batch_of((0, 7)), log.TAIL_CAPTURED),
+    "no bucket": (batch_of((0, 7)), counters.TAIL_CAPTURED),
 }
 
 

@@ -25,8 +25,8 @@ from harness.observe import Observed, run, watching
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, switched
-from sglang_gemma4_yoco import compat, log
-from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco import compat, counters
+from sglang_gemma4_yoco.captured import lifecycle
 from sglang_gemma4_yoco.core import per_layer
 from sglang_gemma4_yoco.loading import start
 
@@ -60,7 +60,7 @@ def test_every_linear_layer_is_fp8(engine: Engine) -> None:
     layers = linear_layers(engine)
     assert {type(layer.quant_method) for layer in layers} == {Fp8LinearMethod}
     assert {layer.weight.dtype for layer in layers} == {torch.float8_e4m3fn}
-    assert not any(map(compat.is_plain_linear, layers))
+    assert not any(map(compat.layers.is_plain_linear, layers))
 
 
 def test_a_row_does_not_hang_on_the_rows_beside_it(engine: Engine) -> None:
@@ -84,7 +84,7 @@ def projections(engine: Engine, prompts: list[Prompt]) -> list[tuple[int, int]]:
 def test_the_same_answers(engine: Engine) -> None:
     prompts = batch_of((6, 20), (0, 7), (WINDOW, 4), (0, 2))
     assert_fast(engine, prompts, projected=projections(engine, prompts))
-    assert log.forwards[log.TAIL_EAGER] == 1
+    assert counters.forwards[counters.TAIL_EAGER] == 1
 
 
 def test_input_logprobs(engine: Engine) -> None:
@@ -95,7 +95,7 @@ def test_input_logprobs(engine: Engine) -> None:
     stock, fast = assert_fast(
         engine, prompts, tolerance=math.inf, projected=projections(engine, prompts)
     )
-    assert log.forwards[log.TAIL_EAGER] == 1
+    assert counters.forwards[counters.TAIL_EAGER] == 1
     in_two = dataclasses.replace(prompt, cached=prompt.cached + prompt.new[:9], new=prompt.new[9:])
     chunk = run(engine, engine.schedule([in_two]), "0")
 
@@ -110,14 +110,14 @@ def test_input_logprobs(engine: Engine) -> None:
 def test_an_intermediate_chunk(engine: Engine) -> None:
     prompts = batch_of((6, 20), (0, 7), to_come=(21, 22))
     assert_fast(engine, prompts, projected=projections(engine, prompts))
-    assert log.forwards[log.TAIL_SKIPPED] == 1
+    assert counters.forwards[counters.TAIL_SKIPPED] == 1
 
 
 def test_its_tail_is_not_captured(engine: Engine) -> None:
     state = state_of(engine)
     assert state.captured is None
-    reason = graphs.why_not(engine.runner, state, can_be_captured=True)
-    assert reason in {graphs.NO_GRAPHS, graphs.QUANTISED}
+    reason = lifecycle.find_reason(engine.runner, state, can_be_captured=True)
+    assert reason in {lifecycle.NO_GRAPHS, lifecycle.QUANTISED}
 
 
 # ---------------------------------------------------------------- the cache
@@ -142,7 +142,7 @@ def test_a_cache_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint = write_checkpoint(tmp_path, INTERPRETED)
     engine = Engine(checkpoint, **ENGINE, kv_cache_dtype=name)
     assert type(engine.runner.attn_backend) is TritonAttnBackend
-    assert start.of(engine.text_model).refused == (
+    assert start.get_state(engine.text_model).unsupported == (
         f"a KV cache of {TYPES[name]} beside weights of torch.float32"
     )
     for switch in ("0", "1"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from sglang_gemma4_yoco.core import donor
+from sglang_gemma4_yoco.models import gemma4
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -28,7 +28,7 @@ def test_one_kind_of_heads_is_normed_in_place(rows: int, heads: int, width: int)
     wanted = rms_norm(keys.unflatten(1, (heads, width)), (width,), weight, 1e-6).flatten(1)
     norm = SimpleNamespace(weight=torch.nn.Parameter(weight), eps=1e-6, scale_shift=0.0)
     with mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)):
-        normed = donor._headwise_norm(norm, keys, heads, width)
+        normed = gemma4._norm_heads(norm, keys, heads, width)
     assert normed is keys
     torch.testing.assert_close(keys, wanted)
     assert torch.equal(values, wanted_values)

@@ -46,8 +46,8 @@ from harness.observe import (
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import SWITCHED_OFF, Engine, Prompt, reset_log
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.captured import graphs
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.captured import lifecycle
 
 interpreter.make_quick()
 
@@ -211,7 +211,7 @@ def set_up(engine: Engine, tail: str) -> None:
     reset_log()
     state = state_of(engine)
     if tail == EAGER:
-        graphs.drop(state, graphs.OFF)
+        lifecycle.drop_tail(state, lifecycle.OFF)
     elif state.captured is None:
         record_tail(engine, MOST_CAPTURED)
 
@@ -327,6 +327,6 @@ def test_hard_batch(engine: Engine, request: pytest.FixtureRequest, tail: str, n
         prefix = "1"
     fast = play(engine, prompts, "1", prefix=prefix, stock=stock)
     stock_before = any(p.cached for p in prompts) and prefix == "0"
-    assert (SWITCHED_OFF in log.forwards) == stock_before, log.forwards
-    assert log.FAILED not in log.forwards
+    assert (SWITCHED_OFF in counters.forwards) == stock_before, counters.forwards
+    assert counters.FAILED not in counters.forwards
     compare(engine, prompts, tail, stock, fast)

@@ -28,8 +28,8 @@ from harness.observe import Observed, both_ways, run
 from sglang_gemma4_reference import interpreter
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.core import eligibility
 
 pytestmark = pytest.mark.usefixtures("forgotten_reports")
 interpreter.make_quick()
@@ -192,7 +192,7 @@ def assert_stock(engine: Engine, batch: Any, reason: str) -> None:
     """With the fast path on this batch is bit for bit what it is off, mask included."""
     with masks(engine) as seen:
         stock, refused = both_ways(engine, batch, 0.0)
-    assert log.forwards[reason] == 1
+    assert counters.forwards[reason] == 1
     total = sum(batch.extend_lens)
     assert refused.rows == refused.attention_rows == whole(total, INTERPRETED)
     assert seen.survived == [True, True]
@@ -214,7 +214,7 @@ def assert_stock(engine: Engine, batch: Any, reason: str) -> None:
 def test_input_logprobs_beside_an_image_are_stock(
     engine: Engine, prompts: list[MediaPrompt]
 ) -> None:
-    assert_stock(engine, media_batch(engine, *prompts), gate.IMAGE_LOGPROBS)
+    assert_stock(engine, media_batch(engine, *prompts), eligibility.IMAGE_LOGPROBS)
 
 
 def test_logprobs_of_the_last_row_alone(engine: Engine) -> None:
@@ -230,7 +230,7 @@ def test_a_tail_that_fails_leaves_the_mask_to_stock(engine: Engine) -> None:
     stock = run(engine, batch, "0")
     with failing(engine, "last tail layer") as calls, masks(engine) as seen:
         served = run(engine, batch, "1")
-    assert log.forwards[log.FAILED] == 1
+    assert counters.forwards[counters.FAILED] == 1
     assert calls == [0, 1]
     assert seen.survived == [True]
     assert seen.found[0] is not None

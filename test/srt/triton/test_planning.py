@@ -28,7 +28,7 @@ from sglang_gemma4_reference import interpreter, releases
 from sglang_gemma4_reference.checkpoint import write_checkpoint
 from sglang_gemma4_reference.engine import Engine, Prompt, reset_log, switched
 from sglang_gemma4_reference.host_reads import counted
-from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco import compat, counters, log
 
 interpreter.make_quick()
 
@@ -54,7 +54,7 @@ def test_a_kept_row_sees_the_whole_window(
     if not decodes and planned:
         pytest.skip("whether the tail's backend decodes was found out at start")
     if not decodes:
-        monkeypatch.setattr(compat, "LAST_TESTED", Version("0.5.0"))
+        monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     model, main = engine.text_model, engine.runner.attn_backend
     tail = []
     for layer in model.layers[3:]:
@@ -63,7 +63,7 @@ def test_a_kept_row_sees_the_whole_window(
     with switched("0"):
         engine.forward(scheduled)  # K and V are in the cache
     batch = releases.forward_batch(scheduled, engine.runner)
-    attention = next(a for a in tail if compat.keys_in_window(a.attn) == WINDOW)
+    attention = next(a for a in tail if compat.attention.count_keys_in_window(a.attn) == WINDOW)
     width = attention.num_heads * attention.head_dim
     queries = torch.randn(len(batch.input_ids), width, generator=torch.manual_seed(0))
 
@@ -82,7 +82,7 @@ def test_a_kept_row_sees_the_whole_window(
         )
         try:
             assert batch.forward_mode.is_decode() is decodes
-            assert (compat.current_attn_backend() is main) is not planned
+            assert (compat.attention.get_current_backend() is main) is not planned
             kept = attend(rows)
         finally:
             restore()
@@ -111,13 +111,13 @@ def test_the_tails_plan_reads_nothing(engine: Engine, prompts: list[Prompt]) -> 
             ),
         ):
             engine.forward(scheduled)
-        assert (log.forwards[log.TAIL_EAGER] == 1) == (switch == "1")
+        assert (counters.forwards[counters.TAIL_EAGER] == 1) == (switch == "1")
         assert [site for _, site in reads if site.startswith(PACKAGE)] == []
         whole.append(in_sglang(reads))
     stock_plan, fast_plan = planned
     more = fast_plan - stock_plan
     assert stock_plan
-    if compat.HAS_RESIDUAL_STREAM:  # 0.5.22
+    if compat.layers.HAS_RESIDUAL_STREAM:  # 0.5.22
         assert more == Counter()
     else:
         ((_, site),) = more

@@ -12,7 +12,7 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.attention import TailBackend
+from sglang_gemma4_yoco.core.tail import TailBackend
 
 
 class Planning(TritonAttnBackend):
@@ -55,7 +55,7 @@ def test_a_decode_step_of_the_tail_is_planned_over_the_whole_window(
     """And there is room for all of it: a planner that writes past its buffer raises no error."""
     stock = triton_backend.update_sliding_window_buffer
     backend = Planning(window)
-    compat.plan(backend, batch(mode))
+    compat.attention.plan_tail(backend, batch(mode))
     assert backend.planned == [planned]
     assert backend.rooms == [room]
     assert backend.sliding_window_size == window
@@ -66,7 +66,7 @@ def test_the_window_comes_back_after_an_exception() -> None:
     stock = triton_backend.update_sliding_window_buffer
     backend = Planning(511)
     with pytest.raises(MemoryError):
-        compat.plan(backend, batch(ForwardMode.DECODE, fails=True))
+        compat.attention.plan_tail(backend, batch(ForwardMode.DECODE, fails=True))
     assert backend.sliding_window_size == 511
     assert triton_backend.update_sliding_window_buffer is stock
 
@@ -75,33 +75,33 @@ def test_a_planner_that_takes_no_buffer_is_left_alone(monkeypatch: pytest.Monkey
     """As a newer release may have it: it then reads how large one must be."""
     calls: list[Any] = []
     monkeypatch.setattr(triton_backend, "update_sliding_window_buffer", lambda *a: calls.append(a))
-    compat._window_planner.cache_clear()
+    compat.attention._find_window_planner.cache_clear()
     try:
         backend = Planning(511)
-        compat.plan(backend, batch(ForwardMode.DECODE))
+        compat.attention.plan_tail(backend, batch(ForwardMode.DECODE))
     finally:
-        compat._window_planner.cache_clear()
+        compat.attention._find_window_planner.cache_clear()
     assert backend.planned == [512]
     assert backend.rooms == [None]
 
 
 def test_an_untested_release_does_not_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.decodes_like_extend(Planning(511))
-    monkeypatch.setattr(compat, "LAST_TESTED", Version("0.5.0"))
-    assert not compat.decodes_like_extend(Planning(511))
-    assert not compat.decodes_like_extend(OtherBackend(511))
-    assert compat.decodes_like_extend(Planning(None))
-    assert compat.decodes_like_extend(object())
+    assert compat.attention.decodes_like_extend(Planning(511))
+    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
+    assert not compat.attention.decodes_like_extend(Planning(511))
+    assert not compat.attention.decodes_like_extend(OtherBackend(511))
+    assert compat.attention.decodes_like_extend(Planning(None))
+    assert compat.attention.decodes_like_extend(object())
 
 
 def test_the_tails_own_backend_decides_whether_the_tail_decodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compat, "LAST_TESTED", Version("0.5.0"))
+    monkeypatch.setattr(compat.release, "LAST_TESTED", Version("0.5.0"))
     assert TailBackend(Planning(511), object()).decodes
     assert not TailBackend(object(), Planning(511)).decodes
 
 
 @pytest.mark.usefixtures("outside_of_a_server")
 def test_nothing_is_captured_outside_of_a_server() -> None:
-    assert compat.cuda_graph_backend("prefill") is None
+    assert compat.server.get_cuda_graph_backend("prefill") is None

@@ -34,13 +34,14 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.stand_ins import eligible_batch, model, reason_of
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.attention import TailBackend
-from sglang_gemma4_yoco.core.cut import Plan
-from sglang_gemma4_yoco.core.kept import KeptRows
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.core import eligibility, plan
+from sglang_gemma4_yoco.core.kept_rows import KeptRows
+from sglang_gemma4_yoco.core.plan import Plan
 from sglang_gemma4_yoco.core.state import ModelState
+from sglang_gemma4_yoco.core.tail import TailBackend
 from sglang_gemma4_yoco.loading import start
+from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.replaced import replaced
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 
@@ -51,13 +52,13 @@ OTHER_MODE = SimpleNamespace(is_extend_without_speculative=lambda: False)
 FULL = {"capture_hidden_mode": CaptureHiddenMode.FULL}
 # A field that refuses a batch where it is set: a value, and the reason.
 FIELDS: dict[str, tuple[object, str]] = {
-    "spec_info": (SimpleNamespace(), gate.SPECULATIVE),
-    "return_hidden_states_before_norm": (True, gate.HIDDEN_STATES),
+    "spec_info": (SimpleNamespace(), eligibility.SPECULATIVE),
+    "return_hidden_states_before_norm": (True, eligibility.HIDDEN_STATES),
     "multi_item_delimiter_indices": ([torch.tensor([1])], "multi-item scoring"),
     "token_indices_to_pool": ([torch.tensor([1])], "setwise scoring"),
     "input_embeds": (torch.zeros(9, 4), "input embeddings"),
     "replace_embeds": (torch.zeros(2, 4), "replaced embeddings"),
-    "full_prefill_cuda_graph_capture": (True, gate.CAPTURING),
+    "full_prefill_cuda_graph_capture": (True, eligibility.CAPTURING),
 }
 # Of three prompts with 3, 4 and 2 new tokens: what the host says instead.
 UNKNOWN: dict[str, dict[str, Any]] = {
@@ -72,35 +73,35 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "fewer logprobs": SUFFIXES | {"extend_logprob_start_lens_cpu": [0]},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no mode": ({"forward_mode": None}, gate.NO_EXTEND),
-    "another package's mode": ({"forward_mode": OTHER_MODE}, gate.NO_EXTEND),
-    "nothing to skip": (ONES, gate.NOTHING_TO_SKIP),
+    "no mode": ({"forward_mode": None}, eligibility.NO_EXTEND),
+    "another package's mode": ({"forward_mode": OTHER_MODE}, eligibility.NO_EXTEND),
+    "nothing to skip": (ONES, eligibility.NOTHING_TO_SKIP),
     "all input logprobs": (
         SUFFIXES | {"extend_logprob_start_lens_cpu": [0, 0, 0]},
-        gate.NOTHING_TO_SKIP,
+        eligibility.NOTHING_TO_SKIP,
     ),
     "input logprobs of an embedded image prompt": (
         SUFFIXES | {"mm_input_embeds": torch.zeros(9, 4)},
-        gate.IMAGE_LOGPROBS,
+        eligibility.IMAGE_LOGPROBS,
     ),
     "input logprobs of an image prompt": (
         SUFFIXES | {"mm_inputs": [None, object(), None]},
-        gate.IMAGE_LOGPROBS,
+        eligibility.IMAGE_LOGPROBS,
     ),
-    "hidden states": (FULL, gate.HIDDEN_STATES),
+    "hidden states": (FULL, eligibility.HIDDEN_STATES),
     "hidden states beside EAGLE": (
         FULL | {"spec_algorithm": SpeculativeAlgorithm.EAGLE},
-        gate.SPECULATIVE,
+        eligibility.SPECULATIVE,
     ),
     "hidden states beside DFLASH": (
         FULL | {"spec_algorithm": SpeculativeAlgorithm.DFLASH},
-        gate.SPECULATIVE,
+        eligibility.SPECULATIVE,
     ),
     "hidden states beside NGRAM": (
         FULL | {"spec_algorithm": SpeculativeAlgorithm.NGRAM},
-        gate.HIDDEN_STATES,
+        eligibility.HIDDEN_STATES,
     ),
-    "a LoRA row": ({"lora_ids": [None, "adapter", None]}, gate.LORA),
+    "a LoRA row": ({"lora_ids": [None, "adapter", None]}, eligibility.LORA),
 }
 
 
@@ -113,7 +114,7 @@ def refused_batches() -> dict[str, tuple[dict[str, Any], str]]:
     for name, (value, reason) in FIELDS.items():
         found[name] = ({name: value}, reason)
     for name, changes in UNKNOWN.items():
-        found[name] = (changes, gate.UNKNOWN_LENGTHS)
+        found[name] = (changes, eligibility.UNKNOWN_LENGTHS)
     return found
 
 
@@ -146,7 +147,7 @@ def test_admitted_batches(name: str) -> None:
     assert reason_of(model(), eligible_batch(**ADMITTED[name])) is None
 
 
-@pytest.mark.parametrize(("layer", "reason"), [(13, None), (14, gate.CAPTURE_IN_TAIL)])
+@pytest.mark.parametrize(("layer", "reason"), [(13, None), (14, eligibility.CAPTURE_IN_TAIL)])
 def test_the_first_captured_layer_that_is_refused(layer: int, reason: str | None) -> None:
     """The input of layer S-1 is already that of the kept rows."""
     assert reason_of(model(layers_to_capture=[2, layer]), eligible_batch()) == reason
@@ -162,17 +163,19 @@ def test_the_first_captured_layer_that_is_refused(layer: int, reason: str | None
 )
 def test_graph_capture(capturing: Any) -> None:
     with capturing():
-        assert reason_of(model(), eligible_batch()) == gate.CAPTURING
+        assert reason_of(model(), eligible_batch()) == eligibility.CAPTURING
     assert reason_of(model(), eligible_batch()) is None
 
 
 def test_a_captured_prefill_that_is_replayed() -> None:
     """While it is replayed nothing counts as being captured; all other reasons hold."""
-    state = start.of(model())
+    state = start.get_state(model())
     with enable_breakable_cuda_graph(), replaced(state, is_capturing=lambda: False):
-        assert isinstance(gate.check_eligibility(state, eligible_batch()), gate.Eligible)
+        assert isinstance(
+            eligibility.check_eligibility(state, eligible_batch()), eligibility.Eligible
+        )
         batch = eligible_batch(lora_ids=["a", None, None])
-        assert gate.check_eligibility(state, batch) == gate.LORA
+        assert eligibility.check_eligibility(state, batch) == eligibility.LORA
 
 
 # ---------------------------------------------------------------- is it worth it?
@@ -208,24 +211,24 @@ WORTH: list[tuple[int, int, dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("total", "read", "how", "worth"), WORTH)
 def test_the_rule(total: int, read: int, how: dict[str, Any], worth: bool) -> None:
-    assert gate.is_worth_cutting(total, read, **how) is worth
+    assert eligibility.is_worth_cutting(total, read, **how) is worth
 
 
 @given(total=st.integers(1, 10**6), skipped=st.integers(0, 10**6), more=st.integers(0, 100))
 def test_what_pays_still_pays_with_more_rows_skipped(total: int, skipped: int, more: int) -> None:
     read = max(total - skipped, 0)
-    if gate.is_worth_cutting(total, read):
-        assert gate.is_worth_cutting(total, max(read - more, 0))
+    if eligibility.is_worth_cutting(total, read):
+        assert eligibility.is_worth_cutting(total, max(read - more, 0))
 
 
 @pytest.mark.parametrize(
     ("minimum", "changes", "reason"),
     [
         (None, {}, None),
-        (None, SUFFIXES | {"extend_logprob_start_lens_cpu": [1, 1, 0]}, gate.TOO_LITTLE),
+        (None, SUFFIXES | {"extend_logprob_start_lens_cpu": [1, 1, 0]}, eligibility.TOO_LITTLE),
         (6, {}, None),
-        (7, {}, gate.TOO_LITTLE),
-        (9, {}, gate.TOO_LITTLE),
+        (7, {}, eligibility.TOO_LITTLE),
+        (9, {}, eligibility.TOO_LITTLE),
         (9, {"contains_last_prefill_chunk": False}, None),  # all its rows are skipped
     ],
 )
@@ -241,10 +244,10 @@ def test_too_few_rows_to_skip(
     [
         (False, False, {}, None),
         (False, True, {}, None),
-        (True, False, {}, gate.TOO_LITTLE),  # its tail runs eagerly
+        (True, False, {}, eligibility.TOO_LITTLE),  # its tail runs eagerly
         (True, False, {"contains_last_prefill_chunk": False}, None),  # it has none
         (True, True, {}, None),
-        (True, True, SUFFIXES, gate.TOO_LITTLE),  # no bucket has room for these
+        (True, True, SUFFIXES, eligibility.TOO_LITTLE),  # no bucket has room for these
     ],
 )
 def test_the_gate_knows_how_the_tail_runs(
@@ -260,21 +263,21 @@ def test_the_gate_knows_how_the_tail_runs(
         return None
 
     setting(min_skipped_rows=None)
-    state: Any = start.of(model())
+    state: Any = start.get_state(model())
     state.on_gpu = on_gpu
     state.captured = None
     if captured:
         state.captured = SimpleNamespace(bucket_for=bucket_for)
-    assert gate.ineligible_reason(state, eligible_batch(**changes)) == reason
+    assert eligibility.find_ineligible_reason(state, eligible_batch(**changes)) == reason
 
 
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
         ("cpu", None),
-        ("cuda", gate.TOO_LITTLE),
-        ("cuda:1", gate.TOO_LITTLE),
-        ("xpu", gate.TOO_LITTLE),
+        ("cuda", eligibility.TOO_LITTLE),
+        ("cuda:1", eligibility.TOO_LITTLE),
+        ("xpu", eligibility.TOO_LITTLE),
     ],
 )
 def test_an_eager_tail_pays_later_on_a_gpu(
@@ -283,8 +286,8 @@ def test_an_eager_tail_pays_later_on_a_gpu(
     """Of whichever maker: its host launches kernels, as that of CUDA does."""
     setting(min_skipped_rows=None)
     attention: Any = SimpleNamespace(tail=SimpleNamespace(device=device))
-    state = ModelState(model(), None, attention)
-    assert gate.ineligible_reason(state, eligible_batch()) == reason
+    state = ModelState(model(), gemma4, None, attention)
+    assert eligibility.find_ineligible_reason(state, eligible_batch()) == reason
 
 
 # ---------------------------------------------------------------- planned, and then run
@@ -303,8 +306,9 @@ class PlansNothing:
 def attached() -> Iterator[ModelState]:
     """A model in a runner, which plans its batches."""
     main, tail = PlansNothing(), PlansNothing()
-    state = ModelState(model(), None, TailBackend(main, tail))
-    state.attach(gate.plan_batch)
+    state = ModelState(model(), gemma4, None, TailBackend(main, tail))
+    vars(state)["tail_layers"] = []  # of a model that has none
+    state.attach(plan.plan_batch)
     with forward_context(ForwardContext(attn_backend=main)):
         yield state
     state.close()
@@ -323,31 +327,31 @@ class TestDecisions:
 
     def test_it_is_taken_from_the_very_batch(self, attached: ModelState) -> None:
         batch, later = planned(attached), planned(attached)
-        decided = gate.decision(attached, batch)
+        decided = plan.take_plan(attached, batch)
         assert isinstance(decided, Plan)
         assert decided.batch is batch
-        assert gate.decision(attached, batch) == gate.NOT_PLANNED
-        assert isinstance(gate.decision(attached, later), Plan)
+        assert plan.take_plan(attached, batch) == plan.NOT_PLANNED
+        assert isinstance(plan.take_plan(attached, later), Plan)
 
     def test_a_refusal_too(self, attached: ModelState) -> None:
         batch = planned(attached, spec_info=SimpleNamespace())
-        assert gate.decision(attached, batch) == gate.SPECULATIVE
+        assert plan.take_plan(attached, batch) == eligibility.SPECULATIVE
 
     def test_batches_that_were_not_planned(self, attached: ModelState) -> None:
-        assert gate.decision(attached, eligible_batch()) == gate.NOT_PLANNED
+        assert plan.take_plan(attached, eligible_batch()) == plan.NOT_PLANNED
         batch = eligible_batch(spec_info=SimpleNamespace())
-        assert gate.decision(attached, batch) == gate.SPECULATIVE
+        assert plan.take_plan(attached, batch) == eligibility.SPECULATIVE
 
     def test_a_graph_that_is_captured_now(self, attached: ModelState) -> None:
         """On AMD, SGLang begins to capture after planning."""
         batch = planned(attached)
         with capture_mode.model_capture_mode():
-            assert gate.decision(attached, batch) == gate.CAPTURING
+            assert plan.take_plan(attached, batch) == eligibility.CAPTURING
 
     def test_another_backend_that_is_current(self, attached: ModelState) -> None:
         batch = planned(attached)
         with forward_context(ForwardContext(attn_backend=PlansNothing())):
-            assert gate.decision(attached, batch) == gate.NOT_PLANNED
+            assert plan.take_plan(attached, batch) == plan.NOT_PLANNED
 
     def test_a_plan_that_fails(self, attached: ModelState, monkeypatch: pytest.MonkeyPatch) -> None:
         """The forward counts it; with other ranks it is raised at once: they go on with a tail."""
@@ -359,9 +363,9 @@ class TestDecisions:
         monkeypatch.setattr(attached.attention.tail, "init_forward_metadata", out_of_memory)
         batch = planned(attached)
         with pytest.raises(MemoryError):
-            gate.decision(attached, batch)
-        assert gate.decision(attached, batch) == gate.NOT_PLANNED  # it is taken from the batch
-        monkeypatch.setattr(compat, "is_single_rank", lambda: False)
+            plan.take_plan(attached, batch)
+        assert plan.take_plan(attached, batch) == plan.NOT_PLANNED  # it is taken from the batch
+        monkeypatch.setattr(compat.server, "is_single_rank", lambda: False)
         with pytest.raises(MemoryError):
             planned(attached)
 
@@ -385,16 +389,16 @@ def _literals(function: Any, call: str, position: int) -> set[str]:
 
 
 def test_every_field_that_is_read_must_exist() -> None:
-    read = _literals(gate, "getattr", 1)
-    of_the_algorithm = {"name"}
+    read = _literals(eligibility, "getattr", 1)
+    of_others = {"name", "layers_to_capture"}  # of the drafts' algorithm, and of the model
     # A batch without it counts as read, so that none is taken for an intermediate one.
     safely_absent = {"contains_last_prefill_chunk"}
-    judged = read.union(gate.REFUSING_FIELDS) - of_the_algorithm - safely_absent
-    assert judged <= {*compat._NAMES["ForwardBatch"]}
+    judged = read.union(eligibility.INELIGIBLE_FIELDS) - of_others - safely_absent
+    assert judged <= {*compat.names._NAMES["ForwardBatch"]}
 
 
 def test_each_field_refuses_for_its_reason() -> None:
     reasons = {}
     for name, (_, reason) in FIELDS.items():
         reasons[name] = reason
-    assert reasons == gate.REFUSING_FIELDS
+    assert reasons == eligibility.INELIGIBLE_FIELDS

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from harness.stand_ins import eligible_batch, tail_of
-from sglang_gemma4_yoco.core import gate
-from sglang_gemma4_yoco.core.kept import KeptRows, TailBatch, pin_memory, rewritten
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.kept_rows import KeptRows
+from sglang_gemma4_yoco.core.tail_batch import TailBatch, pin_memory, rewrite_batch
 
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60)), min_size=1, max_size=8
@@ -95,7 +96,7 @@ def test_restored_after_an_exception() -> None:
     before = dict(vars(forward_batch))
     with (
         pytest.raises(RuntimeError, match="inside"),
-        rewritten(forward_batch, tail_of(forward_batch).fields),
+        rewrite_batch(forward_batch, tail_of(forward_batch).fields),
     ):
         forward_batch.residual_stream = object()
         raise RuntimeError("inside")
@@ -145,4 +146,4 @@ INTERMEDIATE: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.parametrize("name", INTERMEDIATE)
 def test_intermediate_chunks(name: str) -> None:
     changes, intermediate = INTERMEDIATE[name]
-    assert gate.is_intermediate_chunk(eligible_batch(**changes)) is intermediate
+    assert eligibility.is_intermediate_chunk(eligible_batch(**changes)) is intermediate

@@ -38,20 +38,21 @@ from reviewed_arguments import installed
 from sglang_gemma4_reference import releases
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.commands import preflight
-from sglang_gemma4_yoco.commands.console import Findings
-from sglang_gemma4_yoco.core import gate
+from sglang_gemma4_yoco.commands.console import Report
+from sglang_gemma4_yoco.core import eligibility
 from sglang_gemma4_yoco.loading import limits
 
 pytestmark = pytest.mark.usefixtures("outside_of_a_server")
 NAMES_CHANGE = pytest.mark.skipif(
-    Version(version("sglang")) != compat.LAST_TESTED, reason="names come and go between releases"
+    Version(version("sglang")) != compat.release.LAST_TESTED,
+    reason="names come and go between releases",
 )
 
 # ---------------------------------------------------------------- arguments that refuse
 
 DRAFTS = {"speculative_algorithm": "FROZEN_KV_MTP"}
-HIDDEN_STATES_OF_DRAFTS = f"{gate.HIDDEN_STATES}, beside speculative decoding"
-DRAFTS_BESIDE_ROLES = f"{gate.SPECULATIVE} beside prefill-decode disaggregation"
+HIDDEN_STATES_OF_DRAFTS = f"{eligibility.HIDDEN_STATES}, beside speculative decoding"
+DRAFTS_BESIDE_ROLES = f"{eligibility.SPECULATIVE} beside prefill-decode disaggregation"
 LAST = {"return_hidden_states_mode": "last"}
 # By reason the arguments, or in capitals environment variables, of which each refuses alone.
 REFUSING: dict[str, dict[str, Any]] = {
@@ -119,11 +120,11 @@ REFUSING: dict[str, dict[str, Any]] = {
     },
 }
 BESIDE_OTHERS: list[tuple[dict[str, Any], str | None]] = [
-    ({"enable_return_hidden_states": True}, gate.HIDDEN_STATES),
-    ({"return_hidden_states_mode": "full"}, gate.HIDDEN_STATES),
-    ({"speculative_algorithm": "EAGLE"}, gate.SPECULATIVE),
-    ({"speculative_algorithm": "EAGLE3"}, gate.SPECULATIVE),
-    ({"speculative_algorithm": "DFLASH"}, gate.SPECULATIVE),
+    ({"enable_return_hidden_states": True}, eligibility.HIDDEN_STATES),
+    ({"return_hidden_states_mode": "full"}, eligibility.HIDDEN_STATES),
+    ({"speculative_algorithm": "EAGLE"}, eligibility.SPECULATIVE),
+    ({"speculative_algorithm": "EAGLE3"}, eligibility.SPECULATIVE),
+    ({"speculative_algorithm": "DFLASH"}, eligibility.SPECULATIVE),
     (DRAFTS | {"disaggregation_mode": "decode"}, DRAFTS_BESIDE_ROLES),
     (DRAFTS | {"disaggregation_mode": "prefill"}, DRAFTS_BESIDE_ROLES),
     (DRAFTS | {"enable_return_hidden_states": True}, HIDDEN_STATES_OF_DRAFTS),
@@ -164,11 +165,11 @@ def served_with(arguments: dict[str, Any]) -> Iterator[None]:
 def test_an_argument_of_the_server(arguments: dict[str, Any], reason: str | None) -> None:
     skip_on_older("SGLang", arguments.keys() - installed())
     with served_with(arguments):
-        assert limits.server_reason() == reason
+        assert limits.find_server_reason() == reason
 
 
 def test_every_argument_that_refuses_has_a_row() -> None:
-    listed = {reason: set(names) for reason, names in limits.REFUSING_ARGUMENTS.items()}
+    listed = {reason: set(names) for reason, names in limits.UNSUPPORTED_ARGUMENTS.items()}
     assert {reason: set(names) for reason, names in REFUSING.items()} == listed
     beside = set[str]()
     for given, why in BESIDE_OTHERS:
@@ -183,7 +184,7 @@ TYPED: list[tuple[dict[str, Any], str | None]] = [
     (RANKS, None),
     (RANKS | {"dp_size": 2, "enable_dp_attention": True}, "data-parallel attention"),
     (RANKS | {"nnodes": 2, "dist_init_addr": "127.0.0.1:5000"}, "ranks on several machines"),
-    ({"lora_paths": ["name=path"]}, gate.LORA),
+    ({"lora_paths": ["name=path"]}, eligibility.LORA),
     ({"enable_deterministic_inference": True}, "deterministic inference"),
     ({"offload_group_size": 0}, None),
 ]
@@ -200,7 +201,7 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
     args = server_args(model_path=str(tiny_checkpoint), device="cpu", **typed)
     with releases.serving(args):
-        assert limits.server_reason() == reason
+        assert limits.find_server_reason() == reason
 
 
 # ---------------------------------------------------------------- all arguments there are
@@ -208,11 +209,11 @@ def test_what_is_typed_is_judged_as_sglang_resolves_it(
 
 def test_every_argument_and_variable_is_judged_in_one_place() -> None:
     """What SGLang has changed since shows here first: scripts/dev/reviewed_arguments.py."""
-    judged, reviewed = limits.judged_arguments(), limits.REVIEWED_ARGUMENTS
+    judged, reviewed = limits.list_judged_arguments(), limits.REVIEWED_ARGUMENTS
     unread = installed() - judged - reviewed
     assert unread == set(), f"read what SGLang does with {sorted(unread)}, and list them"
     assert judged & reviewed == set()
-    if Version(version("sglang")) == compat.LAST_TESTED:
+    if Version(version("sglang")) == compat.release.LAST_TESTED:
         assert judged - installed() == set()
 
 
@@ -231,13 +232,13 @@ def test_every_argument_that_is_read_is_judged() -> None:
         ):
             read.add(str(node.args[0].value))
     arguments = set()
-    for name in limits._OTHER_ARGUMENTS:
+    for name in limits._JUDGED_BY_VALUE:
         if not name.isupper():
             arguments.add(name)
     assert read - limits._HIDDEN_STATE_ARGUMENTS == arguments
 
 
-JUDGED = sorted(limits.judged_arguments())
+JUDGED = sorted(limits.list_judged_arguments())
 LIST = {**dict.fromkeys(limits.REVIEWED_ARGUMENTS, True), **dict.fromkeys(JUDGED, False)}
 NEW = "{} is set, which this version has not judged"
 GONE = "this SGLang lacks {}, which may go by another name now"
@@ -257,19 +258,24 @@ def test_a_newer_release(monkeypatch: pytest.MonkeyPatch) -> None:
         (LIST | {"DUMPER_SURPRISE": True}, NEW.format("DUMPER_SURPRISE")),
         (LIST | {"enable_lora": True}, None),  # what is set is looked at in a server
         *(
-            ({name: LIST[name] for name in LIST if name != gone}, GONE.format(limits._flag(gone)))
+            (
+                {name: LIST[name] for name in LIST if name != gone},
+                GONE.format(limits._name_flag(gone)),
+            )
             for gone in JUDGED
         ),
     ]
     with releases.published():
         for given, reason in cases:
-            assert limits.server_reason() is None
+            assert limits.find_server_reason() is None
             with monkeypatch.context() as newer:
                 variables = {name: value for name, value in given.items() if name.isupper()}
-                newer.setattr(compat, "arguments_set", lambda given=given: given)
-                newer.setattr(compat, "variables_set", lambda variables=variables: variables)
-                newer.setattr(compat, "is_newer_than_tested", lambda: True)
-                assert limits.server_reason() == reason
+                newer.setattr(compat.server, "list_set_arguments", lambda given=given: given)
+                newer.setattr(
+                    compat.server, "list_set_variables", lambda variables=variables: variables
+                )
+                newer.setattr(compat.release, "is_newer_than_tested", lambda: True)
+                assert limits.find_server_reason() == reason
 
 
 class Later(msgspec.Struct):
@@ -291,10 +297,10 @@ class Later(msgspec.Struct):
 def test_what_is_set(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_set: set[str]
 ) -> None:
-    monkeypatch.setattr(compat, "ServerArgs", Later)
-    monkeypatch.setattr(compat, "get_server_args", lambda: SimpleNamespace(**given))
+    monkeypatch.setattr(compat.server, "ServerArgs", Later)
+    monkeypatch.setattr(compat.server, "get_server_args", lambda: SimpleNamespace(**given))
     names = ("model_path", "sizes", "mode")
-    assert compat.arguments_set() == {name: name in is_set for name in names}
+    assert compat.server.list_set_arguments() == {name: name in is_set for name in names}
 
 
 @pytest.mark.parametrize(
@@ -311,9 +317,9 @@ def test_which_variable_is_set(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_set: bool
 ) -> None:
     """One that has its default is not, as SGLang itself sets some."""
-    before = compat.variables_set()
+    before = compat.server.list_set_variables()
     monkeypatch.setenv(name, value)
-    assert compat.variables_set() == before | {name: is_set}
+    assert compat.server.list_set_variables() == before | {name: is_set}
 
 
 @pytest.mark.parametrize(
@@ -331,19 +337,19 @@ def test_the_dumper(
     """It may be on from the start, or be turned on while the server serves; ``doctor`` asks too."""
     monkeypatch.setattr(dumper, "_config", dumper._config)
     dumper.configure(**config)
-    findings = Findings()
-    findings.facts["quantisation"] = None
+    report = Report()
+    report.entries["quantisation"] = None
     with releases.published():
-        assert limits.server_reason() == reason
-        preflight._judge(findings, {}.get)
-    assert findings.refusals == ([reason] if reason else [])
+        assert limits.find_server_reason() == reason
+        preflight._judge(report, {}.get)
+    assert report.refusals == ([reason] if reason else [])
 
 
 def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "is_newer_than_tested", lambda: True)
-    monkeypatch.setattr(compat, "ServerArgs", SimpleNamespace)
+    monkeypatch.setattr(compat.release, "is_newer_than_tested", lambda: True)
+    monkeypatch.setattr(compat.server, "ServerArgs", SimpleNamespace)
     with releases.published():
-        reason = limits.server_reason()
+        reason = limits.find_server_reason()
     assert reason == "the server's arguments are no record whose fields can be listed"
 
 
@@ -387,8 +393,8 @@ def test_an_attention_backend(backend: Any, unproven: str | None) -> None:
     """A hybrid is as good as its parts."""
     reason = None
     if unproven is not None:
-        reason = f"the attention backend {unproven} is not proven"
-    assert limits.backend_reason(backend) == reason
+        reason = f"the attention backend {unproven} is not known to be right"
+    assert limits.find_backend_reason(backend) == reason
 
 
 # ---------------------------------------------------------------- pools of K and V
@@ -430,10 +436,10 @@ def test_a_pool(part: Any, reason: str | None) -> None:
     pools: list[Any] = [part, *two]
     for pool in pools:
         vars(pool)["dtype"] = torch.float32
-        assert limits.pool_reason(pool, torch.float32) == reason
+        assert limits.find_pool_reason(pool, torch.float32) == reason
         if reason is None:
             other = "a KV cache of torch.float32 beside weights of torch.bfloat16"
-            assert limits.pool_reason(pool, torch.bfloat16) == other
+            assert limits.find_pool_reason(pool, torch.bfloat16) == other
 
 
 # ---------------------------------------------------------------- linear layers
@@ -502,7 +508,7 @@ def test_a_kind_of_linear_layer(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     layers += [ReplicatedLinear(8, 8), ReplicatedLinear(8, 8)]
     vars(layers[kind.place]).update(quant_method=kind.computes, **kind.values)
     monkeypatch.setattr(torch.version, "hip", "7.0" if kind.amd else None)
-    reason = limits.linear_reason(SimpleNamespace(layers=layers), first=3)
+    reason = limits.find_linear_reason(SimpleNamespace(layers=layers), first=3)
     assert (reason is None) == kind.apart
 
 
@@ -510,7 +516,7 @@ def test_the_method_of_a_cache_refuses_nothing() -> None:
     """As attentions of fp8 checkpoints have one; the pools are judged by themselves."""
     attention = RadixAttention(2, 8, 1.0, 1, 0)
     attention.quant_method = BaseKVCacheMethod(None)
-    assert limits.linear_reason(SimpleNamespace(layers=[attention] * 2), first=1) is None
+    assert limits.find_linear_reason(SimpleNamespace(layers=[attention] * 2), first=1) is None
 
 
 # ---------------------------------------------------------------- SGLang's classes
@@ -518,7 +524,9 @@ def test_the_method_of_a_cache_refuses_nothing() -> None:
 
 def test_the_listed_backends_exist() -> None:
     """Under these names, in modules of SGLang's that need another device to be imported."""
-    modules = compat.gemma4_causal.__file__.replace("models/gemma4_causal.py", "layers/attention/")
+    modules = compat.layers.gemma4_causal.__file__.replace(
+        "models/gemma4_causal.py", "layers/attention/"
+    )
     files = {
         "TritonAttnBackend": "triton",
         "TRTLLMHAAttnBackend": "trtllm_mha",
@@ -595,9 +603,11 @@ def test_layers_of_popular_checkpoints(monkeypatch: pytest.MonkeyPatch, name: st
         params_dtype=torch.bfloat16,
         prefix="model.layers.1.self_attn.qkv_proj",
     )
-    assert limits.linear_kind(layer).endswith(kind)
+    assert limits.get_linear_kind(layer).endswith(kind)
     assert limits.has_independent_rows(layer) == (name != "GGUF")
-    assert not compat.is_plain_linear(layer)  # so that the donor computes all of its projection
+    assert not compat.layers.is_plain_linear(
+        layer
+    )  # so that the donor computes all of its projection
 
 
 def classes_of_this_release() -> set[str]:

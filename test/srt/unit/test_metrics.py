@@ -13,10 +13,10 @@ import orjson
 import prometheus_client
 import pytest
 
-from sglang_gemma4_yoco import compat, log
+from sglang_gemma4_yoco import compat, counters
 from sglang_gemma4_yoco.checking import audit
 from sglang_gemma4_yoco.checking import start as check
-from sglang_gemma4_yoco.checking.rounding import Finding
+from sglang_gemma4_yoco.checking.rounding import Difference
 from sglang_gemma4_yoco.checking.start import Checked
 from sglang_gemma4_yoco.core import forward
 from sglang_gemma4_yoco.core import state as states
@@ -32,8 +32,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
     for kind in ("Counter", "Gauge"):
         metric = functools.partial(getattr(prometheus_client, kind), registry=made)
         monkeypatch.setattr(prometheus_client, kind, metric)
-    monkeypatch.setattr(log, "observers", [])
-    monkeypatch.setattr(log, "server_reasons", set())
+    monkeypatch.setattr(counters, "observers", [])
+    monkeypatch.setattr(counters, "server_reasons", set())
     monkeypatch.setattr(states, "_attached", set())
     return made
 
@@ -42,7 +42,7 @@ LABELS = {"model_name": "a model"}
 
 
 def test_no_model_is_served() -> None:
-    state = metrics.state()
+    state = metrics.describe_state()
     assert (state["active"], state["reason"]) == (False, metrics.NO_MODEL)
     assert state["cut"] is state["tail"] is None
     assert json.loads(json.dumps(state)) == state
@@ -53,31 +53,31 @@ def test_a_refused_server_says_why(
 ) -> None:
     """All its batches are counted as one outcome, in the metrics as well."""
     monkeypatch.setattr(states, "_attached", {Refused()})
-    log.server_refused("LoRA")
-    metrics.collect(LABELS)
-    log.batch_refused("LoRA", 7)
-    name, outcome = "sglang:gemma4_yoco_forwards_total", LABELS | {"outcome": "server_refused"}
+    counters.note_unsupported("LoRA")
+    metrics.collect_metrics(LABELS)
+    counters.count_ineligible("LoRA", 7)
+    name, outcome = "sglang:gemma4_yoco_forwards_total", LABELS | {"outcome": "server_unsupported"}
     assert registry.get_sample_value(name, outcome) == 1
-    state = metrics.state()
+    state = metrics.describe_state()
     assert (state["active"], state["reason"], state["cut"]) == (False, "LoRA", None)
-    assert state["forwards"] == {"server_refused": 1}
+    assert state["forwards"] == {"server_unsupported": 1}
     assert state["rows"] == {"computed": 7, "skipped": 0}
 
 
 class Refused:
-    refused = "LoRA"
-    facts: ClassVar[dict[str, Any]] = {}
+    unsupported = "LoRA"
+    report: ClassVar[dict[str, Any]] = {}
     after_cut = None
 
 
 class Serving:
     """What is known of a model whose batches may be cut."""
 
-    refused: str | None = None
+    unsupported: str | None = None
     after_cut = None
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {"tail": "eager", "exits": "closed: some reason"}
+        self.report: dict[str, Any] = {"tail": "eager", "exits": "closed: some reason"}
 
     def describe(self) -> str:
         return "cut inside layer 14"
@@ -94,7 +94,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
 def answered() -> dict[str, Any]:
     """What is in a scheduler's answer, which SGLang can send and encode."""
     answer = SimpleNamespace(internal_state={"theirs": 1})
-    metrics.add_to(answer)
+    metrics.add_to_server_info(answer)
     state: dict[str, Any] = answer.internal_state[metrics.ENTRY]
     # As SGLang does: from the scheduler in MessagePack, and to the client in JSON.
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer.internal_state)) == (
@@ -107,7 +107,7 @@ def answered() -> dict[str, Any]:
 
 @pytest.mark.parametrize("reason", [None, forward.GIVEN_UP, check.FAILED, audit.DIFFERED])
 def test_whatever_turns_the_path_off_is_told(serving: Serving, reason: str | None) -> None:
-    serving.refused = reason
+    serving.unsupported = reason
     state = answered()
     assert (state["active"], state["reason"]) == (reason is None, reason)
     # Where nothing is cut, it is of no interest how.
@@ -123,8 +123,8 @@ def test_a_number_that_is_not_finite_is_a_word(
     serving: Serving, largest: float, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in what the self-check and the audits say; Prometheus has such numbers, and keeps them."""
-    serving.facts["check"] = Checked(Finding("keys", largest, 0.5)).facts()
-    log.audits.worst = largest
+    serving.report["check"] = Checked(Difference("keys", largest, 0.5)).to_json()
+    counters.audits.worst = largest
     state = answered()
     assert state["check"]["largest_difference"] == state["audits"]["worst"] == word
     assert state["check"]["allowed"] == 0.5
@@ -135,10 +135,10 @@ def test_a_state_that_cannot_be_found_out_costs_nothing(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang's answer goes without it, and one line says so."""
-    del serving.facts
+    del serving.report
     answer = SimpleNamespace(internal_state={"theirs": 1})
     for _ in range(2):
-        metrics.add_to(answer)
+        metrics.add_to_server_info(answer)
     assert answer.internal_state == {"theirs": 1}
     [record] = caplog.records
     assert record.exc_info
@@ -155,9 +155,9 @@ def test_one_rank_counts_for_its_group(
     every: bool,
     counts: bool,
 ) -> None:
-    monkeypatch.setattr(compat, "server_arguments", lambda: lambda _: every)
-    metrics.collect({"tp_rank": rank})
-    log.batch_refused("a reason", 3)
+    monkeypatch.setattr(compat.server, "get_server_arguments", lambda: lambda _: every)
+    metrics.collect_metrics({"tp_rank": rank})
+    counters.count_ineligible("a reason", 3)
     of = {"tp_rank": str(rank), "outcome": "a_reason"}
     assert registry.get_sample_value("sglang:gemma4_yoco_forwards_total", of) == (counts or None)
 
@@ -165,11 +165,11 @@ def test_one_rank_counts_for_its_group(
 def test_what_was_counted_before_is_counted_at_once(
     registry: prometheus_client.CollectorRegistry,
 ) -> None:
-    log.batch_refused("a reason", 3)
-    log.audited(0.25, agrees=True, greedy_changes=1)
-    metrics.collect(LABELS)
-    log.batch_refused("a reason", 4)
-    log.audited(0.125, agrees=True, greedy_changes=0)
+    counters.count_ineligible("a reason", 3)
+    counters.count_audit(0.25, agrees=True, greedy_changes=1)
+    metrics.collect_metrics(LABELS)
+    counters.count_ineligible("a reason", 4)
+    counters.count_audit(0.125, agrees=True, greedy_changes=0)
     values = {
         name: registry.get_sample_value(f"sglang:gemma4_yoco_{name}", LABELS | labels)
         for name, labels in (
@@ -185,9 +185,9 @@ def test_what_was_counted_before_is_counted_at_once(
 
 def test_metrics_that_cannot_be_made_cost_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """As where another plugin has taken their names."""
-    metrics.collect(LABELS)
-    metrics.collect(LABELS)
+    metrics.collect_metrics(LABELS)
+    metrics.collect_metrics(LABELS)
     [record] = caplog.records
     assert "its metrics are not collected" in record.getMessage()
-    log.batch_refused("a reason", 3)
-    assert log.forwards == {"a reason": 1}
+    counters.count_ineligible("a reason", 3)
+    assert counters.forwards == {"a reason": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_gemma4_yoco.core.replaced import replaced
+from sglang_gemma4_yoco.replaced import replaced
 
 
 class Thing:

@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_gemma4_yoco.checking import rounding
-from sglang_gemma4_yoco.checking.rounding import Comparison, Finding
+from sglang_gemma4_yoco.checking.rounding import Comparison, Difference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def compared(
     expected: torch.Tensor, found: torch.Tensor, roundings: float = 0.75, **others: torch.Tensor
-) -> Finding:
-    [finding] = rounding.findings([Comparison.of("rows", expected, found, roundings, **others)])
+) -> Difference:
+    [finding] = rounding.read_differences(
+        [Comparison.of("rows", expected, found, roundings, **others)]
+    )
     return finding
 
 
@@ -96,7 +98,10 @@ def test_a_row_that_cancels_rounds_as_its_parts_do(seed: int, dtype: torch.dtype
         torch.einsum("rk,rkc->rc", (weights * grid).to(dtype).double() / grid, values).to(dtype)
         for grid in (1.0, 1 + torch.rand(weights.shape, generator=draw).double())
     )
-    size, own = rounding.sizes(one, dim=-1), one.float().square().mean(dim=-1, keepdim=True).sqrt()
+    size, own = (
+        rounding.measure_sizes(one, dim=-1),
+        one.float().square().mean(dim=-1, keepdim=True).sqrt(),
+    )
     assert compared(one, other, 1.0, size=size).is_rounding
     assert not compared(one, other, 1.0, size=own).is_rounding
     another = other.clone()
@@ -130,13 +135,13 @@ def test_another_reason_is_allowed_besides() -> None:
 
 
 def test_one_rounding() -> None:
-    assert rounding.unit(torch.zeros(1)) < 1e-5
-    assert rounding.unit(torch.zeros(1, dtype=torch.bfloat16)) == pytest.approx(2**-7, rel=1e-3)
+    assert rounding.get_unit(torch.zeros(1)) < 1e-5
+    assert rounding.get_unit(torch.zeros(1, dtype=torch.bfloat16)) == pytest.approx(2**-7, rel=1e-3)
 
 
 def test_the_worst_is_the_farthest_beyond_its_bound() -> None:
-    near, far = Finding("near", 0.5, 0.4), Finding("far", 0.1, 0.01)
-    assert rounding.worst([near, far]) is far
-    assert rounding.worst([far, rounding.defect("gone")]).what == "gone"
+    near, far = Difference("near", 0.5, 0.4), Difference("far", 0.1, 0.01)
+    assert rounding.find_worst([near, far]) is far
+    assert rounding.find_worst([far, rounding.make_defect("gone")]).what == "gone"
     assert str(far) == "far off by 1.0e-01, up to 1.0e-02 is rounding"
-    assert str(rounding.defect("gone")) == "gone"
+    assert str(rounding.make_defect("gone")) == "gone"

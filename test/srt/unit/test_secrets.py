@@ -25,9 +25,10 @@ import environment
 import result_files
 from harness.found import outcome
 from harness.typed_secrets import FLAGS, MARK, VARIABLES, places
-from sglang_gemma4_yoco.commands import redact, servers, verify
+from sglang_gemma4_yoco.commands import redact
 from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.main import main
+from sglang_gemma4_yoco.commands.verify import servers, verify
 
 Captured = pytest.CaptureFixture[str]
 
@@ -124,7 +125,7 @@ def test_nothing_of_verify_has_a_secret(
         compared.append(end(FLAGS[name], document, args.output))
         return None, None
 
-    monkeypatch.setattr(verify, "serve", serve)
+    monkeypatch.setattr(verify, "serve_both", serve)
     monkeypatch.setattr(verify, "conclude", lambda *_: compared[0])
     arguments = ["verify", "--device", "cpu", "--model-path", "x", "--output", "here"]
     status = main([*arguments, "--", "--dtype", "float32", *FLAGS[name]])
@@ -179,7 +180,7 @@ def test_no_secret_of_the_environment_is_shown(
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, VARIABLES[name])
-    monkeypatch.setattr(verify, "serve", lambda *_: breaks(["--x", VARIABLES[name]]))
+    monkeypatch.setattr(verify, "serve_both", lambda *_: breaks(["--x", VARIABLES[name]]))
     assert main(["verify", "--device", "cpu", "--model-path", "x", "--output", "here"]) == 2
     out, err = capsys.readouterr()
     assert "unrecognized arguments: --x " in err

@@ -44,13 +44,13 @@ def test_load_never_raises(
     def broken() -> None:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(patch, "install", broken)
+    monkeypatch.setattr(patch, "patch_sglang", broken)
     monkeypatch.setenv(settings.SWITCH, "1")
-    answers = compat.Scheduler.get_internal_state
+    answers = compat.names.Scheduler.get_internal_state
     with caplog.at_level(logging.INFO):
         plugin.load()
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "something else" in record.getMessage()
-    assert plugin.left_alone == "something else"
-    assert compat.Scheduler.get_internal_state is answers
+    assert plugin.why_not_installed == "something else"
+    assert compat.names.Scheduler.get_internal_state is answers

@@ -12,13 +12,14 @@ import pytest
 
 from harness.found import outcome, position
 from sglang_gemma4_reference.checkpoint import E2B_TINY, build_tokenizer
-from sglang_gemma4_yoco import log
-from sglang_gemma4_yoco.commands import main, page, prompts, servers
-from sglang_gemma4_yoco.commands.compare import Answer, Comparison, Position, Times
-from sglang_gemma4_yoco.commands.compare import beyond as sentences
+from sglang_gemma4_yoco import counters
+from sglang_gemma4_yoco.commands import https, main
 from sglang_gemma4_yoco.commands.console import CommandError
-from sglang_gemma4_yoco.commands.prompts import Prompt
-from sglang_gemma4_yoco.commands.verify import ALONE
+from sglang_gemma4_yoco.commands.verify import page, prompts, servers
+from sglang_gemma4_yoco.commands.verify.compare import Answer, Comparison, Position, Times
+from sglang_gemma4_yoco.commands.verify.compare import find_problems as sentences
+from sglang_gemma4_yoco.commands.verify.prompts import Prompt
+from sglang_gemma4_yoco.commands.verify.verify import ALONE
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def bodies(made: list[Prompt], kind: str) -> list[Any]:
 
 def test_prompts_of_all_kinds(tokenizer: Any) -> None:
     texts = ["One?", "Two, and more?", "Three?"]
-    made = prompts.make(tokenizer, texts, long=500, pictures=True)
+    made = prompts.make_prompts(tokenizer, texts, long=500, pictures=True)
     assert list(dict.fromkeys(prompt.kind for prompt in made)) == list(
         dict.fromkeys((prompts.QUESTIONS, prompts.LOGPROBS, *prompts.KINDS))
     )
@@ -78,7 +79,7 @@ def test_prompts_of_all_kinds(tokenizer: Any) -> None:
 
 def test_a_base_model_continues_the_text(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    made = prompts.make(tokenizer, ["ab"])
+    made = prompts.make_prompts(tokenizer, ["ab"])
     assert bodies(made, prompts.QUESTIONS) == [{"input_ids": tokenizer.encode("ab")}]
 
 
@@ -86,13 +87,13 @@ def test_timed_prompts_share_no_first_token(tokenizer: Any) -> None:
     """Or a prefix cache would hold a part of the next one."""
     made = []
     for number, length in enumerate([1, 2, 64] * 20):
-        made.append(prompts.timed(tokenizer, length, number))
+        made.append(prompts.make_timed(tokenizer, length, number))
     ids = []
     for prompt in made:
         ids.append(prompt.body["input_ids"])
     assert list(map(len, ids)) == [1, 2, 64] * 20
     assert len({one[0] for one in ids}) == len(made)
-    assert made[2] == prompts.timed(tokenizer, 64, 2)
+    assert made[2] == prompts.make_timed(tokenizer, 64, 2)
     assert made[0].request()["sampling_params"]["max_new_tokens"] == 1
 
 
@@ -104,13 +105,13 @@ def test_help_names_the_variable_of_the_key(capsys: pytest.CaptureFixture[str]) 
     for command in ("verify", "status"):
         with pytest.raises(SystemExit):
             main.main([command, "--help"])
-        assert servers.API_KEY in capsys.readouterr().out
+        assert https.API_KEY in capsys.readouterr().out
 
 
 def test_free_ports() -> None:
-    one, other = servers.free_ports(2)
+    one, other = servers.find_free_ports(2)
     assert one != other
-    assert servers.free_ports(1, one) == [one]
+    assert servers.find_free_ports(1, one) == [one]
 
 
 # ---------------------------------------------------------------- distances
@@ -234,7 +235,7 @@ def test_the_document() -> None:
     assert (document["ttft_off_s"], document["ttft_on_s"], document["ratio"]) == (0.4, 0.2, 2.0)
     # No prefix hit, though nothing shows that the cache is off.
     assert document["left_out"].keys() == {prompts.CHUNKS, prompts.PREFIX}
-    assert document["rounds"][ALONE][log.TAIL_EAGER] == 7
+    assert document["rounds"][ALONE][counters.TAIL_EAGER] == 7
     assert "3 prefills failed" in outcome(0.0, failed=3)[0]["problems"][0]
     assert outcome(math.nan)[0]["max_logprob_diff"] is None
 
@@ -253,7 +254,7 @@ def test_a_difference_is_named_with_its_kind(shift: float, exact: bool, agrees: 
 
 def test_the_page_opens_without_a_network() -> None:
     document, compared = outcome(0.01)
-    rendered = page.render(document, *compared)
+    rendered = page.render_page(document, *compared)
     assert (rendered.count("<svg"), rendered.count("<title>")) == (1, 1)
     assert not re.search(r"<(script|link|img|iframe)\b|(src|href|data)=\"(?!#)", rendered)
     assert not re.search(r"@import|url\((?!#)|<!DOCTYPE svg", rendered)
@@ -263,7 +264,7 @@ def test_the_page_opens_without_a_network() -> None:
     # Nothing that is not finite is drawn, and nothing has to be.
     for shift in (0.0, math.nan):
         document, compared = outcome(shift)
-        assert page.render(document, *compared).count("<svg") == 1
+        assert page.render_page(document, *compared).count("<svg") == 1
 
 
 def test_times() -> None:
