@@ -99,9 +99,9 @@ class Replay:
         if inputs.embeds is not None:
             self.buffers = per_layer.Buffers(inputs.embeds, inputs.embedded)
 
-    def run(self, front: torch.Tensor, positions: torch.Tensor, _: Any) -> torch.Tensor:
+    def run(self, rows: torch.Tensor, positions: torch.Tensor, _: Any) -> torch.Tensor:
         """The kept rows [B, hidden], normed, which the next replay overwrites."""
-        torch.index_select(front, 0, self._index, out=self._inputs.rows)
+        torch.index_select(rows, 0, self._index, out=self._inputs.rows)
         torch.index_select(positions, 0, self._index, out=self._inputs.positions)
         return self._graphs.replay(self._bucket)[: self._index.shape[0]]
 

@@ -16,7 +16,7 @@ from sglang_gemma4_yoco.core.state import ModelState
 NOT_YET = "it is not captured yet"
 OFF = f"{settings.name_of('graph_rows')}=0"
 NO_GRAPHS = "SGLang has captured no decode steps in full CUDA graphs"
-NOT_DECODING = "its rows are no decode step on this attention backend"
+NOT_DECODING = "its rows are not a decode step on this attention backend"
 QUANTISED = "the per-layer inputs are quantised"
 NONE_GOOD = "no graph gave what the eager layers give"
 LOADED_MEANWHILE = "another thread writes or reads K and V of layers while they run"

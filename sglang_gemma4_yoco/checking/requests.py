@@ -1,4 +1,4 @@
-"""Prefills of synthetic requests, in slots borrowed from a server that runs no request.
+"""Prefills of synthetic requests, in slots of a server that runs no request.
 
 With a window of 512 and pages of one slot, the requests have 0 + 7, 508 + 6 and 1025 + 5 tokens
 (cached + new): a few rows each, so that a forward takes milliseconds, and rows around the window's
@@ -96,7 +96,7 @@ class SyntheticRequests:
         return not all(map(torch.equal, self._before, self._others()))
 
     def _others(self) -> list[torch.Tensor]:
-        """Copies of what is borrowed; zeros for the new tokens, and for slot 0 of the padding."""
+        """Copies of what is restored; zeros for the new tokens, and for slot 0 of the padding."""
         end = _find_end(self.requests)
         return [
             cache[:end].index_fill(0, torch.cat([slots.new_zeros(1), slots]), 0)
@@ -106,7 +106,7 @@ class SyntheticRequests:
 
 
 def find_borrowing_reason(runner: Any) -> str | None:
-    """Why slots of a server that serves may not be borrowed for a moment, or None.
+    """Why slots of a server that serves may not be used for a moment, or None.
 
     SGLang captures anew in its scheduler's thread, between two batches; requests that are paused
     keep their K and V. So nothing reads or writes the pools once the device has been waited for,

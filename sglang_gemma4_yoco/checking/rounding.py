@@ -55,14 +55,14 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is no defect."""
+        """Whether it is not a defect."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
         if self.allowed == 0:
             return self.what
         if math.isinf(self.error):
-            return f"{self.what} is no number"
+            return f"{self.what} is not a number"
         return f"{self.what} off by {self.error:.1e}, up to {self.allowed:.1e} is rounding"
 
 

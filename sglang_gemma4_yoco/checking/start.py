@@ -37,7 +37,7 @@ NOT_FINITE = "stock's own answers are not finite numbers"
 NOT_SEEN = "such prefills run in no way that could be seen"  # replayed from a CUDA graph
 NOT_REPLAYED = "the captured tail was not replayed"
 RAISED = "the fast path raised an error"
-NO_NUMBERS = "logits that are no numbers"
+NO_NUMBERS = "logits that are not numbers"
 OTHERS_SLOTS = "slots that are not the requests' were written to"
 _MODEL = ("input_ids", "positions", "forward_batch")
 # Triton compiles a kernel three times: for 1 request, for a multiple of 16, and for other numbers,

@@ -81,7 +81,7 @@ def _settings(report: Report) -> None:
             report.refusals.append(str(invalid))
     for name in sorted(os.environ.keys() - settings.VARIABLES.keys()):
         if name.startswith(settings.SWITCH):
-            report.add(name, "is no setting of this version, and is ignored: misspelt?")
+            report.add(name, "is not a setting of this version, and is ignored: misspelt?")
 
 
 def _discovery(report: Report) -> None:

@@ -58,7 +58,7 @@ def learn_secrets(words: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _flags_of_file(path: str) -> Iterator[str]:
-    with suppress(Exception):  # SGLang has its own message for what is no such file
+    with suppress(Exception):  # SGLang has its own message for what is not such a file
         import yaml  # comes with SGLang
 
         for name, value in yaml.safe_load(Path(path).read_text("utf-8")).items():

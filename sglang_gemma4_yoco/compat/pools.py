@@ -23,7 +23,7 @@ def write_keys_and_values(
     """Write K and V of all rows of a batch to a layer's pool.
 
     Args:
-        main: the front's attention backend, with its plan of this batch.
+        main: the attention backend of the layers before the cut, with its plan of this batch.
         tail: the tail's, over the same pools.
         attention: the layer's ``RadixAttention``.
         k, v: [T, kv_heads, head_dim].

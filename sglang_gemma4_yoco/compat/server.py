@@ -54,7 +54,7 @@ def list_set_arguments() -> dict[str, bool]:
     """
     if not issubclass(ServerArgs, msgspec.Struct):  # 0.5.21 and later; only newer ones matter
         raise release.IncompatibleError(
-            "the server's arguments are no record whose fields can be listed"
+            "the server's arguments are not a record whose fields can be listed"
         )
     args, given = get_published_arguments(), {}
     for field in msgspec.structs.fields(ServerArgs):

@@ -28,7 +28,7 @@ EXITS_CLOSED = "SGLang runs its captured prefill to the end"
 TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
 CAPTURED_MEDIA = "its prefill is captured, and it is multimodal"
 EMBEDDINGS = "embeddings"
-NO_EXTEND = "the batch is no plain extend"
+NO_EXTEND = "the batch is not a plain extend"
 _OTHER_MODE = "forward mode "
 
 # Speculative decoding whose drafts read only the last row of a prompt. NGRAM finds drafts in the
@@ -37,7 +37,7 @@ _OTHER_MODE = "forward mode "
 _CAPTURES_FULL = "FROZEN_KV_MTP"
 LAST_ROW_DRAFTS = (_CAPTURES_FULL, "NGRAM", "STANDALONE")
 
-# Reasons that are counted and not logged: such a batch is no prefill, or has too little to skip.
+# Reasons that are counted and not logged: such a batch is not a prefill, or has too little to skip.
 # Embeddings of these models end SGLang's own server, whose error should be the last line.
 _NOT_LOGGED = frozenset({NOTHING_TO_SKIP, TOO_LITTLE, CAPTURING, EMBEDDINGS})
 
@@ -197,7 +197,7 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
 
     SGLang discards the token that it samples from an unfinished chunk. It also counts the decoding
     requests of a mixed batch as unfinished, though their rows are read; these have one new token
-    each, so a batch with such a request is no intermediate chunk. Neither is one with speculative
+    each, so a batch with such a request is not an intermediate chunk. Neither is one with speculative
     decoding, because a draft may continue from the token that is sampled from a chunk.
     """
     if getattr(forward_batch, "contains_last_prefill_chunk", True):

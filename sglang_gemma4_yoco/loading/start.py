@@ -195,7 +195,7 @@ def set_up(runner: Any, state: ModelState) -> None:
     assert state.attention is not None
     # At a recapture the server serves already. SGLang's scheduler, which captures between two
     # batches, may have launched the last one on another stream: nothing is freed, zeroed or
-    # borrowed below before it has run.
+    # used below before it has run.
     compat.server.wait_for_device(runner.device)
     first, unshown = not state.is_checked, None
     if not first:

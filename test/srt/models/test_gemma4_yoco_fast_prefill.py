@@ -113,7 +113,7 @@ TWO = batch([10, 5])
         (model(), batch([10, 5, 7]), None),
         (model(shared=0), batch([10, 5, 7]), start.NO_SHARED_LAYERS),
         (model(), batch([1, 1, 1]), eligibility.NOTHING_TO_SKIP),  # a decode step
-        (model(), batch([10], mode=DecodeMode()), "the batch is no plain extend"),
+        (model(), batch([10], mode=DecodeMode()), "the batch is not a plain extend"),
         (model(), logprobs_from(0, 0), eligibility.NOTHING_TO_SKIP),
         (model(), logprobs_from(10, 5), None),  # of the last rows alone
         *((model(capture=[layer]), TWO, eligibility.CAPTURE_IN_TAIL) for layer in (14, 15, 28, 35)),

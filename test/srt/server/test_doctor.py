@@ -326,7 +326,7 @@ def test_a_report_to_read(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert answer.out.splitlines()[-1] == "It would be active."
     assert "their plugin prints" not in answer.out
     for words in (
-        r"SGLANG_GEMMA4_YOCO_GRAPHS +is no setting of this version, and is ignored",
+        r"SGLANG_GEMMA4_YOCO_GRAPHS +is not a setting of this version, and is ignored",
         r"SGLANG_GEMMA4_YOCO_TRUST +no class or method is of another: misspelt, unless",
         r"first shared layer +4: layers 4 to 7 have no K/V",
         r"found by SGLang +a_hook, gemma4_",

@@ -350,7 +350,7 @@ def test_arguments_that_cannot_be_listed_refuse(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compat.server, "ServerArgs", SimpleNamespace)
     with releases.published():
         reason = limits.find_server_reason()
-    assert reason == "the server's arguments are no record whose fields can be listed"
+    assert reason == "the server's arguments are not a record whose fields can be listed"
 
 
 # ---------------------------------------------------------------- attention backends
