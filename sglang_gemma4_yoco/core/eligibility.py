@@ -196,9 +196,9 @@ def is_intermediate_chunk(forward_batch: Any) -> bool:
     """Whether no row of an eligible batch is read, because it only fills the KV cache.
 
     SGLang discards the token that it samples from an unfinished chunk. It also counts the decoding
-    requests of a mixed batch as unfinished, though their rows are read; these have one new token
-    each, so a batch with such a request is not an intermediate chunk. Neither is one with speculative
-    decoding, because a draft may continue from the token that is sampled from a chunk.
+    requests of a mixed batch as unfinished, though their rows are read. These have one new token
+    each, so a batch with such a request is not an intermediate chunk. Neither is one with
+    speculative decoding, because a draft may continue from the token that is sampled from a chunk.
     """
     if getattr(forward_batch, "contains_last_prefill_chunk", True):
         return False

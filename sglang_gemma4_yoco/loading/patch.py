@@ -67,16 +67,24 @@ def _start_models(runner: Any, _: Any) -> None:
         start.start_model(runner, model)
 
 
-#: (class, attribute) -> what wraps it.
+#: (class, attribute) -> what wraps it. Beside each: why, and what of SGLang's would replace it.
 WRAPPED: dict[tuple[type, str], Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    # To cut the layers. Needless when the model itself keeps the rows that are read (#27183).
     **{(model, "forward"): forward.wrap_model_forward for model in _TEXT_MODELS},
+    # To build the tail's backend after the runner's, and to see each batch that is planned.
+    # Needless when one backend can hold two plans.
     (_Runner, "init_attention_backends"): _call_after(_start_models),
+    # To capture the tail after SGLang's own graphs, and to check it before it serves; the other two
+    # are called by themselves for new weights. Needless when SGLang's runner captures any function
+    # of few rows, and calls plugins when it is ready to serve.
     (_Runner, "init_cuda_graphs"): _wrap_capture,
     (_Runner, "init_decode_cuda_graph"): _wrap_capture,
     (_Runner, "init_prefill_cuda_graph"): _wrap_capture,
+    # To say in /server_info what is active. Needless when plugins can add to it.
     (compat.names.Scheduler, "get_internal_state"): _call_after(
         lambda _, state: metrics.add_to_server_info(state)
     ),
+    # To count with the labels of SGLang's own metrics. Needless when plugins are given these.
     (compat.names.SchedulerMetricsCollector, "__init__"): _call_after(
         lambda collector, _: metrics.collect_metrics(collector.labels)
     ),
