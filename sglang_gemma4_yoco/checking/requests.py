@@ -265,9 +265,52 @@ def make_prefill_batch(
 
     A request that wants no input logprobs starts at its length.
     """
+    size = len(requests)
+    batch = compat.batch.ForwardBatch(
+        forward_mode=compat.batch.ForwardMode.EXTEND,
+        batch_size=size,
+        return_logprob=starts is not None,
+        mm_inputs=[None] * size,
+        lora_ids=[None] * size,
+        spec_algorithm=compat.batch.SpeculativeAlgorithm.NONE,
+        capture_hidden_mode=compat.batch.get_captured_hidden_states(runner),
+        **_list_rows(requests),
+    )
+    batch.extend_logprob_start_lens_cpu = list(starts or batch.extend_seq_lens_cpu)
+    total = batch.extend_num_tokens
+    for name, value in {
+        "contains_last_prefill_chunk": finishes,
+        "req_pool_indices_cpu": batch.req_pool_indices.cpu(),
+        # How a captured prefill separates rows from padding, up to 0.5.19 and since then.
+        "num_token_non_padded_cpu": total,
+        "global_num_token_non_padded_cpu": total,
+    }.items():
+        if hasattr(batch, name):
+            setattr(batch, name, value)
+    if starts is not None:
+        _want_logprobs(batch, requests, starts)
+    # Before 0.5.22 only pools that are not supported translate indices.
+    translator = getattr(runner, "kv_index_translator", None)
+    if translator is not None and hasattr(translator, "own_plan"):
+        translator.own_plan(batch).bind(batch, translator)
+    return batch
+
+
+def _want_logprobs(batch: Any, requests: Sequence[Request], starts: Sequence[int]) -> None:
+    """Have the batch want those of its inputs, from these new tokens on."""
+    batch.top_logprobs_nums = [0] * len(requests)
+    batch.token_ids_logprobs = [None] * len(requests)
+    wanted = []  # the token after each one from the start on; 0 after the last
+    for r, start in zip(requests, starts, strict=True):
+        wanted.append(torch.cat([r.ids[1:], r.ids.new_zeros(1)])[start:])
+    batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
+
+
+def _list_rows(requests: Sequence[Request]) -> dict[str, Any]:
+    """The fields of a batch that say which rows these requests have."""
     rows, prefixes, lens, lengths = list[int](), list[int](), list[int](), list[int]()
     first_rows, positions = list[int](), list[int]()
-    ids, slots, following = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    slots = list[torch.Tensor]()
     for r in requests:
         first_rows.append(sum(lens))
         rows.append(r.row)
@@ -275,51 +318,22 @@ def make_prefill_batch(
         lens.append(len(r.ids))
         lengths.append(len(r.slots))
         positions += range(r.cached, len(r.slots))
-        ids.append(r.ids)
         slots.append(r.slots[r.cached :])
-        following.append(torch.cat([r.ids[1:], r.ids.new_zeros(1)]))  # the token after each one
-    size, input_ids = len(requests), torch.cat(ids)
+    input_ids = torch.cat([r.ids for r in requests])
     on_device = input_ids.new_tensor
-    batch = compat.batch.ForwardBatch(
-        forward_mode=compat.batch.ForwardMode.EXTEND,
-        batch_size=size,
-        input_ids=input_ids,
-        req_pool_indices=on_device(rows),
-        seq_lens=on_device(lengths),
-        seq_lens_cpu=torch.tensor(lengths),
-        orig_seq_lens=on_device(lengths, dtype=torch.int32),
-        seq_lens_sum=sum(lengths),
-        out_cache_loc=torch.cat(slots),
-        positions=on_device(positions),
-        extend_num_tokens=sum(lens),
-        extend_seq_lens=on_device(lens, dtype=torch.int32),
-        extend_prefix_lens=on_device(prefixes, dtype=torch.int32),
-        extend_start_loc=on_device(first_rows, dtype=torch.int32),
-        extend_seq_lens_cpu=lens,
-        extend_prefix_lens_cpu=prefixes,
-        extend_logprob_start_lens_cpu=list(starts or lens),
-        return_logprob=starts is not None,
-        mm_inputs=[None] * size,
-        lora_ids=[None] * size,
-        spec_algorithm=compat.batch.SpeculativeAlgorithm.NONE,
-        capture_hidden_mode=compat.batch.get_captured_hidden_states(runner),
-    )
-    for name, value in {
-        "contains_last_prefill_chunk": finishes,
-        "req_pool_indices_cpu": torch.tensor(rows),
-        # How a captured prefill separates rows from padding, up to 0.5.19 and since then.
-        "num_token_non_padded_cpu": sum(lens),
-        "global_num_token_non_padded_cpu": sum(lens),
-    }.items():
-        if hasattr(batch, name):
-            setattr(batch, name, value)
-    if starts is not None:
-        batch.top_logprobs_nums = [0] * size
-        batch.token_ids_logprobs = [None] * size
-        wanted = [tokens[start:] for tokens, start in zip(following, starts, strict=True)]
-        batch.extend_input_logprob_token_ids_gpu = torch.cat(wanted)
-    # Before 0.5.22 only pools that are refused translate indices.
-    translator = getattr(runner, "kv_index_translator", None)
-    if translator is not None and hasattr(translator, "own_plan"):
-        translator.own_plan(batch).bind(batch, translator)
-    return batch
+    return {
+        "input_ids": input_ids,
+        "req_pool_indices": on_device(rows),
+        "seq_lens": on_device(lengths),
+        "seq_lens_cpu": torch.tensor(lengths),
+        "orig_seq_lens": on_device(lengths, dtype=torch.int32),
+        "seq_lens_sum": sum(lengths),
+        "out_cache_loc": torch.cat(slots),
+        "positions": on_device(positions),
+        "extend_num_tokens": sum(lens),
+        "extend_seq_lens": on_device(lens, dtype=torch.int32),
+        "extend_prefix_lens": on_device(prefixes, dtype=torch.int32),
+        "extend_start_loc": on_device(first_rows, dtype=torch.int32),
+        "extend_seq_lens_cpu": lens,
+        "extend_prefix_lens_cpu": prefixes,
+    }

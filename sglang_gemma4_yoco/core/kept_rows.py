@@ -65,10 +65,8 @@ class KeptRows:
         >>> KeptRows.suffixes([5, 4, 3], [0, 0, 7], logprob_starts=[2, 4, 0]).lens
         [3, 1, 3]
         """
-        lens: list[int] = []
-        kept_prefixes: list[int] = []
-        start_loc: list[int] = []
-        first_rows: list[int] = []
+        lens, kept_prefixes = list[int](), list[int]()
+        start_loc, first_rows = list[int](), list[int]()
         count = end = 0
         for request, n in enumerate(extend_lens):
             m = 1

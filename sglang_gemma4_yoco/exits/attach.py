@@ -131,46 +131,69 @@ def open_exits(runner: Any, state: ModelState, unshown: str | None = None) -> No
     Raises:
         Exception: it failed, and other ranks wait for this one.
     """
-    prefills, exits, level = compat.server.get_captured_prefills(runner), None, logging.WARNING
-    if prefills is None:
+    exits, level = None, logging.WARNING
+    if compat.server.get_captured_prefills(runner) is None:
         return
     _close_hooks(runner)
-    reason = unshown or capture.find_closed_reason()
-    if getattr(runner, "canary_manager", None) is not None:
-        reason = reason or CANARY
-    if compat.server.get_cuda_graph_backend("prefill") == captured_prefills.BREAKABLE:
-        config = None
-        if hasattr(prefills, _OF_IDS):
-            config = runner.model.config
-        try:
-            exits = PrefillGraphExits(state, prefills, config)
-            if not all(exits.segments.values()):
-                reason = reason or NO_POINT
-        except AttributeError as missing:
-            reason = str(missing)
+    reason = unshown or _find_reason(runner)
+    try:
+        exits = _make_exits(runner, state)
+        if exits is not None and not all(exits.segments.values()):
+            reason = reason or NO_POINT
+    except AttributeError as missing:
+        reason = str(missing)
     reason = ranks.find_difference(f"exits: {reason}, {exits and exits.segments}") or reason
+    if exits is not None:
+        exits.closed = reason
     if exits is not None and reason is None:
-        exits.closed = None
         checked = _check_exits(runner, state, exits)
         state.report["exits_check"] = checked.to_json()
         # A rank that leaves a graph would wait for one that runs it to its end.
         reason = ranks.find_difference(f"exits agree with stock: {checked.agrees}")
-        if not checked.agrees:
+        if checked.worst is not None and not checked.agrees:
             reason, level = f"the check found {checked.worst}", logging.ERROR
-            if checked.worst is None:
-                reason = f"they are not checked: {checked.unchecked}"
-    if reason is None:
+        elif not checked.agrees:
+            reason, level = f"they are not checked: {checked.unchecked}", logging.ERROR
+        exits.closed = reason
+    _report(state, exits, reason, level)
+
+
+def _report(
+    state: ModelState, exits: PrefillGraphExits | None, closed: str | None, level: int
+) -> None:
+    """Log whether the exits are open, and note it for /server_info."""
+    if closed is None:
         state.report["exits"] = f"open {exits}"
         log.log_once(f"Gemma 4 fast prefill: exits from captured prefills are open {exits}")
         return
-    if exits is not None:
-        exits.closed = reason
-    state.report["exits"] = f"closed: {reason}"
+    state.report["exits"] = f"closed: {closed}"
     log.log_once(
-        f"Gemma 4 fast prefill: exits from captured prefills are closed: {reason}; "
+        f"Gemma 4 fast prefill: exits from captured prefills are closed: {closed}; "
         "--cuda-graph-backend-prefill=disabled shortens prefills",
         level,
     )
+
+
+def _find_reason(runner: Any) -> str | None:
+    """Why no exit of this server may be open, or None."""
+    reason = capture.find_closed_reason()
+    if reason is None and getattr(runner, "canary_manager", None) is not None:
+        return CANARY
+    return reason
+
+
+def _make_exits(runner: Any, state: ModelState) -> PrefillGraphExits | None:
+    """The exits of this runner's captured prefills, if they have breaks.
+
+    Raises:
+        AttributeError: this SGLang captures prefills differently.
+    """
+    if compat.server.get_cuda_graph_backend("prefill") != captured_prefills.BREAKABLE:
+        return None
+    prefills, config = compat.server.get_captured_prefills(runner), None
+    if hasattr(prefills, _OF_IDS):
+        config = runner.model.config
+    return PrefillGraphExits(state, prefills, config)
 
 
 def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Checked:
@@ -182,41 +205,17 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
     unchecked = check.find_reason()
     if unchecked is not None:
         return Checked(unchecked=unchecked)
-    found, finished, tail = list[Difference](), list[bool](), state.captured
-    longest = max(exits.segments)
+    found = list[Difference]()
     # Up to now a graph that needs no repair has the text model's own embeddings, as its exit has.
     of_ids = (
         hasattr(runner.prefill_cuda_graph_runner, _OF_IDS) or compat.release.is_newer_than_tested()
     )
-
-    def compared(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
-        found.extend(exit_check.compare_exit(forward, plan, output))
-        finished.append(plan.runner is not None)
-        return output
-
-    # SGLang replays each, however much padding its bucket needs.
-    always = replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
-    comparing = replaced(state, after_cut=compared)
     try:
         if of_ids and not text_inputs.inputs_agree(
             runner, state.model, exits.embed, state.cut_layer
         ):
             return Checked(rounding.make_defect(OTHER_INPUTS))
-        with requests.make_synthetic_requests(runner, state) as chunks, always, comparing:
-            if sum(chunks.lens) > longest:
-                return Checked(
-                    rounding.make_defect(f"{NOT_TAKEN}: they have up to {longest} tokens")
-                )
-            expected = [False]
-            if tail is not None:
-                few = chunks.requests[: tail.rows[-1]]
-                requests.SyntheticRequests(runner, state, few).run()
-                expected = [True, False]
-            chunks.run(finishes=False)
-            if finished != expected:
-                found.append(rounding.make_defect(NOT_TAKEN))
-            if chunks.others_changed():
-                found.append(rounding.make_defect(check.OTHERS_SLOTS))
+        _run_to_exits(runner, state, max(exits.segments), found)
     except requests.NotComparableError as why:
         return Checked(unchecked=str(why))
     except Exception as failure:
@@ -225,6 +224,38 @@ def _check_exits(runner: Any, state: ModelState, exits: PrefillGraphExits) -> Ch
         log.log_failure("Gemma 4 fast prefill: exits could not be checked", failure)
         found.append(rounding.make_defect(NOT_TAKEN))
     return Checked(rounding.find_worst(found))
+
+
+def _run_to_exits(runner: Any, state: ModelState, longest: int, found: list[Difference]) -> None:
+    """Run synthetic requests up to the exits; what differs from whole graphs is added to ``found``.
+
+    Args:
+        longest: tokens of the largest bucket.
+    """
+    finished = list[bool]()
+
+    def compare(forward: Any, plan: Plan, output: torch.Tensor) -> torch.Tensor:
+        found.extend(exit_check.compare_exit(forward, plan, output))
+        finished.append(plan.runner is not None)
+        return output
+
+    # SGLang replays each, however much padding its bucket needs.
+    always = replaced(runner.prefill_cuda_graph_runner, can_run_graph=lambda _: True)
+    comparing = replaced(state, after_cut=compare)
+    with requests.make_synthetic_requests(runner, state) as chunks, always, comparing:
+        if sum(chunks.lens) > longest:
+            found.append(rounding.make_defect(f"{NOT_TAKEN}: they have up to {longest} tokens"))
+            return
+        expected = [False]
+        if state.captured is not None:
+            few = chunks.requests[: state.captured.rows[-1]]
+            requests.SyntheticRequests(runner, state, few).run()
+            expected = [True, False]
+        chunks.run(finishes=False)
+        if finished != expected:
+            found.append(rounding.make_defect(NOT_TAKEN))
+        if chunks.others_changed():
+            found.append(rounding.make_defect(check.OTHERS_SLOTS))
 
 
 def _close_hooks(runner: Any) -> None:

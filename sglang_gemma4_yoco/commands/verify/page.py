@@ -18,6 +18,11 @@ from sglang_gemma4_yoco.commands.verify.compare import Compared, Times
 COLOURS = {"stock": "#6b7280", "fast": "#0f766e"}
 _LEAST = 1e-8  # a difference below it is drawn as this
 
+_RULES = {
+    "exact": "float32 on a CPU: tokens equal, log-probabilities within 1e-3",
+    "noise floor": "judged by how far stock differs from itself",
+}
+
 
 def print_report(document: Mapping[str, Any], file: IO[str] | None = None) -> Console:
     """Print the tables and the verdict, on stdout or into a file; returns the console used."""
@@ -53,10 +58,7 @@ def print_report(document: Mapping[str, Any], file: IO[str] | None = None) -> Co
     agree, style = "THE ANSWERS DO NOT AGREE", "bold red"
     if document["agrees"]:
         agree, style = "the answers agree", "green"
-    rule = {
-        "exact": "float32 on a CPU: tokens equal, log-probabilities within 1e-3",
-        "noise floor": "judged by how far stock differs from itself",
-    }[document["rule"]]
+    rule = _RULES[document["rule"]]
     console.print(f"Fast prefill was active, and {agree} ({rule}).", style=style)
     for problem in document["problems"]:
         console.print(f"  {problem}", style="red")

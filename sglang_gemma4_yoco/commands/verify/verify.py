@@ -299,19 +299,10 @@ def serve_both(args: argparse.Namespace, document: dict[str, Any]) -> tuple[Foun
     return found[False], found[True]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve, ask, judge, show; returns the exit status."""
-    try:
-        from sglang_gemma4_yoco.commands.verify import page
-
-        sglang = version("sglang")
-    except ModuleNotFoundError as missing:
-        how = "pip install '.[verify]' in a checkout of this package"
-        raise CommandError(f"verify needs {missing.name}: {how}") from missing
+def begin_document(args: argparse.Namespace, sglang: str) -> dict[str, Any]:
+    """The JSON document before anything is known; what is not known is None."""
     unknown = ("agrees", "answers_equal", "max_logprob_diff", "ttft_off_s", "ttft_on_s", "ratio")
-    output = args.output or Path(time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"))
-    args.device, args.output = find_device(args.device), output.absolute()
-    document: dict[str, Any] = dict.fromkeys(unknown) | {
+    return dict.fromkeys(unknown) | {
         "model": args.label or args.model_path,
         "device": args.device,
         "sglang": sglang,
@@ -322,6 +313,20 @@ def run(args: argparse.Namespace) -> int:
         "repeats": args.repeats,
         "output": str(args.output),
     }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve, ask, judge, show; returns the exit status."""
+    try:
+        from sglang_gemma4_yoco.commands.verify import page
+
+        sglang = version("sglang")
+    except ModuleNotFoundError as missing:
+        how = "pip install '.[verify]' in a checkout of this package"
+        raise CommandError(f"verify needs {missing.name}: {how}") from missing
+    output = args.output or Path(time.strftime("gemma4-yoco-verify-%Y%m%d-%H%M%S"))
+    args.device, args.output = find_device(args.device), output.absolute()
+    document = begin_document(args, sglang)
     if Path(args.model_path).is_dir():  # the servers run in another directory
         args.model_path = str(Path(args.model_path).absolute())
     args.texts = kinds.read_file(args.prompts)
