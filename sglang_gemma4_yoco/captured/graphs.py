@@ -248,7 +248,8 @@ class TailGraphs:
                 model, inputs.embeds, inputs.embedded, self.state.cut_layer, len(model.layers)
             )
         # Layers add into their input in place, and padding would grow from replay to replay.
-        rows, layers = inputs.rows.clone(), self.state.tail_layers
+        rows = inputs.rows.clone()
+        layers = self.state.tail_layers
         return self.state.kind.run_tail(model, layers, batch, rows, inputs.positions, projected)
 
 
