@@ -24,7 +24,7 @@ from command_line import new_parser
 from environment import REPO, SGLANG_VERSION, SetupError, prepare, run
 
 # What takes longest comes first, so that at the end no process waits long for the other.
-FOLDERS = ("server", "triton", "forward", "scripts", "rehearsal", "unit", "models")
+FOLDERS = ("rehearsal", "server", "triton", "forward", "scripts", "unit", "models")
 DEFAULT = ("-m", "not release")
 QUICK = ("-m", "(unit or forward or models) and not slow and not release")
 # test/srt/conftest.py says which tests stay together.

@@ -23,7 +23,7 @@ from sglang_gemma4_reference.engine import Engine
 from sglang_gemma4_yoco import counters
 from sglang_gemma4_yoco.commands import preflight
 from sglang_gemma4_yoco.commands.console import Report
-from sglang_gemma4_yoco.loading import metrics, start
+from sglang_gemma4_yoco.loading import start
 
 pytestmark = [
     pytest.mark.skipif(
@@ -62,10 +62,10 @@ def test_prefills_are_cut_where_sglang_replays_none(
 
 
 def test_it_is_said(engine: Engine) -> None:
-    reported = metrics.describe_state()
-    assert reported["active"] is True
-    assert reported["exits"] == start.NO_EXITS
-    assert reported["tail"] == f"captured for up to {ROWS} rows"
+    state = start.get_state(engine.text_model)
+    assert state.unsupported is None
+    assert state.report["exits"] == start.NO_EXITS
+    assert state.report["tail"] == f"captured for up to {ROWS} rows"
     report = Report()
     left_out = mock.patch.object(preflight, "capture", None)
     with left_out, stand_ins.prefill_graphs("breakable"):

@@ -438,8 +438,8 @@ def test_without_its_libraries(
 ) -> None:
     for name in ("rich", "matplotlib"):
         with monkeypatch.context() as without:
-            without.delattr(commands, "page", raising=False)
-            without.delitem(sys.modules, f"{commands.__name__}.page", raising=False)
+            without.delattr(commands.verify, "page", raising=False)
+            without.delitem(sys.modules, f"{commands.verify.__name__}.page", raising=False)
             for module in [one for one in sys.modules if one.partition(".")[0] == name]:
                 without.delitem(sys.modules, module)
             without.setitem(sys.modules, name, None)
