@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -46,8 +47,12 @@ def run(*command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def built(uv: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel, made of the source distribution."""
-    folder = tmp_path_factory.mktemp("dist")
-    run(uv, "build", "--out-dir", folder, REPO)
+    folder, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("checkout")
+    # Of a copy: building writes into the checkout, where test_help sees that nobody writes.
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, copy)
+    shutil.copytree(REPO / NAME, copy / NAME, ignore=shutil.ignore_patterns("__pycache__"))
+    run(uv, "build", "--out-dir", folder, copy)
     [wheel], [source] = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, source
 
