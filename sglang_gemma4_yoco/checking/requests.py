@@ -280,7 +280,7 @@ def make_prefill_batch(
     total = batch.extend_num_tokens
     for name, value in {
         "contains_last_prefill_chunk": finishes,
-        "req_pool_indices_cpu": batch.req_pool_indices.cpu(),
+        "req_pool_indices_cpu": torch.tensor([r.row for r in requests]),
         # How a captured prefill separates rows from padding, up to 0.5.19 and since then.
         "num_token_non_padded_cpu": total,
         "global_num_token_non_padded_cpu": total,

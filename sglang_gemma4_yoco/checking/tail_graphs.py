@@ -75,8 +75,11 @@ def _fill_inputs(inputs: Inputs, requests: Sequence[Request], generator: torch.G
         if tensor is not None:
             tensor.copy_(draw_like(tensor, generator))
     rows = inputs.rows.shape[0]
+    chosen, lengths = list[int](), list[int]()
     for row in range(rows):
         request = requests[-1 - row % len(requests)]
-        inputs.requests[row] = request.row
-        inputs.lengths[row] = max(1, len(request.slots) * (rows - row) // rows)
+        chosen.append(request.row)
+        lengths.append(max(1, len(request.slots) * (rows - row) // rows))
+    inputs.requests.copy_(torch.tensor(chosen))
+    inputs.lengths.copy_(torch.tensor(lengths))
     inputs.positions.copy_(inputs.lengths - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from types import ModuleType
@@ -66,15 +66,9 @@ def frees_tables_early(backend: Any) -> bool:
     return early and not server.read_variable(server.BARRIER_VARIABLE)
 
 
-def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
-    """A second attention backend over the runner's memory pools: what is registered as Triton's.
-
-    Its window is that of the layers, which for Gemma 3n is one more than the runner's.
-    """
+def build_backend(runner: Any) -> Any:
+    """A second attention backend over the runner's memory pools: what is registered as Triton's."""
     backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
-    if (getattr(backend, "sliding_window_size", None) or 0) > 0:
-        keys = max(count_keys_in_window(layer.self_attn.attn) for layer in layers)
-        backend.sliding_window_size = keys - 1
     for name in ("prefill_attention_backend_str", "decode_attention_backend_str"):
         if name in vars(runner.attn_backend):
             setattr(backend, name, "triton")

@@ -41,13 +41,11 @@ def run_prefill(
     inputs = make_inputs(state, plan)
     with state.kind.stop_before_cut(state.model, state.cut_layer, inputs.project) as at_cut:
         output = stock()
-    if len(at_cut.rows) != 1:
+    if len(at_cut) != 1:
         raise NotCuttableError(OTHER_END)
-    [rows] = at_cut.rows
+    [rows] = at_cut
     if rows.shape[0] != plan.tail.kept.total:
         raise NotCuttableError(OTHER_ROWS)
-    if at_cut.output is not None:
-        output = at_cut.output
     finish_prefill(state, plan, compat.layers.get_rows(output), rows, positions, inputs)
     return output
 

@@ -1,4 +1,4 @@
-"""Which rows of a prefill are kept, and the batch as the tail sees it.
+"""Which rows of a prefill are kept.
 
 A batch holds requests i with n_i new tokens after p_i cached ones. Its hidden states have
 T = n_0 + n_1 + ... rows, request after request. Request i keeps its last m_i rows, 1 <= m_i <= n_i:
@@ -6,10 +6,6 @@ one row, or more if it wants input logprobs. Kept suffixes are again an extend b
 tokens after p_i + n_i - m_i cached ones::
 
     n = [3, 4, 2] after p = [0, 10, 0], one row each  ->  rows 2, 6, 8: [1, 1, 1] after [2, 13, 1]
-
-With one kept row per request the tail is a decode step: the query is the last token of request i,
-and its p_i + n_i tokens are in the cache. A decode kernel splits a long K/V over the whole device;
-an extend kernel processes it with a handful of thread blocks.
 """
 
 from __future__ import annotations

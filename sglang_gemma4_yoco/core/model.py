@@ -1,36 +1,20 @@
 """What the core must know of a text model whose last layers share K and V of earlier ones.
 
 A model is one file of ``models/`` with the functions of ``TextModel``. Whatever its residual stream
-is made of, the core has the rows of it first: [T, hidden] for Gemma 4, and [T, 4, hidden] for
-Gemma 3n, which has four streams. S is the first KV-shared layer of L. Layer S-1, the last one with
-K and V of its own, is the donor, in other words the KV source layer of the tail.
+is made of, the core has the rows of it first: [T, hidden] for Gemma 4; a model of four streams
+would have [T, 4, hidden]. S is the first KV-shared layer of L. Layer S-1, the last one with K and V
+of its own, is the donor, in other words the KV source layer of the tail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 OTHER_END = "the model does something else between its layers and its norm"
-
-
-@dataclass
-class AtCut:
-    """What a forward that stops before the cut leaves behind.
-
-    Attributes:
-        rows: [T, ...], the residual at the input of layer S-1; each call of what follows the layers
-            adds one, so that there must be one.
-        output: what the model continues with in place of what its forward has returned, or None.
-            Its [T, hidden], the first of a tuple, gets the kept rows after the norm.
-    """
-
-    rows: list[torch.Tensor] = field(default_factory=list)
-    output: Any = None
 
 
 class NotCuttableError(Exception):
@@ -49,9 +33,6 @@ class TextModel(Protocol):
     step of the tail with stock's, so it finds what was misunderstood.
     """
 
-    #: Whether prefills that SGLang has captured in CUDA graphs can be left at the donor.
-    HAS_EXITS: bool
-
     def find_unsupported_reason(self, model: Any) -> str | None:
         """Why no forward of this model, which has KV-shared layers, can be cut; or None."""
 
@@ -63,10 +44,11 @@ class TextModel(Protocol):
 
     def stop_before_cut(
         self, model: Any, cut: int, project: Callable[..., Any]
-    ) -> AbstractContextManager[AtCut]:
+    ) -> AbstractContextManager[list[torch.Tensor]]:
         """In the ``with`` block the model's forward runs layers 0 to ``cut`` - 1, and no norm.
 
-        It yields what that forward will fill in.
+        It yields a list, to which each call of what follows the layers adds its rows [T, ...], the
+        residual at the input of layer ``cut``. There must be one such call.
 
         Args:
             project: replaces the model's ``project_per_layer_inputs``.

@@ -26,7 +26,7 @@ class Plan:
         attention: the tail's attention backend.
         runner: runs the tail, whose attention is already planned; None for an intermediate chunk,
             no row of which is read.
-        outcome: the name under which ``log`` counts the forward.
+        outcome: the name under which ``counters`` counts the forward.
     """
 
     batch: Any

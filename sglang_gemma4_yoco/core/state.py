@@ -26,7 +26,7 @@ class TailRunner(Protocol):
 
     @property
     def outcome(self) -> str:
-        """The name under which ``log`` counts its forward."""
+        """The name under which ``counters`` counts its forward."""
 
     @property
     def buffers(self) -> Buffers | None:

@@ -50,7 +50,7 @@ class PrefillGraphExits:
     ``hooks`` closed, that runner is as it was.
 
     Attributes:
-        embed: what the tail is given for ids, as the graphs were captured: see ``inputs.embed``.
+        embed: what the tail is given for ids, as the graphs were captured: see ``text_inputs``.
         closed: why no batch may take them; None if they are open.
         segments: how many run before the exit, by bucket; 0 for a graph that has no exit.
 

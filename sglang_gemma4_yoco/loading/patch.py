@@ -95,8 +95,8 @@ def patch_sglang() -> None:
     """Patch SGLang's classes in this process.
 
     Raises:
-        compat.IncompatibleError: the installed SGLang is not supported, or is patched already;
-            nothing is changed.
+        compat.release.IncompatibleError: the installed SGLang is not supported, or is patched
+            already; nothing is changed.
     """
     global installed
     compat.names.check_names()

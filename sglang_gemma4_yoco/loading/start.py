@@ -62,7 +62,7 @@ def _start_state(runner: Any, model: Any) -> None:
         previous.close()
     reason, attention = _find_runner_reason(runner, model), None
     if reason is None:
-        attention = _build_tail_backend(runner, model)
+        attention = _build_tail_backend(runner)
         if attention is None:
             reason = limits.NO_TAIL
     # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
@@ -98,10 +98,10 @@ def _find_runner_reason(runner: Any, model: Any) -> str | None:
     )
 
 
-def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
+def _build_tail_backend(runner: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
-        tail = compat.attention.build_backend(runner, model.layers)
+        tail = compat.attention.build_backend(runner)
         if limits.get_backend_key(tail) in limits.TAIL_BACKENDS:
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"

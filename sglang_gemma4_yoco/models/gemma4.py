@@ -3,7 +3,7 @@
 The donor's K and V are read by the KV-shared layers of its kind, for all rows. Its output goes only
 into the tail, so its queries, attention, output projection, FFN and per-layer input are needed for
 kept rows alone. Once its K and V are in the pool, it runs by the code that SGLang has for KV-shared
-layers. Gemma 3n's attention is the same, and its file uses these functions.
+layers.
 """
 
 from __future__ import annotations
@@ -16,35 +16,22 @@ import torch
 from torch.nn import functional
 
 from sglang_gemma4_yoco import compat
-from sglang_gemma4_yoco.core.model import OTHER_END, AtCut, NotCuttableError
+from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.replaced import replaced
-
-HAS_EXITS = True
-#: Called with a norm, rows [T, heads * head_dim] that may be overwritten, heads and head_dim.
-NormHeads = Callable[[Any, torch.Tensor, int, int], torch.Tensor]
 
 
 def find_unsupported_reason(model: Any) -> str | None:
-    """Why no forward of this ``Gemma4TextModel`` can be cut, or None."""
+    """Why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
     known = compat.layers.gemma4_causal
-    return find_unknown_class(model, known.Gemma4DecoderLayer, known.Gemma4Attention)
-
-
-def find_unknown_class(model: Any, layer_class: type, attention_class: type) -> str | None:
-    """Why this model, which has KV-shared layers, cannot be cut inside its donor; or None.
-
-    Args:
-        layer_class, attention_class: those whose forwards are known.
-    """
     number = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
     if number < 1:
         # The residual of the first layer is its caller's, and must not be written to.
         return "there is no layer before the donor"
     layer = model.layers[number]
     kind, attention = type(layer), type(layer.self_attn)
-    if kind is not layer_class:
+    if kind is not known.Gemma4DecoderLayer:
         return f"layer {number} is a {kind.__name__}"
-    if attention is not attention_class:
+    if attention is not known.Gemma4Attention:
         return f"the attention of layer {number} is a {attention.__name__}"
     return None
 
@@ -69,17 +56,19 @@ def view_rows(residual: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def stop_before_cut(model: Any, cut: int, project: Callable[..., Any]) -> Iterator[AtCut]:
+def stop_before_cut(
+    model: Any, cut: int, project: Callable[..., Any]
+) -> Iterator[list[torch.Tensor]]:
     """End the model's loop before layer ``cut``, and leave out its norm."""
 
     def leave_out_norm(rows: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
         # A second argument is an update that must still be added to the residual.
         if others or settings:
             raise NotCuttableError(OTHER_END)
-        at_cut.rows.append(rows)
+        at_cut.append(rows)
         return rows
 
-    at_cut = AtCut()
+    at_cut = list[torch.Tensor]()
     with (
         replaced(model, end_layer=cut, project_per_layer_inputs=project),
         replaced(model.norm, forward=leave_out_norm),
@@ -92,11 +81,11 @@ def compute_keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of every row [T, hidden], each [T, kv_heads, head_dim]."""
     normed = layer.input_layernorm(rows)
-    return project_keys_and_values(layer.self_attn, normed, positions, _norm_heads)
+    return project_keys_and_values(layer.self_attn, normed, positions)
 
 
 def project_keys_and_values(
-    attention: Any, normed: torch.Tensor, positions: torch.Tensor, norm_heads: NormHeads
+    attention: Any, normed: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of every row, as the stock layer would write them.
 
@@ -104,7 +93,7 @@ def project_keys_and_values(
     in stock, and the queries are dropped: exact for every kind of layer with independent rows.
 
     Args:
-        attention: SGLang's, whose fused projection has columns of q, k and v.
+        attention: a ``Gemma4Attention``, whose fused projection has columns of q, k and v.
         normed: [T, hidden], what that projection reads.
         positions: [T] int64.
 
@@ -119,8 +108,8 @@ def project_keys_and_values(
         both = all_columns[:, start:]
     k, v = both.split([attention.kv_size, attention.kv_size], dim=-1)
     heads, head_dim = attention.num_kv_heads, attention.head_dim
-    k = norm_heads(attention.k_norm, k, heads, head_dim)
-    v = norm_heads(attention.v_norm, v, heads, head_dim)
+    k = _norm_heads(attention.k_norm, k, heads, head_dim)
+    v = _norm_heads(attention.v_norm, v, heads, head_dim)
     # The rotary embedding requires queries as well as keys.
     _, k = attention.rotary_emb(positions, torch.zeros_like(k), k)
     return k.unflatten(-1, (heads, head_dim)), v.unflatten(-1, (heads, head_dim))
