@@ -219,6 +219,7 @@ class _StepComparer:
         self.missing = set(stock.kept)  # steps and their layers that have not run yet
         self._state = state
         self._stock = stock
+        self._layers = list(state.model.layers)  # now: Gemma 3n's tail has others in their place
         # Now: the tail's batch has other slots.
         self.caches, self.slots = get_donor_cache(state, plan)
 
@@ -253,7 +254,7 @@ class _StepComparer:
     ) -> Comparison:
         what, size, besides = f"{step} of layer {layer}", None, None
         if step in (_QUERIES, _ATTENTION, _MEAN):
-            attention = self._state.model.layers[layer].self_attn.attn
+            attention = self._layers[layer].self_attn.attn
             heads = len(found) * attention.tp_q_head_num
             expected, found = expected.reshape(heads, -1), found.reshape(heads, -1)
             if step != _QUERIES:
@@ -281,7 +282,7 @@ class _StepComparer:
         heads scores and their errors are large, and a softmax can double the errors.
         """
         queries, width = self._stock.kept[_QUERIES, layer], attention.qk_head_dim
-        donor = self._state.model.layers[attention.layer_id].self_attn
+        donor = self._layers[attention.layer_id].self_attn
         norms = queries.float().reshape(-1, width).norm(dim=-1).max()
         eps = torch.finfo(torch.float32).eps
         if queries.is_cuda and queries.dtype == torch.float32:

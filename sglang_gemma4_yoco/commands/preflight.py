@@ -71,10 +71,10 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
         why = next(iter(str(failure).splitlines()), "") or repr(failure)
         remedy = "give a directory with a config.json, or a name that this machine can download"
         raise CommandError(f"the model {name} cannot be read ({why}): {remedy}") from failure
-    text = config.get("text_config") or config
+    text = get_text_config(config)
     layers: Any = text.get("num_hidden_layers")
     first, shared = None, "none"
-    if str(text.get("model_type", "")).startswith("gemma4") and layers is not None:
+    if str(text.get("model_type", "")).startswith(("gemma4", "gemma3n")) and layers is not None:
         first = first_shared_layer(SimpleNamespace(**text))
     if first is not None:
         shared = f"{first}: layers {first} to {layers - 1} have no K/V"
@@ -87,6 +87,17 @@ def _model(report: Report, name: str, revision: str | None) -> dict[str, Any]:
     report.add("quantisation", quantised or "none, by its config", quantisation=quantised)
     report.add("first shared layer", shared, first_shared=first)
     return config
+
+
+def get_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that describes the text model."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
+def is_gemma3n(config: Mapping[str, Any]) -> bool:
+    """Whether the text model is Gemma 3n's."""
+    return str(get_text_config(config).get("model_type")).startswith("gemma3n")
 
 
 def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> None:
@@ -114,7 +125,7 @@ def _server(report: Report, config: Mapping[str, Any], flags: Sequence[str]) -> 
     argument = compat.server.get_server_arguments()
     assert argument is not None, "they have been published"
     _prefill_graphs(report, config, argument)
-    _judge(report, argument)
+    _judge(report, config, argument)
     if patch.installed and argument("model_impl") != "transformers":
         _judge_classes(report, config.get("architectures") or [])
 
@@ -151,7 +162,7 @@ def _prefill_graphs(report: Report, config: Mapping[str, Any], argument: Any) ->
     report.add("", replays)
 
 
-def _judge(report: Report, argument: Any) -> None:
+def _judge(report: Report, config: Mapping[str, Any], argument: Any) -> None:
     """Judge what the flags alone decide, by a server's own code; the rest is settled at start."""
     if argument("model_impl") == "transformers":
         report.refusals.append(metrics.NO_MODEL)
@@ -169,10 +180,14 @@ def _judge(report: Report, argument: Any) -> None:
     names = {argument(f"{part}_attention_backend") or common for part in ("prefill", "decode")}
     attention = sorted(map(str, names))
     report.add("attention backend", ", ".join(attention), attention=attention)
-    if others := [name for name in attention if name != compat.attention.TAIL_BACKEND]:
+    others = [name for name in attention if name != compat.attention.TAIL_BACKEND]
+    if is_gemma3n(config):
+        others = attention
+    if others:
         report.unknowns.append(
             f"attention by {', '.join(others)}: settled when a server has built it. Admitted are "
-            "triton, trtllm_mha, fa4, intel_xpu, and hybrids of them"
+            "triton (for Gemma 3n where SGLang can run it), trtllm_mha, fa3, fa4, intel_xpu, and "
+            "hybrids of them"
         )
     report.add("settled at start", AT_START)
 

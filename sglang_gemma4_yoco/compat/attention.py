@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from types import ModuleType
@@ -66,9 +66,23 @@ def frees_tables_early(backend: Any) -> bool:
     return early and not server.read_variable(server.BARRIER_VARIABLE)
 
 
-def build_backend(runner: Any) -> Any:
-    """A second attention backend over the runner's memory pools: what is registered as Triton's."""
+def list_parts(backend: Any) -> list[Any]:
+    """The backends of a hybrid, for prefills and for decode steps; of another, itself."""
+    if type(backend) is HybridAttnBackend:
+        return [backend.prefill_backend, backend.decode_backend]
+    return [backend]
+
+
+def build_backend(runner: Any, layers: Iterable[Any]) -> Any:
+    """A second attention backend over the runner's memory pools: what is registered as Triton's.
+
+    Its steps are planned for the window of these decoder layers. Gemma 3n's have one of 512, where
+    the runner's is 511: stock's rows see what the layers say.
+    """
     backend = ATTENTION_BACKENDS[TAIL_BACKEND](runner)
+    window = find_window(layers)
+    if window is not None:
+        backend.sliding_window_size = window
     for name in ("prefill_attention_backend_str", "decode_attention_backend_str"):
         if name in vars(runner.attn_backend):
             setattr(backend, name, "triton")
@@ -156,6 +170,15 @@ def _allocate_windows(backend: Any, planner: ModuleType, requests: int) -> Itera
         yield
     finally:
         setattr(planner, _WINDOW_PLANNER, stock)
+
+
+def find_window(layers: Iterable[Any]) -> int | None:
+    """How many keys before its own a row sees in those of these decoder layers that have a window.
+
+    All have the same; None if no layer has one.
+    """
+    windows = (layer.self_attn.attn.sliding_window_size for layer in layers)
+    return max((size for size in windows if size is not None and size > 0), default=None)
 
 
 def count_keys_in_window(attention: Any) -> int:

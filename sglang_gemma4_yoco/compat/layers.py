@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.linear import LinearBase as LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.models import gemma3n_causal as gemma3n_causal
 from sglang.srt.models import gemma4_causal as gemma4_causal
 
 # From 0.5.22 on Gemma 4's layers pass a residual stream on in the batch. In 0.5.21 only other

@@ -23,6 +23,7 @@ UNKNOWN_LENGTHS = "the lengths of the batch are not known on the host"
 NOTHING_TO_SKIP = "every row of the batch is read"
 TOO_LITTLE = "too few rows could be skipped"
 IMAGE_LOGPROBS = "input logprobs of a multimodal prompt"
+MEDIA = "a multimodal prompt of this model"
 # Why a batch runs a captured prefill to its end.
 EXITS_CLOSED = "SGLang runs its captured prefill to the end"
 TAIL_NOT_CAPTURED = "its prefill is captured, and its tail is not"
@@ -230,8 +231,11 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> st
         return TOO_LITTLE
     # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
     # row of a request that makes no difference: no row follows it.
-    if not kept.one_per_request and is_multimodal(forward_batch):
-        return IMAGE_LOGPROBS
+    if is_multimodal(forward_batch):
+        if not state.kind.CUTS_MEDIA:
+            return MEDIA
+        if not kept.one_per_request:
+            return IMAGE_LOGPROBS
     return None
 
 

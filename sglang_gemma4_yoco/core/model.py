@@ -1,8 +1,8 @@
 """What the core must know of a text model whose last layers share K and V of earlier ones.
 
 A model is one file of ``models/`` with the functions of ``TextModel``. Whatever its residual stream
-is made of, the core has the rows of it first: [T, hidden] for Gemma 4; a model of four streams
-would have [T, 4, hidden]. S is the first KV-shared layer of L. Layer S-1, the last one with K and V
+is made of, the core has the rows of it first: [T, hidden] for Gemma 4, [T, 4, hidden] for the four
+streams of Gemma 3n. S is the first KV-shared layer of L. Layer S-1, the last one with K and V
 of its own, is the donor, in other words the KV source layer of the tail.
 """
 
@@ -31,10 +31,22 @@ class TextModel(Protocol):
     Whoever adds a model writes these functions, names its class in ``models/registry.py``, and adds
     the classes of the models around it to ``loading/classes.py``. The check at start compares each
     step of the tail with stock's, so it finds what was misunderstood.
+
+    Attributes:
+        CUTS_MEDIA: prompts with images, video or audio may be cut.
+        LEAVES_CAPTURED_PREFILLS: so may prefills that SGLang replays from CUDA graphs.
     """
 
-    def find_unsupported_reason(self, model: Any) -> str | None:
-        """Why no forward of this model, which has KV-shared layers, can be cut; or None."""
+    CUTS_MEDIA: bool
+    LEAVES_CAPTURED_PREFILLS: bool
+
+    def find_unsupported_reason(self, model: Any, main: Any) -> str | None:
+        """Why no forward of this model, which has KV-shared layers, can be cut; or None.
+
+        Args:
+            main: the server's attention backend, if what is known of it for all models in
+                ``loading/limits.py`` does not hold for this one.
+        """
 
     def get_row_shape(self, model: Any) -> tuple[int, ...]:
         """The shape of one row of the residual stream between two layers: (hidden,) for Gemma 4."""

@@ -19,9 +19,11 @@ from sglang_gemma4_yoco import compat
 def can_be_split(model: Any) -> bool:
     """Whether this model has per-layer inputs and projects them with plain weights, all of them."""
     projection = getattr(model, "per_layer_model_projection", None)
-    if projection is None or getattr(projection, "tp_size", 1) > 1:
+    if projection is None or not compat.layers.is_plain_linear(projection):
         return False
-    return compat.layers.is_plain_linear(projection)
+    # Of several ranks each may have a part of them, as in Gemma 3n.
+    columns: int = model.config.num_hidden_layers * model.hidden_size_per_layer_input
+    return len(projection.weight) == columns
 
 
 class _SomeLayers:

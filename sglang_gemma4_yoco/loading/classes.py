@@ -20,14 +20,17 @@ from typing import Any, NamedTuple
 
 from torch.nn.modules import module as torch_module
 
-from sglang_gemma4_yoco import compat, log, settings
+from sglang_gemma4_yoco import log, settings
 from sglang_gemma4_yoco.core import forward
+from sglang_gemma4_yoco.models import registry
 
 #: The models around a text model that were read: they give its rows to their logits processor.
 OUTER_MODELS = (
     "sglang.srt.models.gemma4_mm.Gemma4ForConditionalGeneration",
     "sglang.srt.models.gemma4_causal.Gemma4ForCausalLM",
     "sglang.srt.models.gemma4_unified.Gemma4UnifiedForConditionalGeneration",
+    "sglang.srt.models.gemma3n_mm.Gemma3nForConditionalGeneration",
+    "sglang.srt.models.gemma3n_causal.Gemma3nForCausalLM",
 )
 #: Their parts that run before the text model, and see none of its rows.
 TOWERS = {"vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio"}
@@ -39,6 +42,13 @@ CLASSES = (
     "sglang.srt.models.gemma4_causal.Gemma4TextModel",
     "sglang.srt.models.gemma4_causal.Gemma4DecoderLayer",
     "sglang.srt.models.gemma4_causal.Gemma4Attention",
+    "sglang.srt.models.gemma3n_causal.Gemma3nAltUp",
+    "sglang.srt.models.gemma3n_causal.Gemma3nAttention",
+    "sglang.srt.models.gemma3n_causal.Gemma3nDecoderLayer",
+    "sglang.srt.models.gemma3n_causal.Gemma3nLaurelBlock",
+    "sglang.srt.models.gemma3n_causal.Gemma3nRMSNorm",
+    "sglang.srt.models.gemma3n_causal.Gemma3nTextMLP",
+    "sglang.srt.models.gemma3n_causal.Gemma3nTextModel",
     "sglang.srt.models.gemma3_causal.Gemma3MLP",
     "sglang.srt.models.gemma3_causal.Gemma3TextScaledWordEmbedding",
     "sglang.srt.layers.activation.GeluAndMul",
@@ -53,6 +63,7 @@ CLASSES = (
     "sglang.srt.layers.layer_boundary.residual.batch.ReplayHandoff",
     "sglang.srt.layers.layer_boundary.residual.stream.ResidualStream",
     "sglang.srt.layers.layer_boundary.stage.StageBoundary",
+    "sglang.srt.layers.linear.ColumnParallelLinear",
     "sglang.srt.layers.linear.ReplicatedLinear",
     "sglang.srt.layers.linear.QKVParallelLinear",
     "sglang.srt.layers.linear.MergedColumnParallelLinear",
@@ -83,7 +94,7 @@ PACKAGES = {
     *(sys.stdlib_module_names - {"unittest"}),
 }
 VARIABLE = settings.name_of("trust")
-REPLACED = "Gemma4TextModel.forward is no longer this package's: something else is in its place"
+REPLACED = "a text model's forward is no longer this package's: something else is in its place"
 NOT_JUDGED = "it could not be found out whose code reads the model's rows"
 
 
@@ -130,9 +141,9 @@ def judge_classes(found: Iterable[Unknown]) -> tuple[str | None, str]:
             f"{place} {module}.{name}, which may read rows that are not computed: see "
             f"docs/help.md; {VARIABLE}={modules} accepts it"
         ), unmatched
-    stock = inspect.unwrap(compat.layers.gemma4_causal.Gemma4TextModel.forward, stop=_is_ours)
-    if not _is_ours(stock):
-        return REPLACED, unmatched
+    for model in registry.TEXT_MODELS:
+        if not _is_ours(inspect.unwrap(vars(model)["forward"], stop=_is_ours)):
+            return REPLACED, unmatched
     return None, unmatched
 
 

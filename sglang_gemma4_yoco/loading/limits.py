@@ -250,11 +250,10 @@ def get_backend_key(backend: Any) -> str:
 
 def find_backend_reason(main: Any) -> str | None:
     """Why no batch may be cut on a server with this attention backend, or None."""
-    if type(main) is compat.attention.HybridAttnBackend:  # one for prefills, one for decode steps
-        return find_backend_reason(main.prefill_backend) or find_backend_reason(main.decode_backend)
-    if get_backend_key(main) in MAIN_BACKENDS:
-        return None
-    return f"the attention backend {type(main).__name__} is not known to be right"
+    for part in compat.attention.list_parts(main):
+        if get_backend_key(part) not in MAIN_BACKENDS:
+            return f"the attention backend {type(part).__name__} is not known to be right"
+    return None
 
 
 # -- pools of K and V ------------------------------------------------------------------------------

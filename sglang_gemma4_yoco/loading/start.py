@@ -62,7 +62,7 @@ def _start_state(runner: Any, model: Any) -> None:
         previous.close()
     reason, attention = _find_runner_reason(runner, model), None
     if reason is None:
-        attention = _build_tail_backend(runner)
+        attention = _build_tail_backend(runner, model)
         if attention is None:
             reason = limits.NO_TAIL
     # Arguments refuse a server on all ranks, so there is nothing to compare. A server on several
@@ -92,16 +92,16 @@ def _find_runner_reason(runner: Any, model: Any) -> str | None:
     return (
         find_model_reason(model)
         or classes.find_reason(runner)
-        or registry.find_kind(model).find_unsupported_reason(model)
+        or registry.find_kind(model).find_unsupported_reason(model, runner.attn_backend)
         or limits.find_backend_reason(runner.attn_backend)
         or limits.find_pool_reason(runner.token_to_kv_pool, runner.dtype)
     )
 
 
-def _build_tail_backend(runner: Any) -> TailBackend | None:
+def _build_tail_backend(runner: Any, model: Any) -> TailBackend | None:
     """The tail's own backend, or None and a line in the log. Never raises."""
     try:
-        tail = compat.attention.build_backend(runner)
+        tail = compat.attention.build_backend(runner, model.layers)
         if limits.get_backend_key(tail) in limits.TAIL_BACKENDS:
             return TailBackend(runner.attn_backend, tail)
         failure = f"what is registered as triton is a {type(tail).__name__}"
@@ -160,7 +160,7 @@ def set_up_after_capture(runner: Any, model: Any) -> Iterator[None]:
     state = find_state(model)
     repaired = None
     with ExitStack() as stack:
-        if state is not None and exits is not None:
+        if state is not None and exits is not None and state.kind.LEAVES_CAPTURED_PREFILLS:
             with _serve_stock_after_failure(model):
                 repaired = stack.enter_context(exits.capture_graphs(runner, state))
         yield

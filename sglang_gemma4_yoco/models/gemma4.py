@@ -19,19 +19,27 @@ from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
 from sglang_gemma4_yoco.replaced import replaced
 
+CUTS_MEDIA = True
+LEAVES_CAPTURED_PREFILLS = True
 
-def find_unsupported_reason(model: Any) -> str | None:
+
+def find_unsupported_reason(model: Any, main: Any) -> str | None:  # noqa: ARG001 - by protocol
     """Why this ``Gemma4TextModel``, which has KV-shared layers, cannot be cut; or None."""
     known = compat.layers.gemma4_causal
+    return find_donor_reason(model, known.Gemma4DecoderLayer, known.Gemma4Attention)
+
+
+def find_donor_reason(model: Any, layer_class: type, attention_class: type) -> str | None:
+    """Why the donor is not a layer of these classes that can be cut, or None."""
     number = model.config.num_hidden_layers - model.config.num_kv_shared_layers - 1
     if number < 1:
         # The residual of the first layer is its caller's, and must not be written to.
         return "there is no layer before the donor"
     layer = model.layers[number]
     kind, attention = type(layer), type(layer.self_attn)
-    if kind is not known.Gemma4DecoderLayer:
+    if kind is not layer_class:
         return f"layer {number} is a {kind.__name__}"
-    if attention is not known.Gemma4Attention:
+    if attention is not attention_class:
         return f"the attention of layer {number} is a {attention.__name__}"
     return None
 
@@ -93,7 +101,7 @@ def project_keys_and_values(
     in stock, and the queries are dropped: exact for every kind of layer with independent rows.
 
     Args:
-        attention: a ``Gemma4Attention``, whose fused projection has columns of q, k and v.
+        attention: the donor's, whose fused projection has columns of q, k and v.
         normed: [T, hidden], what that projection reads.
         positions: [T] int64.
 
@@ -124,7 +132,7 @@ def _norm_heads(norm: Any, rows: torch.Tensor, heads: int, head_dim: int) -> tor
     Returns:
         [rows, heads * head_dim].
     """
-    if (rows.is_cuda or rows.is_xpu) and norm.scale_shift == 0.0:
+    if (rows.is_cuda or rows.is_xpu) and getattr(norm, "scale_shift", None) == 0.0:
         # The fused kernel norms q, k and v in the same way; a single one is passed as its q.
         compat.layers.gemma4_causal.gemma_qkv_rmsnorm(
             rows,

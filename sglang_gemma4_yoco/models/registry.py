@@ -7,10 +7,11 @@ from typing import Any, cast
 
 from sglang_gemma4_yoco import compat
 from sglang_gemma4_yoco.core.model import TextModel
-from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.models import gemma3n, gemma4
 
 TEXT_MODELS: dict[type, ModuleType] = {
     compat.layers.gemma4_causal.Gemma4TextModel: gemma4,
+    compat.layers.gemma3n_causal.Gemma3nTextModel: gemma3n,
 }
 
 

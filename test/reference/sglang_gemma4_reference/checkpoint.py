@@ -51,7 +51,7 @@ _TOKEN_ID = {name: token_id for token_id, name in enumerate(_SPECIAL_TOKENS)}
 
 # Turns as in Gemma 4. The processor replaces the one token for an image or audio by as many as
 # the encoder returns rows.
-_CHAT_TEMPLATE = """\
+CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
 {{- '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' -}}
@@ -447,7 +447,7 @@ def build_processor(shape: Gemma4Shape) -> Gemma4Processor:
         image_processor=Gemma4ImageProcessor(max_soft_tokens=shape.image_tokens),
         tokenizer=build_tokenizer(shape.vocab_size),
         video_processor=Gemma4VideoProcessor(max_soft_tokens=70, num_frames=4),
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE,
         image_seq_length=shape.image_tokens,
     )
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from sglang.benchmark.one_batch import TreeCacheNamespace
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.models.gemma3n_causal import Gemma3nTextModel
 from sglang.srt.models.gemma4_causal import Gemma4TextModel
 from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -95,7 +96,7 @@ def reset_log() -> None:
 
 
 class Engine:
-    """A Gemma 4 on SGLang's ModelRunner.
+    """A Gemma 4 or Gemma 3n on SGLang's ModelRunner.
 
     Several engines can live in one process, but only the one built last may run: SGLang's
     configuration is process-wide. An older one refuses.
@@ -117,7 +118,9 @@ class Engine:
         args = ServerArgs(model_path=str(model_path), **server_args)
         self.runner = releases.load_model(args, rank)
         self.text_model = next(
-            module for module in self.runner.model.modules() if isinstance(module, Gemma4TextModel)
+            module
+            for module in self.runner.model.modules()
+            if isinstance(module, (Gemma4TextModel, Gemma3nTextModel))
         )
         allocator = self.runner.token_to_kv_pool_allocator
         # It caches nothing.

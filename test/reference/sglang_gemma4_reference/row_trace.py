@@ -76,16 +76,22 @@ def batch_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return next(value for value in (*args, *kwargs.values()) if hasattr(value, "forward_mode"))
 
 
+#: SGLang's classes of text models with KV-shared layers.
+TEXT_MODELS = (
+    "sglang.srt.models.gemma4_causal.Gemma4TextModel",
+    "sglang.srt.models.gemma3n_causal.Gemma3nTextModel",
+)
+
+
 def when_built(call: Callable[[Any], object]) -> None:
-    """Have SGLang call this with every ``Gemma4TextModel`` that it builds in this process."""
+    """Have SGLang call this with every text model of ``TEXT_MODELS`` that this process builds."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def built(_: None, model: Any, *__: object, **___: object) -> None:
         call(model)
 
-    HookRegistry.register(
-        "sglang.srt.models.gemma4_causal.Gemma4TextModel.__init__", built, HookType.AFTER
-    )
+    for text_model in TEXT_MODELS:
+        HookRegistry.register(f"{text_model}.__init__", built, HookType.AFTER)
 
 
 def _integers(lens: Iterable[Any] | None) -> list[int]:
@@ -102,7 +108,8 @@ def observe(model: Any, on_prefill: Callable[[Prefill], None]) -> list[Removable
     Returns:
         Handles whose ``remove()`` ends the observation.
     """
-    layers = model.layers[model.start_layer : model.end_layer]
+    start_layer = getattr(model, "start_layer", 0)  # Gemma 3n's loop has no bounds
+    layers = model.layers[start_layer : getattr(model, "end_layer", None)]
     current: Prefill | None = None
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,7 +121,7 @@ def observe(model: Any, on_prefill: Callable[[Prefill], None]) -> list[Removable
             return
         where: Any = {
             "rows": [0] * len(layers),
-            "first_layer": model.start_layer,
+            "first_layer": start_layer,
             "process": os.getpid(),
         }
         if batch.forward_mode.is_target_verify():  # has no lengths on the host
@@ -210,7 +217,7 @@ def read(path: str | Path) -> list[Prefill]:
 
 
 def load() -> None:
-    """Observe every ``Gemma4TextModel`` that this process builds, if the variable names a file.
+    """Observe what this process builds of ``TEXT_MODELS``, if the variable names a file.
 
     The entry point ``gemma4_row_trace`` of SGLang's general plugins.
     """

@@ -159,9 +159,9 @@ def test_a_donor_without_a_layer_before_it_is_left_alone(
     config = SimpleNamespace(num_hidden_layers=LAYERS, num_kv_shared_layers=LAYERS - first)
     model = SimpleNamespace(config=config, layers=engine.text_model.layers)
     if inside:
-        assert gemma4.find_unsupported_reason(model) is None
+        assert gemma4.find_unsupported_reason(model, None) is None
     else:
-        assert gemma4.find_unsupported_reason(model) == "there is no layer before the donor"
+        assert gemma4.find_unsupported_reason(model, None) == "there is no layer before the donor"
 
 
 # ---------------------------------------------------------------- what comes to the cut

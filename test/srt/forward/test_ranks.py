@@ -24,7 +24,7 @@ from harness.forwards import ENGINE, assert_fast, norm_called, with_one_argument
 from harness.layer_rows import FIRST_CUT, cut, whole
 from harness.observe import both_ways, run, skips_tail
 from harness.prefill_exits import RECORDED, ROWS, assert_served_alike
-from sglang_gemma4_reference import recorder, releases
+from sglang_gemma4_reference import gemma3n, recorder, releases
 from sglang_gemma4_reference.checkpoint import E2B_TINY, write_checkpoint
 from sglang_gemma4_reference.engine import Engine, settings_changed
 from sglang_gemma4_yoco import compat, counters
@@ -210,6 +210,15 @@ def with_audits(rank: int, engine: Engine) -> None:
         assert_stock(engine, audit.DIFFERED)
 
 
+def with_gemma3n(rank: int, port: int, path: Path) -> None:
+    """Its per-layer inputs are split over the ranks, so all are projected for all rows."""
+    engine = start(rank, path, port)
+    layers = len(engine.text_model.layers)
+    assert engine.text_model.layers[-1].self_attn.num_heads == gemma3n.E2B_TINY.heads // RANKS
+    for prompts in BATCHES.values():
+        assert_fast(engine, prompts, projected=[(batches.new_rows(prompts), layers)])
+
+
 def on_all_ranks(work: Callable[..., None], *paths: Path) -> None:
     """Run ``work(rank, port, *paths)`` in a process per rank; fail when one fails or hangs."""
     arguments = (find_free_ports(1)[0], *paths)
@@ -234,6 +243,10 @@ def test_tensor_parallel_ranks_cut_alike_or_not_at_all(tmp_path: Path) -> None:
     """Each rank has a K/V head of its own; ``server/test_parallel`` has one that both copy."""
     head_each = dataclasses.replace(E2B_TINY, kv_heads=RANKS)
     on_all_ranks(set_up_together, write_checkpoint(tmp_path, head_each))
+
+
+def test_ranks_of_gemma3n(tmp_path: Path) -> None:
+    on_all_ranks(with_gemma3n, gemma3n.write_checkpoint(tmp_path, gemma3n.E2B_TINY))
 
 
 @pytest.mark.parametrize(

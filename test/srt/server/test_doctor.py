@@ -20,7 +20,7 @@ from harness.doctor import Answer, doctor, environment
 from harness.other_plugins import AROUND, plugin
 from harness.server import python_path
 from harness.stand_ins import prefill_graphs
-from sglang_gemma4_reference import releases
+from sglang_gemma4_reference import gemma3n, releases
 from sglang_gemma4_reference.engine import settings_changed
 from sglang_gemma4_yoco import settings
 from sglang_gemma4_yoco.commands import doctor as command
@@ -52,6 +52,7 @@ def answers(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     config["text_config"]["num_kv_shared_layers"] = 0
     (directory / "unshared").mkdir()
     (directory / "unshared" / "config.json").write_text(json.dumps(config))
+    gemma3n.write_config(directory / "gemma3n", gemma3n.E2B_TINY, multimodal=True)
     calls: dict[str, list[str]] = {}
     for flags in OF_THE_TINY_MODEL:
         calls[flags] = ["--json", "--model-path", str(tiny_checkpoint), "--", *_CPU]

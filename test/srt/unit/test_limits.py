@@ -341,7 +341,7 @@ def test_the_dumper(
     report.entries["quantisation"] = None
     with releases.published():
         assert limits.find_server_reason() == reason
-        preflight._judge(report, {}.get)
+        preflight._judge(report, {}, {}.get)
     assert report.refusals == ([reason] if reason else [])
 
 

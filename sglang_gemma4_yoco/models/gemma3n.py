@@ -1,0 +1,175 @@
+"""Gemma 3n: the residual stream is several streams (AltUp), which the model merges after its loop.
+
+SGLang has them as [streams, T, hidden]; their rows are [T, streams, hidden]. A layer predicts all
+streams, reads one of them, and corrects all with what it adds. So K and V of the donor need its
+prediction for all rows, and everything else in it is for kept rows alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from sglang_gemma4_yoco import compat
+from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
+from sglang_gemma4_yoco.models import gemma4
+from sglang_gemma4_yoco.replaced import replaced
+
+TRITON_FAILS = (
+    "SGLang cannot run Gemma 3n's prefills on Triton's attention, which returns heads that the "
+    "layer does not flatten (sgl-project/sglang#37515)"
+)
+OTHER_WINDOW = (
+    "Triton's attention plans Gemma 3n's windows one key shorter than its layers' are, so the "
+    "first new row behind a cached prefix would see one key less than others"
+)
+FLASHINFER = (
+    "FlashInfer's prefills of Gemma 3n may read other requests' K and V, or see one key less "
+    "behind a cached prefix (docs/upstream.md)"
+)
+
+CUTS_MEDIA = False
+LEAVES_CAPTURED_PREFILLS = False
+
+
+def find_unsupported_reason(model: Any, main: Any) -> str | None:
+    """Why this ``Gemma3nTextModel`` cannot be cut beside this attention backend, or None."""
+    known = compat.layers.gemma3n_causal
+    reason = gemma4.find_donor_reason(model, known.Gemma3nDecoderLayer, known.Gemma3nAttention)
+    for part in compat.attention.list_parts(main):
+        reason = reason or _find_backend_reason(model, part)
+    return reason
+
+
+def _find_backend_reason(model: Any, backend: Any) -> str | None:
+    if type(backend).__name__ == "FlashInferAttnBackend":
+        return FLASHINFER
+    if compat.attention.find_triton_class(backend.__class__) is None:
+        return None
+    if _projects_heads(model.layers[0].self_attn):
+        return TRITON_FAILS
+    if backend.sliding_window_size != compat.attention.find_window(model.layers):
+        return OTHER_WINDOW
+    return None
+
+
+@torch.no_grad()
+def _projects_heads(attention: Any) -> bool:
+    """Whether SGLang's layer projects attention's output in the shape that attention gives it.
+
+    Its own code is run on one row, with an attention that returns [rows, heads, head_dim].
+    """
+    dimensions = list[int]()
+
+    def attend(queries: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return queries.new_zeros(len(queries), attention.num_heads, attention.head_dim)
+
+    def project(attended: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dimensions.append(attended.dim())
+        return attended, None
+
+    norm = attention.q_norm.weight
+    row = norm.new_zeros(1, attention.config.hidden_size)
+    position = torch.zeros(1, dtype=torch.int64, device=norm.device)
+    with replaced(attention, attn=attend, o_proj=project):
+        attention.forward(hidden_states=row, positions=position, forward_batch=None)
+    return dimensions != [2]
+
+
+def get_row_shape(model: Any) -> tuple[int, ...]:
+    """(streams, hidden)."""
+    return model.config.altup_num_inputs, model.config.hidden_size
+
+
+def view_rows(residual: torch.Tensor) -> torch.Tensor:
+    """[streams, T, hidden] as [T, streams, hidden]."""
+    return residual.transpose(0, 1)
+
+
+@contextmanager
+def stop_before_cut(
+    model: Any, cut: int, project: Callable[..., Any]
+) -> Iterator[list[torch.Tensor]]:
+    """End the model's loop before layer ``cut``, with one row, which costs little to merge.
+
+    In place of its norm of that row the model returns the first stream of all rows.
+    """
+    *layers, last = list(model.layers)[:cut]
+    residuals, at_cut = list[torch.Tensor](), list[torch.Tensor]()
+
+    def run_last(**call: Any) -> torch.Tensor:
+        residual: torch.Tensor = last(**call)
+        residuals.append(residual)
+        return residual[:, :1]
+
+    def leave_out_norm(_: torch.Tensor) -> torch.Tensor:
+        if len(residuals) != 1:
+            raise NotCuttableError(OTHER_END)
+        at_cut.append(view_rows(residuals[0]))
+        return residuals[0][0]
+
+    with (
+        replaced(model, layers=[*layers, run_last], project_per_layer_inputs=project),
+        replaced(model.norm, forward=leave_out_norm),
+    ):
+        yield at_cut
+
+
+def compute_keys_and_values(
+    layer: Any, rows: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of every row [T, streams, hidden], each [T, kv_heads, head_dim]."""
+    predicted = layer.altup.predict(rows.transpose(0, 1))
+    normed = layer.input_layernorm(predicted[layer.config.altup_active_idx])
+    return gemma4.project_keys_and_values(layer.self_attn, normed, positions)
+
+
+def run_tail(
+    model: Any,
+    layers: list[Any],
+    batch: Any,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    inputs: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run the model's own forward with these layers alone, and merge the streams: [B, hidden].
+
+    The streams that it makes of embeddings are dropped: its first layer gets those at the cut.
+    """
+    residual = rows.transpose(0, 1).contiguous()
+
+    def run_first(hidden_states: torch.Tensor, **call: Any) -> torch.Tensor:
+        del hidden_states
+        first: torch.Tensor = layers[0](hidden_states=residual, **call)
+        return first
+
+    def give_inputs(*_: Any) -> torch.Tensor | None:
+        return inputs
+
+    embeds = rows.new_ones(len(rows), model.config.hidden_size)
+    stock = inspect.unwrap(type(model).forward)
+    with ExitStack() as stack:
+        stack.enter_context(gemma4.share_own_keys_and_values(layers[0].self_attn))
+        for layer in layers:
+            stack.enter_context(_flatten_heads(layer.self_attn.attn))
+        own = replaced(model, layers=[run_first, *layers[1:]], project_per_layer_inputs=give_inputs)
+        stack.enter_context(own)
+        merged: torch.Tensor = stock(model, None, positions, batch, embeds)
+    return merged
+
+
+@contextmanager
+def _flatten_heads(attention: Any) -> Iterator[None]:
+    """The tail's attention gives what the stock layer can project: [B, heads * head_dim]."""
+    attend = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        attended: torch.Tensor = attend(*args, **kwargs)
+        return attended.flatten(1)
+
+    with replaced(attention, forward=forward):
+        yield

@@ -1,0 +1,267 @@
+"""Gemma 3n: on equals off and Hugging Face, on SGLang's own classes.
+
+Of 15 layers the last 5 are KV-shared, so the cut is in layer 9. Stock's window has one key more
+than Hugging Face's: the oracle is given a window that is one key larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.models.gemma3n_causal import Gemma3nForCausalLM
+from sglang.srt.models.gemma3n_mm import Gemma3nForConditionalGeneration
+from transformers import Gemma3nForCausalLM as HuggingFaceModel
+
+from harness.batches import BATCHES, batch_of
+from harness.checking import audited, checked, counts
+from harness.decode_graphs import record_tail
+from harness.forwards import CHUNKS, ENGINE, NEEDS_GRAPHS, assert_fast, assert_stock, state_of
+from harness.observe import assert_same_cache, run
+from harness.random_batches import (
+    HARD_CHUNKS,
+    HARD_LAST_ROWS,
+    HARD_LOGPROBS,
+    batches,
+    holds,
+    input_logprobs,
+    intermediate_chunks,
+    last_rows,
+)
+from sglang_gemma4_reference import gemma3n as reference
+from sglang_gemma4_reference.engine import Engine, Prompt
+from sglang_gemma4_yoco.core import eligibility
+from sglang_gemma4_yoco.core.model import OTHER_END, NotCuttableError
+from sglang_gemma4_yoco.models import gemma3n, gemma4
+from sglang_gemma4_yoco.replaced import replaced
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+
+SHAPE = reference.E2B_TINY
+WINDOW = SHAPE.sliding_window
+CUT = SHAPE.layers - SHAPE.kv_shared_layers - 1
+LAST_ROWS = {
+    "half a window": batch_of((0, WINDOW // 2)),
+    "a window": batch_of((0, WINDOW)),
+    "three windows": batch_of((0, 3 * WINDOW + 5)),
+    "behind a prefix": batch_of((2 * WINDOW, 9)),
+    "one row behind a prefix": batch_of((2 * WINDOW, 1), (0, 5)),
+    "three prompts": batch_of((0, 2 * WINDOW), (3, 5), (WINDOW + 3, WINDOW + 7)),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference.write_checkpoint(tmp_path_factory.mktemp("gemma3n"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Engine:
+    return Engine(checkpoint, **ENGINE)
+
+
+@pytest.mark.parametrize("prompts", [*BATCHES.values(), CHUNKS], ids=[*BATCHES, "chunks"])
+def test_on_equals_off(engine: Engine, prompts: list[Prompt]) -> None:
+    assert type(engine.runner.model) is Gemma3nForCausalLM
+    assert_fast(engine, prompts)
+
+
+@pytest.mark.parametrize(
+    ("says", "hard", "kind"),
+    [
+        (last_rows, HARD_LAST_ROWS, {}),
+        (input_logprobs, HARD_LOGPROBS, {"logprobs": True}),
+        (intermediate_chunks, HARD_CHUNKS, {"unfinished": True}),
+    ],
+)
+def test_random_batches(engine: Engine, says: Any, hard: Any, kind: dict[str, bool]) -> None:
+    holds(engine, says, batches(200, 5, **kind), hard, examples=5, floor=5)
+
+
+@pytest.mark.parametrize("name", LAST_ROWS)
+def test_last_rows_are_those_of_hugging_face(engine: Engine, checkpoint: Path, name: str) -> None:
+    prompts = LAST_ROWS[name]
+    _, fast = assert_fast(engine, prompts)
+    found = fast.output.next_token_logits
+    errors = {}
+    for keys in (WINDOW, WINDOW + 1):
+        expected = torch.stack([hugging_face(checkpoint, keys, prompt) for prompt in prompts])
+        errors[keys] = float((found - expected).abs().max())
+    assert errors[WINDOW + 1] < 1e-4, errors
+    if "window" not in name or name == "three windows":  # it sees that one key
+        assert errors[WINDOW] > 1e-2, errors
+
+
+@torch.no_grad()
+def hugging_face(checkpoint: Path, keys: int, prompt: Prompt) -> torch.Tensor:
+    """Logits after the prompt, with a window of so many keys: [vocab]."""
+    model = HuggingFaceModel.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model.config.sliding_window = model.model.config.sliding_window = keys
+    ids = torch.tensor([prompt.cached + prompt.new])
+    logits: torch.Tensor = model(ids, use_cache=False).logits[0, -1]
+    return logits
+
+
+def test_images_run_as_stock(engine: Engine, batches_with: Callable[..., None]) -> None:
+    """Nobody has tried them."""
+    batches_with(mm_inputs=[SimpleNamespace(mm_items=[]), None])
+    assert_stock(engine, eligibility.MEDIA)
+
+
+# ---------------------------------------------------------------- the check at start, and audits
+
+
+def test_the_check_at_start(engine: Engine) -> None:
+    found = checked(engine)
+    assert found.worst is not None
+    assert found.worst.excess < 0.5
+
+
+def find_defect(engine: Engine) -> str:
+    """What the check finds, which is a defect."""
+    found = checked(engine)
+    assert found.worst is not None
+    assert found.worst.excess > 4
+    return found.worst.what
+
+
+def test_it_finds_a_window_that_is_one_key_short(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tail's decode steps alone."""
+    for layer in engine.text_model.layers[CUT:]:
+        attention = layer.self_attn.attn
+        if attention.sliding_window_size > 0:
+            shorter = partial(attend_with_a_key_less, attention, attention.forward)
+            monkeypatch.setitem(attention.__dict__, "forward", shorter)
+    assert find_defect(engine).startswith("mean of the values")
+
+
+def attend_with_a_key_less(attention: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """``RadixAttention.forward``."""
+    window = attention.sliding_window_size
+    if kwargs["forward_batch"].forward_mode.is_decode():
+        window -= 1
+    with replaced(attention, sliding_window_size=window):
+        return stock(*args, **kwargs)
+
+
+def test_it_finds_other_keys_and_values(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a stream itself, not of what the donor predicts."""
+
+    def compute(layer: Any, rows: torch.Tensor, positions: torch.Tensor) -> Any:
+        normed = layer.input_layernorm(rows[:, 0])
+        return gemma4.project_keys_and_values(layer.self_attn, normed, positions)
+
+    monkeypatch.setattr(gemma3n, "compute_keys_and_values", compute)
+    assert find_defect(engine).startswith(("keys of layer 9", "values of layer 9"))
+
+
+def test_it_finds_streams_in_another_order(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = gemma3n.run_tail
+
+    def run_tail(model: Any, layers: Any, batch: Any, rows: torch.Tensor, *others: Any) -> Any:
+        return stock(model, layers, batch, rows.flip(1), *others)
+
+    monkeypatch.setattr(gemma3n, "run_tail", run_tail)
+    assert find_defect(engine) == "rows at the cut"
+
+
+def test_audits(engine: Engine) -> None:
+    prompts = BATCHES["three, two of them cached"]
+    _, unaudited = assert_fast(engine, prompts)
+    with audited(engine):
+        both = run(engine, engine.schedule(prompts), "1")
+    total = unaudited.rows[0]
+    assert both.rows == [*unaudited.rows, *[total] * SHAPE.layers, *unaudited.rows[CUT:]]
+    assert counts() == (1, 0)
+
+
+# ---------------------------------------------------------------- what is not known
+
+
+def test_a_loop_that_is_another_one() -> None:
+    """The model merges something else than what its layers have returned once."""
+    streams = torch.arange(12.0).view(4, 3, 1)
+
+    def layer(hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + 1
+
+    for calls in (0, 1, 2):
+        model = SimpleNamespace(layers=[layer] * 3, norm=SimpleNamespace())
+        with gemma3n.stop_before_cut(model, 2, partial) as at_cut:
+            for _ in range(calls):
+                assert model.layers[-1](hidden_states=streams).shape == (4, 1, 1)
+            if calls == 1:
+                assert torch.equal(model.norm.forward(streams), streams[0] + 1)
+            else:
+                with pytest.raises(NotCuttableError, match=OTHER_END):
+                    model.norm.forward(streams)
+        assert [rows.shape for rows in at_cut] == [(3, 4, 1)] * (calls == 1)
+        assert model.layers == [layer] * 3
+
+
+def test_layers_of_another_class(engine: Engine) -> None:
+    model, main = engine.text_model, engine.runner.attn_backend
+    assert gemma3n.find_unsupported_reason(model, main) is None
+    reason = gemma4.find_unsupported_reason(model, main)
+    assert reason == f"layer {CUT} is a Gemma3nDecoderLayer"
+
+
+def test_flashinfer(engine: Engine) -> None:
+    """It cannot run here; for other models it is not known to be right either."""
+    kind = type("FlashInferAttnBackend", (), {})
+    assert gemma3n.find_unsupported_reason(engine.text_model, kind()) == gemma3n.FLASHINFER
+    both = object.__new__(HybridAttnBackend)
+    both.prefill_backend, both.decode_backend = engine.runner.attn_backend, kind()
+    assert gemma3n.find_unsupported_reason(engine.text_model, both) == gemma3n.FLASHINFER
+
+
+# ---------------------------------------------------------------- engines of their own
+
+
+def test_inside_the_multimodal_model(checkpoint: Path, tmp_path: Path) -> None:
+    """Its weights are the same, and so are its answers to text."""
+    prompts = BATCHES["three, two of them cached"]
+    engine = Engine(checkpoint, **ENGINE)
+    expected = run(engine, engine.schedule(prompts), "0").output.next_token_logits
+    path = reference.write_checkpoint(tmp_path, SHAPE, multimodal=True)
+    multimodal = Engine(path, **ENGINE)
+    assert type(multimodal.runner.model) is Gemma3nForConditionalGeneration
+    for batch in (*BATCHES.values(), CHUNKS):
+        assert_fast(multimodal, batch)
+    _, fast = assert_fast(multimodal, prompts)
+    torch.testing.assert_close(fast.output.next_token_logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_in_bf16_with_sharp_attention(tmp_path: Path) -> None:
+    """It agrees on weights that were not made to be well-conditioned."""
+    sharp = dataclasses.replace(SHAPE, sharpness=SHAPE.head_dim**0.25)
+    path = reference.write_checkpoint(tmp_path, sharp)
+    engine = Engine(path, **ENGINE | {"dtype": "bfloat16"})
+    found = checked(engine)
+    assert found.worst is not None
+    assert found.worst.is_rounding, found
+    prompts = BATCHES["three, two of them cached"]
+    scheduled = engine.schedule(prompts)
+    stock, fast = run(engine, scheduled, "0"), run(engine, scheduled, "1")
+    assert (stock.rows[CUT], fast.rows[CUT]) == (48, 3)
+    assert_same_cache(stock, fast)
+
+
+@NEEDS_GRAPHS
+def test_a_captured_tail(checkpoint: Path) -> None:
+    engine = Engine(checkpoint, **ENGINE, cuda_graph_bs_decode=[4])
+    record_tail(engine, 4)
+    assert state_of(engine).report["check"]["unchecked"] is None
+    for prompts in (batch_of((0, 40)), BATCHES["three, two of them cached"]):
+        assert_fast(engine, prompts, replays=True)

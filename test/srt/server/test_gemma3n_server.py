@@ -1,0 +1,90 @@
+"""Gemma 3n inside its multimodal model, over HTTP: two servers get the same requests of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from harness.ask import (
+    Answer,
+    assert_same_answers,
+    chat,
+    compare,
+    generate,
+    next_turn,
+    one_by_one,
+    prompts_of,
+    tokens,
+)
+from harness.server import CHUNK, Pair, Server, pair
+from sglang_gemma4_reference import gemma3n
+from sglang_gemma4_yoco.commands.main import main
+
+SHAPE = gemma3n.E2B_TINY
+CUT = SHAPE.layers - SHAPE.kv_shared_layers - 1
+
+
+def cut(rows: int, kept: int) -> list[int]:
+    """The layers after the cut compute ``kept`` of ``rows`` rows."""
+    return [rows] * CUT + [kept] * (SHAPE.layers - CUT)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("gemma3n")
+    checkpoint = gemma3n.write_checkpoint(directory / "checkpoint", SHAPE, multimodal=True)
+    # SGLang warms a multimodal server up with an image; this model's tower is none of its kind.
+    with pair(checkpoint, directory, "--skip-server-warmup") as both:
+        yield both
+
+
+def score(server: Server) -> list[Answer]:
+    """The log-probabilities of a prompt's last 20 tokens."""
+    return generate(server, tokens(70, seed=4), logprob_start_len=50)
+
+
+SCENARIOS: dict[str, tuple[Callable[[Server], list[Answer]], list[list[int]]]] = {
+    "one prompt": (one_by_one(tokens(70, seed=1)), [cut(70, 1)]),
+    "a cached prefix": (
+        one_by_one(tokens(60, seed=2), tokens(60, seed=2) + tokens(40, seed=3)),
+        [cut(60, 1), cut(40, 1)],
+    ),
+    "chunks": (one_by_one(tokens(CHUNK + 30, seed=7)), [cut(CHUNK, 0), cut(30, 1)]),
+    "input logprobs": (score, [cut(70, 20)]),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_answers(servers: Pair, name: str) -> None:
+    ask, rows = SCENARIOS[name]
+    both = compare(servers, ask)
+    assert both.rows == rows
+    assert_same_answers(both)
+
+
+def test_a_batch(servers: Pair) -> None:
+    both = compare(servers, lambda server: generate(server, prompts_of(100, 20, 7, 33)))
+    for prefill in both.prefills:
+        assert prefill.rows == cut(sum(prefill.extend_lens), len(prefill.extend_lens))
+    assert_same_answers(both)
+
+
+def test_turns_of_a_chat(servers: Pair) -> None:
+    both = compare(servers, lambda server: [chat(server, "Who reads these rows?" * 3)])
+    [prefill] = both.prefills
+    assert prefill.rows == cut(sum(prefill.extend_lens), 1)
+    assert_same_answers(both)
+    turns = compare(
+        servers, lambda server: next_turn(server, tokens(60, seed=5), tokens(30, seed=6))
+    )
+    assert turns.on[1].cached_tokens > 60
+    assert_same_answers(turns)
+
+
+def test_status(servers: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    generate(servers[0], tokens(50, seed=8))
+    assert main(["status", servers[0].url]) == 0
+    shown = capsys.readouterr().out
+    assert f"cut inside layer {CUT}, after its K and V (of {SHAPE.layers} layers)" in shown
+    assert shown.endswith("The fast path is active.\n")

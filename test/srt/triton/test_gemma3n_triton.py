@@ -1,0 +1,91 @@
+"""Gemma 3n on SGLang's Triton kernels: stock's faults refuse it, and without them it is cut.
+
+SGLang's own attention code runs, in the interpreter. The faults are mended as ``docs/upstream``
+says: one in the source of SGLang's layer, the other in the windows of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.models.gemma3n_causal import Gemma3nAttention
+
+from harness.batches import batch_of
+from harness.forwards import INTERPRETED_ENGINE, assert_fast, assert_stock, attention_of, state_of
+from harness.observe import run
+from harness.upstream_fixes import REPORTS, fixed
+from sglang_gemma4_reference import gemma3n as reference
+from sglang_gemma4_reference import interpreter
+from sglang_gemma4_reference.attention import FrontBackend
+from sglang_gemma4_reference.engine import Engine
+from sglang_gemma4_yoco.checking import start as check
+from sglang_gemma4_yoco.models import gemma3n
+
+pytestmark = pytest.mark.usefixtures("forgotten_reports")
+interpreter.make_quick()
+
+SHAPE = reference.INTERPRETED
+WINDOW = SHAPE.sliding_window
+ONE_PROMPT = batch_of((0, WINDOW + 6))
+PROMPTS = {
+    "last rows": batch_of((0, WINDOW + 6), (WINDOW + 5, 2), (WINDOW - 1, 3), (3, 2)),
+    "one row behind a prefix": batch_of((WINDOW + 5, 1), (0, 4)),
+    "suffixes": [*batch_of((10, 9), logprob_start=14), *batch_of((0, 4))],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference.write_checkpoint(tmp_path_factory.mktemp("gemma3n"), SHAPE)
+
+
+@contextmanager
+def flattening() -> Iterator[None]:
+    """SGLang's layer flattens what attention returns."""
+    forward = fixed(Gemma3nAttention.forward, REPORTS / "gemma3n_attention_output.md")
+    with mock.patch.object(Gemma3nAttention, "forward", forward):
+        yield
+
+
+def give_layers_the_runners_window(engine: Engine) -> None:
+    for layer in engine.text_model.layers:
+        if layer.self_attn.attn.sliding_window_size > 0:
+            layer.self_attn.attn.sliding_window_size = engine.runner.sliding_window_size
+
+
+def test_beside_another_backend(checkpoint: Path) -> None:
+    """As FlashAttention is a server's on an H100: the tail runs on Triton, over the same pool."""
+    engine = Engine(checkpoint, **INTERPRETED_ENGINE, attention_backend="fa4")
+    assert type(engine.runner.attn_backend) is FrontBackend
+    tail = attention_of(engine).tail
+    assert type(tail) is TritonAttnBackend
+    assert (tail.sliding_window_size, engine.runner.sliding_window_size) == (WINDOW, WINDOW - 1)
+    for prompts in PROMPTS.values():
+        assert_fast(engine, prompts)
+    found = check.check_model(engine.runner, state_of(engine))
+    assert found.worst is not None
+    assert found.worst.excess < 0.5
+    # The window's own key less, as the runner would plan it.
+    tail.sliding_window_size = WINDOW - 1
+    assert not check.check_model(engine.runner, state_of(engine)).agrees
+
+
+def test_alone(checkpoint: Path, said: Callable[..., list[str]]) -> None:
+    engine = Engine(checkpoint, **INTERPRETED_ENGINE)
+    assert type(engine.runner.attn_backend) is TritonAttnBackend
+    assert state_of(engine).unsupported == gemma3n.TRITON_FAILS
+    assert any(gemma3n.TRITON_FAILS in line for line in said())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run(engine, engine.schedule(ONE_PROMPT), "0")
+    with flattening():
+        engine.runner.init_attention_backends()
+        assert_stock(engine, gemma3n.OTHER_WINDOW, ONE_PROMPT)
+        give_layers_the_runners_window(engine)
+        engine.runner.init_attention_backends()
+        for prompts in PROMPTS.values():
+            assert_fast(engine, prompts)
