@@ -231,12 +231,13 @@ def _check_rows(state: ModelState, forward_batch: Any, eligible: Eligible) -> st
         return TOO_LITTLE
     # Rows of an image attend in both directions, and the attention of a suffix in one. For the last
     # row of a request that makes no difference: no row follows it.
-    if is_multimodal(forward_batch):
-        if not state.kind.CUTS_MEDIA:
-            return MEDIA
-        if not kept.one_per_request:
-            return IMAGE_LOGPROBS
-    return None
+    if kept.one_per_request and state.kind.CUTS_MEDIA:
+        return None
+    if not is_multimodal(forward_batch):
+        return None
+    if not state.kind.CUTS_MEDIA:
+        return MEDIA
+    return IMAGE_LOGPROBS
 
 
 def _check_exit(
