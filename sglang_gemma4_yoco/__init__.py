@@ -1,10 +1,10 @@
-"""YOCO fast prefill for Gemma 4 E2B and E4B under SGLang.
+"""YOCO fast prefill for Gemma 4 and Gemma 3n (E2B and E4B) under SGLang.
 
 The last layers of these models read K and V that earlier layers wrote and write none themselves
 (arXiv:2405.05254 calls such a stack "You Only Cache Once"; vLLM calls the idea "KV sharing fast
 prefill"). In prefill they therefore need only the rows whose output is used: normally the last row
-of each request. This package patches SGLang's ``Gemma4TextModel`` at run time so that all other
-rows skip those layers.
+of each request. This package patches SGLang's ``Gemma4TextModel`` and ``Gemma3nTextModel`` at run
+time so that all other rows skip those layers.
 
 SGLang loads it by itself through the ``sglang.srt.plugins`` entry point; ``SGLANG_GEMMA4_YOCO=0``
 turns it off. Importing this module imports neither torch nor SGLang.

@@ -179,8 +179,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line; see ``--help``."""
     parser = new_parser(__doc__)
     add = parser.add_argument
-    presets = ("E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST")
-    presets += (f"{GEMMA3N}E2B_MINI", f"{GEMMA3N}E4B_MINI", f"{GEMMA3N}E2B_TINY")
+    presets = ["E2B", "E4B", "E2B_MINI", "E4B_MINI", "E2B_TINY", "E2B_HOST", "E4B_HOST"]
+    presets += [f"{GEMMA3N}E2B_MINI", f"{GEMMA3N}E4B_MINI", f"{GEMMA3N}E2B_TINY"]
     add("--preset", choices=presets, default="E2B_MINI", help="a model with random weights")
     add("--lengths", type=parse_positive, nargs="+", default=[128, 512, 2048, 8192])
     add("--batch-sizes", type=parse_positive, nargs="+", default=[1, 4])
