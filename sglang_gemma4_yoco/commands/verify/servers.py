@@ -189,11 +189,11 @@ def check_switch(
 
 
 def make_pair(
-    arguments: Sequence[str], folder: Path, *, device: str, together: bool = True, port: int = 0
+    arguments: Sequence[str], folder: Path, *, device: str, together: bool = True
 ) -> tuple[Server, Server]:
     """The stock server and the fast one, not started; ``arguments`` override what is set here.
 
-    ``together`` they share the memory of one GPU. Their ports are ``port`` and the next, or any.
+    ``together`` they share the memory of one GPU.
     """
     # An idle scheduler spins, and would take a core from the server that is measured.
     own = [["--device", "cpu", "--sleep-on-idle"]] * 2
@@ -203,7 +203,7 @@ def make_pair(
             # Each takes its share of what is free when it starts: half, then nearly all the rest.
             shares = ("0.45", "0.85")
             own = [["--device", "cuda", "--mem-fraction-static", share] for share in shares]
-    logs, ports = (folder / "server-off.log", folder / "server-on.log"), find_free_ports(2, port)
+    logs, ports = (folder / "server-off.log", folder / "server-on.log"), find_free_ports(2)
     stock, fast = (Server(bool(i), [*own[i], *arguments], ports[i], logs[i]) for i in (0, 1))
     return stock, fast
 
@@ -230,14 +230,11 @@ def run_servers(
         yield
 
 
-def find_free_ports(count: int, first: int = 0) -> list[int]:
-    """So many free ports: any, or those from ``first`` on; CommandError if one is taken."""
+def find_free_ports(count: int) -> list[int]:
+    """So many ports that are free."""
     with ExitStack() as stack:
-        try:
-            ports = [0] * count
-            if first:
-                ports = list(range(first, first + count))
-            taken = [stack.enter_context(socket.create_server(("127.0.0.1", p))) for p in ports]
-        except (OSError, OverflowError) as failure:
-            raise CommandError(f"--port {first} cannot be used: {failure}") from failure
-        return [listener.getsockname()[1] for listener in taken]
+        ports = []
+        for _ in range(count):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports.append(listener.getsockname()[1])
+        return ports

@@ -6,10 +6,11 @@ import json
 import os
 import random
 import shutil
+import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from harness import forked
 from sglang_gemma4_reference import row_trace, tail_failures
 from sglang_gemma4_reference.row_trace import Prefill
 from sglang_gemma4_yoco import settings
-from sglang_gemma4_yoco.commands.console import CommandError
 from sglang_gemma4_yoco.commands.verify import servers
 
 SWITCH = "SGLANG_GEMMA4_YOCO"
@@ -251,10 +251,9 @@ Pair = tuple[Server, Server]
 def _free_port() -> int:
     """A port that is free now, of those that no outgoing connection is given."""
     for _ in range(1000):
-        try:
-            return servers.find_free_ports(1, random.randrange(20_000, 32_000))[0]
-        except CommandError:  # taken
-            continue
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):  # or it is taken
+            return port
     raise RuntimeError("no free port between 20,000 and 32,000")
 
 
