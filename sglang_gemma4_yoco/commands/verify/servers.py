@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -231,10 +232,12 @@ def run_servers(
 
 
 def find_free_ports(count: int) -> list[int]:
-    """So many ports that are free."""
+    """So many ports that are free, of those that no outgoing connection is given."""
+    ports: list[int] = []
     with ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            ports.append(listener.getsockname()[1])
-        return ports
+        while len(ports) < count:
+            port = random.randrange(20_000, 32_000)
+            with suppress(OSError):  # it is taken
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
+    return ports

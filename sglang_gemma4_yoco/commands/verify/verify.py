@@ -188,6 +188,8 @@ def ask_all(
 
     What both have answered to a prompt is printed as soon as both have.
     """
+    for server in both:
+        server.forget_prefixes()  # those of requests that SGLang sends when it starts
     for number, prompt in enumerate(prompts):
         for server in both:
             answers = found[server.fast].answers

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-import socket
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +119,7 @@ class Server(servers.Server):
         super().__init__(
             environment.get(SWITCH) != "0",
             ["--model-path", str(checkpoint), *_ARGUMENTS, *arguments],
-            _free_port(),
+            servers.find_free_ports(1)[0],
             directory / "server.log",
         )
         self.checkpoint = checkpoint
@@ -143,7 +141,7 @@ class Server(servers.Server):
         """Start it, on another port than before."""
         if self._starts:  # the log of the start before is kept
             self.log_file.rename(self.log_file.with_suffix(f".{self._starts}.log"))
-            self.port = _free_port()
+            self.port = servers.find_free_ports(1)[0]
         self._starts += 1
         if not self._is_forked:
             super().start()
@@ -246,15 +244,6 @@ class Server(servers.Server):
 
 #: The fast path is on, and off.
 Pair = tuple[Server, Server]
-
-
-def _free_port() -> int:
-    """A port that is free now, of those that no outgoing connection is given."""
-    for _ in range(1000):
-        port = random.randrange(20_000, 32_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):  # or it is taken
-            return port
-    raise RuntimeError("no free port between 20,000 and 32,000")
 
 
 @contextmanager
