@@ -106,6 +106,7 @@ def check_rows(document: Document) -> Iterator[list[object]]:
 
 
 GPU_LOAD = ("what", "which", "off", "on", "off/on")
+GPU_TIMES = {"mean": "mean", "median": "50", "p95": "95", "p99": "99"}
 
 
 def gpu_load_rows(document: Document) -> Iterator[list[object]]:
@@ -117,9 +118,12 @@ def gpu_load_rows(document: Document) -> Iterator[list[object]]:
         for way in ("off", "on"):
             found = point[way]
             figures.setdefault("duration, s", []).append(statistics.median(found["seconds"]))
-            for p in ("50", "95"):
-                figures.setdefault(f"first token, p{p}, ms", []).append(found["ttft_ms"][p])
-                figures.setdefault(f"between tokens, p{p}, ms", []).append(found["itl_ms"][p])
+            for name, p in GPU_TIMES.items():
+                figures.setdefault(f"first token, {name}, ms", []).append(found["ttft_ms"][p])
+                figures.setdefault(f"between tokens, {name}, ms", []).append(found["itl_ms"][p])
+            for run in found["batches"][:1]:
+                for name, sizes in run.items():
+                    figures.setdefault(f"{name}, mean", []).append(sizes["mean"])
         for what, (off, on) in figures.items():
             yield [f"{load}: {what}", which, f"{off:.1f}", f"{on:.1f}", f"{off / on:.2f}"]
 
